@@ -1,0 +1,235 @@
+"""Ask apt, in a configuration of its own, which packages a list of names comes to.
+
+Nothing of the host's apt configuration is used but the address of its Debian mirror. Signatures, Valid-Until
+and hashes are apt's business, with errors that are not to be overlooked (``Error-Mode=any``).
+"""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import re
+import urllib.parse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder import process
+from image_builder.errors import CommandError, FetchError, HostError, LockError
+from image_builder.lock import LockedFile, LockedPackage
+
+_URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A repository: ``id`` names it in the lock, ``signed_by`` is the path of its keyring."""
+
+    id: str
+    uri: str
+    suites: tuple[str, ...]
+    components: tuple[str, ...]
+    signed_by: Path
+    with_sources: bool = False
+
+    def deb822(self) -> str:
+        """Return the stanza for apt's sources."""
+        types = "deb deb-src" if self.with_sources else "deb"
+        return (
+            f"Types: {types}\nURIs: {self.uri}\nSuites: {' '.join(self.suites)}\n"
+            f"Components: {' '.join(self.components)}\nSigned-By: {self.signed_by}\n"
+        )
+
+
+class Apt:
+    """A private apt: its state, lists and pretended dpkg status lie in ``path``."""
+
+    def __init__(self, path: Path, sources: Sequence[Source], architecture: str) -> None:
+        self.path = path
+        self.sources = sources
+        for name in ("lists/partial", "cache/archives/partial", "etc/sources.list.d", "etc/preferences.d"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        (path / "status").touch()
+        stanzas = "\n".join(s.deb822() for s in sources)
+        (path / "etc/sources.list.d/all.sources").write_text(stanzas, encoding="utf-8")
+        (path / "apt.conf").write_text(_configuration(path, architecture), encoding="utf-8")
+
+    def _run(self, argv: Sequence[str]) -> str:
+        env = {"APT_CONFIG": os.fspath(self.path / "apt.conf"), "DEBIAN_FRONTEND": "noninteractive"}
+        return process.run(argv, env=env, cwd=self.path).stdout
+
+    def update(self) -> None:
+        """Fetch the indices. Raises FetchError when any is missing, expired, or not signed as it should be."""
+        try:
+            self._run(["apt-get", "update", "--error-on=any", "-q"])
+        except CommandError as error:
+            wrong = [line for line in error.tail.splitlines() if line.startswith(("E:", "W:", "Err:"))]
+            reason = "\n  ".join(wrong or error.tail.splitlines()[-5:])
+            raise FetchError(
+                f"the package indices could not be had:\n  {reason}",
+                hint="check the mirror (image_base.mirror, or the host's own Debian source) and this host's clock",
+            ) from error
+
+    def release_date(self) -> int:
+        """Return the newest Date of the Release files, in seconds since 1970."""
+        dates = []
+        for path in (self.path / "lists").glob("*Release"):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("Date:"):
+                    dates.append(int(email.utils.parsedate_to_datetime(line[5:].strip()).timestamp()))
+        return max(dates)
+
+    def install(self, names: Iterable[str]) -> list[LockedPackage]:
+        """Return what installing ``names`` would add to what was installed so far, and pretend it was.
+
+        Raises LockError when apt can't satisfy them.
+        """
+        argv = ["apt-get", "install", "--print-uris", "--yes", "-qq", "--no-install-recommends", *names]
+        try:
+            output = self._run(argv)
+        except CommandError as error:
+            reason = "\n  ".join(line for line in error.tail.splitlines() if line.strip())
+            raise LockError(f"apt finds no way to install the packages:\n  {reason}") from error
+        packages = [self._package(m) for line in output.splitlines() if (m := _URI.match(line))]
+        self._mark_installed(packages)
+        return sorted(packages, key=lambda p: (p.name, p.architecture))
+
+    def source(self, name: str) -> tuple[str, list[LockedFile]]:
+        """Return the version and the files of the newest source package ``name``. Raises LockError."""
+        try:
+            output = self._run(["apt-get", "source", "--print-uris", "--only-source", "-qq", name])
+        except CommandError as error:
+            raise LockError(f"no source package {name}:\n  {error.tail}") from error
+        files = [self._file(m) for line in output.splitlines() if (m := _URI.match(line))]
+        descriptions = [f.name for f in files if f.name.endswith(".dsc")]
+        if not descriptions:
+            raise LockError(f"no source package {name} in the configured repositories")
+        version = descriptions[0].removesuffix(".dsc").split("_", 1)[1]
+        return version, sorted(files, key=lambda f: f.name)
+
+    def _file(self, match: re.Match[str]) -> LockedFile:
+        source, path = self._locate(match["uri"])
+        return LockedFile(
+            name=urllib.parse.unquote(match["name"]),
+            sha256=match["sha256"],
+            size=int(match["size"]),
+            path=path,
+            repository=source,
+        )
+
+    def _package(self, match: re.Match[str]) -> LockedPackage:
+        name, version, rest = urllib.parse.unquote(match["name"]).split("_", 2)
+        file = self._file(match)
+        return LockedPackage(
+            **{**file.model_dump(), "name": name},
+            version=version,
+            architecture=rest.removesuffix(".deb"),
+        )
+
+    def _locate(self, uri: str) -> tuple[str, str]:
+        """Split an address into (repository id, path below the repository)."""
+        for source in sorted(self.sources, key=lambda s: -len(s.uri)):
+            base = source.uri.rstrip("/") + "/"
+            if uri.startswith(base):
+                return source.id, uri.removeprefix(base)
+        raise LockError(f"apt names a file of an unknown repository: {uri}")
+
+    def _mark_installed(self, packages: Sequence[LockedPackage]) -> None:
+        if not packages:
+            return
+        names = [f"{p.name}:{p.architecture}={p.version}" for p in packages]
+        names = [n.replace(":all=", "=") for n in names]
+        stanzas = self._run(["apt-cache", "show", "--no-all-versions", *names]).strip().split("\n\n")
+        with (self.path / "status").open("a", encoding="utf-8") as status:
+            for stanza in stanzas:
+                status.write(f"{stanza}\nStatus: install ok installed\n\n")
+
+
+def _configuration(path: Path, architecture: str) -> str:
+    return (
+        f'Dir "{path}";\nDir::Etc "{path}/etc";\nDir::Etc::SourceList "/dev/null";\n'
+        f'Dir::Etc::SourceParts "{path}/etc/sources.list.d";\nDir::Etc::Trusted "/dev/null";\n'
+        f'Dir::Etc::TrustedParts "/dev/null";\nDir::Etc::Parts "/dev/null";\n'
+        f'Dir::State "{path}";\nDir::State::Lists "{path}/lists";\nDir::State::Status "{path}/status";\n'
+        f'Dir::Cache "{path}/cache";\nDir::Log "{path}/log";\nDir::Bin::Methods "/usr/lib/apt/methods";\n'
+        f'APT::Architecture "{architecture}";\nAPT::Architectures {{ "{architecture}"; }};\n'
+        'APT::Install-Recommends "false";\nAPT::Sandbox::User "root";\nAcquire::Languages "none";\n'
+        'Acquire::ForceHash "SHA256";\nAcquire::Retries "3";\nAcquire::http::Timeout "30";\n'
+        'Acquire::Check-Valid-Until "true";\nAPT::Get::AllowUnauthenticated "false";\n'
+    )
+
+
+def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
+    """Return the host's own Debian mirrors: {"debian": address, "debian-security": address}.
+
+    Empty on a host that isn't Debian. Read from /etc/apt's deb822 and one-line sources.
+    """
+    release = dict(
+        line.split("=", 1) for line in (etc / "os-release").read_text().splitlines() if "=" in line
+    )
+    if release.get("ID", "").strip('"') != "debian":
+        return {}
+    codename = release.get("VERSION_CODENAME", "").strip('"')
+    found: dict[str, str] = {}
+    for uri, suites in _host_sources(etc / "apt"):
+        if codename in suites:
+            found.setdefault("debian", uri)
+        if f"{codename}-security" in suites:
+            found.setdefault("debian-security", uri)
+    return found
+
+
+def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
+    found = []
+    for path in sorted((apt / "sources.list.d").glob("*.sources")):
+        for stanza in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+            fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.M))
+            if "URIs" in fields and fields.get("Enabled", "yes") != "no":
+                found.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
+    lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*.list"))]
+    for path in lists:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            if match := re.match(r"deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s", f"{line} "):
+                found.append((match[1], [match[2]]))
+    return found
+
+
+def debian_sources(
+    suite: str, components: tuple[str, ...], keyring: Path, mirror: str | None, *, with_sources: bool = False
+) -> list[Source]:
+    """Return the Debian repositories of a suite: the archive with its updates, and security.
+
+    ``mirror`` is the archive's address; the security archive is expected beside it with ``-security``
+    appended. Without it the host's own mirrors are used. Raises HostError where there is neither.
+    """
+    mirrors = {"debian": mirror, "debian-security": f"{mirror}-security"} if mirror else host_mirrors()
+    if "debian" not in mirrors:
+        raise HostError(
+            "no Debian mirror is known: this host has no Debian source of its own",
+            hint="set image_base.mirror, or the environment variable IMAGE_BUILDER_MIRROR",
+        )
+    if not keyring.exists():
+        raise HostError(f"the keyring {keyring} is missing", hint="apt-get install debian-archive-keyring")
+    sources = [
+        Source(
+            "debian",
+            str(mirrors["debian"]).rstrip("/"),
+            (suite, f"{suite}-updates"),
+            components,
+            keyring,
+            with_sources,
+        )
+    ]
+    security = mirrors.get("debian-security")
+    if security:
+        sources.append(
+            Source(
+                "debian-security",
+                security.rstrip("/"),
+                (f"{suite}-security",),
+                components,
+                keyring,
+                with_sources,
+            )
+        )
+    return sources

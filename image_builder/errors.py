@@ -1,0 +1,129 @@
+"""Every expected error, in one tree, each class with its own exit code.
+
+    ImageBuilderError            1  anything expected that has no better class
+    ├── UsageError               2  the command line is wrong (click uses 2 as well)
+    ├── DefinitionError          3  the inventory or a variable is wrong; carries every problem
+    ├── VaultError               4  a vaulted value could not be decrypted
+    ├── HostError                5  this host can't do it: system, root, packages, kernel
+    ├── SpaceError               6  too little disk space
+    ├── LockError                7  the lock is missing, malformed or doesn't fit the definition
+    ├── FetchError               8  bytes could not be had, or aren't the ones that were promised
+    ├── CommandError             9  a program failed
+    ├── StageError              10  a stage failed; wraps the cause and names the stage
+    ├── StoreError              11  the store is damaged or unsuitable
+    ├── VerifyError             12  a check failed, or none ran
+    ├── BootError               13  the VM didn't come up
+    └── PublishError            14  an artefact could not be published
+
+Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+
+class ImageBuilderError(Exception):
+    """What failed and where, with the next step in ``hint``."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(ImageBuilderError):
+    exit_code = 2
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing that is wrong in a definition.
+
+    ``where`` is ``file:line`` or empty, ``path`` the variable's path (``image_disk.root_size_mib``).
+    """
+
+    where: str
+    path: str
+    what: str
+
+    def __str__(self) -> str:
+        return "  ".join(part for part in (self.where, f"{self.path}: {self.what}") if part)
+
+
+class DefinitionError(ImageBuilderError):
+    exit_code = 3
+
+    def __init__(self, problems: Sequence[Problem], *, hint: str | None = None) -> None:
+        self.problems = tuple(sorted(problems))
+        count = len(self.problems)
+        title = f"{count} problem{'s' if count != 1 else ''} in the definition"
+        super().__init__("\n".join([title, *(f"  {p}" for p in self.problems)]), hint=hint)
+
+
+class VaultError(ImageBuilderError):
+    exit_code = 4
+
+
+class HostError(ImageBuilderError):
+    exit_code = 5
+
+
+class SpaceError(ImageBuilderError):
+    exit_code = 6
+
+
+class LockError(ImageBuilderError):
+    exit_code = 7
+
+
+class FetchError(ImageBuilderError):
+    exit_code = 8
+
+
+class CommandError(ImageBuilderError):
+    """A program ended with a status that was not expected, or ran out of time."""
+
+    exit_code = 9
+
+    def __init__(
+        self, message: str, *, argv: Sequence[str] = (), tail: str = "", hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.argv = tuple(argv)
+        self.tail = tail
+
+
+class StageError(ImageBuilderError):
+    """A stage failed. ``log`` is the file that holds its whole output."""
+
+    exit_code = 10
+
+    def __init__(self, stage: str, cause: ImageBuilderError, *, log: str | None = None) -> None:
+        super().__init__(f"stage {stage}: {cause.message}", hint=cause.hint)
+        self.stage = stage
+        self.cause = cause
+        self.log = log
+
+
+class StoreError(ImageBuilderError):
+    exit_code = 11
+
+
+class VerifyError(ImageBuilderError):
+    exit_code = 12
+
+
+class BootError(ImageBuilderError):
+    exit_code = 13
+
+
+class PublishError(ImageBuilderError):
+    exit_code = 14

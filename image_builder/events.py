@@ -1,0 +1,56 @@
+"""The only progress channel: code that works emits, a renderer shows.
+
+Nothing below the CLI prints. A renderer is any object with the methods of ``Monitor``; ``NullMonitor`` is
+the one for tests and libraries.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Monitor(Protocol):
+    """What a build tells while it runs. Every call returns at once; ``stage`` is the stage's name."""
+
+    def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
+        """Tell the stages to come, in order: (name, id, cached)."""
+
+    def stage_started(self, stage: str) -> None: ...
+
+    def stage_doing(self, stage: str, what: str) -> None:
+        """Tell in a few words what the stage does now (the current task, package or file)."""
+
+    def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        """Tell measurable progress; ``unit`` is ``B`` for bytes, else a plural noun."""
+
+    def stage_finished(self, stage: str, seconds: float, cached: bool) -> None: ...
+
+    def stage_failed(self, stage: str, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Tell something that is worth a line of its own."""
+
+
+class NullMonitor:
+    """Shows nothing."""
+
+    def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
+        pass
+
+    def stage_started(self, stage: str) -> None:
+        pass
+
+    def stage_doing(self, stage: str, what: str) -> None:
+        pass
+
+    def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        pass
+
+    def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
+        pass
+
+    def stage_failed(self, stage: str, seconds: float) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass

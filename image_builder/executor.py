@@ -1,0 +1,255 @@
+"""Run a plan: fetch what is locked, run the stages that the store lacks, publish what came of it.
+
+Everything here runs inside ``namespace.run_isolated``: a SIGKILL at any moment leaves nothing but a staging
+directory, which the next start reaps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder import process, publish, space
+from image_builder.definition import ImageDefinition
+from image_builder.errors import ImageBuilderError, LockError, StageError
+from image_builder.events import Monitor
+from image_builder.fetch import Wanted, fetch
+from image_builder.lock import Lock
+from image_builder.plan.model import Plan, StagePlan
+from image_builder.plan.resolve import resolve
+from image_builder.repository import write_repository
+from image_builder.requirements import requirements
+from image_builder.resolve import addresses, resolve_lock
+from image_builder.sandbox import Root
+from image_builder.settings import Settings
+from image_builder.stages import Stage, StageContext
+from image_builder.store import Store
+
+# What `build` is asked for; all other stages run only when one of these needs them.
+_GOALS = ("verify", "convert")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``."""
+
+    image: str
+    build_id: str
+    stages: Sequence[Mapping[str, Any]]
+    seconds: float
+    artefact: Path | None = None
+    lock: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Build:
+    """What the steps of one build share."""
+
+    definition: ImageDefinition
+    lock: Lock
+    plan: Plan
+    settings: Settings
+    store: Store
+    monitor: Monitor
+    staging: Path
+    shell: Callable[[Root], None] | None
+    ran: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def obtain_lock(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, file: Path | None = None
+) -> Lock:
+    """Return the lock to build with.
+
+    ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
+    one. Raises LockError when ``file`` doesn't fit.
+    """
+    needs = requirements(definition)
+    if file:
+        lock = Lock.load(file)
+        if reasons := lock.misfit(needs.requests, needs.archives):
+            shown = "\n  ".join(reasons)
+            raise LockError(
+                f"the lock {file} doesn't fit the definition:\n  {shown}",
+                hint="make a new one: image-builder lock",
+            )
+        return lock
+    remembered = remembered_lock(settings, definition.name)
+    if remembered.exists():
+        lock = Lock.load(remembered)
+        if not lock.misfit(needs.requests, needs.archives):
+            return lock
+    lock = resolve_lock(definition, settings, monitor)
+    lock.save(remembered)
+    return lock
+
+
+def remembered_lock(settings: Settings, image: str) -> Path:
+    """Return where the store keeps the lock of an image's last build."""
+    return settings.store / "locks" / f"{image}.lock.json"
+
+
+def build(
+    definition: ImageDefinition,
+    settings: Settings,
+    monitor: Monitor,
+    *,
+    locked: Path | None = None,
+    stop_after: str | None = None,
+    shell: Callable[[Root], None] | None = None,
+) -> BuildResult:
+    """Build an image and publish it below ``settings.output``.
+
+    Raises StageError (with the log's path) when a stage fails, SpaceError before anything was started,
+    FetchError, LockError, PublishError. What was published before stays as it is in every case.
+    """
+    started = time.monotonic()
+    store = Store(settings.store)
+    store.prepare()
+    lock = obtain_lock(definition, settings, monitor, locked)
+    plan = resolve(definition, lock, settings.repo_root)
+    with store.in_use(), store.staging() as staging:
+        work = _Build(definition, lock, plan, settings, store, monitor, staging, shell)
+        goals = [stop_after] if stop_after else list(_GOALS)
+        todo = _missing(plan, store, goals)
+        monitor.stages_planned([(s.name, s.id, s not in todo) for s in plan.stages])
+        space.check(plan, lock, todo, store, settings, definition)
+        _fetch(work, todo)
+        for stage in todo:
+            _run_stage(work, stage)
+        store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
+        summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
+        artefact = None if stop_after else publish.publish(definition, lock, plan, store, settings, summary)
+    seconds = time.monotonic() - started
+    saved = artefact / "lock.json" if artefact else remembered_lock(settings, definition.name)
+    return BuildResult(definition.name, plan.build_id, summary, seconds, artefact, saved)
+
+
+def _missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
+    """Return the stages to run, in order: the goals that the store lacks, and what those need."""
+    needed = {plan.stage(name).id for name in goals}
+    todo = []
+    for stage in reversed(plan.stages):
+        if stage.id in needed and not store.has(stage.id):
+            todo.append(stage)
+            needed.update((*stage.lowers, *stage.inputs.values()))
+    return todo[::-1]
+
+
+def _fetch(work: _Build, todo: Sequence[StagePlan]) -> None:
+    """Get every locked byte that the stages in ``todo`` will use, before the first of them starts."""
+    lock, store, monitor = work.lock, work.store, work.monitor
+    where = addresses(work.definition, work.settings, lock)
+    names = {s.name for s in todo}
+    packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
+    debs = [Wanted(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in packages.values()]
+    files = [
+        Wanted(f.name, f"{where[f.repository]}/{f.path}", f.sha256, f.size)
+        for source in (lock.sources.values() if "kubelet_build" in names else ())
+        for f in source.files
+    ]
+    if any(s.kind == "layer" for s in todo):
+        files += [Wanted(a.url.rsplit("/", 1)[-1], a.url, a.sha256) for a in lock.archives]
+    if not debs and not files:
+        return
+    started = time.monotonic()
+    monitor.stage_started("fetch")
+    try:
+        for wanted, folder in ((debs, "debs"), (files, "files")):
+            fetch(wanted, store.path / folder, lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"))
+    except ImageBuilderError:
+        monitor.stage_failed("fetch", time.monotonic() - started)
+        raise
+    monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
+
+
+def _run_stage(work: _Build, stage: StagePlan) -> None:
+    """Run one stage and commit it, unless another build did so in the meantime."""
+    monitor, store = work.monitor, work.store
+    with store.claim(stage.id):
+        if store.has(stage.id):
+            monitor.stage_finished(stage.name, 0.0, cached=True)
+            return
+        monitor.stage_started(stage.name)
+        started = time.monotonic()
+        log = store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}.log"
+        log.unlink(missing_ok=True)
+        try:
+            for needed in (*stage.lowers, *stage.inputs.values()):
+                store.check(needed)
+            context = _context(work, stage, log)
+            module = importlib.import_module(f"image_builder.stages.{stage.kind}")
+            run: Stage = module.run
+            facts = run(context)
+            monitor.stage_doing(stage.name, "committing")
+            meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
+        except ImageBuilderError as error:
+            monitor.stage_failed(stage.name, time.monotonic() - started)
+            raise StageError(stage.name, error, log=os.fspath(log) if log.exists() else None) from error
+        except OSError as error:
+            monitor.stage_failed(stage.name, time.monotonic() - started)
+            cause = ImageBuilderError(f"{error.strerror}: {error.filename or store.path}")
+            raise StageError(stage.name, cause, log=os.fspath(log) if log.exists() else None) from error
+        work.ran[stage.name] = meta
+        monitor.stage_finished(stage.name, meta["seconds"], cached=False)
+
+
+def _context(work: _Build, stage: StagePlan, log: Path) -> StageContext:
+    """Lay out a stage's directories: scratch, product, and the locked files it may use."""
+    here = work.staging / stage.name
+    product = here / "object" / "product"
+    product.mkdir(parents=True)
+    (here / "work").mkdir()
+    store, lock = work.store, work.lock
+    repo = archives = None
+    inputs = {name: store.product(i) for name, i in stage.inputs.items()}
+    if stage.name in lock.groups and lock.groups[stage.name].packages:
+        repo = here / "repo"
+        group = lock.groups[stage.name]
+        write_repository(group.packages, group.suite, store.path / "debs", repo)
+    if stage.kind == "layer" and lock.archives:
+        archives = here / "archives"
+        archives.mkdir()
+        for archive in lock.archives:
+            os.link(store.path / "files" / archive.sha256, archives / archive.sha256)
+    if stage.kind == "kubelet_build":
+        inputs["sources"] = here / "sources"
+        inputs["sources"].mkdir()
+        for source in lock.sources.values():
+            for file in source.files:
+                os.link(store.path / "files" / file.sha256, inputs["sources"] / file.name)
+    return StageContext(
+        plan=stage,
+        definition=work.definition,
+        work=here / "work",
+        product=product,
+        lowers=tuple(store.product(i) / "tree" for i in stage.lowers),
+        inputs=inputs,
+        repo=repo,
+        archives=archives,
+        monitor=work.monitor,
+        log=log,
+        settings=work.settings,
+        shell=work.shell,
+    )
+
+
+def _summary(work: _Build, stage: StagePlan) -> dict[str, Any]:
+    meta = work.ran.get(stage.name) or work.store.meta(stage.id)
+    return {
+        "name": stage.name,
+        "id": stage.id,
+        "seconds": meta["seconds"],
+        "bytes": meta["bytes"],
+        "cached": stage.name not in work.ran,
+    }
+
+
+def open_shell(root: Root) -> None:
+    """Give the terminal a shell in ``root``; what it changes is dropped with the failed stage."""
+    process.shell(root.argv(["/bin/bash", "-i"], {"TERM": os.environ.get("TERM", "dumb")}))

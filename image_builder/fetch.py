@@ -1,0 +1,136 @@
+"""Get locked bytes: from the store's cache, else from the mirror, hashed while they come.
+
+A file appears under its SHA-256 only when it is whole and right; until then it has a name that nobody reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import urllib3
+
+from image_builder.errors import FetchError
+from image_builder.process import environment
+
+_PARALLEL = 6
+_CHUNK = 1 << 18
+# Connecting and every single read have a deadline; a download as a whole has none while bytes come.
+_TIMEOUT = urllib3.Timeout(connect=20, read=30)
+_RETRIES = urllib3.Retry(
+    total=4, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504)
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file to have: its address (``https:``, ``http:`` or ``file:``), SHA-256, and size if known."""
+
+    name: str
+    url: str
+    sha256: str
+    size: int | None = None
+
+
+def fetch(wanted: Iterable[Wanted], cache: Path, progress: Progress | None = None) -> dict[str, Path]:
+    """Make sure that every wanted file lies in ``cache`` and return {sha256: path}.
+
+    A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
+    parallel; ``progress`` gets (bytes done, bytes in all). Raises FetchError naming every file that failed.
+    """
+    files = {w.sha256: w for w in wanted}
+    missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
+    total, done = sum(w.size or 0 for w in missing), 0
+    failures: list[str] = []
+    pool = _pool_manager()
+    with ThreadPoolExecutor(_PARALLEL) as workers:
+        running = {workers.submit(_download, pool, w, cache): w for w in missing}
+        for future in as_completed(running):
+            item = running[future]
+            try:
+                done += future.result()
+            except FetchError as error:
+                failures.append(error.message)
+            if progress:
+                progress(done, total)
+    if failures:
+        shown = "\n  ".join(sorted(failures)[:10])
+        more = f"\n  and {len(failures) - 10} more" if len(failures) > 10 else ""
+        raise FetchError(
+            f"{len(failures)} of {len(missing)} files could not be fetched:\n  {shown}{more}",
+            hint="is the mirror up, and does it still hold the locked versions? image-builder lock makes a new lock",
+        )
+    return {sha256: cache / sha256 for sha256 in files}
+
+
+def _is_cached(path: Path, sha256: str) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
+
+
+def _pool_manager() -> urllib3.PoolManager:
+    env = environment()
+    ca = env.get("SSL_CERT_FILE")
+    proxy = env.get("https_proxy") or env.get("http_proxy")
+    options: Mapping[str, object] = {"retries": _RETRIES, "timeout": _TIMEOUT, "maxsize": _PARALLEL}
+    if ca:
+        options = {**options, "ca_certs": ca}
+    if proxy:
+        return urllib3.ProxyManager(proxy, **options)  # type: ignore[arg-type]
+    return urllib3.PoolManager(**options)  # type: ignore[arg-type]
+
+
+def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path) -> int:
+    """Fetch one file; return its size in bytes."""
+    partial = cache / f".partial-{uuid.uuid4().hex}"
+    sha256, size = hashlib.sha256(), 0
+    try:
+        with partial.open("wb") as sink:
+            for chunk in _chunks(pool, item.url):
+                sink.write(chunk)
+                sha256.update(chunk)
+                size += len(chunk)
+        if sha256.hexdigest() != item.sha256:
+            raise FetchError(
+                f"{item.name}: {item.url} gave {size} bytes with SHA-256 {sha256.hexdigest()}, "
+                f"locked is {item.sha256}" + (f" ({item.size} bytes)" if item.size else "")
+            )
+        partial.rename(cache / item.sha256)
+    except urllib3.exceptions.HTTPError as error:
+        raise FetchError(f"{item.name}: {item.url}: {_reason(error)}") from error
+    except OSError as error:
+        raise FetchError(f"{item.name}: {item.url}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return size
+
+
+def _chunks(pool: urllib3.PoolManager, url: str) -> Iterable[bytes]:
+    if url.startswith("file:"):
+        with open(url.removeprefix("file:").replace("//", "/", 1), "rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+        return
+    # The body as it was sent: a .gz file must not be unpacked because of its Content-Encoding.
+    response = pool.request("GET", url, preload_content=False, headers={"Accept-Encoding": "identity"})
+    try:
+        if response.status != 200:
+            raise urllib3.exceptions.HTTPError(f"HTTP status {response.status}")
+        yield from response.stream(_CHUNK, decode_content=False)
+    finally:
+        response.release_conn()
+
+
+def _reason(error: urllib3.exceptions.HTTPError) -> str:
+    inner = getattr(error, "reason", None)
+    return os.fspath(str(inner or error))

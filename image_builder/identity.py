@@ -1,0 +1,31 @@
+"""Names that are derived, so that the same build always bears the same ones.
+
+Every UUID is a version 5 UUID (RFC 9562) in a namespace of this project over the build's id, which is the
+id of its seal stage.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Literal
+
+_NAMESPACE = uuid.UUID("5f0c7f43-2c5b-5a1e-9c55-0d3f0f6f9a52")
+
+
+def _derive(build_id: str, what: str) -> str:
+    return str(uuid.uuid5(_NAMESPACE, f"{build_id}/{what}"))
+
+
+def disk_uuid(build_id: str) -> str:
+    """Return the GPT disk GUID, which is also the seed of everything systemd-repart derives."""
+    return _derive(build_id, "disk")
+
+
+def partition_uuid(build_id: str, partition: Literal["root", "esp"]) -> str:
+    """Return the PARTUUID of a partition."""
+    return _derive(build_id, f"partition/{partition}")
+
+
+def filesystem_uuid(build_id: str, partition: Literal["root", "esp"]) -> str:
+    """Return the UUID of the filesystem in a partition."""
+    return _derive(build_id, f"filesystem/{partition}")

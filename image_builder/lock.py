@@ -1,0 +1,135 @@
+"""The lock: every byte that a bake takes from outside, by name, version and SHA-256.
+
+A lock is made by ``resolve.py`` and used by everything else. Where the bytes lie (the mirror) is not part of
+it, except for repositories of third parties, whose address tells which bytes are meant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from image_builder.errors import LockError
+from image_builder.plan.model import JSON, digest
+
+FORMAT = 1
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LockedFile(_Frozen):
+    """A file of a repository: ``path`` is relative to the repository's base address."""
+
+    name: str
+    sha256: Sha256
+    size: int = Field(ge=0)
+    path: str
+    repository: str
+
+
+class LockedPackage(LockedFile):
+    """A binary package (.deb)."""
+
+    version: str
+    architecture: str
+
+
+class LockedArchive(_Frozen):
+    """A file fetched by its address."""
+
+    url: str
+    sha256: Sha256
+
+
+class LockedGroup(_Frozen):
+    """What one stage installs: the names that were asked for, and all packages that came of it."""
+
+    suite: str
+    requested: list[str]
+    packages: list[LockedPackage]
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 over the packages' own digests; order and origin don't count."""
+        return digest(sorted(p.sha256 for p in self.packages))
+
+
+class LockedSource(_Frozen):
+    """A source package: its .dsc and the files that this names."""
+
+    suite: str
+    version: str
+    files: list[LockedFile]
+
+
+class Lock(_Frozen):
+    """``source_date_epoch`` (seconds since 1970, UTC) is the date of the suite's Release file."""
+
+    format: Literal[1] = FORMAT
+    image: str
+    source_date_epoch: int = Field(ge=0)
+    repositories: dict[str, str | None]
+    groups: dict[str, LockedGroup]
+    sources: dict[str, LockedSource] = {}
+    archives: list[LockedArchive] = []
+
+    def group(self, name: str) -> LockedGroup:
+        """Return a group; raises LockError when the lock was made for other stages."""
+        try:
+            return self.groups[name]
+        except KeyError:
+            raise LockError(
+                f"the lock of {self.image} has no packages for stage {name}",
+                hint="make a new one: image-builder lock",
+            ) from None
+
+    def misfit(self, requests: Mapping[str, Sequence[str]], archives: Sequence[LockedArchive]) -> list[str]:
+        """Tell why this lock doesn't fit what a definition asks for: one sentence a difference."""
+        reasons = []
+        for name in sorted(requests.keys() | self.groups.keys()):
+            asked = set(requests.get(name, ()))
+            locked = set(self.groups[name].requested) if name in self.groups else set()
+            if name not in requests:
+                reasons.append(f"{name}: locked, but not a stage of the definition")
+            elif name not in self.groups:
+                reasons.append(f"{name}: not locked")
+            elif asked != locked:
+                added, gone = sorted(asked - locked), sorted(locked - asked)
+                reasons.append(
+                    f"{name}:"
+                    + (f" not locked: {', '.join(added)}" if added else "")
+                    + (f" no longer asked for: {', '.join(gone)}" if gone else "")
+                )
+        missing = {(a.url, a.sha256) for a in archives} - {(a.url, a.sha256) for a in self.archives}
+        reasons += [f"archive not locked: {url}" for url, _ in sorted(missing)]
+        return reasons
+
+    def as_json(self) -> JSON:
+        """Return the lock as JSON values."""
+        value: JSON = self.model_dump(mode="json")
+        return value
+
+    def save(self, path: Path) -> None:
+        """Write the lock, replacing ``path`` in one step."""
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        partial.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Lock:
+        """Read a lock. Raises LockError when it is missing or malformed."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise LockError(f"can't read the lock {path}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise LockError(f"{path} is not a lock: {where}: {first['msg']}") from error

@@ -1,0 +1,1 @@
+"""From a definition and a lock to stages with ids: pure, so that it can be printed, compared and tested."""

@@ -1,0 +1,83 @@
+"""The plan as data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
+
+
+def canonical(value: JSON) -> bytes:
+    """Return the one encoding of a JSON value that is hashed: sorted keys, no spaces, UTF-8."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def digest(value: JSON) -> str:
+    """Return the SHA-256 of a JSON value, in hex."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage to be.
+
+    ``name`` is unique in its plan and shown to people; ``kind`` names the module in ``image_builder/stages``.
+    ``options`` is everything the stage is told, ``code`` maps each file that its result depends on to that
+    file's SHA-256, ``lowers`` are the ids of the trees it is mounted on (topmost first), ``inputs`` names
+    the other stages whose products it reads.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, JSON] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+    lowers: tuple[str, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, JSON]:
+        """Return what the id is made of, as one JSON object."""
+        return {
+            "kind": self.kind,
+            "options": self.options,
+            "code": self.code,
+            "lowers": self.lowers,
+            "inputs": self.inputs,
+        }
+
+    @cached_property
+    def id(self) -> str:
+        """Return the stage's id: 64 hex digits over all its parts."""
+        return digest(self.parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of one image, each after everything it needs."""
+
+    image: str
+    stages: tuple[StagePlan, ...]
+
+    def stage(self, name: str) -> StagePlan:
+        """Return the stage called ``name``; raises KeyError."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+    @property
+    def build_id(self) -> str:
+        """Return the build's id: that of the sealed tree, which all artefacts are made from."""
+        return self.stage("seal").id
+
+    def as_json(self) -> dict[str, JSON]:
+        """Return the plan for people's tools."""
+        return {
+            "image": self.image,
+            "build_id": self.build_id,
+            "stages": [{"name": s.name, "id": s.id, **s.parts} for s in self.stages],
+        }

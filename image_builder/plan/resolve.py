@@ -1,0 +1,193 @@
+"""Resolve a definition and its lock to a plan. The order of the stages stands here, once.
+
+    tools ─┬─────────> base ─> (a stage for each entry of image_layers) ─> seal ─> verify ─> disk ─> convert
+           └─> build_root ─> kubelet_build ──────────^
+
+No network, no clock, no root: only the definition, the lock and the files of this program are read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from image_builder.definition import (
+    ImageDefinition,
+    layer_sources,
+    referenced_names,
+    resolved_variables,
+)
+from image_builder.lock import Lock
+from image_builder.plan.digest import file_digests
+from image_builder.plan.model import JSON, Plan, StagePlan, digest
+from image_builder.requirements import kubelet_from_source
+from image_builder.stages import base, kubelet_build, seal, tools
+
+# Trees that aren't part of an image get a fixed date, so that they are shared by images and locks.
+_FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
+_PACKAGE = "image_builder"
+# The files of this program that decide a stage's bytes, by the stage's kind.
+_CODE: Mapping[str, tuple[str, ...]] = {
+    "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py"),
+    "base": ("stages/base.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
+    "kubelet_build": ("stages/kubelet_build.py", "sandbox.py"),
+    "layer": (
+        "stages/layer.py",
+        "ansible.py",
+        "repository.py",
+        "sandbox.py",
+        "plugins/connection/sandbox.py",
+    ),
+    "seal": (
+        "stages/seal.py",
+        "stages/layer.py",
+        "ansible.py",
+        "identity.py",
+        "sandbox.py",
+        "plugins/connection/sandbox.py",
+    ),
+    "verify": ("stages/verify.py", "report", "sandbox.py"),
+    "disk": ("stages/disk.py", "identity.py", "formats/gpt.py", "sandbox.py"),
+    "convert": ("stages/convert.py", "formats/vhd.py", "sandbox.py"),
+}
+
+
+def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
+    """Return the plan of an image. Raises LockError when the lock lacks a stage of the definition."""
+    maker = _Maker(definition, lock, repo_root)
+    stages = [maker.tools()]
+    if kubelet_from_source(definition):
+        stages += maker.kubelet(stages[0])
+    trees = [maker.base(stages[0])]
+    inputs = {s.name: s.id for s in stages if s.kind == "kubelet_build"}
+    for layer in definition.layers:
+        trees.append(maker.layer(layer, trees, inputs if layer == "kubernetes" else {}))
+    trees.append(maker.seal(trees))
+    verify = maker.verify(trees)
+    disk = maker.disk(trees, stages[0])
+    convert = maker.convert(trees, disk, stages[0])
+    return Plan(definition.name, (*stages, *trees, verify, disk, convert))
+
+
+def _ids(trees: Iterable[StagePlan]) -> tuple[str, ...]:
+    """Return the ids of the trees below a stage, topmost first: the order of overlay's lowerdir."""
+    return tuple(reversed([tree.id for tree in trees]))
+
+
+class _Maker:
+    """Makes the stages of one image; holds what they all are made from."""
+
+    def __init__(self, definition: ImageDefinition, lock: Lock, repo_root: Path) -> None:
+        self.definition = definition
+        self.lock = lock
+        self.repo_root = repo_root
+        self.epoch = lock.source_date_epoch
+        self.ansible = importlib.metadata.version("ansible-core")
+
+    def _code(self, kind: str, *more: Path) -> dict[str, str]:
+        own = [self.repo_root / _PACKAGE / name for name in _CODE[kind]]
+        return file_digests(self.repo_root, [*own, *more])
+
+    def _variables(self, files: Iterable[str]) -> dict[str, JSON]:
+        """Return the inventory's variables that a stage's role and playbook files speak of."""
+        texts = [(self.repo_root / name).read_text("utf-8", "replace") for name in files]
+        names = referenced_names(texts, self.definition.variables)
+        return {name: self.definition.variables[name] for name in sorted(names)}
+
+    def tools(self) -> StagePlan:
+        return StagePlan("tools", "tools", self._tree_options("tools", tools.TOOLS_PACKAGES), self._code("tools"))
+
+    def _tree_options(self, group: str, include: Iterable[str]) -> dict[str, JSON]:
+        locked = self.lock.group(group)
+        of_image = group == "base"
+        return {
+            "suite": locked.suite,
+            "architecture": self.definition.base.architecture,
+            "include": tuple(include),
+            "packages": locked.digest,
+            "source_date_epoch": self.epoch if of_image else _FIXED_EPOCH,
+        }
+
+    def base(self, tools_stage: StagePlan) -> StagePlan:
+        options = self._tree_options("base", base.PACKAGES)
+        return StagePlan("base", "base", options, self._code("base"), inputs={"tools": tools_stage.id})
+
+    def kubelet(self, tools_stage: StagePlan) -> list[StagePlan]:
+        """Return the root that the kubelet is compiled in, and its compilation."""
+        options = self._tree_options("build_root", kubelet_build.BUILD_PACKAGES)
+        root = StagePlan("build_root", "base", options, self._code("base"), inputs={"tools": tools_stage.id})
+        source = self.lock.sources[kubelet_build.SOURCE_PACKAGE]
+        build = StagePlan(
+            "kubelet_build",
+            "kubelet_build",
+            {
+                "version": source.version.split("-")[0].split("+")[0],
+                "sources": [{"name": f.name, "sha256": f.sha256} for f in source.files],
+            },
+            self._code("kubelet_build"),
+            inputs={"build_root": root.id},
+        )
+        return [root, build]
+
+    def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
+        sources = file_digests(self.repo_root, layer_sources(self.definition, name))
+        return StagePlan(
+            name,
+            "layer",
+            {
+                "playbook": f"playbooks/layers/{name}.yml",
+                "variables": self._variables(sources),
+                "packages": self.lock.group(name).digest,
+                "archives": sorted(a.sha256 for a in self.lock.archives),
+                "source_date_epoch": self.epoch,
+                "ansible": self.ansible,
+            },
+            {**self._code("layer"), **sources},
+            _ids(below),
+            dict(inputs),
+        )
+
+    def seal(self, below: list[StagePlan]) -> StagePlan:
+        paths = [self.repo_root / seal.PLAYBOOK, self.repo_root / "roles/image_seal"]
+        sources = file_digests(self.repo_root, paths)
+        options: dict[str, JSON] = {
+            "image": self.definition.name,
+            "distribution": self.definition.base.distribution,
+            "layers": self.definition.layers,
+            "variables": self._variables(sources),
+            "source_date_epoch": self.epoch,
+            "ansible": self.ansible,
+        }
+        return StagePlan("seal", "seal", options, {**self._code("seal"), **sources}, _ids(below))
+
+    def verify(self, trees: list[StagePlan]) -> StagePlan:
+        code = self._code("verify", self.repo_root / "tests/image")
+        options: dict[str, JSON] = {
+            "build_id": trees[-1].id,
+            "facts": digest(resolved_variables(self.definition)),
+            "pytest": importlib.metadata.version("pytest"),
+            "testinfra": importlib.metadata.version("pytest-testinfra"),
+        }
+        return StagePlan("verify", "verify", options, code, _ids(trees))
+
+    def disk(self, trees: list[StagePlan], tools_stage: StagePlan) -> StagePlan:
+        options: dict[str, JSON] = {
+            "disk": self.definition.disk.model_dump(mode="json"),
+            "kernel_args": self.definition.kernel_args,
+            "secure_boot": self.definition.secure_boot,
+            "build_id": trees[-1].id,
+            "source_date_epoch": self.epoch,
+        }
+        inputs = {"tools": tools_stage.id}
+        return StagePlan("disk", "disk", options, self._code("disk"), _ids(trees), inputs)
+
+    def convert(self, trees: list[StagePlan], disk: StagePlan, tools_stage: StagePlan) -> StagePlan:
+        options: dict[str, JSON] = {
+            "image": self.definition.name,
+            "formats": self.definition.formats,
+            "build_id": trees[-1].id,
+            "source_date_epoch": self.epoch,
+        }
+        inputs = {"disk": disk.id, "tools": tools_stage.id}
+        return StagePlan("convert", "convert", options, self._code("convert"), _ids(trees), inputs)

@@ -1,0 +1,198 @@
+"""The only door to other programs.
+
+Argument lists only, standard input closed unless given, an environment built from nothing, and a
+failure that carries the command and the last lines of its output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.errors import CommandError
+
+TAIL_LINES = 20
+_PASSED_ON = ("http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Arg = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A program that ended: its output as text, its wall time in seconds."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return a child's environment: a fixed base, the proxy and certificate settings, and ``extra``."""
+    env = {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "HOME": "/root",
+        "TZ": "UTC",
+    }
+    env.update({name: os.environ[name] for name in _PASSED_ON if name in os.environ})
+    env.update(extra or {})
+    return env
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends (``PR_SET_PDEATHSIG``)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run(
+    argv: Sequence[Arg],
+    *,
+    ok: Sequence[int] = (0,),
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    input: str | None = None,
+    timeout: float | None = None,
+    log: Path | None = None,
+    on_line: Callable[[str], None] | None = None,
+    secret: Sequence[str] = (),
+) -> Completed:
+    """Run ``argv`` to its end.
+
+    ``log`` gets the command and its whole output appended; ``on_line`` sees each line as it comes.
+    With either, standard error is merged into standard output. ``secret`` strings are masked in
+    every message. ``timeout`` is in seconds. Raises CommandError for a status outside ``ok``, a
+    program that isn't there, or a timeout.
+    """
+    args = tuple(os.fspath(a) for a in argv)
+    shown = _mask(shlex.join(args), secret)
+    streaming = log is not None or on_line is not None
+    started = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            args,
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if streaming else subprocess.PIPE,
+            env=environment(env),
+            cwd=cwd,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+    try:
+        if streaming:
+            out, err = _stream(child, shown, input, timeout, log, on_line), ""
+        else:
+            out, err = child.communicate(input, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        child.kill()
+        child.communicate()
+        raise CommandError(f"timed out after {timeout:g} s: {shown}", argv=args) from error
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    done = Completed(args, child.returncode, out, err, time.monotonic() - started)
+    if done.returncode not in ok:
+        tail = _mask("\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:]), secret)
+        raise CommandError(f"exit status {done.returncode}: {shown}", argv=args, tail=tail)
+    return done
+
+
+def _stream(
+    child: subprocess.Popen[str],
+    shown: str,
+    input: str | None,
+    timeout: float | None,
+    log: Path | None,
+    on_line: Callable[[str], None] | None,
+) -> str:
+    """Copy the child's lines to the log and the callback; return the last of them."""
+    assert child.stdout is not None
+    expired = threading.Event()
+    timer = threading.Timer(timeout or 0, lambda: (expired.set(), child.kill()))
+    if timeout is not None:
+        timer.start()
+    if input is not None:
+        assert child.stdin is not None
+        child.stdin.write(input)
+        child.stdin.close()
+    lines: deque[str] = deque(maxlen=2000)
+    sink = log.open("a", encoding="utf-8") if log else None
+    try:
+        if sink:
+            sink.write(f"+ {shown}\n")
+        for line in child.stdout:
+            lines.append(line)
+            if sink:
+                sink.write(line)
+            if on_line:
+                on_line(line.rstrip("\n"))
+        child.wait()
+    finally:
+        timer.cancel()
+        if sink:
+            sink.close()
+    if expired.is_set():
+        raise subprocess.TimeoutExpired(child.args, timeout or 0)
+    return "".join(lines)
+
+
+@contextmanager
+def background(
+    argv: Sequence[Arg], *, log: Path, env: Mapping[str, str] | None = None, stop_seconds: float = 10
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die."""
+    args = [os.fspath(a) for a in argv]
+    with log.open("ab") as sink:
+        try:
+            child = subprocess.Popen(
+                args,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment(env),
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(stop_seconds)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def shell(argv: Sequence[Arg]) -> int:
+    """Give the terminal to an interactive program; return its status."""
+    sys.stdout.flush()
+    return subprocess.call([os.fspath(a) for a in argv])
+
+
+def _mask(text: str, secret: Sequence[str]) -> str:
+    for word in secret:
+        text = text.replace(word, "********")
+    return text

@@ -1,0 +1,49 @@
+"""What a stage gets to work with. Each module beside this one is one kind of stage with a ``run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_builder.events import Monitor
+from image_builder.plan.model import JSON, StagePlan
+from image_builder.sandbox import Root
+from image_builder.settings import Settings
+
+if TYPE_CHECKING:
+    from image_builder.definition import ImageDefinition
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """A stage's whole world while it runs.
+
+    ``work`` is scratch on the store's filesystem and is deleted afterwards; ``product`` is the directory to
+    fill, committed by rename. ``lowers`` are the trees of the stages below, topmost first. ``inputs`` maps
+    an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
+    locked packages that this stage may install, ``archives`` a directory of locked files by SHA-256 and
+    ``inputs["sources"]`` one of source files by name. ``shell``, when set, gives the terminal a shell in a root
+    in which something failed.
+    """
+
+    plan: StagePlan
+    definition: ImageDefinition
+    work: Path
+    product: Path
+    lowers: tuple[Path, ...]
+    inputs: Mapping[str, Path]
+    repo: Path | None
+    archives: Path | None
+    monitor: Monitor
+    log: Path
+    settings: Settings
+    shell: Callable[[Root], None] | None = None
+
+    def doing(self, what: str) -> None:
+        """Tell in a few words what happens now."""
+        self.monitor.stage_doing(self.plan.name, what)
+
+
+Stage = Callable[[StageContext], Mapping[str, JSON]]

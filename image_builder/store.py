@@ -1,0 +1,321 @@
+"""The store: finished stages by id, staging areas of running builds, downloads by digest.
+
+    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed
+    staging/<build>/                                  scratch of a running build, held by a lock
+    debs/, files/                                     downloads by SHA-256
+    locks/, logs/
+
+Deleting refuses to cross a mount. Builds share the store; collecting garbage waits for them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from image_builder import namespace
+from image_builder.errors import StoreError
+from image_builder.plan.model import JSON, StagePlan
+
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What ``Store.verify`` found wrong with one object."""
+
+    id: str
+    name: str
+    what: str
+
+
+class Store:
+    """One directory. Safe for several builds at once; every method may raise StoreError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # -- layout ------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the store's directories."""
+        for name in ("objects", "staging", "debs", "files", "locks", "logs"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o755)
+
+    def object(self, stage_id: str) -> Path:
+        return self.path / "objects" / stage_id
+
+    def product(self, stage_id: str) -> Path:
+        """Return the product directory of a finished stage."""
+        return self.object(stage_id) / "product"
+
+    def has(self, stage_id: str) -> bool:
+        """Tell whether a stage is finished."""
+        return (self.object(stage_id) / "meta.json").exists()
+
+    def meta(self, stage_id: str) -> dict[str, Any]:
+        """Return what was recorded of a finished stage: name, plan parts, seconds, bytes, facts."""
+        path = self.object(stage_id) / "meta.json"
+        try:
+            meta: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} can't be read: {error}", hint="image-builder store verify") from error
+        return meta
+
+    # -- locks -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep garbage collection away while a build runs."""
+        with _flock(self.path / "locks" / ".store", fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def claim(self, stage_id: str) -> Iterator[None]:
+        """Be the only builder of a stage; a second one waits here and then finds it finished."""
+        with _flock(self.path / "locks" / stage_id[:32], fcntl.LOCK_EX):
+            yield
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Give a build its scratch directory and remove it at the end; reap those of dead builds first."""
+        self.reap()
+        path = self.path / "staging" / uuid.uuid4().hex[:12]
+        path.mkdir(mode=0o700)
+        with _flock(path / ".lock", fcntl.LOCK_EX):
+            try:
+                yield path
+            finally:
+                remove_tree(path)
+
+    def reap(self) -> None:
+        """Remove the staging areas of builds that are no more: nobody holds their lock."""
+        for path in (self.path / "staging").iterdir():
+            try:
+                with _flock(path / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    remove_tree(path)
+            except BlockingIOError:
+                continue
+
+    def commit(
+        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, JSON]
+    ) -> dict[str, Any]:
+        """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
+
+        The manifest is written from what lies there, one ``syncfs`` makes all of it durable, one rename makes
+        it visible. Returns the stage's meta.
+        """
+        started = time.monotonic()
+        entries, size = _write_manifest(staged / "product", staged / "manifest.gz")
+        meta: dict[str, Any] = {
+            "name": plan.name,
+            "id": plan.id,
+            **plan.parts,
+            "facts": dict(facts),
+            "entries": entries,
+            "bytes": size,
+            "manifest_sha256": _sha256(staged / "manifest.gz"),
+        }
+        namespace.syncfs(os.fspath(staged))
+        meta["seconds"] = round(seconds + time.monotonic() - started, 2)
+        (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
+        _sync_file(staged / "meta.json")
+        target = self.object(plan.id)
+        if target.exists():
+            remove_tree(target)
+        staged.rename(target)
+        _sync_directory(target.parent)
+        return meta
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def check(self, stage_id: str) -> None:
+        """Compare a stage with its manifest by ``stat`` (names, types, modes, owners, sizes, times).
+
+        Raises StoreError naming the first difference. Content is compared by ``verify``.
+        """
+        for what in _differences(self.object(stage_id), contents=False):
+            raise StoreError(
+                f"stage {self.meta(stage_id).get('name')} {stage_id[:12]} in the store is damaged: {what}",
+                hint=f"remove {self.object(stage_id)} and build again; image-builder store verify checks all",
+            )
+
+    def ids(self) -> list[str]:
+        """Return the ids of all finished stages."""
+        objects = self.path / "objects"
+        return sorted(p.name for p in objects.iterdir() if self.has(p.name)) if objects.exists() else []
+
+    def verify(self) -> list[Damage]:
+        """Hash every object against its manifest and every download against its name."""
+        damages = []
+        for stage_id in self.ids():
+            meta = self.meta(stage_id)
+            damages += [
+                Damage(stage_id, meta["name"], what)
+                for what in _differences(self.object(stage_id), contents=True, limit=5)
+            ]
+        for folder in ("debs", "files"):
+            for path in sorted((self.path / folder).iterdir()):
+                sha256 = path.name.split(".")[0]
+                if not path.name.endswith(".control") and _sha256(path) != sha256:
+                    damages.append(Damage(sha256, folder, "its bytes are not the ones of its name"))
+        return damages
+
+    # -- garbage -----------------------------------------------------------------------------------------
+
+    def record(self, image: str, ids: list[str]) -> None:
+        """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image."""
+        path = self.path / "locks" / f"{image}.builds"
+        with _flock(self.path / "locks" / f".{image}", fcntl.LOCK_EX):
+            builds: list[list[str]] = json.loads(path.read_text()) if path.exists() else []
+            builds = [b for b in builds if b != ids] + [ids]
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(builds[-50:]), encoding="utf-8")
+            partial.rename(path)
+
+    def gc(self, keep: int) -> tuple[list[str], int]:
+        """Remove what the last ``keep`` builds of every image don't need; return (removed ids, bytes).
+
+        Downloads that no kept stage names are left: they are small beside stages and save the mirror.
+        """
+        with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX):
+            self.reap()
+            kept: set[str] = set()
+            for path in (self.path / "locks").glob("*.builds"):
+                builds = json.loads(path.read_text())
+                kept.update(i for build in (builds[-keep:] if keep else []) for i in build)
+            removed = [i for i in self.ids() if i not in kept]
+            freed = sum(int(self.meta(i)["bytes"]) for i in removed)
+            for stage_id in removed:
+                doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
+                self.object(stage_id).rename(doomed)
+                remove_tree(doomed)
+            return removed, freed
+
+
+# -- trees -----------------------------------------------------------------------------------------------
+
+
+def mounts_below(path: Path) -> list[str]:
+    """Return the mount points at or below ``path``, as this process sees them."""
+    top = os.path.realpath(path)
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
+        for line in stream:
+            where = line.split(" ")[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
+            if where == top or where.startswith(f"{top}/"):
+                found.append(where)
+    return found
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory tree. Refuses, before it touches anything, when something is mounted in it."""
+    if not os.path.lexists(path):
+        return
+    mounted = mounts_below(path)
+    if mounted:
+        raise StoreError(
+            f"not deleting {path}: {', '.join(mounted)} is mounted there", hint="unmount it first"
+        )
+    shutil.rmtree(path)
+
+
+def _entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Walk ``root`` in a fixed order: (path below it, lstat)."""
+    for folder, dirs, files in os.walk(root):
+        dirs.sort()
+        for name in sorted([*dirs, *files]):
+            full = os.path.join(folder, name)
+            yield os.path.relpath(full, root), os.lstat(full)
+
+
+def _line(path: str, info: os.stat_result, content: str) -> list[JSON]:
+    device = info.st_rdev if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode) else 0
+    size = info.st_size if stat.S_ISREG(info.st_mode) else 0
+    mtime = 0 if stat.S_ISDIR(info.st_mode) else info.st_mtime_ns
+    return [path, info.st_mode, info.st_uid, info.st_gid, size, mtime, device, content]
+
+
+def _content(full: Path, info: os.stat_result) -> str:
+    if stat.S_ISREG(info.st_mode):
+        return _sha256(full)
+    return os.readlink(full) if stat.S_ISLNK(info.st_mode) else ""
+
+
+def _write_manifest(root: Path, target: Path) -> tuple[int, int]:
+    """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes."""
+    count = size = 0
+    with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
+        for path, info in _entries(root):
+            out.write(json.dumps(_line(path, info, _content(root / path, info))).encode() + b"\n")
+            count += 1
+            size += info.st_blocks * 512
+    return count, size
+
+
+def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
+    """Compare an object with its manifest; return at most ``limit`` differences in words."""
+    found: list[str] = []
+    try:
+        recorded = json.loads((obj / "meta.json").read_bytes())["manifest_sha256"]
+        if _sha256(obj / "manifest.gz") != recorded:
+            return ["its manifest is not the one that was committed"]
+        with gzip.open(obj / "manifest.gz", "rt", encoding="utf-8") as stream:
+            lines = [json.loads(line) for line in stream]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        return [f"its manifest can't be read: {error}"]
+    root = obj / "product"
+    present = dict(_entries(root))
+    for line in lines:
+        path = line[0]
+        info = present.pop(path, None)
+        if info is None:
+            found.append(f"{path} is missing")
+        elif _line(path, info, "")[:7] != line[:7]:
+            found.append(f"{path} was changed")
+        elif contents and _content(root / path, info) != line[7]:
+            found.append(f"the content of {path} was changed")
+        if len(found) >= limit:
+            return found
+    found += [f"{path} was added" for path in list(present)[: limit - len(found)]]
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _flock(path: Path, how: int) -> Iterator[IO[bytes]]:
+    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError."""
+    with path.open("ab") as stream:
+        fcntl.flock(stream, how)
+        yield stream
