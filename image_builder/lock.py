@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from image_builder.errors import LockError
 from image_builder.plan.model import JSON, digest
 
-FORMAT = 1
+FORMAT: Final = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

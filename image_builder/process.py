@@ -104,7 +104,10 @@ def run(
             out, err = child.communicate(input, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         child.kill()
-        child.communicate()
+        if streaming:
+            child.wait()
+        else:
+            child.communicate()
         raise CommandError(f"timed out after {timeout:g} s: {shown}", argv=args) from error
     except BaseException:
         child.kill()
@@ -149,6 +152,7 @@ def _stream(
         child.wait()
     finally:
         timer.cancel()
+        child.stdout.close()
         if sink:
             sink.close()
     if expired.is_set():

@@ -63,8 +63,8 @@ def kubelet_from_source(definition: ImageDefinition) -> str | None:
     """Return the suite whose ``kubernetes`` source package the kubelet is built from, or None."""
     if "kubernetes" not in definition.layers:
         return None
-    source = resolved_variables(definition).get("kubelet_source") or {}
-    if source.get("type") != "debian_source":
+    source = resolved_variables(definition).get("kubelet_source")
+    if not isinstance(source, Mapping) or source.get("type") != "debian_source":
         return None
     return str(source.get("suite", "bookworm"))
 

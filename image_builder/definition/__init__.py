@@ -1,0 +1,49 @@
+"""The definition of an image: an Ansible inventory, checked whole, as frozen data.
+
+inventory = load_inventory([Path("inventories/lab")])
+inventory.problems()              # everything that is wrong, as file:line, path, what
+worker = inventory.define("worker")
+layer_needs(worker, "system").packages
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from image_builder.definition.inventory import Inventory, load_inventory
+from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
+from image_builder.definition.references import referenced_names
+
+if TYPE_CHECKING:
+    from image_builder.definition.evaluate import (
+        Archive,
+        LayerNeeds,
+        Repository,
+        layer_needs,
+        layer_sources,
+        resolved_variables,
+    )
+
+__all__ = [
+    "Archive",
+    "ImageBase",
+    "ImageDefinition",
+    "ImageDisk",
+    "Inventory",
+    "LayerNeeds",
+    "Repository",
+    "layer_needs",
+    "layer_sources",
+    "load_inventory",
+    "referenced_names",
+    "resolved_variables",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # These bring Ansible in, which takes a third of a second: not for `--help`.
+    if name in __all__:
+        from image_builder.definition import evaluate
+
+        return getattr(evaluate, name)
+    raise AttributeError(name)

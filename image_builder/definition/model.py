@@ -1,0 +1,222 @@
+"""The builder's own variables, and the frozen definition of one image."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from image_builder.definition.suggest import did_you_mean
+from image_builder.definition.values import JSON
+from image_builder.settings import REPO_ROOT
+
+PREFIX = "image_"
+MIN_ESP_MIB = 512
+MIN_ROOT_MIB = 1024
+# Azure refuses an OS disk image above 1023 GiB.
+MAX_VHD_MIB = 1023 * 1024
+SUITES = ("bookworm", "trixie")
+
+Format = Literal["raw", "qcow2", "vhd", "tar"]
+Component = Literal["main", "contrib", "non-free", "non-free-firmware"]
+LayerName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+KernelArg = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:/=@%+*\[\]-]+$")]
+Url = Annotated[str, StringConstraints(pattern=r"^(https?|file|copy)://?[^\s]+$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if double := sorted({v for v in values if values.count(v) > 1}):
+        raise ValueError(f"listed twice: {', '.join(double)}")
+    return values
+
+
+class ImageBase(_Strict):
+    """The Debian release that an image starts from."""
+
+    distribution: Literal["debian"] = Field("debian", description="The distribution.")
+    suite: str = Field(description="The release's code name: bookworm or trixie.")
+    components: tuple[Component, ...] = Field(
+        ("main",), min_length=1, description="Sections of the archive to install from."
+    )
+    mirror: Url | None = Field(
+        None,
+        description="Where packages come from. Without it: the host's own Debian source, else mmdebstrap's "
+        "default. Its name is not part of a build's identity; the locked bytes are.",
+    )
+    keyring: Path | None = Field(
+        None,
+        description="Keyring that signs the archive, relative to the inventory; without it, the host's "
+        "debian-archive-keyring.",
+    )
+    architecture: Literal["amd64"] = Field("amd64", description="The processor architecture.")
+
+    @field_validator("suite")
+    @classmethod
+    def _known(cls, suite: str) -> str:
+        if suite not in SUITES:
+            raise ValueError(f"unknown suite `{suite}`{did_you_mean(suite, SUITES)}, known: {', '.join(SUITES)}")
+        return suite
+
+    @field_validator("components")
+    @classmethod
+    def _complete(cls, components: tuple[str, ...]) -> tuple[str, ...]:
+        if "main" not in components:
+            raise ValueError("`main` is missing")
+        return _distinct(components)
+
+
+class ImageDisk(_Strict):
+    """The disk's partitions. Sizes are MiB; root is the last one and grows to the disk at first boot."""
+
+    esp_size_mib: int = Field(
+        MIN_ESP_MIB, ge=MIN_ESP_MIB, description="Size of the EFI system partition in MiB."
+    )
+    root_size_mib: Annotated[int, Field(ge=MIN_ROOT_MIB)] | Literal["auto"] = Field(
+        "auto", description="Size of the root partition in MiB; `auto` is what the tree needs plus a margin."
+    )
+    filesystem: Literal["ext4"] = Field("ext4", description="The root filesystem.")
+
+
+class BuilderVariables(_Strict):
+    """The variables that the builder itself reads. Everything else in the inventory belongs to a role."""
+
+    image_base: ImageBase = Field(description="The release that the image starts from.")
+    image_layers: tuple[LayerName, ...] = Field(
+        min_length=1, description="Layers, bottom first; layer L is `playbooks/layers/L.yml`."
+    )
+    image_disk: ImageDisk = Field(
+        default_factory=lambda: ImageDisk.model_validate({}), description="The disk's partitions."
+    )
+    image_formats: tuple[Format, ...] = Field(("raw",), min_length=1, description="Artefacts to publish.")
+    image_kernel_args: tuple[KernelArg, ...] = Field(
+        (), description="Arguments added to the kernel's command line; `root=` is the builder's own."
+    )
+    image_secure_boot: bool = Field(
+        False,
+        description="Declares that the image boots with UEFI Secure Boot. The build proves it or fails.",
+    )
+
+    @field_validator("image_layers", "image_formats")
+    @classmethod
+    def _once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return _distinct(values)
+
+    @field_validator("image_kernel_args")
+    @classmethod
+    def _not_ours(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if owned := [a for a in values if re.match(r"(root|rootfstype|ro|rw)(=|$)", a)]:
+            raise ValueError(f"set by the builder itself: {', '.join(owned)}")
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.image_secure_boot and set(self.image_formats) == {"tar"}:
+            raise ValueError("image_secure_boot: needs a disk format, a tar can't boot")
+        disk = self.image_disk
+        size = 0 if disk.root_size_mib == "auto" else disk.root_size_mib + disk.esp_size_mib
+        if "vhd" in self.image_formats and size > MAX_VHD_MIB:
+            raise ValueError(f"image_disk: a VHD for Azure holds at most {MAX_VHD_MIB} MiB")
+        return self
+
+    def for_roles(self) -> dict[str, JSON]:
+        """Return the variables as roles see them: with all defaults, without where packages come from.
+
+        A mirror's name must not reach an image, nor the id of one.
+        """
+        values: dict[str, JSON] = self.model_dump(mode="json", exclude={"image_base": {"mirror", "keyring"}})
+        return values
+
+
+BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
+
+
+@dataclass(frozen=True)
+class ImageDefinition:
+    """One image, checked.
+
+    ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
+    by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
+    the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
+    variables). ``repo_root`` holds ``roles/`` and ``playbooks/``.
+    """
+
+    name: str
+    base: ImageBase
+    layers: tuple[str, ...]
+    disk: ImageDisk
+    formats: tuple[Format, ...]
+    kernel_args: tuple[str, ...]
+    secure_boot: bool
+    variables: Mapping[str, JSON]
+    inventory_paths: tuple[Path, ...]
+    repo_root: Path = field(default=REPO_ROOT)
+
+    @property
+    def play_variables(self) -> dict[str, JSON]:
+        """Return the ``image_*`` variables that every play gets as extra variables, checked and complete."""
+        return {name: self.variables[name] for name in sorted(BUILDER_NAMES)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A value that a model refused: its path as parts, and why."""
+
+    path: tuple[str | int, ...]
+    what: str
+
+
+def parse_builder_variables(values: Mapping[str, JSON]) -> BuilderVariables | list[Fault]:
+    """Check the ``image_*`` variables; return them, or everything that is wrong with them."""
+    try:
+        # JSON mode keeps strictness ("30" is no number) while a list is still a tuple's only spelling.
+        return BuilderVariables.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        return _faults(error, values)
+
+
+def _faults(error: ValidationError, values: Mapping[str, JSON]) -> list[Fault]:
+    faults: dict[tuple[str | int, ...], str] = {}
+    for detail in error.errors(include_url=False):
+        path = _real_path(detail["loc"], values)
+        what = detail["msg"]
+        match detail["type"]:
+            case "missing":
+                what = "is missing"
+            case "extra_forbidden":
+                what = "unknown key"
+            case "value_error":
+                what = str(detail["ctx"]["error"])
+                if not path:  # a check across variables names the one to change
+                    name, _, what = what.partition(": ")
+                    path = (name,)
+            case _:
+                what = what[0].lower() + what[1:]
+                if not isinstance(detail["input"], dict | list):
+                    what += f", got {json.dumps(detail['input'])}"
+        # A union reports each of its members: one line for the value is enough.
+        faults[path] = f"{faults[path]}; or {what}" if path in faults else what
+    return [Fault(path, what) for path, what in faults.items()]
+
+
+def _real_path(loc: Sequence[str | int], values: Mapping[str, JSON]) -> tuple[str | int, ...]:
+    """Drop the names of union members that pydantic puts into a path."""
+    path: list[str | int] = []
+    at: JSON = values
+    for n, part in enumerate(loc):
+        if isinstance(part, int) and isinstance(at, list):
+            at = at[part] if part < len(at) else None
+        elif isinstance(part, str) and isinstance(at, Mapping):
+            at = at.get(part)
+        elif n == len(loc) - 1 or n:
+            continue
+        path.append(part)
+    return tuple(path)

@@ -1,0 +1,113 @@
+"""What is wrong with an image's role variables, before anything runs.
+
+A role may judge its own variables: the list ``__<role>_problems`` of its ``vars/main.yml`` holds texts like
+``kubelet_version: 1.25 is not known; known are 1.20, 1.31``, evaluated here as well as in its preflight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_builder.definition import engine
+from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles
+from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
+from image_builder.definition.roles import Role, RoleBook, unknown_roles
+from image_builder.definition.suggest import did_you_mean
+from image_builder.definition.values import is_template
+from image_builder.errors import Problem
+
+if TYPE_CHECKING:
+    from image_builder.definition.inventory import HostVariables
+
+
+def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem]:
+    """Return variables that nothing can read: a builder's or a role's prefix, and no such name."""
+    book = RoleBook(repo_root)
+    known: dict[str, Mapping[str, object]] = {role.name: role.options for role in book.roles()}
+    every = [*BUILDER_NAMES, *(name for options in known.values() for name in options)]
+    problems = []
+    for name in variables.tagged:
+        role = _owner(name.removeprefix("__"), known)
+        if name in every or not (role or name.startswith(PREFIX)):
+            continue
+        if name.startswith("__"):
+            what = f"is internal to role `{role}`{did_you_mean(name[2:], every)}"
+        else:
+            what = f"unknown variable{did_you_mean(name, every)}"
+        problems.append(Problem(variables.where([name]), name, what))
+    return problems
+
+
+def _owner(name: str, roles: Mapping[str, object]) -> str | None:
+    """Return the role whose prefix a variable has; the longest one counts."""
+    owners = [role for role in roles if name.startswith(f"{role}_")]
+    return max(owners, key=len, default=None)
+
+
+def role_problems(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
+    """Return what is wrong with an image's layers, roles and their variables' values."""
+    problems: list[Problem] = []
+    book = RoleBook(definition.repo_root)
+    for n, name in enumerate(definition.layers):
+        if name not in book.layer_names:
+            what = f"unknown layer `{name}`{did_you_mean(name, book.layer_names)}"
+            problems.append(Problem(variables.where(["image_layers", n]), f"image_layers[{n}]", what))
+            continue
+        try:
+            problems += unknown_roles(book, book.layer(name))
+        except engine.UnreadableError as error:
+            problems.append(Problem(str(error.place or ""), name, error.what))
+    if problems:
+        return problems
+    for evaluated in evaluated_roles(definition):
+        found = argument_problems(definition, evaluated, variables)
+        problems += found or judged_problems(definition, evaluated, variables)
+    return problems
+
+
+def _where(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name: str) -> str:
+    """Return where a role's variable was given its value: by the play, the inventory, or the role."""
+    if name in evaluated.use.vars:
+        return str(engine.place_in(evaluated.use.vars, [name]) or evaluated.use.place or "")
+    return variables.where([name]) or str(engine.place_in({**role.defaults, **role.constants}, [name]) or "")
+
+
+def argument_problems(
+    definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables
+) -> list[Problem]:
+    """Check the values of a role's public variables against its argument specs, as Ansible will."""
+    role = RoleBook(definition.repo_root).role(evaluated.use.name)
+    problems: list[Problem] = []
+    for name, option in role.options.items():
+        where = _where(role, evaluated, variables, name)
+        if name in evaluated.values:
+            faults = engine.argument_faults(name, option, evaluated.values[name])
+            problems += [Problem(where, name, what) for what in faults]
+        elif name in evaluated.failures and is_template(evaluated.raw[name]):
+            problems.append(Problem(where, name, evaluated.failures[name]))
+        elif name not in evaluated.raw and option.get("required"):
+            where = variables.where(["image_layers"])
+            what = f"role `{role.name}` of image `{definition.name}` needs it"
+            problems.append(Problem(where, name, what))
+    return problems
+
+
+def judged_problems(
+    definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables
+) -> list[Problem]:
+    """Return what a role says against its own variables."""
+    role = RoleBook(definition.repo_root).role(evaluated.use.name)
+    name = f"__{role.name}_problems"
+    if name in evaluated.failures:
+        return [Problem(_where(role, evaluated, variables, name), name, evaluated.failures[name])]
+    texts = evaluated.values.get(name)
+    problems = []
+    for text in texts if isinstance(texts, list) else []:
+        variable, colon, what = str(text).partition(": ")
+        if not colon:
+            variable, what = role.name, str(text)
+        where = _where(role, evaluated, variables, variable.split(".")[0].split("[")[0])
+        problems.append(Problem(where, variable, " ".join(what.split())))
+    return problems

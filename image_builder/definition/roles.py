@@ -1,0 +1,153 @@
+"""Roles and layers as they lie in the repository: what they declare, not what they mean for one image.
+
+Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from image_builder.definition import engine
+from image_builder.definition.suggest import did_you_mean
+from image_builder.errors import Problem
+
+# Parts of a role that never reach an image.
+_NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role's own declarations. Values carry Ansible's tags (see ``engine.place_of``)."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        return _merged(self.path / "defaults")
+
+    @cached_property
+    def constants(self) -> Mapping[str, Any]:
+        """Return ``vars/``: every file there, ``main.yml`` last, since it wins over what it includes."""
+        return _merged(self.path / "vars")
+
+    @cached_property
+    def specs(self) -> Mapping[str, Any]:
+        """Return the argument specs by entry point."""
+        file = self.path / "meta" / "argument_specs.yml"
+        if not file.is_file():
+            return {}
+        return (engine.read_yaml(file) or {}).get("argument_specs") or {}
+
+    @property
+    def options(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the public variables: the options of entry point ``main``."""
+        return {str(k): v for k, v in (self.specs.get("main", {}).get("options") or {}).items()}
+
+    @property
+    def parts(self) -> list[Path]:
+        """Return the files and directories that decide what the role does."""
+        return sorted(p for p in self.path.iterdir() if p.name not in _NOT_BAKED)
+
+
+@dataclass(frozen=True)
+class RoleUse:
+    """A role in a layer's play. ``vars`` are what the play hands over to it."""
+
+    name: str
+    vars: Mapping[str, Any] = field(default_factory=dict)
+    place: engine.Place | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's play."""
+
+    name: str
+    playbook: Path
+    uses: tuple[RoleUse, ...]
+    play_vars: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RoleBook:
+    """All roles and layers of one repository, read when asked for and then kept."""
+
+    root: Path
+    _roles: dict[str, Role] = field(default_factory=dict, compare=False)
+    _layers: dict[str, Layer] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def role_names(self) -> tuple[str, ...]:
+        return tuple(sorted(p.name for p in (self.root / "roles").glob("*") if p.is_dir()))
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(sorted(p.stem for p in (self.root / "playbooks" / "layers").glob("*.yml")))
+
+    def role(self, name: str) -> Role:
+        """Return a role; raises KeyError."""
+        if name not in self.role_names:
+            raise KeyError(name)
+        return self._roles.setdefault(name, Role(name, self.root / "roles" / name))
+
+    def roles(self) -> Iterator[Role]:
+        return (self.role(name) for name in self.role_names)
+
+    def layer(self, name: str) -> Layer:
+        """Return a layer; raises KeyError, UnreadableError for a playbook that isn't one play with roles."""
+        if name not in self.layer_names:
+            raise KeyError(name)
+        if name not in self._layers:
+            self._layers[name] = read_layer(name, self.root / "playbooks" / "layers" / f"{name}.yml")
+        return self._layers[name]
+
+
+def read_layer(name: str, playbook: Path) -> Layer:
+    """Read a layer's playbook; raises UnreadableError."""
+    plays = engine.read_yaml(playbook)
+    if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
+        raise engine.UnreadableError(engine.Place(str(playbook), 1), "a layer is exactly one play")
+    uses = []
+    for entry in plays[0].get("roles") or []:
+        place = engine.place_of(entry)
+        if isinstance(entry, str):
+            uses.append(RoleUse(str(entry), {}, place))
+        elif isinstance(entry, Mapping) and isinstance(entry.get("role"), str):
+            uses.append(RoleUse(str(entry["role"]), entry.get("vars") or {}, place))
+        else:
+            raise engine.UnreadableError(place, "a role is a name or a mapping with `role`")
+    return Layer(name, playbook, tuple(uses), plays[0].get("vars") or {})
+
+
+def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
+    """Return the roles of a layer that don't exist."""
+    return [
+        Problem(
+            str(use.place or engine.Place(str(layer.playbook))),
+            f"roles[{n}]",
+            f"unknown role `{use.name}`{did_you_mean(use.name, book.role_names)}",
+        )
+        for n, use in enumerate(layer.uses)
+        if use.name not in book.role_names
+    ]
+
+
+def _merged(directory: Path) -> dict[str, Any]:
+    """Return the variables of a role's ``defaults`` or ``vars``: all files there, ``main.yml`` last."""
+    files = sorted(directory.glob("*.yml"), key=lambda f: (f.name == "main.yml", f.name))
+    merged: dict[str, Any] = {}
+    for file in files:
+        content = engine.read_yaml(file)
+        if content is None:
+            continue
+        if not isinstance(content, Mapping):
+            raise engine.UnreadableError(engine.Place(str(file), 1), "a file of variables is a mapping")
+        for key, value in content.items():
+            merged.pop(key, None)  # keep the winner's key, which knows its line
+            merged[key] = value
+    return merged

@@ -1,0 +1,45 @@
+"""Values of an inventory as plain JSON, and where in it they stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
+
+# A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not.
+VAULT_KEY = "__vault__"
+VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT_PASSWORD_FILE"
+
+_TEMPLATE = re.compile(r"\{\{|\{%|\{#")
+
+
+def is_vaulted(value: JSON) -> bool:
+    """Tell whether ``value`` is, holds, or was made from the stand-in of a vaulted value."""
+    return any(VAULT_KEY in text for text in strings(value))
+
+
+def is_template(value: JSON) -> bool:
+    """Tell whether ``value`` holds Jinja anywhere, keys included."""
+    return any(_TEMPLATE.search(text) for text in strings(value))
+
+
+def strings(value: JSON) -> Iterator[str]:
+    """Yield every string in ``value``, keys of mappings included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings(item)
+
+
+def join_path(parts: Sequence[str | int]) -> str:
+    """Return ``image_base.components[0]`` for its parts."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,1 @@
+"""What the lab inventory and the tests need and no real pool does."""

@@ -1,0 +1,1 @@
+"""What is told about a build after it: typed results, their JSON, their tables."""

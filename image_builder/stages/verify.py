@@ -1,0 +1,223 @@
+"""Verification: run ``tests/image`` against a tree or a machine and believe nothing but a full, green run.
+
+As a stage it looks at the sealed tree before any disk is made of it. The same ``run_suite`` serves booted
+machines. Product: ``facts.json`` (what the suite was told), ``junit.xml``, ``verify.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_builder import identity, process
+from image_builder.errors import CommandError, VerifyError
+from image_builder.plan.model import JSON
+from image_builder.report.verification import SuiteResult, read_run, require_passed
+from image_builder.sandbox import Root, open_root
+from image_builder.settings import REPO_ROOT, Settings
+from image_builder.stages import StageContext
+
+if TYPE_CHECKING:
+    from image_builder.definition import ImageDefinition
+
+SUITE = REPO_ROOT / "tests" / "image"
+OFFLINE_TIMEOUT = 600.0
+_PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
+# Any end of pytest is judged here, also by a signal.
+_ANY_STATUS = range(-64, 256)
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a check's name, how many are done, how many there are."""
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
+    with open_root(ctx.lowers, ctx.work) as root:
+        ctx.doing("reading what is installed")
+        facts = ctx.product / "facts.json"
+        build_id = str(ctx.plan.options.get("build_id", ctx.plan.id))
+        write_facts(facts, definition_facts(ctx.definition, build_id, installed_packages(root)))
+        result = run_suite(
+            f"sandbox:{root.path}",
+            facts,
+            ctx.product,
+            marker="offline",
+            python=ctx.settings.python,
+            log=ctx.log,
+            timeout=OFFLINE_TIMEOUT,
+            on_progress=lambda name, done, total: ctx.monitor.stage_progress(
+                ctx.plan.name, done, total, "checks"
+            ),
+        )
+    return {"checks": len(result.checks), "not_applicable": len(result.not_applicable)}
+
+
+def definition_facts(
+    definition: ImageDefinition, build_id: str, packages: list[dict[str, str]]
+) -> dict[str, JSON]:
+    """Return what the suite is driven by, for an image that was built with ``build_id``."""
+    from image_builder.definition import resolved_variables
+
+    return {
+        "image": definition.name,
+        "build_id": build_id,
+        "variables": resolved_variables(definition),
+        "packages": packages,
+        "partitions": {
+            "root": identity.partition_uuid(build_id, "root"),
+            "esp": identity.partition_uuid(build_id, "esp"),
+        },
+    }
+
+
+def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
+    """Write facts.json."""
+    path.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def installed_packages(root: Root) -> list[dict[str, str]]:
+    """Return every package of the root's dpkg database, sorted by name."""
+    form = r"${binary:Package}\t${Version}\t${Architecture}\n"
+    lines = root.run(["dpkg-query", "--show", f"--showformat={form}"]).stdout.splitlines()
+    fields = (line.split("\t") for line in sorted(lines))
+    return [{"name": name, "version": version, "architecture": arch} for name, version, arch in fields]
+
+
+def run_suite(
+    target: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    marker: str,
+    python: Path,
+    log: Path,
+    suite: Path = SUITE,
+    timeout: float | None = None,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite and require that every check passed; parameters as in ``observe_suite``.
+
+    ``junit.xml`` and ``verify.json`` are written in any case. Raises VerifyError.
+    """
+    result = observe_suite(
+        target,
+        facts,
+        out_dir,
+        marker=marker,
+        python=python,
+        log=log,
+        suite=suite,
+        timeout=timeout,
+        on_progress=on_progress,
+    )
+    require_passed(result)
+    return result
+
+
+def observe_suite(
+    target: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    marker: str,
+    python: Path,
+    log: Path,
+    suite: Path = SUITE,
+    select: tuple[str, ...] = (),
+    timeout: float | None = None,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite in a child process and return what it found, failed checks included.
+
+    ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra,
+    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run. Writes
+    ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for a run that proves nothing.
+    """
+    out_dir = out_dir.resolve()
+    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
+    for stale in (junit, report):
+        stale.unlink(missing_ok=True)
+    argv = [
+        *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker),
+        *(f"--junitxml={junit}", f"--report={report}", f"--target={target}", f"--facts={facts.resolve()}"),
+        *(f"--rootdir={suite}", "-c", suite / "pytest.ini"),
+        *([suite / name for name in select] or [suite]),
+    ]
+    # No plugin but pytest's own: what else is installed must not change a verdict.
+    env = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.fspath(REPO_ROOT),
+    }
+    started = time.monotonic()
+    try:
+        done = process.run(
+            argv,
+            env=env,
+            ok=_ANY_STATUS,
+            cwd=out_dir,
+            timeout=timeout,
+            log=log,
+            on_line=lambda line: _tell(line, on_progress),
+        )
+    except CommandError as error:
+        raise VerifyError(f"the suite did not end: {error.message}", hint=f"its output is in {log}") from error
+    if not junit.exists() or not report.exists():
+        raise VerifyError(f"pytest ended with status {done.returncode} and no results:\n{_tail(done.stdout)}")
+    try:
+        result = read_run(
+            report.read_text(encoding="utf-8").splitlines(),
+            junit.read_text(encoding="utf-8"),
+            done.returncode,
+            target=_shown(target),
+            marker=marker,
+            seconds=time.monotonic() - started,
+        )
+    except VerifyError as error:
+        raise VerifyError(
+            f"{error.message}\n{_tail(done.stdout)}", hint=error.hint or f"pytest's output is in {log}"
+        ) from error
+    report.unlink()
+    verdict = json.dumps(result.as_json(), indent=1) + "\n"
+    (out_dir / "verify.json").write_text(verdict, encoding="utf-8")
+    return result
+
+
+def verify_target(
+    url: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    settings: Settings,
+    log: Path,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite on ``ssh://user@host:port?key=…&known_hosts=…`` or ``sandbox:/path``.
+
+    For the CLI: returns failed checks as well, so that they can be shown; call ``require_passed`` on the result.
+    """
+    marker = "booted" if url.startswith("ssh:") else "offline"
+    return observe_suite(
+        url, facts, out_dir, marker=marker, python=settings.python, log=log, on_progress=on_progress
+    )
+
+
+def _tail(text: str) -> str:
+    """Return the last lines of pytest's output, indented."""
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines()[-process.TAIL_LINES :])
+
+
+def _shown(target: str) -> str:
+    """Return a target as people read it, without this run's paths."""
+    return "sealed tree" if target.startswith(("sandbox:", "mutant:")) else target.partition("?")[0]
+
+
+def _tell(line: str, on_progress: OnProgress | None) -> None:
+    match = _PROGRESS.match(line)
+    if on_progress and match:
+        on_progress(match[1].rpartition("/")[2], int(match[2]), int(match[3]))

@@ -1,0 +1,222 @@
+"""QEMU's command line for a test machine, as a pure function, and what the host offers for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from image_builder import process
+from image_builder.errors import BootError, CommandError, HostError
+
+PROGRAM = "qemu-system-x86_64"
+MEMORY_MIB = 3072
+# Debian 12 and 13, Ubuntu 24.04 (package ovmf).
+_FIRMWARE_DIRECTORY = Path("/usr/share/OVMF")
+_FIRMWARE_FILES = {False: ("OVMF_CODE_4M.fd", "OVMF_VARS_4M.fd"), True: ("OVMF_CODE_4M.ms.fd", "OVMF_VARS_4M.ms.fd")}
+
+# QEMU before 8.0 emulates cmpxchg16b with stale condition codes: an interrupt right behind it saves flags that
+# were never set, and Linux, whose memory allocator lives on that instruction, dies in "double fault" or
+# "Fatal exception in interrupt" in about every boot. Without the CPU feature Linux does it another way.
+_EMULATED_CPU = "max,cx16=off"
+
+DiskBus = Literal["virtio", "nvme", "scsi"]
+Accelerator = Literal["kvm", "tcg"]
+
+
+@dataclass(frozen=True)
+class Firmware:
+    """UEFI's code and a private, writable copy of its variables."""
+
+    code: Path
+    variables: Path
+    secure_boot: bool = False
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A disk of the machine: a file that QEMU may write to.
+
+    ``serial`` shows in the guest. ``model`` and ``vendor`` show there too, on SCSI only: QEMU's NVMe disk
+    always calls itself "QEMU NVMe Ctrl". ``durable`` passes the guest's flushes on to the host's disk; without
+    it they are ignored, which is faster and still survives the guest, but not a killed QEMU.
+    """
+
+    path: Path
+    bus: DiskBus = "nvme"
+    format: Literal["raw", "qcow2"] = "raw"
+    serial: str = ""
+    model: str = ""
+    vendor: str = ""
+    durable: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that the command line says. The first drive is the one that boots."""
+
+    name: str
+    firmware: Firmware
+    drives: tuple[Drive, ...]
+    console: Path
+    monitor: Path
+    seed: Path | None = None
+    accelerator: Accelerator = "tcg"
+    cpus: int = 2
+    memory_mib: int = MEMORY_MIB
+    restrict_network: bool = True
+    extra: tuple[str, ...] = ()
+
+
+def command_line(machine: Machine) -> list[str]:
+    """Return the command that starts ``machine``.
+
+    The guest's port 22 is forwarded from a port of 127.0.0.1 that the kernel chooses; ask the monitor for it
+    (``forwarded_port``). Raises ValueError for a drive that QEMU can't describe.
+    """
+    secure = machine.firmware.secure_boot
+    cpu = "host" if machine.accelerator == "kvm" else _EMULATED_CPU
+    accel = "kvm" if machine.accelerator == "kvm" else "tcg,thread=multi"
+    restrict = "on" if machine.restrict_network else "off"
+    argv = [
+        *(PROGRAM, "-name", _escaped(machine.name), "-nodefaults", "-no-user-config", "-display", "none"),
+        *("-machine", f"q35,smm={'on' if secure else 'off'}", "-accel", accel, "-cpu", cpu),
+        *("-smp", str(machine.cpus), "-m", str(machine.memory_mib)),
+        *("-chardev", f"file,id=console,path={_escaped(machine.console)},append=on", "-serial", "chardev:console"),
+        *("-qmp", f"unix:{_escaped(machine.monitor)},server=on,wait=off"),
+        *("-device", "virtio-rng-pci"),
+        *("-netdev", f"user,id=net,restrict={restrict},hostfwd=tcp:127.0.0.1:0-:22"),
+        *("-device", "virtio-net-pci,netdev=net,mac=52:54:00:12:34:56,romfile="),
+        *_firmware(machine.firmware),
+    ]
+    if any(drive.bus == "scsi" for drive in machine.drives):
+        argv += ["-device", "virtio-scsi-pci,id=scsi"]
+    for index, drive in enumerate(machine.drives):
+        argv += _drive(drive, index)
+    if machine.seed:
+        # QEMU itself shows the directory as a FAT volume: no mkisofs or mkfs.vfat is needed on the host.
+        argv += [
+            "-blockdev",
+            f"driver=vvfat,node-name=seed,dir={_escaped(machine.seed)},label=CIDATA,read-only=on",
+            *("-device", "virtio-blk-pci,drive=seed,serial=seed"),
+        ]
+    return [*argv, *machine.extra]
+
+
+def _firmware(firmware: Firmware) -> list[str]:
+    argv = []
+    if firmware.secure_boot:
+        argv += ["-global", "driver=cfi.pflash01,property=secure,value=on"]
+        argv += ["-global", "ICH9-LPC.disable_s3=1"]
+    code, variables = _escaped(firmware.code), _escaped(firmware.variables)
+    argv += ["-drive", f"if=pflash,unit=0,format=raw,readonly=on,file={code}"]
+    argv += ["-drive", f"if=pflash,unit=1,format=raw,file={variables}"]
+    return argv
+
+
+def _drive(drive: Drive, index: int) -> list[str]:
+    node = f"disk{index}"
+    if drive.bus != "scsi" and (drive.model or drive.vendor):
+        raise ValueError(f"a {drive.bus} disk has no model or vendor of our choice; use scsi")
+    flush = "off" if drive.durable else "on"
+    file = f"file.driver=file,file.filename={_escaped(drive.path)},file.cache.no-flush={flush}"
+    block = f"driver={drive.format},node-name={node},discard=unmap,cache.no-flush={flush},{file}"
+    # NVMe requires a serial, 20 characters at most; virtio takes 20 as well.
+    serial = _escaped(drive.serial or f"{node}")
+    if len(drive.serial) > 20:
+        raise ValueError(f"the serial {drive.serial!r} has more than 20 characters")
+    device = {"virtio": "virtio-blk-pci", "nvme": "nvme", "scsi": "scsi-hd,bus=scsi.0"}[drive.bus]
+    device += f",drive={node},serial={serial},bootindex={index}"
+    if drive.vendor:
+        device += f",vendor={_escaped(drive.vendor)}"
+    if drive.model:
+        device += f",product={_escaped(drive.model)}"
+    return ["-blockdev", block, "-device", device]
+
+
+def _escaped(value: str | Path) -> str:
+    """Return ``value`` for an option list, in which a comma must be doubled."""
+    return os.fspath(value).replace(",", ",,")
+
+
+def find_firmware(secure_boot: bool = False, directory: Path = _FIRMWARE_DIRECTORY) -> tuple[Path, Path]:
+    """Return UEFI's code and the template of its variables; raises HostError."""
+    code, variables = (directory / name for name in _FIRMWARE_FILES[secure_boot])
+    for path in (code, variables):
+        if not path.is_file():
+            raise HostError(f"{path} is missing", hint="install the package ovmf")
+    return code, variables
+
+
+def overlay(backing: Path, format: str, path: Path, size: int = 0) -> None:
+    """Make a qcow2 file that shows ``backing`` and takes all writes; raises CommandError.
+
+    ``size`` (bytes) makes the disk larger than ``backing``, as a cloud does with an image.
+    """
+    argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", format, "-b", os.fspath(backing), os.fspath(path)]
+    process.run([*argv, str(size)] if size else argv)
+
+
+def disk_format(path: Path) -> Literal["raw", "qcow2"]:
+    """Return a disk file's format by its first bytes; anything that isn't qcow2 is raw (a fixed VHD, too)."""
+    with path.open("rb") as file:
+        return "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
+
+
+_PROBE_PORT, _PROBE_VALUE = 0xF4, 0x2A
+
+
+def probe_command(accel: Accelerator, rom: Path) -> list[str]:
+    """Return the command of the smallest guest: it writes ``rom`` itself and ends QEMU from inside.
+
+    The firmware is 64 KiB of ROM with four instructions where the processor starts (16 bytes below the end).
+    QEMU's isa-debug-exit ends QEMU with the status (value << 1) | 1.
+    """
+    # mov al, VALUE; out PORT, al; hlt; jmp to the hlt
+    code = bytes([0xB0, _PROBE_VALUE, 0xE6, _PROBE_PORT, 0xF4, 0xEB, 0xFD])
+    rom.write_bytes(b"\0" * 0xFFF0 + code.ljust(16, b"\0"))
+    return [
+        *(PROGRAM, "-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35", "-accel", accel),
+        *("-cpu", "host" if accel == "kvm" else "max", "-m", "64", "-no-reboot", "-bios", os.fspath(rom)),
+        *("-device", f"isa-debug-exit,iobase={_PROBE_PORT:#x},iosize=1"),
+    ]
+
+
+def works(accel: Accelerator, seconds: float = 20) -> bool:
+    """Start a guest that ends at once; tell whether it ran. Raises HostError when QEMU isn't there."""
+    if shutil.which(PROGRAM, path=process.environment()["PATH"]) is None:
+        raise HostError(f"{PROGRAM} is missing", hint="install the package qemu-system-x86")
+    with tempfile.TemporaryDirectory(prefix="image-builder-probe-") as directory:
+        argv = probe_command(accel, Path(directory, "probe.rom"))
+        try:
+            process.run(argv, ok=[_PROBE_VALUE << 1 | 1], timeout=seconds)
+        except CommandError:
+            return False
+    return True
+
+
+@functools.cache
+def accelerator() -> Accelerator:
+    """Return ``kvm`` when a guest really runs with it, else ``tcg``.
+
+    That /dev/kvm can be opened proves nothing: in a VM whose own hypervisor is incomplete, QEMU dies while it
+    sets up the processor. The probe takes 0.1 s.
+    """
+    return "kvm" if os.access("/dev/kvm", os.R_OK | os.W_OK) and works("kvm") else "tcg"
+
+
+def forwarded_port(usernet: str) -> int:
+    """Return the host port that leads to the guest's port 22, from the monitor's ``info usernet``.
+
+    A line of it: ``  TCP[HOST_FORWARD]  14       127.0.0.1 45119       10.0.2.15    22   0      0``. Raises
+    BootError when there is none.
+    """
+    for line in usernet.splitlines():
+        words = line.split()
+        if words[:1] == ["TCP[HOST_FORWARD]"] and words[5:6] == ["22"]:
+            return int(words[3])
+    raise BootError("QEMU forwards no port to the guest's SSH")

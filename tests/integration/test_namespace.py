@@ -1,0 +1,98 @@
+"""Nothing outlives the outermost process: not a process, not a mount, whatever signal ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.root
+
+REPO = Path(__file__).resolve().parents[2]
+_WORK = """
+import os, subprocess, sys, time
+from image_builder import namespace
+def work():
+    namespace.mount("tmpfs", "tmpfs", sys.argv[1])
+    open(sys.argv[1] + "/inside", "w").close()
+    subprocess.Popen(["setsid", "sleep", sys.argv[2]], start_new_session=True)
+    print("ready", flush=True)
+    time.sleep(60)
+    return 0
+sys.exit(namespace.run_isolated(work))
+"""
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if word.encode() in Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0"):
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def _wait_until_gone(word: str) -> list[int]:
+    deadline = time.monotonic() + 10
+    while (left := _processes_with(word)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _start(tmp_path: Path, word: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _WORK, str(tmp_path), word], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    assert _processes_with(word)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, None)],
+)
+def test_no_process_and_no_mount_is_left(tmp_path: Path, number: int, status: int | None) -> None:
+    word = f"{60 + os.getpid()}.{number}1234"
+    mounts = Path("/proc/self/mounts").read_text()
+    child = _start(tmp_path, word)
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert not (tmp_path / "inside").exists()
+    child.send_signal(number)
+    code = child.wait(10)
+    if status is not None:
+        assert code == status
+    assert code != 0
+    assert _wait_until_gone(word) == []
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+def test_the_status_of_the_work_is_passed_on() -> None:
+    code = "import sys; from image_builder import namespace; sys.exit(namespace.run_isolated(lambda: 12))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 12
+
+
+def test_the_hosts_devices_are_out_of_reach() -> None:
+    code = (
+        "import os, sys; from image_builder import namespace\n"
+        "def work():\n"
+        "    print(sorted(os.listdir('/dev')))\n"
+        "    os.unlink('/dev/null')\n"
+        "    return 0\n"
+        "sys.exit(namespace.run_isolated(work))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert "'vda'" not in done.stdout
+    assert "'null'" in done.stdout
+    assert Path("/dev/null").is_char_device()

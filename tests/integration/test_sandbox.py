@@ -1,0 +1,120 @@
+"""The sandbox: what it offers, what it keeps out, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.root
+
+REPO = Path(__file__).resolve().parents[2]
+# A root of the host's own programs: enough to run a shell in, made without a package.
+_SETUP = """
+import os, sys, json
+from pathlib import Path
+from image_builder import namespace, sandbox, store
+base = Path(sys.argv[1])
+HOST = {f"/{d}": Path(f"/{d}") for d in ("usr", "etc")}
+def lower():
+    tree = base / "lower"
+    tree.mkdir(exist_ok=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        if not os.path.lexists(tree / name):
+            (tree / name).symlink_to(f"usr/{name}")
+    (tree / "data").mkdir(exist_ok=True)
+    (tree / "data/file").write_text("lower")
+    return tree
+def work():
+%s
+    return 0
+sys.exit(namespace.run_isolated(work))
+"""
+
+
+def _run(tmp_path: Path, body: str) -> str:
+    code = _SETUP % "\n".join(f"    {line}" for line in body.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=REPO,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_changes_go_to_the_upper_and_the_lower_stays(tmp_path: Path) -> None:
+    (tmp_path / "upper").mkdir()
+    _run(
+        tmp_path,
+        "with sandbox.open_root([lower()], base / 'work', upper=base / 'upper', binds=HOST) as root:\n"
+        "    root.run(['sh', '-c', 'echo changed > /data/file; rm -f /data/none; echo x > /tmp/x; echo y > /run/y'])\n",
+    )
+    assert (tmp_path / "lower/data/file").read_text() == "lower"
+    assert (tmp_path / "upper/data/file").read_text() == "changed\n"
+    assert list((tmp_path / "upper/tmp").iterdir()) == []
+    assert list((tmp_path / "upper/run").iterdir()) == []
+
+
+def test_there_is_no_network_and_no_inherited_environment(tmp_path: Path) -> None:
+    out = _run(
+        tmp_path,
+        "os.environ['SECRET_TOKEN'] = 'abc'\n"
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    print(root.run(['sh', '-c', 'cat /proc/net/dev | wc -l; env']).stdout)\n",
+    )
+    assert out.splitlines()[0].strip() == "3"  # two lines of titles, and lo
+    assert "SECRET_TOKEN" not in out
+
+
+def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
+    _run(
+        tmp_path,
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    root.run(['sh', '-c', 'setsid sleep 300 >/dev/null 2>&1 & sleep 0.2'])\n"
+        "    left = [p for p in os.listdir('/proc') if p.isdigit()]\n"
+        "    assert len(left) == 3, left\n"
+        "left = [p for p in os.listdir('/proc') if p.isdigit()]\n"
+        "assert len(left) == 2, left\n"
+        "assert store.mounts_below(base) == [], store.mounts_below(base)\n",
+    )
+
+
+def test_a_failure_inside_leaves_no_mount(tmp_path: Path) -> None:
+    _run(
+        tmp_path,
+        "try:\n"
+        "    with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "        raise RuntimeError\n"
+        "except RuntimeError:\n"
+        "    pass\n"
+        "assert store.mounts_below(base) == [], store.mounts_below(base)\n",
+    )
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind", "nested"])
+def test_a_tree_that_holds_a_mount_is_not_deleted(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "canary").mkdir()
+    (tmp_path / "canary/alive").write_text("alive")
+    _run(
+        tmp_path,
+        "from image_builder.errors import StoreError\n"
+        "tree = base / 'tree'; (tree / 'a/b').mkdir(parents=True); (tree / 'file').write_text('x')\n"
+        f"kind = {kind!r}\n"
+        "where = os.fspath(tree / ('a/b' if kind == 'nested' else 'a'))\n"
+        "if kind == 'tmpfs': namespace.mount('tmpfs', 'tmpfs', where)\n"
+        "else: namespace.bind(os.fspath(base / 'canary'), where, read_only=False)\n"
+        "try:\n"
+        "    store.remove_tree(tree)\n"
+        "except StoreError as error:\n"
+        "    assert where in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('it was deleted')\n"
+        "assert (tree / 'file').read_text() == 'x'\n",
+    )
+    assert (tmp_path / "canary/alive").read_text() == "alive"

@@ -1,0 +1,232 @@
+"""A change of any input changes exactly the ids of the stages that it reaches."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.errors import LockError
+from image_builder.lock import Lock, LockedArchive, LockedGroup, LockedPackage
+from image_builder.plan.model import Plan
+from image_builder.plan.resolve import resolve
+
+REPO = Path(__file__).resolve().parents[2]
+# The suite is told all variables, so `verify` (seconds) follows every one of them.
+ALL = {"tools", "base", "system", "container_runtime", "seal", "verify", "disk", "convert"}
+FROM_SYSTEM = {"system", "container_runtime", "seal", "verify", "disk", "convert"}
+FROM_RUNTIME = FROM_SYSTEM - {"system"}
+FROM_SEAL = FROM_RUNTIME - {"container_runtime"}
+
+INVENTORY = """
+all:
+  children:
+    images:
+      hosts:
+        worker:
+      vars:
+        image_base: {suite: trixie}
+        image_layers: [system, container_runtime]
+        image_formats: [qcow2]
+        system_swap: false
+        container_runtime_engine: "{{ site_engine }}"
+        site_engine: docker
+        site_unused: 1
+"""
+
+
+def _role(root: Path, name: str, **files: str) -> None:
+    role = root / "roles" / name
+    for folder in ("defaults", "vars", "tasks", "templates", "meta"):
+        (role / folder).mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        (role / path.replace("__", "/")).with_suffix(".yml").write_text(text)
+    (role / "templates/a.conf.j2").write_text("plain\n")
+    options = {"system": "swap: {type: bool}", "container_runtime": "engine: {type: str}"}.get(name)
+    if options:
+        spec = f"argument_specs: {{main: {{options: {{{name}_{options}}}}}}}\n"
+        (role / "meta/argument_specs.yml").write_text(spec)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A small repository: this program's code, three roles of its own, two layers, an inventory."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPO / "image_builder", tmp_path / "image_builder", ignore=ignore)
+    (tmp_path / "tests/image").mkdir(parents=True)
+    (tmp_path / "tests/image/test_a.py").write_text("# a check\n")
+    (tmp_path / "playbooks/layers").mkdir(parents=True)
+    for layer in ("system", "container_runtime"):
+        text = f"- name: Layer\n  hosts: images\n  roles:\n    - role: {layer}\n"
+        (tmp_path / f"playbooks/layers/{layer}.yml").write_text(text)
+        _role(
+            tmp_path,
+            layer,
+            vars__main=f"__{layer}_packages: [{layer}-package]\n",
+            defaults__main=f"{layer}_swap: true\n" if layer == "system" else f"{layer}_engine: docker\n",
+            tasks__main="- name: Task\n  ansible.builtin.debug:\n    msg: hello\n",
+        )
+    _role(tmp_path, "image_seal", tasks__main="- name: Task\n  ansible.builtin.debug:\n    msg: hello\n")
+    (tmp_path / "playbooks/seal.yml").write_text("- name: Seal\n  hosts: images\n  roles: [image_seal]\n")
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory/hosts.yml").write_text(INVENTORY)
+    return tmp_path
+
+
+def _definition(root: Path) -> ImageDefinition:
+    return load_inventory([root / "inventory"], repo_root=root).define("worker")
+
+
+def _package(sha256: str) -> LockedPackage:
+    return LockedPackage(
+        name="p",
+        sha256=sha256,
+        size=1,
+        path="p.deb",
+        repository="debian",
+        version="1",
+        architecture="amd64",
+    )
+
+
+def _lock(**changes: object) -> Lock:
+    groups = {
+        name: LockedGroup(suite="trixie", requested=[name], packages=[_package(f"{n}" * 64)])
+        for n, name in enumerate(("tools", "base", "system", "container_runtime"))
+    }
+    values = {"image": "worker", "source_date_epoch": 1, "repositories": {"debian": None}, "groups": groups}
+    return Lock(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _plan(root: Path, lock: Lock | None = None) -> Plan:
+    return resolve(_definition(root), lock or _lock(), root)
+
+
+def _changed(before: Plan, after: Plan) -> set[str]:
+    old = {s.name: s.id for s in before.stages}
+    assert [s.name for s in before.stages] == [s.name for s in after.stages]
+    return {s.name for s in after.stages if s.id != old[s.name]}
+
+
+def _append(path: str, text: str = " ") -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        with (root / path).open("a") as file:
+            file.write(text)
+
+    return change
+
+
+def _replace(old: str, new: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        path = root / "inventory/hosts.yml"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return change
+
+
+def _executable(root: Path) -> None:
+    (root / "roles/system/templates/a.conf.j2").chmod(0o755)
+
+
+def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
+    assert _plan(root) == _plan(root)
+    assert {s.name for s in _plan(root).stages} == ALL
+    assert _plan(root).build_id == _plan(root).stage("seal").id
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(_append("roles/system/templates/a.conf.j2"), FROM_SYSTEM, id="a byte of a template"),
+        pytest.param(_append("roles/container_runtime/tasks/main.yml"), FROM_RUNTIME, id="a byte of a task"),
+        pytest.param(_append("roles/system/defaults/main.yml"), FROM_SYSTEM, id="a byte of the defaults"),
+        pytest.param(_append("playbooks/layers/container_runtime.yml"), FROM_RUNTIME, id="a layer's playbook"),
+        pytest.param(_append("roles/image_seal/tasks/main.yml"), FROM_SEAL, id="the seal role"),
+        pytest.param(_append("playbooks/seal.yml"), FROM_SEAL, id="the seal playbook"),
+        pytest.param(_executable, FROM_SYSTEM, id="a file's executable bit"),
+        pytest.param(_replace("system_swap: false", "system_swap: true"), FROM_SYSTEM, id="a variable"),
+        pytest.param(
+            _replace("site_engine: docker", "site_engine: containerd"), FROM_RUNTIME, id="a variable of a variable"
+        ),
+        pytest.param(_replace("[qcow2]", "[qcow2, vhd]"), {"verify", "convert"}, id="formats"),
+        pytest.param(
+            _replace("image_formats:", "image_kernel_args: [quiet]\n        image_formats:"),
+            {"verify", "disk", "convert"},
+            id="kernel arguments",
+        ),
+        pytest.param(
+            _replace("image_formats:", "image_disk: {esp_size_mib: 600}\n        image_formats:"),
+            {"verify", "disk", "convert"},
+            id="the disk's layout",
+        ),
+        pytest.param(_replace("site_unused: 1", "site_unused: 2"), {"verify"}, id="a variable that no role reads"),
+        pytest.param(_append("tests/image/test_a.py"), {"verify"}, id="a check"),
+        pytest.param(_append("image_builder/stages/tools.py"), ALL, id="the tools stage"),
+        pytest.param(_append("image_builder/stages/base.py"), ALL - {"tools"}, id="the base stage"),
+        pytest.param(_append("image_builder/stages/layer.py"), FROM_SYSTEM, id="the layer stage"),
+        pytest.param(
+            _append("image_builder/plugins/connection/sandbox.py"), FROM_SYSTEM, id="the connection plugin"
+        ),
+        pytest.param(_append("image_builder/stages/seal.py"), FROM_SEAL, id="the seal stage"),
+        pytest.param(_append("image_builder/stages/disk.py"), {"disk", "convert"}, id="the disk stage"),
+        pytest.param(_append("image_builder/stages/convert.py"), {"convert"}, id="the convert stage"),
+        pytest.param(_append("image_builder/stages/verify.py"), {"verify"}, id="the verify stage"),
+    ],
+)
+def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expected: set[str]) -> None:
+    before = _plan(root)
+    change(root)
+    assert _changed(before, _plan(root)) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_append("image_builder/events.py"), id="how progress is shown"),
+        pytest.param(lambda root: (root / "roles/system/README.md").write_text("prose"), id="a role's README"),
+        pytest.param(
+            _replace("{suite: trixie}", "{suite: trixie, mirror: 'http://mirror.example'}"), id="the mirror's name"
+        ),
+    ],
+)
+def test_what_reaches_nothing(root: Path, change: Callable[[Path], None]) -> None:
+    before = _plan(root)
+    change(root)
+    assert _changed(before, _plan(root)) == set()
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("tools", ALL),
+        ("base", ALL - {"tools"}),
+        ("system", FROM_SYSTEM),
+        ("container_runtime", FROM_RUNTIME),
+    ],
+)
+def test_a_package_reaches_its_layer_and_what_stands_on_it(root: Path, group: str, expected: set[str]) -> None:
+    groups = dict(_lock().groups)
+    groups[group] = LockedGroup(suite="trixie", requested=[group], packages=[_package("f" * 64)])
+    assert _changed(_plan(root), _plan(root, _lock(groups=groups))) == expected
+
+
+def test_an_archive_reaches_the_layers(root: Path) -> None:
+    archives = [LockedArchive(url="https://example.invalid/a.tgz", sha256="e" * 64)]
+    assert _changed(_plan(root), _plan(root, _lock(archives=archives))) == FROM_SYSTEM
+
+
+def test_where_the_repository_lies_does_not_matter(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere") / "repo"
+    shutil.copytree(root, other)
+    assert _changed(_plan(root), _plan(other)) == set()
+
+
+def test_a_lock_for_other_layers_is_refused(root: Path) -> None:
+    groups = {n: g for n, g in _lock().groups.items() if n != "system"}
+    with pytest.raises(LockError, match="no packages for stage system"):
+        _plan(root, _lock(groups=groups))

@@ -1,0 +1,126 @@
+"""The store commits whole stages, notices changes, and never deletes across a mount."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import StoreError
+from image_builder.plan.model import StagePlan
+from image_builder.store import Store, mounts_below, remove_tree
+
+
+def _commit(store: Store, name: str = "base", option: str = "a") -> StagePlan:
+    plan = StagePlan(name, "base", {"option": option})
+    with store.staging() as staging:
+        tree = staging / "object" / "product" / "tree"
+        (tree / "etc").mkdir(parents=True)
+        (tree / "etc/file").write_text(option)
+        (tree / "etc/link").symlink_to("file")
+        store.commit(plan, staging / "object", 1.0, {"fact": 1})
+    return plan
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path / "store")
+    made.prepare()
+    return made
+
+
+def test_a_committed_stage_is_whole_and_recorded(store: Store) -> None:
+    plan = _commit(store)
+    assert store.has(plan.id)
+    assert (store.product(plan.id) / "tree/etc/file").read_text() == "a"
+    meta = store.meta(plan.id)
+    assert meta["facts"] == {"fact": 1}
+    assert meta["entries"] == 4
+    assert list((store.path / "staging").iterdir()) == []
+    store.check(plan.id)
+    assert store.verify() == []
+
+
+def test_a_stage_that_fails_leaves_nothing(store: Store) -> None:
+    with pytest.raises(RuntimeError), store.staging() as staging:
+        (staging / "half").write_text("half")
+        raise RuntimeError
+    assert list((store.path / "staging").iterdir()) == []
+    assert store.ids() == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda tree: (tree / "etc/file").write_text("longer"), "etc/file was changed"),
+        (lambda tree: (tree / "etc/file").chmod(0o600), "etc/file was changed"),
+        (lambda tree: (tree / "etc/file").unlink(), "etc/file is missing"),
+        (lambda tree: (tree / "etc/more").write_text(""), "etc/more was added"),
+    ],
+)
+def test_a_changed_stage_is_refused_when_it_is_read(store: Store, damage: object, told: str) -> None:
+    plan = _commit(store)
+    damage(store.product(plan.id) / "tree")  # type: ignore[operator]
+    with pytest.raises(StoreError, match=told):
+        store.check(plan.id)
+
+
+def test_verify_finds_a_changed_byte_that_stat_does_not_show(store: Store) -> None:
+    plan = _commit(store)
+    file = store.product(plan.id) / "tree/etc/file"
+    before = file.stat()
+    file.write_text("b")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    store.check(plan.id)
+    (damage,) = store.verify()
+    assert damage.id == plan.id
+    assert "content of tree/etc/file" in damage.what
+
+
+def test_verify_finds_a_damaged_manifest_and_download(store: Store) -> None:
+    plan = _commit(store)
+    (store.object(plan.id) / "manifest.gz").write_bytes(b"no gzip")
+    (store.path / "debs" / ("0" * 64)).write_bytes(b"other bytes")
+    assert sorted(d.name for d in store.verify()) == ["base", "debs"]
+
+
+def test_the_staging_area_of_a_dead_build_is_reaped_and_a_living_one_kept(store: Store) -> None:
+    dead = store.path / "staging" / "dead"
+    (dead / "tree").mkdir(parents=True)
+    (dead / ".lock").touch()
+    with store.staging() as mine:
+        assert not dead.exists()
+        store.reap()
+        assert mine.exists()
+
+
+def test_gc_keeps_the_last_builds_of_every_image(store: Store) -> None:
+    old, new, other = _commit(store, option="old"), _commit(store, option="new"), _commit(store, option="other")
+    store.record("worker", [old.id])
+    store.record("worker", [new.id])
+    store.record("minimal", [other.id])
+    removed, freed = store.gc(keep=1)
+    assert removed == [old.id]
+    assert freed > 0
+    assert sorted(store.ids()) == sorted([new.id, other.id])
+
+
+def test_mount_points_are_found_with_their_escapes(tmp_path: Path) -> None:
+    assert mounts_below(Path("/proc")) != []
+    assert mounts_below(tmp_path) == []
+
+
+def test_a_tree_with_a_mount_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/canary").write_text("alive")
+    monkeypatch.setattr("image_builder.store.mounts_below", lambda path: [f"{path}/mnt"])
+    with pytest.raises(StoreError, match="is mounted there"):
+        remove_tree(tmp_path / "tree")
+    assert (tmp_path / "tree/canary").read_text() == "alive"
+
+
+def test_meta_is_readable_json(store: Store) -> None:
+    plan = _commit(store)
+    assert json.loads((store.object(plan.id) / "meta.json").read_text())["id"] == plan.id
