@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,16 @@ _GOALS = ("verify", "convert")
 
 @dataclass(frozen=True)
 class BuildResult:
-    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``."""
+    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``.
+
+    ``seconds`` is wall time, ``peak_mib`` this program's own largest resident size (children not counted).
+    """
 
     image: str
     build_id: str
     stages: Sequence[Mapping[str, Any]]
     seconds: float
+    peak_mib: float
     artefact: Path | None = None
     lock: Path | None = None
 
@@ -117,7 +122,7 @@ def build(
         work = _Build(definition, lock, plan, settings, store, monitor, staging, shell)
         goals = [stop_after] if stop_after else list(_GOALS)
         todo = _missing(plan, store, goals)
-        monitor.stages_planned([(s.name, s.id, s not in todo) for s in plan.stages])
+        monitor.stages_planned([(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)])
         space.check(plan, lock, todo, store, settings, definition)
         _fetch(work, todo)
         for stage in todo:
@@ -127,7 +132,8 @@ def build(
         artefact = None if stop_after else publish.publish(definition, lock, plan, store, settings, summary)
     seconds = time.monotonic() - started
     saved = artefact / "lock.json" if artefact else remembered_lock(settings, definition.name)
-    return BuildResult(definition.name, plan.build_id, summary, seconds, artefact, saved)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
 
 
 def _missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:

@@ -6,6 +6,7 @@ id of its seal stage.
 
 from __future__ import annotations
 
+import hmac
 import uuid
 from typing import Literal
 
@@ -16,9 +17,18 @@ def _derive(build_id: str, what: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, f"{build_id}/{what}"))
 
 
-def disk_uuid(build_id: str) -> str:
-    """Return the GPT disk GUID, which is also the seed of everything systemd-repart derives."""
+def disk_seed(build_id: str) -> str:
+    """Return the seed that systemd-repart derives its UUIDs from."""
     return _derive(build_id, "disk")
+
+
+def disk_uuid(build_id: str) -> str:
+    """Return the GPT disk GUID: what systemd-repart (since 251) makes of the seed.
+
+    That is HMAC-SHA256 of ``disk-uuid`` under the seed's bytes, cut to 16 bytes and marked as version 4.
+    """
+    seed = uuid.UUID(disk_seed(build_id)).bytes
+    return str(uuid.UUID(bytes=hmac.digest(seed, b"disk-uuid", "sha256")[:16], version=4))
 
 
 def partition_uuid(build_id: str, partition: Literal["root", "esp"]) -> str:

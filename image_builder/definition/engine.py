@@ -99,7 +99,9 @@ class _Loader(DataLoader):  # type: ignore[misc]
             data, plain_source = super()._decrypt_if_vault_data(b_data)
         except AnsibleVaultError:
             origin = Origin.get_tag(b_data)
-            self.vaulted.failures[Place(origin.path if origin else "?", 1)] = _vault_reason(self._vault.secrets)
+            self.vaulted.failures[Place(origin.path if origin else "?", 1)] = _vault_reason(
+                self._vault.secrets
+            )
             return Origin.get_or_create_tag(b_data, None).tag(b""), False
         if not plain_source and (origin := Origin.get_tag(b_data)):
             self.vaulted.digests[origin.path] = hashlib.sha256(bytes(b_data)).hexdigest()
@@ -177,7 +179,7 @@ class Source:
         return [str(h.name) for h in self.manager.get_hosts(pattern)]
 
     def host_place(self, name: str) -> Place:
-        """Return where a host stands in its inventory file. Ansible knows the file; the line is looked for."""
+        """Return where a host stands. Ansible knows its inventory file; the line is looked for."""
         file = Path(str(self.manager.get_host(name).vars.get("inventory_file") or self.manager._sources[0]))
         text = file.read_text(errors="replace") if file.is_file() else ""
         entry = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?(\s|:|$)")
@@ -205,7 +207,7 @@ def read_inventory(paths: Sequence[Path], password_file: Path | None, playbooks:
 
 
 def _parse_failure(paths: Sequence[Path], loader: Any) -> UnreadableError | None:
-    """Return what is wrong with an inventory file's YAML: Ansible itself says only that it can't be parsed."""
+    """Return what is wrong with an inventory's YAML: Ansible says only that it can't be parsed."""
     for path in paths:
         for file in [path] if path.is_file() else sorted(path.iterdir()):
             if file.is_file() and file.suffix in (".yml", ".yaml", ".json"):
@@ -238,11 +240,12 @@ def _forget_directories() -> None:
 
 def unreadable(error: AnsibleError) -> UnreadableError:
     """Return Ansible's error with the place that it names."""
-    origin = Origin.get_tag(error.obj) if error.obj is not None else None
+    origin: Origin | None = None
     cause: BaseException | None = error
-    while origin is None and cause and (cause := cause.__cause__ or cause.__context__):
+    while cause and not (origin and origin.path):
         obj = getattr(cause, "obj", None)
-        origin = Origin.get_tag(obj) if obj is not None else None
+        origin = obj if isinstance(obj, Origin) else Origin.get_tag(obj)
+        cause = cause.__cause__ or cause.__context__
     place = Place(origin.path, origin.line_num or 0) if origin and origin.path else None
     return UnreadableError(place, " ".join(str(error.message).split()))
 

@@ -12,8 +12,8 @@ from image_builder.definition.model import (
     BUILDER_NAMES,
     BuilderVariables,
     ImageBase,
-    ImageDisk,
     ImageDefinition,
+    ImageDisk,
     parse_builder_variables,
 )
 from image_builder.definition.suggest import did_you_mean
@@ -112,7 +112,9 @@ class Inventory:
             return None, tuple(problems)
         base, missing = self._with_keyring(builder.image_base)
         if missing:
-            problems.append(Problem(variables.where(["image_base", "keyring"]), "image_base.keyring", missing))
+            problems.append(
+                Problem(variables.where(["image_base", "keyring"]), "image_base.keyring", missing)
+            )
         definition = ImageDefinition(
             name=name,
             base=base,
@@ -208,7 +210,9 @@ def builder_variables(
             problems.append(Problem(variables.where([key]), key, str(error)))
             continue
         if is_vaulted(value):
-            problems.append(Problem(variables.where([key]), key, "a builder variable can't hold a vaulted value"))
+            problems.append(
+                Problem(variables.where([key]), key, "a builder variable can't hold a vaulted value")
+            )
             continue
         values[key] = value
     parsed = parse_builder_variables(values)

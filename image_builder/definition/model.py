@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import JSON
@@ -63,7 +71,9 @@ class ImageBase(_Strict):
     @classmethod
     def _known(cls, suite: str) -> str:
         if suite not in SUITES:
-            raise ValueError(f"unknown suite `{suite}`{did_you_mean(suite, SUITES)}, known: {', '.join(SUITES)}")
+            raise ValueError(
+                f"unknown suite `{suite}`{did_you_mean(suite, SUITES)}, known: {', '.join(SUITES)}"
+            )
         return suite
 
     @field_validator("components")
@@ -191,6 +201,8 @@ def _faults(error: ValidationError, values: Mapping[str, JSON]) -> list[Fault]:
         match detail["type"]:
             case "missing":
                 what = "is missing"
+            case "too_short":
+                what = "must not be empty"
             case "extra_forbidden":
                 what = "unknown key"
             case "value_error":
@@ -199,7 +211,7 @@ def _faults(error: ValidationError, values: Mapping[str, JSON]) -> list[Fault]:
                     name, _, what = what.partition(": ")
                     path = (name,)
             case _:
-                what = what[0].lower() + what[1:]
+                what = what.removeprefix("Input ").removeprefix("String ")
                 if not isinstance(detail["input"], dict | list):
                     what += f", got {json.dumps(detail['input'])}"
         # A union reports each of its members: one line for the value is enough.

@@ -48,8 +48,15 @@ _CODE: Mapping[str, tuple[str, ...]] = {
         "plugins/connection/sandbox.py",
     ),
     "verify": ("stages/verify.py", "report", "sandbox.py"),
-    "disk": ("stages/disk.py", "identity.py", "formats/gpt.py", "sandbox.py"),
-    "convert": ("stages/convert.py", "formats/vhd.py", "sandbox.py"),
+    "disk": (
+        "stages/disk.py",
+        "boot_partition.py",
+        "identity.py",
+        "formats/gpt.py",
+        "formats/pe.py",
+        "sandbox.py",
+    ),
+    "convert": ("stages/convert.py", "sparse.py", "identity.py", "formats/vhd.py", "sandbox.py"),
 }
 
 

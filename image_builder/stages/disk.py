@@ -195,7 +195,7 @@ def _make_table(ctx: StageContext, tools: Root, layout: Layout, work: Path) -> N
     for name, text in repart_definitions(layout).items():
         (work / "definitions" / name).write_text(text, encoding="utf-8")
     argv = ["systemd-repart", "--offline=yes", "--empty=create", f"--size={layout.size}"]
-    argv += [f"--seed={identity.disk_uuid(layout.build_id)}", f"--definitions={_WORK}/definitions"]
+    argv += [f"--seed={identity.disk_seed(layout.build_id)}", f"--definitions={_WORK}/definitions"]
     tools.run([*argv, "--architecture=x86-64", "--dry-run=no", "--json=short", _DISK], log=ctx.log)
 
 
@@ -235,12 +235,10 @@ def check(disk: Path, layout: Layout) -> gpt.Gpt:
             table = gpt.read(stream)
     except gpt.GptError as error:
         raise ImageBuilderError(f"the partition table that was written is wrong: {error}") from error
-    found = tuple(replace(p, attributes=0) for p in table.partitions)
-    if found != layout.partitions() or table.size != layout.size:
-        raise ImageBuilderError(
-            f"the disk is not what was planned:\n  found   {table.size} {found}\n"
-            f"  planned {layout.size} {layout.partitions()}"
-        )
+    found = replace(table, partitions=tuple(replace(p, attributes=0) for p in table.partitions))
+    planned = gpt.Gpt(identity.disk_uuid(layout.build_id), layout.size, layout.partitions())
+    if found != planned:
+        raise ImageBuilderError(f"the disk is not what was planned:\n  found   {found}\n  planned {planned}")
     return table
 
 

@@ -116,9 +116,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         flags = linker_flags(options.version, source_version, epoch)
         for program in options.programs:
             _compile(ctx, root, program, flags)
-            said = root.run([f"{_BUILD}/{program}", "--version"] if program == "kubelet" else ["true"]).stdout
-            if program == "kubelet" and said.strip() != f"Kubernetes v{options.version}":
-                raise LockError(f"the kubelet that was built calls itself {said.strip()!r}")
+            _check_version(root, program, options.version)
             shutil.move(os.fspath(build / program), ctx.product / program)
         go_version = root.run([_GO, "env", "GOVERSION"]).stdout.strip()
         shutil.copyfile(build / f"gopath/src/{_IMPORT}/debian/copyright", ctx.product / "copyright")
@@ -180,6 +178,14 @@ def _compile(ctx: StageContext, root: Root, program: str, flags: str) -> None:
 
     build = ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags]
     root.run([_GO, *build, "-o", f"{_BUILD}/{program}", package], log=ctx.log, on_line=show)
+
+
+def _check_version(root: Root, program: str, version: str) -> None:
+    """Run what was built; raises CommandError when it can't tell its version, LockError when that is another."""
+    arguments = ["version", "-o", "short"] if program == "kubeadm" else ["--version"]
+    said = root.run([f"{_BUILD}/{program}", *arguments]).stdout.split()
+    if not said or said[-1] != f"v{version}":
+        raise LockError(f"the {program} that was built calls itself {' '.join(said)!r}, not v{version}")
 
 
 def _sha256(path: Path) -> str:

@@ -57,7 +57,12 @@ def _play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             "APT_CONFIG": repository.APT_CONFIG_PATH,
             "SOURCE_DATE_EPOCH": str(epoch),
         },
-        variables={"node_is_booted": False, "node_archive_dir": ARCHIVES, "node_input_dir": INPUTS},
+        variables={
+            **ctx.definition.play_variables,
+            "node_is_booted": False,
+            "node_archive_dir": ARCHIVES,
+            "node_input_dir": INPUTS,
+        },
         work=ctx.work,
         log=ctx.log,
         roles=ctx.settings.repo_root / "roles",

@@ -142,7 +142,7 @@ def observe_suite(
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
     for stale in (junit, report):
         stale.unlink(missing_ok=True)
-    argv = [
+    argv: list[process.Arg] = [
         *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker),
         *(f"--junitxml={junit}", f"--report={report}", f"--target={target}", f"--facts={facts.resolve()}"),
         *(f"--rootdir={suite}", "-c", suite / "pytest.ini"),

@@ -14,8 +14,6 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-DEFAULT_USER = "debian"
-
 
 @dataclass(frozen=True)
 class Seed:
@@ -35,14 +33,14 @@ def write_key(path: Path, comment: str) -> str:
     return f"{public.decode('ascii')} {comment}"
 
 
-def user_data(public_key: str, user: str | None = None) -> str:
-    """Return cloud-init's user data: JSON is YAML, and can't be quoted wrong."""
-    entry: dict[str, object] = {"ssh_authorized_keys": [public_key]}
-    if user is not None:
-        # `default` must not be listed twice, so another name gets a user of its own.
-        entry["users"] = [{"name": user, "sudo": "ALL=(ALL) NOPASSWD:ALL", "shell": "/bin/bash", **entry}]
-        del entry["ssh_authorized_keys"]
-    return "#cloud-config\n" + json.dumps(entry, indent=1) + "\n"
+def user_data(public_key: str) -> str:
+    """Return cloud-init's user data: JSON is YAML, and can't be quoted wrong.
+
+    The machine's own name goes into /etc/hosts, since the test network has no name server that knows it, as a
+    cloud's has: without that every sudo waits for one.
+    """
+    data = {"ssh_authorized_keys": [public_key], "manage_etc_hosts": "localhost"}
+    return "#cloud-config\n" + json.dumps(data, indent=1) + "\n"
 
 
 def meta_data(instance_id: str, hostname: str) -> str:
@@ -50,12 +48,12 @@ def meta_data(instance_id: str, hostname: str) -> str:
     return json.dumps({"instance-id": instance_id, "local-hostname": hostname}, indent=1) + "\n"
 
 
-def write_seed(directory: Path, *, instance_id: str, hostname: str, user: str | None = None) -> Seed:
+def write_seed(directory: Path, *, instance_id: str, hostname: str) -> Seed:
     """Make a seed below ``directory``: ``seed/`` for the guest and ``id_ed25519`` beside it."""
     seed = directory / "seed"
     seed.mkdir()
     key = directory / "id_ed25519"
     public = write_key(key, f"image-builder {instance_id}")
     (seed / "meta-data").write_text(meta_data(instance_id, hostname), encoding="utf-8")
-    (seed / "user-data").write_text(user_data(public, user), encoding="utf-8")
+    (seed / "user-data").write_text(user_data(public), encoding="utf-8")
     return Seed(seed, key)

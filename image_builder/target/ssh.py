@@ -252,9 +252,8 @@ class SshTarget:
         # Written under another name beside the target and renamed: a daemon that watches the directory
         # (kubelet: static pods, which skips names with a leading dot) never reads half a file.
         partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.partial")
-        self.run(["install", "-D", "-o", "root", "-g", "root", "-m", f"{mode:o}", source, partial])
-        self.run(["mv", "-f", partial, path])
-        self.run(["rm", "-f", source])
+        script = 'install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" && rm -f "$2"'
+        self.run(["sh", "-c", script, "put", f"{mode:o}", source, partial, path])
 
     def ansible_variables(self) -> Mapping[str, JSON]:
         address = self.address

@@ -24,7 +24,7 @@ from typing import Protocol, Self
 from image_builder import process
 from image_builder.errors import BootError
 from image_builder.target import console, monitor, qemu
-from image_builder.target.seed import DEFAULT_USER, write_seed
+from image_builder.target.seed import write_seed
 from image_builder.target.ssh import SshAddress, SshTarget
 
 # A machine is given up when its console has been still for this long, or after this long in all (seconds).
@@ -56,7 +56,11 @@ class ExtraDisk:
 
 @dataclass(frozen=True)
 class VmOptions:
-    """What machine to make. ``user`` None means the image's own default user."""
+    """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
+
+    ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
+    flushes, which only tests of power loss need.
+    """
 
     name: str
     disk: Path
@@ -64,7 +68,7 @@ class VmOptions:
     extra_disks: tuple[ExtraDisk, ...] = ()
     secure_boot: bool = False
     restrict_network: bool = True
-    user: str | None = None
+    user: str = "debian"
     memory_mib: int = qemu.MEMORY_MIB
     disk_size: int = 0
     durable: bool = False
@@ -108,7 +112,6 @@ class Vm:
             directory,
             instance_id=f"{options.name}-{os.urandom(4).hex()}",
             hostname=options.name.replace("_", "-").lower(),
-            user=options.user,
         )
         self._machine = qemu.Machine(
             name=options.name,
@@ -152,8 +155,7 @@ class Vm:
         self._await(self._monitor.exists, 30, "QEMU didn't start")
         usernet = monitor.execute(self._monitor, "human-monitor-command", {"command-line": "info usernet"})
         port = qemu.forwarded_port(str(usernet))
-        user = self.options.user or DEFAULT_USER
-        self._target = SshTarget(SshAddress(user, "127.0.0.1", port, self._seed.key))
+        self._target = SshTarget(SshAddress(self.options.user, "127.0.0.1", port, self._seed.key))
 
     def power_off(self) -> None:
         """Cut the power: kill QEMU. What the guest had not yet written is lost, as with a real machine."""

@@ -1,0 +1,247 @@
+"""Boot an artefact in a machine of its own: to look at it, or to verify it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.errors import BootError, VerifyError
+from image_builder.events import Monitor
+from image_builder.lab import pause
+from image_builder.plan.model import JSON
+from image_builder.report.verification import SuiteResult, require_passed
+from image_builder.settings import Settings
+from image_builder.stages.verify import observe_suite
+from image_builder.store import Store
+from image_builder.target.ssh import SshTarget
+from image_builder.target.vm import ExtraDisk, Vm, VmOptions
+
+SYSTEM_SECONDS = 600.0
+POD_SECONDS = 300.0
+SUITE_SECONDS = 3600.0
+# What a cloud gives is larger than the image, and the root must grow into it.
+GROWTH_BYTES = 2 << 30
+POD_NAME = "lab-probe"
+DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
+
+
+@dataclass(frozen=True)
+class BootResult:
+    """What happened. Seconds count from power-on; ``pod`` is None where the image runs no pods."""
+
+    image: str
+    accelerator: str
+    ssh_seconds: float
+    system_seconds: float | None
+    system_state: str
+    pod_seconds: float | None
+    suite: SuiteResult | None
+    console_problems: tuple[str, ...]
+
+    def as_json(self) -> dict[str, JSON]:
+        """Return the result as it stands in boot.json."""
+        return {
+            "image": self.image,
+            "accelerator": self.accelerator,
+            "seconds": {"ssh": self.ssh_seconds, "system": self.system_seconds, "pod": self.pod_seconds},
+            "system_state": self.system_state,
+            "suite": self.suite.as_json() if self.suite else None,
+            "console_problems": list(self.console_problems),
+        }
+
+    def require_passed(self) -> None:
+        """Raise VerifyError unless every check passed and the console was clean."""
+        if self.suite is None:
+            raise VerifyError(f"{self.image} was booted but not verified")
+        require_passed(self.suite)
+        if self.console_problems:
+            lines = "\n".join(f"  {problem}" for problem in self.console_problems)
+            raise VerifyError(f"{len(self.console_problems)} problems on the console of {self.image}\n{lines}")
+
+
+def find_disk(artefact: Path) -> Path:
+    """Return the disk of a directory of artefacts, or the file itself; raises BootError."""
+    if artefact.is_file():
+        return artefact
+    for suffix in DISK_SUFFIXES:
+        if found := sorted(artefact.glob(f"*{suffix}")):
+            return found[0]
+    raise BootError(
+        f"{artefact} holds no disk ({', '.join(DISK_SUFFIXES)})",
+        hint="build one: image_formats must name raw, qcow2 or vhd",
+    )
+
+
+def boot(
+    artefact: Path,
+    *,
+    verify: bool,
+    out_dir: Path,
+    settings: Settings,
+    monitor: Monitor,
+    facts: Path | None = None,
+    keep: bool = False,
+    secure_boot: bool = False,
+    extra_disks: tuple[ExtraDisk, ...] = (),
+) -> BootResult:
+    """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
+
+    With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
+    ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
+    the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
+    machine stays until it powers itself off or KeyboardInterrupt comes. Raises BootError, CommandError,
+    VerifyError (a run of the suite that proves nothing), HostError.
+    """
+    disk = find_disk(artefact)
+    facts = facts or disk.resolve().parent / "facts.json"
+    told: dict[str, Any] = {}
+    if facts.is_file():
+        told = json.loads(facts.read_bytes())
+    elif verify:
+        raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
+    variables = told.get("variables", {})
+    out_dir.mkdir(parents=True, exist_ok=True)
+    store = Store(settings.store)
+    store.prepare()
+    monitor.stages_planned([(name, "", False) for name in ("boot", *(["verify"] if verify else []))])
+    options = VmOptions(
+        name=disk.stem,
+        disk=disk,
+        extra_disks=extra_disks,
+        secure_boot=secure_boot,
+        user=str(variables.get("image_base", {}).get("distribution", "debian")),
+        disk_size=_virtual_size(disk) + GROWTH_BYTES,
+    )
+    with store.staging() as work, Vm(options, work) as vm:
+        try:
+            with _stage(monitor, "boot"):
+                ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
+                state = wait_for_system(ssh)
+                system_seconds = vm.seconds
+            pod_seconds, suite = None, None
+            if verify:
+                with _stage(monitor, "verify"):
+                    pod_seconds = start_pod(vm, ssh, variables, monitor)
+                    suite = _run_suite(ssh, facts, out_dir, settings, monitor)
+            result = BootResult(
+                image=str(told.get("image", disk.stem)),
+                accelerator=vm.accelerator,
+                ssh_seconds=round(vm.seconds_to_ssh or 0.0, 1),
+                system_seconds=round(system_seconds, 1),
+                system_state=state,
+                pod_seconds=pod_seconds,
+                suite=suite,
+                console_problems=tuple(vm.problems()),
+            )
+            (out_dir / "boot.json").write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+            if keep or not verify:
+                _stay(vm, ssh, monitor)
+        finally:
+            if vm.console_log.exists():
+                shutil.copyfile(vm.console_log, out_dir / "console.log")
+    return result
+
+
+@contextmanager
+def _stage(monitor: Monitor, name: str) -> Iterator[None]:
+    monitor.stage_started(name)
+    started = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        monitor.stage_failed(name, time.monotonic() - started)
+        raise
+    monitor.stage_finished(name, time.monotonic() - started, False)
+
+
+def _virtual_size(disk: Path) -> int:
+    """Return the size of a disk in bytes: a raw file's own, or what a qcow2 header says (offset 24)."""
+    with disk.open("rb") as file:
+        header = file.read(32)
+    return int.from_bytes(header[24:32], "big") if header[:4] == b"QFI\xfb" else disk.stat().st_size
+
+
+def wait_for_system(ssh: SshTarget, seconds: float = SYSTEM_SECONDS) -> str:
+    """Wait until systemd has started everything; return its state (``running``, ``degraded``, …)."""
+    argv = ["timeout", f"{seconds:g}", "systemctl", "is-system-running", "--wait"]
+    return ssh.run(argv, ok=range(256), timeout=seconds + 30).stdout.strip() or "unknown"
+
+
+def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor) -> float | None:
+    """Give the node the lab's pause image and a static pod of it; return the seconds when it runs.
+
+    The image bears the reference that the definition declares, so nothing is pulled. Returns None where the
+    image has no kubelet. Raises BootError when the pod doesn't run in time.
+    """
+    layers = variables.get("image_layers", [])
+    if "container_runtime" not in layers:
+        return None
+    reference = str(variables.get("container_runtime_pause_image", pause.REFERENCE))
+    monitor.stage_doing("verify", f"loading {reference}")
+    ssh.put(pause.archive(reference), "/var/tmp/pause.tar")
+    ssh.run(import_command(str(variables.get("container_runtime_engine", "docker")), "/var/tmp/pause.tar"))
+    ssh.run(["rm", "/var/tmp/pause.tar"])
+    if "kubernetes" not in layers:
+        return None
+    manifests = str(variables.get("kubelet_static_pod_path", "/etc/kubernetes/manifests"))
+    ssh.put(static_pod(reference).encode(), f"{manifests}/{POD_NAME}.json", mode=0o600)
+    monitor.stage_doing("verify", "waiting for the static pod")
+    deadline = time.monotonic() + POD_SECONDS
+    # Two processes: the sandbox's and the container's. Counting them works alike with every engine.
+    while len(ssh.run(["pgrep", "-x", "pause"], ok=(0, 1)).stdout.split()) < 2:
+        if time.monotonic() > deadline:
+            tail = ssh.run(["journalctl", "-u", "kubelet", "-n", "15", "--no-pager", "-o", "cat"], ok=range(256)).stdout
+            raise BootError(f"the static pod did not run within {POD_SECONDS:g} s; kubelet says:\n{tail}")
+        time.sleep(1)
+    return round(vm.seconds, 1)
+
+
+def import_command(engine: str, archive: str) -> list[str]:
+    """Return the command that gives a node's engine an image archive, without any registry."""
+    if engine == "docker":
+        return ["docker", "image", "load", "--quiet", "--input", archive]
+    return ["ctr", "--namespace", "k8s.io", "images", "import", archive]
+
+
+def static_pod(reference: str) -> str:
+    """Return the manifest of a pod that does nothing, as JSON."""
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": POD_NAME, "namespace": "default"},
+        "spec": {
+            # No pod network is part of an image: a CNI comes with the cluster.
+            "hostNetwork": True,
+            "containers": [{"name": "pause", "image": reference, "imagePullPolicy": "Never"}],
+        },
+    }
+    return json.dumps(pod, indent=1) + "\n"
+
+
+def _run_suite(ssh: SshTarget, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+    monitor.stage_doing("verify", "running the checks")
+    return observe_suite(
+        ssh.url,
+        facts,
+        out_dir,
+        marker="booted",
+        python=settings.python,
+        log=out_dir / "suite.log",
+        timeout=SUITE_SECONDS,
+        on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
+    )
+
+
+def _stay(vm: Vm, ssh: SshTarget, monitor: Monitor) -> None:
+    monitor.note(f"it runs until it powers off or Ctrl-C comes: {' '.join(ssh.address.command)}")
+    try:
+        while vm.running:
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        monitor.note("switched off")

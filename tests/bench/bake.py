@@ -1,0 +1,195 @@
+"""How long a bake takes, beside one mmdebstrap of the same packages and the same disk tools.
+
+    .venv/bin/python tests/bench/bake.py [--image worker] [--store DIR] [--json]
+
+Needs root, and a store in which the image was built once: packages, tools tree and the kubelet's build are
+taken from there (they are cached in daily use), everything else is built anew in a store beside it.
+
+    cold_ratio       our cold build / (mmdebstrap of all packages in one go + systemd-repart + qemu-img), goal <= 2
+    warm_seconds     a build in which nothing changed, the whole command, goal <= 2
+    last_role_ratio  a build after one byte of the last layer's role changed / the cold build, goal <= 1/5
+    peak_mib         the builder's own largest resident size, goal <= 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder import identity, namespace, process, repository  # noqa: E402
+from image_builder.lock import Lock  # noqa: E402
+from image_builder.mmdebstrap import mmdebstrap  # noqa: E402
+from image_builder.repository import write_repository  # noqa: E402
+from image_builder.sandbox import open_overlay, open_root  # noqa: E402
+from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from image_builder.stages import base  # noqa: E402
+from image_builder.store import Store, remove_tree  # noqa: E402
+
+_KEPT = ("tools", "build_root", "kubelet_build")
+_GOALS = {"cold_ratio": 2.0, "warm_seconds": 2.0, "last_role_ratio": 0.2, "peak_mib": 300.0}
+
+
+def build(repo: Path, image: str, store: Path, output: Path) -> tuple[float, dict[str, Any]]:
+    """Run the command as a user does; return (wall seconds, its JSON)."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [repo / "image-builder", "build", image, "--store", store, "--output", output, "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return time.monotonic() - started, json.loads(done.stdout)
+
+
+def seed_store(source: Path, image: str, target: Path) -> Lock:
+    """Fill a new store with what daily use has cached, by hard links; return the image's lock."""
+    kept = Store(source)
+    store = Store(target)
+    store.prepare()
+    for stage_id in kept.ids():
+        if kept.meta(stage_id)["name"] in _KEPT:
+            subprocess.run(["cp", "-al", kept.object(stage_id), store.object(stage_id)], check=True)
+    for folder in ("debs", "files"):
+        subprocess.run(["cp", "-al", f"{source / folder}/.", target / folder], check=True)
+    name = f"{image}.lock.json"
+    shutil.copyfile(source / "locks" / name, target / "locks" / name)
+    return Lock.load(target / "locks" / name)
+
+
+def reference(lock: Lock, store: Store, definition_formats: list[str], work: Path) -> float:
+    """Make a disk of the same packages with the tools alone; return the wall seconds."""
+    tools = next(store.product(i) for i in store.ids() if store.meta(i)["name"] == "tools") / "tree"
+    groups = [g for name, g in lock.groups.items() if name not in ("tools", "build_root")]
+    packages = [p for group in groups for p in group.packages]
+    seconds = work / "seconds"
+
+    def run() -> int:
+        repo = work / "repo"
+        write_repository(packages, groups[0].suite, store.path / "debs", repo)
+        tree, out = work / "tree", work / "out"
+        tree.mkdir()
+        out.mkdir()
+        _write_partitions(out / "repart.d")
+        started = time.monotonic()
+        with (
+            open_overlay([], work / "target", upper=tree) as target,
+            open_root(
+                [tools],
+                work / "tools",
+                binds={repository.MOUNT_POINT: repo},
+                writable_binds={"/mnt": target, "/out": out},
+            ) as root,
+        ):
+            names = sorted({p.name for p in packages} | set(base.PACKAGES))
+            mmdebstrap(
+                root.run,
+                "/mnt",
+                suite=groups[0].suite,
+                architecture="amd64",
+                include=names,
+                repo=repository.MOUNT_POINT,
+                epoch=lock.source_date_epoch,
+                log=work / "reference.log",
+                doing=lambda _what: None,
+            )
+            _make_disk(root.run, definition_formats, work / "reference.log")
+        namespace.syncfs(os.fspath(out))
+        seconds.write_text(str(time.monotonic() - started))
+        return 0
+
+    if os.fork() == 0:
+        os._exit(namespace.run_isolated(run))
+    _, status = os.wait()
+    if status:
+        raise SystemExit(f"the reference failed: see {work / 'reference.log'}")
+    return float(seconds.read_text())
+
+
+def _write_partitions(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "10-esp.conf").write_text("[Partition]\nType=esp\nFormat=vfat\nSizeMinBytes=512M\nSizeMaxBytes=512M\n")
+    (folder / "20-root.conf").write_text("[Partition]\nType=root\nFormat=ext4\nCopyFiles=/mnt:/\nMinimize=guess\n")
+
+
+def _make_disk(run: Any, formats: list[str], log: Path) -> None:
+    seed = identity.disk_uuid("reference")
+    argv = ["systemd-repart", "--offline=yes", "--empty=create", "--size=auto", "--dry-run=no"]
+    run([*argv, f"--seed={seed}", "--definitions=/out/repart.d", "/out/disk.raw"], log=log)
+    if "qcow2" in formats:
+        run(["qemu-img", "convert", "-c", "-O", "qcow2", "/out/disk.raw", "/out/disk.qcow2"], log=log)
+    if "vhd" in formats:
+        fixed = ["-o", "subformat=fixed,force_size"]
+        run(["qemu-img", "convert", "-O", "vpc", *fixed, "/out/disk.raw", "/out/disk.vhd"], log=log)
+
+
+def changed_checkout(work: Path) -> Path:
+    """Return a copy of this checkout with one more byte in a template of the last layer's role."""
+    copy = work / "checkout"
+    shutil.copytree(REPO, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "output", ".venv"))
+    (copy / ".venv").symlink_to(REPO / ".venv")
+    template = sorted((copy / "roles/kubelet/templates").iterdir())[0]
+    with template.open("a") as file:
+        file.write("\n")
+    return copy
+
+
+def measure(image: str, source: Path) -> dict[str, Any]:
+    work = Path(tempfile.mkdtemp(prefix="bench-bake-", dir=source.parent))
+    try:
+        lock = seed_store(source, image, work / "store")
+        cold, told = build(REPO, image, work / "store", work / "output")
+        warm, _ = build(REPO, image, work / "store", work / "output")
+        role, _ = build(changed_checkout(work), image, work / "store", work / "output")
+        formats = [f["format"] for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["files"]]
+        (work / "reference").mkdir()
+        plain = reference(lock, Store(work / "store"), formats, work / "reference")
+    finally:
+        process.run(["chmod", "-R", "u+w", work])
+        remove_tree(work)
+    return {
+        "image": image,
+        "cold_seconds": round(cold, 1),
+        "reference_seconds": round(plain, 1),
+        "cold_ratio": round(cold / plain, 2),
+        "warm_seconds": round(warm, 2),
+        "last_role_seconds": round(role, 1),
+        "last_role_ratio": round(role / cold, 3),
+        "peak_mib": round(float(told["peak_mib"]), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--image", default="worker")
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = measure(options.image, options.store)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        rows = [
+            ("cold build", f"{found['cold_seconds']} s", f"{found['reference_seconds']} s", "cold_ratio"),
+            ("nothing changed", f"{found['warm_seconds']} s", "-", "warm_seconds"),
+            ("last role changed", f"{found['last_role_seconds']} s", f"{found['cold_seconds']} s", "last_role_ratio"),
+            ("peak memory", f"{found['peak_mib']} MiB", "-", "peak_mib"),
+        ]
+        print(f"{'name':<20}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
+        for name, ours, other, key in rows:
+            print(f"{name:<20}{ours:>12}{other:>12}{found[key]:>10}{'<= ' + str(_GOALS[key]):>10}")
+    return 0 if all(found[key] <= goal for key, goal in _GOALS.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Options, fixtures and the report of the verification suite.
+
+    pytest tests/image --facts facts.json --target sandbox:/path/of/a/mounted/root
+    pytest tests/image --facts facts.json --target 'ssh://user@host:22?key=/path&known_hosts=/path'
+
+Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
+``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
+nothing is ever skipped while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from suite import Facts, Tree, applicability
+from targets import Target, open_target, parse_target
+from testinfra.host import Host
+
+_REPORT = pytest.StashKey["_Report"]()
+_FACTS = pytest.StashKey[Facts]()
+_TARGET = pytest.StashKey[Target]()
+_NOT_APPLICABLE = pytest.StashKey[list[tuple[pytest.Item, str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("image", "image verification")
+    group.addoption("--target", metavar="URL", help="sandbox:/path or ssh://user@host:port?key=…&known_hosts=…")
+    group.addoption("--facts", metavar="FILE", help="facts.json: what the image is meant to be")
+    group.addoption("--report", metavar="FILE", help="write one JSON line per check to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config.option, "facts"):
+        return  # some other pytest run came across this directory; see pytest_ignore_collect
+    if not config.option.target or not config.option.facts:
+        raise pytest.UsageError("tests/image verifies an image: give --target and --facts")
+    try:
+        config.stash[_TARGET] = parse_target(config.option.target)
+        config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[_NOT_APPLICABLE] = []
+    if config.option.report:
+        config.stash[_REPORT] = _Report(Path(config.option.report))
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Keep out of runs that are not about an image."""
+    return None if _TARGET in config.stash else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select what the target and the definition call for; the rest is deselected, with its reason."""
+    side = "booted" if config.stash[_TARGET].booted else "offline"
+    selected, deselected = [], []
+    not_applicable = config.stash[_NOT_APPLICABLE]
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"offline", "booted"}:
+            raise pytest.UsageError(f"{item.nodeid} is marked neither offline nor booted")
+        reason = applicability(item, config.stash[_FACTS])
+        if side not in marks:
+            deselected.append(item)
+        elif reason:
+            not_applicable.append((item, reason))
+        else:
+            selected.append(item)
+    left_out = deselected + [item for item, _ in not_applicable]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = selected
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Record the final selection, after -m and -k had their say."""
+    report = session.config.stash.get(_REPORT, None)
+    if report:
+        report.write(
+            event="collected",
+            selected=[check_name(item.nodeid) for item in session.items],
+            not_applicable=[
+                {"name": check_name(item.nodeid), "reason": reason}
+                for item, reason in session.config.stash[_NOT_APPLICABLE]
+            ],
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    phase = yield
+    report = item.config.stash.get(_REPORT, None)
+    if report:
+        report.phase(item, call, phase)
+    return phase
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    report = session.config.stash.get(_REPORT, None)
+    if report:
+        report.write(event="finished", status=int(exitstatus))
+
+
+def check_name(nodeid: str) -> str:
+    """Return a check's name: its node id below tests/image, wherever pytest's rootdir is."""
+    path, colons, function = nodeid.partition("::")
+    return path.rpartition("/")[2] + colons + function
+
+
+class _Report:
+    """The suite's own record: one JSON object a line, written as things happen."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.write_text("", encoding="utf-8")
+        self.running: dict[str, Any] = {}
+
+    def write(self, **event: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(event) + "\n")
+
+    def phase(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Add setup, call or teardown to the check's record; write it after teardown."""
+        if report.when == "setup":
+            doc = getattr(item, "function", item).__doc__ or ""
+            title = doc.strip().splitlines()[0] if doc.strip() else ""
+            self.running = {"name": check_name(item.nodeid), "outcome": "passed", "seconds": 0.0, "title": title}
+        self.running["seconds"] += report.duration
+        outcome: str = report.outcome
+        if outcome == "failed" and report.when != "call":
+            outcome = "error"
+        if hasattr(report, "wasxfail"):
+            outcome = "x" + outcome
+        if outcome != "passed" and self.running["outcome"] == "passed":
+            error = call.excinfo
+            self.running["outcome"] = outcome
+            self.running["message"] = error.exconly().removeprefix("AssertionError: ") if error else ""
+            self.running["exception"] = error.typename if error else ""
+        if report.when == "teardown":
+            self.write(event="check", **self.running)
+
+
+@pytest.fixture(scope="session")
+def facts(pytestconfig: pytest.Config) -> Facts:
+    """What the image is meant to be."""
+    return pytestconfig.stash[_FACTS]
+
+
+@pytest.fixture(scope="session")
+def v(facts: Facts) -> dict[str, Any]:
+    """The role and builder variables that the image was baked with, resolved."""
+    return facts.variables
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On a mutant target, run a check once for each of its mutations."""
+    if metafunc.config.stash[_TARGET].kind == "mutant":
+        from mutations import MUTATIONS
+
+        number = len(MUTATIONS.get(metafunc.function.__name__, ()))
+        metafunc.parametrize("mutation", range(max(number, 1)), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def mutation(request: pytest.FixtureRequest) -> int | None:
+    """The number of the mutation to apply, on a mutant target."""
+    number: int | None = getattr(request, "param", None)
+    return number
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, facts: Facts, mutation: int | None) -> Iterator[Host]:
+    """The target, as testinfra sees it; one connection for the whole run."""
+    check = request.function.__name__
+    with open_target(request.config.stash[_TARGET], check, mutation, facts.variables) as target:
+        yield target
+
+
+@pytest.fixture
+def tree(host: Host) -> Tree:
+    """Everything on the root filesystem, from one ``find``; shared by all checks of a target."""
+    if not hasattr(host, "image_tree"):
+        host.image_tree = Tree.read(host)
+    found: Tree = host.image_tree
+    return found

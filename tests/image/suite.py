@@ -1,0 +1,184 @@
+"""What the checks share: the facts they are driven by, their conditions, and one listing of the image.
+
+A check reads what it is about as the program concerned reads it (``sshd -T``, ``dockerd --validate``, the
+kernel's /proc) and compares it with the variables that the image was baked with. It fails by an assertion
+whose message names what was found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from testinfra.host import Host
+
+_SHOWN = 12
+
+offline = pytest.mark.offline
+booted = pytest.mark.booted
+
+
+def needs(*layers: str, **conditions: Any) -> pytest.MarkDecorator:
+    """Collect a check only where every layer is in the image and every variable fulfils its condition.
+
+    A condition is a value that the variable must equal, or a predicate over it.
+    """
+    return pytest.mark.needs.with_args(layers, conditions)
+
+
+class Facts:
+    """facts.json: the image's name and build id, the resolved variables, the packages.
+
+    Raises ValueError when a key is missing.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        missing = sorted({"image", "build_id", "variables", "packages"} - set(data))
+        if missing:
+            raise ValueError(f"the facts lack {', '.join(missing)}")
+        self.image: str = data["image"]
+        self.build_id: str = data["build_id"]
+        self.variables: dict[str, Any] = data["variables"]
+        self.packages: list[dict[str, str]] = data["packages"]
+        self.partitions: dict[str, str] = data.get("partitions", {})
+
+
+def applicability(item: pytest.Item, facts: Facts) -> str:
+    """Return why a check doesn't apply to the image, or nothing when it does.
+
+    Raises UsageError for a variable that the image's roles don't have: a misspelt one would otherwise take
+    the check out for ever.
+    """
+    for mark in item.iter_markers("needs"):
+        layers, conditions = mark.args
+        for layer in layers:
+            if layer not in facts.variables["image_layers"]:
+                return f"no layer {layer}"
+        for name, wanted in conditions.items():
+            if name not in facts.variables:
+                raise pytest.UsageError(f"{item.nodeid} needs {name}, which no role of this image has")
+            value = facts.variables[name]
+            if not (wanted(value) if callable(wanted) else value == wanted):
+                return f"{name} is {value!r:.60}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: ``kind`` as find's %y, ``points_to`` the kind of what a link leads to (N: nothing, L: loop)."""
+
+    path: str
+    kind: str
+    points_to: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    link: str
+
+
+class Tree:
+    """Every entry of the root filesystem, by path."""
+
+    def __init__(self, entries: dict[str, Entry]) -> None:
+        self.entries = entries
+
+    @classmethod
+    def read(cls, host: Host) -> Tree:
+        """List the target's root filesystem, other mounts excepted."""
+        listing = host.run(
+            r"find / -ignore_readdir_race -xdev -printf '%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'"
+        )
+        assert listing.rc == 0, f"find failed: {listing.stderr}"
+        entries = {}
+        for line in os.fsdecode(listing.stdout_bytes).split("\0")[:-1]:
+            kinds, mode, uid, gid, size, path, link = line.split("\t")
+            entries[path] = Entry(path, kinds[0], kinds[1], int(mode, 8), int(uid), int(gid), int(size), link)
+        assert len(entries) > 1000, f"find saw only {len(entries)} files"
+        return cls(entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.entries
+
+    def __getitem__(self, path: str) -> Entry:
+        assert path in self.entries, f"{path} does not exist"
+        return self.entries[path]
+
+    def under(self, *folders: str) -> Iterator[Entry]:
+        """Yield what lies below the folders, not the folders themselves."""
+        starts = tuple(folder.rstrip("/") + "/" for folder in folders)
+        return (entry for entry in self if entry.path.startswith(starts))
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the paths that a regular expression matches as a whole."""
+        match = re.compile(pattern).fullmatch
+        return [path for path in self.entries if match(path)]
+
+    def where(self, condition: Callable[[Entry], bool]) -> list[str]:
+        """Return the paths of the entries that fulfil a condition."""
+        return [entry.path for entry in self if condition(entry)]
+
+
+def read(host: Host, path: str) -> str:
+    """Return a file's text; a check whose file is missing fails."""
+    done = host.run("cat %s", path)
+    assert done.rc == 0, f"can't read {path}: {done.stderr.strip()}"
+    return str(done.stdout)
+
+
+def output(host: Host, command: str, *args: str) -> str:
+    """Return what a command prints; a check whose command fails fails, with the command's words."""
+    done = host.run(command, *args)
+    assert done.rc == 0, f"{command.split()[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
+    return str(done.stdout).rstrip("\n")
+
+
+def load(host: Host, path: str) -> Any:
+    """Return a YAML (or JSON) file's content."""
+    text = read(host, path)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise AssertionError(f"{path} is not YAML: {error}") from error
+
+
+def statements(text: str) -> list[str]:
+    """Return the lines of a configuration file without comments, blank lines and outer spaces."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and line[0] not in "#;"]
+
+
+def assignments(text: str) -> dict[str, str]:
+    """Return ``key = value`` lines, the last one of a key winning; quotes around a value are dropped."""
+    found = {}
+    for line in statements(text):
+        key, equals, value = line.partition("=")
+        if equals:
+            found[key.strip()] = value.strip().strip("\"'")
+    return found
+
+
+def nothing(found: Iterable[str]) -> None:
+    """Fail, naming what was found, unless nothing was."""
+    __tracebackhide__ = True
+    items = list(found)
+    if items:
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        raise AssertionError(", ".join(items[:_SHOWN]) + more)
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Describe every key of ``wanted`` whose value in ``found`` is another, or isn't there."""
+    return [
+        f"{key} is {found.get(key, 'not set')!r}, not {value!r}"
+        for key, value in wanted.items()
+        if key not in found or found[key] != value
+    ]

@@ -1,0 +1,134 @@
+"""Where the suite looks: a mounted root, a machine over SSH, or a deliberately damaged root.
+
+``mutant:`` is for the test of the suite itself (``mutations.py``): each check gets a fresh overlay of the
+image's trees on which that check's mutation was applied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import paramiko
+import testinfra
+from testinfra.backend.paramiko import ParamikoBackend
+from testinfra.host import Host
+
+
+@dataclass(frozen=True)
+class Target:
+    """``kind`` is sandbox, ssh or mutant; ``path`` a root (mutant: lower trees, topmost first, by colons)."""
+
+    kind: str
+    path: str = ""
+    work: str = ""
+    user: str = ""
+    address: str = ""
+    port: int = 22
+    key: str = ""
+    known_hosts: str = ""
+
+    @property
+    def booted(self) -> bool:
+        return self.kind == "ssh"
+
+
+def parse_target(url: str) -> Target:
+    """Return the target an URL names; raises ValueError."""
+    kind, _, rest = url.partition(":")
+    if kind == "sandbox" and os.path.isdir(rest) and os.path.isabs(rest):
+        return Target("sandbox", path=rest)
+    if kind == "mutant":
+        trees, _, query = rest.partition("?")
+        return Target("mutant", path=trees, work=parse_qs(query)["work"][0])
+    if kind == "ssh":
+        parts = urlsplit(url)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        unknown = set(query) - {"key", "known_hosts"}
+        if parts.hostname and not unknown and "known_hosts" in query:
+            return Target(
+                "ssh",
+                user=parts.username or "root",
+                address=parts.hostname,
+                port=parts.port or 22,
+                key=query.get("key", ""),
+                known_hosts=query["known_hosts"],
+            )
+        raise ValueError(f"{url}: give ssh://user@host:port?key=/path&known_hosts=/path")
+    raise ValueError(f"{url}: neither sandbox:/path of a directory nor ssh://user@host:port?key=…&known_hosts=…")
+
+
+@contextmanager
+def open_target(
+    target: Target, check: str, mutation: int | None, variables: dict[str, Any]
+) -> Iterator[Host]:
+    """Yield testinfra's host for one check."""
+    if target.kind == "mutant":
+        assert mutation is not None
+        yield from _mutant(target, check, mutation, variables)
+    elif target.kind == "ssh":
+        yield _machine(target)
+    else:
+        yield _sandbox(target.path)
+
+
+@lru_cache
+def _sandbox(path: str) -> Host:
+    return testinfra.get_host(path, connection="chroot")
+
+
+@lru_cache
+def _machine(target: Target) -> Host:
+    backend = _StrictParamiko(target)
+    machine = Host(backend)
+    backend.set_host(machine)
+    return machine
+
+
+def _mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]) -> Iterator[Host]:
+    """Open a throw-away root, damage it as the check's mutation says, and enter it."""
+    from mutations import MUTATIONS
+
+    from image_builder.sandbox import open_root
+
+    with open_root([Path(p) for p in target.path.split(":")], Path(target.work, f"{check}.{mutation}")) as root:
+        MUTATIONS[check][mutation](root.path, variables)
+        yield testinfra.get_host(os.fspath(root.path), connection="chroot")
+
+
+class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
+    """testinfra's backend, except that an unknown or changed host key ends the run.
+
+    The original accepts any host key with a warning and reads the caller's ~/.ssh/config.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(f"{target.user}@{target.address}:{target.port}", timeout=60, sudo=target.user != "root")
+        self.target = target
+
+    @cached_property
+    def client(self) -> paramiko.SSHClient:
+        client = paramiko.SSHClient()
+        client.load_host_keys(self.target.known_hosts)
+        client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        client.connect(
+            self.target.address,
+            port=self.target.port,
+            username=self.target.user,
+            key_filename=self.target.key or None,
+            allow_agent=False,
+            look_for_keys=False,
+            timeout=self.timeout,
+            banner_timeout=self.timeout,
+            auth_timeout=self.timeout,
+        )
+        transport = client.get_transport()
+        assert transport is not None
+        transport.set_keepalive(15)
+        return client

@@ -1,0 +1,150 @@
+"""The machine came up whole: everything started, nothing complained, nothing listens that shouldn't."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+from suite import assignments, booted, needs, nothing, offline, output, read
+from testinfra.host import Host
+
+from image_builder.target.console import problems
+
+V = dict[str, Any]
+# Ports that may be open to the network, by protocol: SSH, DHCP clients; the kubelet's where there is one.
+OPEN_PORTS = {("tcp", 22), ("udp", 68), ("udp", 546)}
+KUBELET_PORTS = {("tcp", 10250)}
+
+
+@offline
+@booted
+def test_boots_to_a_server(host: Host) -> None:
+    """The default target is multi-user, without a graphical session."""
+    assert output(host, "systemctl get-default") == "multi-user.target"
+
+
+@booted
+def test_login_leads_to_root(host: Host) -> None:
+    """The key that the platform handed over opens an account that may become root."""
+    assert output(host, "id -u") == "0"
+
+
+@booted
+def test_system_is_running(host: Host) -> None:
+    """systemd says that the boot is complete and nothing failed."""
+    assert host.run("timeout 300 systemctl is-system-running --wait").stdout.strip() == "running"
+
+
+@booted
+def test_no_unit_failed(host: Host) -> None:
+    """No unit of any kind is in a failed state."""
+    listing = output(host, "systemctl list-units --all --state=failed,error,bad --no-legend --plain")
+    nothing(line.split()[0] for line in listing.splitlines() if "not-found" not in line)
+
+
+@booted
+def test_no_unit_was_restarted(host: Host) -> None:
+    """No service needed a second attempt to come up."""
+    show = output(host, "systemctl show --property=Id,NRestarts '*.service'")
+    blocks = (assignments(block) for block in show.split("\n\n"))
+    nothing(f"{b['Id']} {b['NRestarts']} times" for b in blocks if b.get("NRestarts", "0") != "0")
+
+
+@booted
+def test_journal_has_no_trouble(host: Host) -> None:
+    """Neither the kernel nor a service reported a crash, a stall, a lost disk or an ordering cycle."""
+    emulated = host.run("systemd-detect-virt").stdout.strip() == "qemu"
+    nothing(problems(output(host, "journalctl --boot --output=cat --no-pager"), emulated=emulated))
+
+
+@booted
+def test_kernel_is_not_tainted(host: Host) -> None:
+    """No foreign, forced or crashed code is in the kernel."""
+    assert read(host, "/proc/sys/kernel/tainted").strip() == "0"
+
+
+@booted
+def test_kernel_got_its_arguments(host: Host, v: V) -> None:
+    """The declared kernel arguments are on the command line."""
+    found = read(host, "/proc/cmdline").split()
+    nothing(argument for argument in v["image_kernel_args"] if argument not in found)
+
+
+@booted
+def test_root_fills_the_disk(host: Host) -> None:
+    """Partition and filesystem grew to the disk that the platform gave."""
+    blocks = json.loads(output(host, "lsblk --json --bytes --output NAME,TYPE,SIZE,MOUNTPOINTS"))
+    disks = [d for d in blocks["blockdevices"] if any("/" in c["mountpoints"] for c in d.get("children", []))]
+    assert len(disks) == 1, f"the root filesystem is on {len(disks)} disks"
+    children = disks[0]["children"]
+    root = next(c for c in children if "/" in c["mountpoints"])
+    free = disks[0]["size"] - sum(c["size"] for c in children)
+    assert free < 64 << 20, f"{free >> 20} MiB of the disk belong to no partition"
+    filesystem = int(output(host, "findmnt --noheadings --bytes --output SIZE /"))
+    assert filesystem > 0.9 * root["size"], f"the filesystem has {filesystem} of {root['size']} bytes"
+
+
+@booted
+def test_root_is_writable(host: Host) -> None:
+    """The root filesystem is ext4 and was not remounted read-only."""
+    kind, options = output(host, "findmnt --noheadings --output FSTYPE,OPTIONS /").split()
+    assert kind == "ext4" and "rw" in options.split(","), f"{kind} {options}"
+
+
+@booted
+def test_esp_is_mounted(host: Host) -> None:
+    """The EFI system partition is at its place, closed to users."""
+    kind, options = output(host, "findmnt --noheadings --output FSTYPE,OPTIONS /boot/efi").split()
+    assert kind == "vfat" and "fmask=0077" in options.split(","), f"{kind} {options}"
+
+
+@booted
+def test_cgroup_v2(host: Host) -> None:
+    """Containers are accounted in the unified hierarchy."""
+    assert output(host, "stat --file-system --format=%T /sys/fs/cgroup") == "cgroup2fs"
+
+
+@booted
+def test_clock_is_right(host: Host) -> None:
+    """The machine's clock agrees with ours within a minute, and something keeps it so."""
+    assert abs(int(output(host, "date +%s")) - time.time()) < 60
+    keepers = ("systemd-timesyncd", "chrony", "ntpsec")
+    states = {name: host.run("systemctl is-active %s", name).stdout.strip() for name in keepers}
+    assert "active" in states.values(), f"{states}"
+
+
+@booted
+def test_only_known_ports_are_open(host: Host, v: V) -> None:
+    """Nothing but SSH and the kubelet listens to the network."""
+    ports = OPEN_PORTS | (KUBELET_PORTS if "kubernetes" in v["image_layers"] else set())
+    unexpected = []
+    for line in output(host, "ss --no-header --listening --numeric --tcp --udp --processes").splitlines():
+        fields = line.split()
+        address, _, port = fields[4].rpartition(":")
+        local = re.match(r"127\.|\[::1\]|\[::ffff:127\.", address)
+        if not local and (fields[0], int(port)) not in ports:
+            unexpected.append(f"{fields[0]} {fields[4]} {fields[-1]}")
+    nothing(unexpected)
+
+
+@booted
+def test_network_is_up(host: Host) -> None:
+    """There is a default route and a resolver."""
+    assert json.loads(output(host, "ip -json route show default")), "no default route"
+    assert re.search(r"^nameserver \S", read(host, "/etc/resolv.conf"), re.MULTILINE), "no name server"
+
+
+@booted
+@needs("system")
+def test_no_swap_is_in_use(host: Host) -> None:
+    """The kubelet's memory limits are real."""
+    assert len(read(host, "/proc/swaps").splitlines()) == 1
+
+
+@booted
+def test_no_zombies_and_no_load(host: Host) -> None:
+    """No process of the boot was left unreaped."""
+    states = output(host, "ps -e -o stat=,pid=,comm=").splitlines()
+    nothing(line.strip() for line in states if line.startswith("Z"))

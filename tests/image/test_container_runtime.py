@@ -1,0 +1,387 @@
+"""Docker and containerd: installed in the declared versions, configured as declared, accepted by themselves."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+import pytest
+from suite import Tree, assignments, booted, differences, load, needs, nothing, offline, output, read
+from testinfra.host import Host
+
+V = dict[str, Any]
+DAEMON = "/etc/docker/daemon.json"
+
+with_layer = needs("container_runtime")
+with_docker = needs("container_runtime", __container_runtime_with_docker=True)
+with_cri = needs("container_runtime", __container_runtime_with_cri=True)
+
+
+@pytest.fixture
+def daemon(host: Host) -> dict[str, Any]:
+    """Docker's configuration file."""
+    content = load(host, DAEMON)
+    assert isinstance(content, dict), f"{DAEMON} holds {content!r:.80}"
+    return content
+
+
+@pytest.fixture
+def containerd(host: Host) -> dict[str, Any]:
+    """containerd's effective configuration, from the program itself, imports and defaults merged in."""
+    dump: dict[str, Any] = tomllib.loads(output(host, "containerd config dump"))
+    return dump
+
+
+def _plugin(containerd: dict[str, Any], v: V, which: str) -> dict[str, Any]:
+    """Return the CRI plugin's section for ``images`` or ``runtime``, wherever this version has it."""
+    split = int(v["__container_runtime_config_version"]) > 2
+    name = f"io.containerd.cri.v1.{which}" if split else "io.containerd.grpc.v1.cri"
+    section: dict[str, Any] = containerd["plugins"].get(name, {})
+    assert section, f"containerd has no plugin {name}"
+    return section
+
+
+@offline
+@booted
+@with_docker
+def test_docker_stores_layers_with_overlay2(daemon: dict[str, Any]) -> None:
+    """The storage driver is overlay2, and said so explicitly."""
+    nothing(differences({"storage-driver": "overlay2"}, daemon))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_root_is_on_the_local_disk(daemon: dict[str, Any], v: V) -> None:
+    """Images and containers go to the declared data root."""
+    nothing(differences({"data-root": v["container_runtime_data_root"]}, daemon))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_downloads_in_parallel(daemon: dict[str, Any], v: V) -> None:
+    """As many layers at once, and as many attempts, as declared."""
+    wanted = {
+        "max-concurrent-downloads": v["container_runtime_max_concurrent_downloads"],
+        "max-download-attempts": v["container_runtime_max_download_attempts"],
+    }
+    nothing(differences(wanted, daemon))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_containers_outlive_the_daemon(daemon: dict[str, Any], v: V) -> None:
+    """Live restore is as declared."""
+    nothing(differences({"live-restore": v["container_runtime_live_restore"]}, daemon))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_logs_are_bounded(daemon: dict[str, Any], v: V) -> None:
+    """Container logs are the kubelet's kind of file and can't fill the disk."""
+    nothing(differences({"log-driver": "json-file"}, daemon))
+    wanted = {
+        "max-size": v["container_runtime_log_max_size"],
+        "max-file": str(v["container_runtime_log_max_files"]),
+    }
+    nothing(differences(wanted, daemon.get("log-opts", {})))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_leaves_cgroups_to_systemd(daemon: dict[str, Any]) -> None:
+    """Docker and the kubelet manage cgroups by the same driver, systemd's."""
+    nothing(differences({"exec-opts": ["native.cgroupdriver=systemd"]}, daemon))
+
+
+@offline
+@booted
+@with_docker
+def test_docker_mirrors(daemon: dict[str, Any], v: V) -> None:
+    """Docker asks the declared mirrors of docker.io, and no others."""
+    wanted = [mirror["url"] for mirror in v["container_runtime_registry_mirrors"].get("docker.io", [])]
+    assert daemon.get("registry-mirrors", []) == wanted
+
+
+@offline
+@booted
+@with_docker
+def test_docker_has_no_other_options(daemon: dict[str, Any], v: V) -> None:
+    """Every further key of daemon.json is declared, and none opens the daemon to the network."""
+    wanted = {"userland-proxy": False, **v["container_runtime_docker_options"]}
+    nothing(differences(wanted, daemon))
+    nothing(f"undeclared key {key}" for key in set(daemon) - set(v["__container_runtime_daemon_keys"]) - set(wanted))
+    assert daemon.get("no-new-privileges", False) == v["container_runtime_docker_no_new_privileges"]
+
+
+@offline
+@booted
+@needs("container_runtime", __container_runtime_with_docker=True, __container_runtime_docker_features=lambda f: "validate" in f)
+def test_docker_accepts_its_configuration(host: Host) -> None:
+    """dockerd itself finds no fault with daemon.json."""
+    output(host, "dockerd --validate --config-file=%s", DAEMON)
+
+
+@offline
+@booted
+@with_docker
+def test_docker_is_the_declared_version(host: Host, v: V) -> None:
+    """Daemon and client are the version that the configuration was written for."""
+    for program in ("dockerd", "docker"):
+        found = output(host, f"{program} --version").split()[2].rstrip(",")
+        assert f"{found}.".startswith(f"{v['container_runtime_docker_version']}."), f"{program} is {found}"
+
+
+@offline
+@booted
+@with_docker
+def test_docker_listens_on_its_socket_alone(host: Host) -> None:
+    """Nobody gets root's rights over TCP, nor as a member of the group docker."""
+    unit = output(host, "systemd-analyze cat-config systemd/system/docker.service")
+    starts = [line for line in unit.splitlines() if line.startswith("ExecStart=/")]
+    assert len(starts) == 1 and "tcp://" not in starts[0], f"{starts}"
+    members = output(host, "getent group docker").split(":")[3]
+    assert members == "", f"in group docker: {members}"
+
+
+@offline
+@booted
+@with_layer
+def test_containerd_is_the_declared_version(host: Host, v: V) -> None:
+    """containerd is the version that its configuration was written for."""
+    found = output(host, "containerd --version").split()[2].lstrip("v").partition("~")[0]
+    assert f"{found}.".startswith(f"{v['container_runtime_containerd_version']}."), f"containerd is {found}"
+
+
+@offline
+@booted
+@with_layer
+def test_containerd_root_is_on_the_local_disk(containerd: dict[str, Any], v: V) -> None:
+    """containerd's own images and snapshots go to the declared root."""
+    nothing(differences({"root": v["container_runtime_containerd_root"]}, containerd))
+
+
+@offline
+@booted
+@needs("container_runtime", __container_runtime_with_cri=False)
+def test_containerd_serves_docker_alone(containerd: dict[str, Any]) -> None:
+    """Where only Docker is wanted there is no second CRI socket to be pointed at."""
+    assert "io.containerd.grpc.v1.cri" in containerd["disabled_plugins"]
+
+
+@offline
+@booted
+@with_cri
+def test_containerd_leaves_cgroups_to_systemd(containerd: dict[str, Any], v: V) -> None:
+    """runc creates its cgroups through systemd."""
+    runc = _plugin(containerd, v, "runtime")["containerd"]["runtimes"]["runc"]
+    nothing(differences({"SystemdCgroup": True}, runc["options"]))
+
+
+@offline
+@booted
+@with_cri
+def test_containerd_unpacks_with_overlayfs(containerd: dict[str, Any], v: V) -> None:
+    """Snapshots are overlays."""
+    images = _plugin(containerd, v, "images")
+    assert images.get("snapshotter", images.get("containerd", {}).get("snapshotter")) == "overlayfs"
+
+
+@offline
+@booted
+@with_cri
+def test_containerd_protects_the_pause_image(containerd: dict[str, Any], v: V) -> None:
+    """The pause image is the declared one, which containerd never collects as garbage."""
+    images = _plugin(containerd, v, "images")
+    found = images.get("pinned_images", {}).get("sandbox", images.get("sandbox_image"))
+    assert found == v["container_runtime_pause_image"]
+
+
+@offline
+@booted
+@needs(
+    "container_runtime",
+    __container_runtime_with_cri=True,
+    __container_runtime_containerd_features=lambda f: "progress_timeout" in f,
+)
+def test_containerd_waits_for_slow_pulls(containerd: dict[str, Any], v: V) -> None:
+    """A pull is cancelled only after it made no progress for the declared time."""
+    found = _plugin(containerd, v, "images")["image_pull_progress_timeout"]
+    assert _seconds(found) == _seconds(v["container_runtime_image_pull_progress_deadline"]), found
+
+
+def _seconds(duration: str) -> int:
+    """Return a Go duration of whole hours, minutes and seconds in seconds."""
+    total, number = 0, ""
+    for character in duration:
+        if character.isdigit():
+            number += character
+        else:
+            total += int(number) * {"h": 3600, "m": 60, "s": 1}[character]
+            number = ""
+    return total
+
+
+@offline
+@booted
+@with_cri
+def test_containerd_downloads_in_parallel(containerd: dict[str, Any], v: V) -> None:
+    """The number of concurrent downloads stands in the plugin that pulls, and is the declared one."""
+    wanted = v["container_runtime_max_concurrent_downloads"]
+    if "transfer_pull" in v["__container_runtime_containerd_features"]:
+        transfer = containerd["plugins"]["io.containerd.transfer.v1.local"]
+        nothing(differences({"max_concurrent_downloads": wanted}, transfer))
+    else:
+        nothing(differences({"max_concurrent_downloads": wanted}, _plugin(containerd, v, "images")))
+
+
+@offline
+@booted
+@with_cri
+def test_containerd_reads_registries_from_a_directory(containerd: dict[str, Any], v: V) -> None:
+    """Mirrors are files that can change without a restart."""
+    registry = _plugin(containerd, v, "images")["registry"]
+    nothing(differences({"config_path": v["__container_runtime_certs_dir"]}, registry))
+
+
+@offline
+@booted
+@needs("container_runtime", __container_runtime_with_cri=True, container_runtime_registry_mirrors=bool)
+def test_containerd_mirrors(host: Host, v: V) -> None:
+    """Every registry with mirrors has a hosts.toml that names them in order."""
+    for registry, mirrors in v["container_runtime_registry_mirrors"].items():
+        hosts = tomllib.loads(read(host, f"{v['__container_runtime_certs_dir']}/{registry}/hosts.toml"))
+        assert list(hosts.get("host", {})) == [mirror["url"] for mirror in mirrors], registry
+
+
+@offline
+@booted
+@needs("container_runtime", container_runtime_credential_helpers=bool)
+def test_credential_helpers(host: Host, v: V) -> None:
+    """The docker client knows the declared credential helpers, and they are installed."""
+    helpers = v["container_runtime_credential_helpers"]
+    assert load(host, "/root/.docker/config.json") == {"credHelpers": helpers}
+    for helper in set(helpers.values()):
+        output(host, "command -v %s", f"docker-credential-{helper}")
+
+
+@offline
+@booted
+@needs("container_runtime", __container_runtime_with_cri_dockerd=True)
+def test_cri_dockerd(host: Host, v: V) -> None:
+    """cri-dockerd is the declared version and gets the pull deadline and the pause image."""
+    unit = output(host, "systemd-analyze cat-config systemd/system/cri-docker.service")
+    program = f"{v['__container_runtime_cri_dockerd_dir']}/cri-dockerd"
+    assert v["container_runtime_cri_dockerd"]["version"] in output(host, "%s --version 2>&1", program)
+    for flag, name in (
+        ("--image-pull-progress-deadline", "container_runtime_image_pull_progress_deadline"),
+        ("--pod-infra-container-image", "container_runtime_pause_image"),
+    ):
+        assert f"{flag}={v[name]}" in unit.split(), f"{flag} is not {v[name]}"
+
+
+@offline
+@booted
+@with_layer
+def test_runtime_units_are_enabled(host: Host, v: V) -> None:
+    """The engine in use starts at boot, the other one doesn't."""
+    wrong = []
+    for unit in v["__container_runtime_units"]:
+        state = host.run("systemctl is-enabled %s", unit["name"]).stdout.strip()
+        if (state == "enabled") != unit["enabled"]:
+            wrong.append(f"{unit['name']} is {state or 'not there'}")
+    nothing(wrong)
+
+
+@offline
+@booted
+@with_layer
+def test_runtime_limits(host: Host, v: V) -> None:
+    """Containers inherit the declared limits on open files and locked memory."""
+    for unit in ["containerd", *(["docker"] if v["__container_runtime_with_docker"] else [])]:
+        found = assignments(output(host, "systemd-analyze cat-config %s", f"systemd/system/{unit}.service"))
+        wanted = {
+            "LimitNOFILE": str(v["container_runtime_limit_nofile"]),
+            "LimitMEMLOCK": str(v["container_runtime_limit_memlock"]),
+            "TasksMax": "infinity",
+        }
+        nothing(f"{unit}: {difference}" for difference in differences(wanted, found))
+
+
+@offline
+@booted
+@with_layer
+def test_crictl_asks_the_engine_in_use(host: Host, v: V) -> None:
+    """crictl's endpoint is the one that the kubelet uses."""
+    found = load(host, "/etc/crictl.yaml")
+    endpoint = v["__container_runtime_endpoint"].strip()
+    nothing(differences({"runtime-endpoint": endpoint, "image-endpoint": endpoint}, found))
+
+
+@offline
+@booted
+@with_layer
+def test_runtime_configuration_belongs_to_root(tree: Tree) -> None:
+    """Nobody but root can change how containers run."""
+    files = [e for e in tree.under("/etc/docker", "/etc/containerd") if e.kind == "f"]
+    assert files, "the engines have no configuration"
+    nothing(f"{e.path} {e.uid}:{e.gid} {e.mode:o}" for e in files if e.uid or e.gid or e.mode & 0o022)
+
+
+@offline
+@booted
+@with_layer
+def test_runc_runs(host: Host) -> None:
+    """The low-level runtime is there and starts."""
+    assert output(host, "runc --version").startswith("runc version")
+
+
+@booted
+@needs("container_runtime", container_runtime_engine="docker")
+def test_docker_runs_with_overlay2(host: Host, v: V) -> None:
+    """The running daemon uses overlay2 on the declared root, systemd's cgroups, and cgroup v2."""
+    info = json.loads(output(host, "docker info --format %s", "{{json .}}"))
+    wanted = {
+        "Driver": "overlay2",
+        "DockerRootDir": v["container_runtime_data_root"],
+        "CgroupDriver": "systemd",
+        "CgroupVersion": "2",
+        "LiveRestoreEnabled": v["container_runtime_live_restore"],
+    }
+    nothing(differences(wanted, info))
+    assert ["Supports d_type", "true"] in info["DriverStatus"], f"{info['DriverStatus']}"
+
+
+@booted
+@with_layer
+def test_containerd_answers(host: Host) -> None:
+    """containerd serves its socket, and no plugin that is wanted failed to load."""
+    output(host, "ctr version")
+    failed = [line.split()[1] for line in output(host, "ctr plugins ls").splitlines() if line.split()[-1] == "error"]
+    nothing(failed)
+
+
+@booted
+@with_layer
+def test_runtime_units_run(host: Host, v: V) -> None:
+    """Every enabled unit of the engine is active and has not been restarted."""
+    for unit in (u["name"] for u in v["__container_runtime_units"] if u["enabled"]):
+        found = assignments(output(host, "systemctl show -p ActiveState,NRestarts %s", unit))
+        assert found["ActiveState"] == "active" and found.get("NRestarts", "0") == "0", f"{unit}: {found}"
+
+
+@booted
+@with_layer
+def test_runtime_processes_have_the_limits(host: Host, v: V) -> None:
+    """The kernel gave containerd the declared limits."""
+    process = output(host, "systemctl show -p MainPID --value containerd.service")
+    limits = read(host, f"/proc/{process}/limits")
+    rows = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()[1:]}
+    memlock = str(v["container_runtime_limit_memlock"]).replace("infinity", "unlimited")
+    wanted = {"Max open files": str(v["container_runtime_limit_nofile"]), "Max locked memory": memlock}
+    nothing(differences(wanted, rows))

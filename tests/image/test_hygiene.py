@@ -1,0 +1,310 @@
+"""Nothing of the bake, of the builder or of any user is left in the image."""
+
+from __future__ import annotations
+
+from allowed import DEAD_LINKS, STICKY, SUID_SGID, UNOWNED, allowed
+from suite import Tree, booted, needs, nothing, offline, output, read
+from testinfra.host import Host
+
+_HOME = r"(/root|/home/[^/]+)"
+
+
+@offline
+def test_no_ssh_host_keys(tree: Tree) -> None:
+    """Every machine makes its own host keys."""
+    nothing(tree.matching(r"/etc/ssh/ssh_host_.*"))
+
+
+@offline
+def test_machine_id_is_empty(tree: Tree) -> None:
+    """systemd gives every machine its own id at first boot; the empty file must be there."""
+    assert tree["/etc/machine-id"].size == 0
+
+
+@offline
+@booted
+def test_dbus_shares_the_machine_id(tree: Tree) -> None:
+    """D-Bus has no second machine id of its own."""
+    entry = tree.entries.get("/var/lib/dbus/machine-id")
+    assert entry is None or entry.link == "/etc/machine-id", f"{entry}"
+
+
+@offline
+def test_no_authorized_keys(tree: Tree) -> None:
+    """No key opens the image, whoever holds it."""
+    nothing(tree.matching(r".*/authorized_keys2?|/etc/ssh/authorized_keys.*"))
+
+
+@offline
+@booted
+def test_no_password_opens_an_account(host: Host) -> None:
+    """No account has a password hash, and none has an empty password."""
+    open_to = [
+        line.split(":")[0]
+        for line in read(host, "/etc/shadow").splitlines()
+        if line.split(":")[1] not in ("*", "!", "!!", "!*", "*NP*")
+    ]
+    nothing(open_to)
+
+
+@offline
+def test_no_user_accounts(host: Host) -> None:
+    """The image has system accounts only; users come at first boot."""
+    users = [line.split(":") for line in read(host, "/etc/passwd").splitlines()]
+    nothing([user[0] for user in users if 1000 <= int(user[2]) < 60000])
+
+
+@offline
+def test_no_shell_history(tree: Tree) -> None:
+    """No shell, pager, editor or client remembers what was done."""
+    names = r"\.(.*_history|.*history|lesshst|viminfo|wget-hsts|python_history|selected_editor)"
+    nothing(tree.matching(rf"{_HOME}/{names}"))
+
+
+@offline
+def test_homes_are_bare(tree: Tree) -> None:
+    """root's home holds what Debian put there, /home nothing."""
+    kept = {"/root/.bashrc", "/root/.profile", "/root/.ssh"}
+    nothing([entry.path for entry in tree.under("/root", "/home") if entry.path not in kept])
+
+
+@offline
+def test_no_cloud_init_state(tree: Tree) -> None:
+    """cloud-init will take the first boot for the first boot."""
+    left = tree.matching(r"/var/lib/cloud/(instances?|data|sem|seed|handlers|scripts/per-instance)/.*|/var/lib/cloud/instance")
+    nothing(left + tree.matching(r"/var/log/cloud-init.*|/etc/netplan/50-cloud-init\.yaml"))
+
+
+@offline
+def test_no_apt_lists(tree: Tree) -> None:
+    """Package lists of the bake would be stale, and tell the mirror."""
+    lists = [e.path for e in tree.under("/var/lib/apt/lists") if e.kind == "f" and not e.path.endswith("/lock")]
+    nothing(lists)
+
+
+@offline
+def test_no_package_caches(tree: Tree) -> None:
+    """No downloaded packages, no binary caches of apt, man or debconf's backups."""
+    cached = [e.path for e in tree.under("/var/cache/apt", "/var/cache/man") if e.kind == "f" and not e.path.endswith("/lock")]
+    nothing(cached + tree.matching(r"/var/cache/debconf/.*-old|/var/lib/dpkg/(status|diversions|statoverride)-old"))
+
+
+@offline
+def test_logs_are_empty(tree: Tree) -> None:
+    """Logs begin on the machine."""
+    nothing([e.path for e in tree.under("/var/log") if e.kind == "f" and e.size])
+
+
+@offline
+def test_no_journal(tree: Tree) -> None:
+    """No journal of another machine lies beside the machine's own."""
+    nothing([e.path for e in tree.under("/var/log/journal")])
+
+
+@offline
+@booted
+def test_no_ansible_traces(tree: Tree) -> None:
+    """Ansible's directories, modules and retry files are gone."""
+    pattern = r".*/\.ansible(/.*)?|.*/(ansible[-_.]tmp|AnsiballZ_|\.ansible_).*|.*\.retry|/etc/ansible(/.*)?|/(var/)?tmp/ansible.*"
+    nothing(tree.matching(pattern))
+
+
+@offline
+def test_no_account_backups(tree: Tree) -> None:
+    """The backups that useradd and passwd leave are earlier states of the account files."""
+    nothing(tree.matching(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-|/etc/\.pwd\.lock"))
+
+
+@offline
+@booted
+def test_no_registry_credentials(tree: Tree) -> None:
+    """No logins for container registries."""
+    pattern = rf"{_HOME}/\.(docker/config\.json|dockercfg)|/var/lib/kubelet/(config\.json|\.dockercfg)|/etc/(docker|containerd)/.*(auth|credential)[^/]*\.json"
+    nothing(tree.matching(pattern + r"|/(\.docker/config|\.dockercfg).*|.*/containers/auth\.json"))
+
+
+@offline
+@booted
+def test_no_client_credentials(tree: Tree) -> None:
+    """No tokens of clouds, git, package indexes or the like."""
+    names = r"\.(netrc|git-credentials|pypirc|npmrc|pgpass|aws/.*|azure/.*|config/gcloud/.*|gnupg/.*|vault-token|my\.cnf)"
+    nothing(tree.matching(rf"{_HOME}/{names}|/etc/apt/auth\.conf(\.d/.+)?|/\.netrc"))
+
+
+@offline
+def test_no_node_identity(tree: Tree) -> None:
+    """The node has never joined a cluster: no kubeconfig, bootstrap token or certificate."""
+    pattern = rf"{_HOME}/\.kube/.*|/etc/kubernetes/(.*\.conf|pki/.*)|/var/lib/kubelet/(pki/.*|(bootstrap-)?kubeconfig)"
+    nothing(tree.matching(pattern))
+
+
+@offline
+def test_no_agent_state(tree: Tree) -> None:
+    """Azure's agent has no certificates, no goal state, no provisioning mark."""
+    nothing([entry.path for entry in tree.under("/var/lib/waagent")])
+
+
+@offline
+def test_no_private_keys(host: Host) -> None:
+    """No file outside the packages' own has a PEM or OpenSSH private key in it."""
+    found = host.run(
+        "grep -rIlE --exclude-dir=doc -e '-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY' /etc /root /home /var /opt /srv /usr/local"
+    )
+    assert found.rc in (0, 1), found.stderr
+    nothing(found.stdout.split())
+
+
+@offline
+@booted
+def test_only_known_suid_programs(tree: Tree) -> None:
+    """SUID and SGID programs are the ones on the list, with the modes on the list."""
+    found = {e.path: e.mode for e in tree if e.kind == "f" and e.mode & 0o6000 and not e.path.startswith("/var/lib/docker")}
+    nothing(f"{path} {mode:o}" for path, mode in found.items() if SUID_SGID.get(path) != mode)
+
+
+@offline
+@booted
+def test_no_world_writable_files(tree: Tree) -> None:
+    """Nobody but its owner and group can write to a file."""
+    nothing(tree.where(lambda e: e.kind == "f" and bool(e.mode & 0o002)))
+
+
+@offline
+@booted
+def test_world_writable_directories_are_known_and_sticky(tree: Tree) -> None:
+    """In a directory open to all, none can remove another's files."""
+    found = [e for e in tree if e.kind == "d" and e.mode & 0o002]
+    nothing([e.path for e in found if not e.mode & 0o1000 or not allowed(e.path, STICKY)])
+
+
+@offline
+@booted
+def test_no_dead_links(tree: Tree) -> None:
+    """Links lead somewhere, save those into what only a running machine has."""
+    dead = (e for e in tree if e.kind == "l" and e.points_to in "NL?")
+    elsewhere = ("/proc/", "/run/", "/dev/", "/sys/", "/tmp/", "/var/run/", "/mnt/local")
+    found = [e for e in dead if not e.link.startswith(elsewhere) and not allowed(e.path, DEAD_LINKS)]
+    nothing([f"{e.path} -> {e.link}" for e in found])
+
+
+@offline
+@booted
+def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
+    """Every uid and gid of a file is an account's."""
+    uids = {int(line.split(":")[2]) for line in read(host, "/etc/passwd").splitlines()}
+    gids = {int(line.split(":")[2]) for line in read(host, "/etc/group").splitlines()}
+    nothing(tree.where(lambda e: e.uid not in uids or e.gid not in gids))
+
+
+@offline
+@booted
+def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
+    """Everything below /usr comes from a package, a package's script, or is named here."""
+    listed = output(host, "cat /var/lib/dpkg/info/*.list").splitlines()
+    diverted = output(host, "dpkg-divert --list").splitlines()
+    owned = {_merged(path) for path in listed} | {_merged(line.split(" to ")[1].split(" by ")[0]) for line in diverted}
+    stray = [e.path for e in tree.under("/usr") if e.path not in owned and not allowed(e.path, UNOWNED)]
+    nothing(stray)
+
+
+def _merged(path: str) -> str:
+    """Return a path of a package list as it is on a system with merged /usr."""
+    return f"/usr{path}" if path.startswith(("/bin/", "/sbin/", "/lib/", "/lib32/", "/lib64/")) else path
+
+
+@offline
+def test_no_random_seed(tree: Tree) -> None:
+    """Two machines of one image never start from the same seed or credential key."""
+    nothing(tree.matching(r"/var/lib/systemd/(random-seed|credential\.secret)|/var/lib/urandom/.*"))
+
+
+@offline
+def test_no_resolver_of_the_builder(host: Host, tree: Tree) -> None:
+    """The builder's name servers are not the machine's."""
+    entry = tree.entries.get("/etc/resolv.conf")
+    if entry is not None and entry.kind == "f":
+        assert "nameserver" not in read(host, "/etc/resolv.conf")
+    assert entry is None or entry.kind in "fl", f"{entry}"
+
+
+@offline
+@booted
+def test_no_service_blocker(tree: Tree) -> None:
+    """What kept services from starting in the sandbox is gone."""
+    nothing(tree.matching(r"/usr/sbin/policy-rc\.d|/(usr/)?sbin/(start-stop-daemon|initctl)\.(REAL|distrib)"))
+
+
+@offline
+@booted
+def test_no_local_diversions(host: Host) -> None:
+    """No program of a package was put aside by hand."""
+    nothing([line for line in output(host, "dpkg-divert --list").splitlines() if line.startswith("local ")])
+
+
+@offline
+def test_run_and_tmp_are_empty(host: Host) -> None:
+    """No files lie where a tmpfs will hide them; seen with the sandbox's own mounts taken away."""
+    look = (
+        "for d in /run /tmp; do if mountpoint -q $d; then umount -l $d || exit 1; fi; done; "
+        "find /run /tmp /var/tmp -mindepth 1 ! -type d"
+    )
+    nothing(output(host, "unshare --mount --propagation private -- /bin/sh -c %s", look).splitlines())
+
+
+@offline
+@booted
+def test_no_path_of_the_sandbox(host: Host) -> None:
+    """No configuration speaks of directories that existed in the sandbox only."""
+    found = host.run("grep -rIl /run/image-builder /etc /usr/local /var/lib/systemd")
+    assert found.rc in (0, 1), found.stderr
+    nothing(found.stdout.split())
+
+
+@offline
+@booted
+def test_no_core_dumps(tree: Tree) -> None:
+    """No program crashed in the bake, or its memory isn't shipped."""
+    nothing(tree.matching(r"/core(\.\d+)?|/(root|var/tmp|var/crash|var/lib/systemd/coredump)/.*(core|crash).*"))
+
+
+@offline
+def test_nothing_in_unused_places(tree: Tree) -> None:
+    """/srv, /media and /mnt hold no files, /usr/src no sources, /boot no second set."""
+    files = [e.path for e in tree.under("/srv", "/media", "/mnt", "/usr/src", "/lost+found") if e.kind != "d"]
+    nothing(files)
+
+
+@offline
+@booted
+def test_no_edit_leftovers(tree: Tree) -> None:
+    """No backups of editors, package tools and patch in /etc."""
+    nothing(tree.matching(r"/etc/.*(~|\.(dpkg-(old|new|dist|tmp)|ucf-(old|new|dist)|bak|orig|rej|sw[op]|save))"))
+
+
+@offline
+def test_no_leases_or_clock(tree: Tree) -> None:
+    """No DHCP lease, network state or last seen time of another machine."""
+    pattern = r"/var/lib/(dhcp|dhcpcd|NetworkManager|systemd/(timesync|timers|network|rfkill|backlight))/.+"
+    nothing(tree.matching(pattern))
+
+
+@offline
+@booted
+def test_no_user_crontabs_or_mail(tree: Tree) -> None:
+    """Nobody's jobs and nobody's mail."""
+    files = [e.path for e in tree.under("/var/spool/cron", "/var/mail", "/var/spool/mail") if e.kind == "f"]
+    nothing(files)
+
+
+@offline
+def test_no_stray_local_files(tree: Tree, v: dict[str, object]) -> None:
+    """/usr/local and /opt hold what the roles install there, no caches and no bytecode."""
+    nothing([e.path for e in tree.under("/usr/local", "/opt") if e.kind == "f" and e.path.endswith((".pyc", ".log", ".tmp", ".deb", ".tar.gz", ".tgz"))])
+
+
+@offline
+@needs("container_runtime")
+def test_no_container_state(tree: Tree) -> None:
+    """The engines have never run: no images, containers, or engine ids."""
+    states = tree.under("/var/lib/docker", "/var/lib/containerd", "/mnt/local", "/var/lib/cni", "/run/containerd")
+    nothing([e.path for e in states if e.kind != "d"] + tree.matching("/etc/docker/key.json"))

@@ -1,0 +1,210 @@
+"""Bad inventories: each thing that can be wrong is named with its line, and all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from image_builder.definition import Inventory, load_inventory
+from image_builder.errors import DefinitionError
+
+Load = Callable[..., Inventory]
+
+
+def lines(inventory: Inventory) -> list[str]:
+    return [str(p) for p in inventory.problems()]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(
+            "x: 1\nsystem_pakages: [a]\n",
+            "group_vars/workers.yml:2  system_pakages: unknown variable, did you mean `system_packages`?",
+            id="unknown variable of a role",
+        ),
+        pytest.param(
+            "image_layer: [system]\n",
+            "group_vars/workers.yml:1  image_layer: unknown variable, did you mean `image_layers`?",
+            id="unknown variable of the builder",
+        ),
+        pytest.param(
+            "__system_packages: []\n",
+            "group_vars/workers.yml:1  __system_packages: is internal to role `system`, "
+            "did you mean `system_packages`?",
+            id="internal variable",
+        ),
+        pytest.param(
+            "system_swap: maybe\n",
+            "group_vars/workers.yml:1  system_swap: argument 'system_swap' is of type str and we were "
+            "unable to convert to bool: The value 'maybe' is not a valid boolean.",
+            id="wrong type",
+        ),
+        pytest.param(
+            "system_mode: tigth\n",
+            "group_vars/workers.yml:1  system_mode: "
+            "value of system_mode must be one of: loose, tight, got: tigth",
+            id="wrong choice",
+        ),
+        pytest.param(
+            "system_limits:\n  nofiles: 3\n",
+            "group_vars/workers.yml:1  system_limits: "
+            "system_limits.nofiles. Supported parameters include: nofile.",
+            id="unknown key of a role's mapping",
+        ),
+        pytest.param(
+            'system_mode: "{{ mod }}"\n',
+            "group_vars/workers.yml:1  system_mode: 'mod' is undefined",
+            id="undefined variable",
+        ),
+        pytest.param(
+            "image_base:\n  suit: trixie\n",
+            "group_vars/workers.yml:2  image_base.suit: unknown key, did you mean `suite`?",
+            id="unknown key",
+        ),
+        pytest.param(
+            "image_base: {suite: trixy}\n",
+            "group_vars/workers.yml:1  image_base.suite: unknown suite `trixy`, did you mean `trixie`?, "
+            "known: bookworm, trixie",
+            id="unknown suite",
+        ),
+        pytest.param(
+            'image_disk:\n  filesystem: ext4\n  root_size_mib: "4096"\n',
+            'group_vars/workers.yml:3  image_disk.root_size_mib: should be a valid integer, got "4096"; '
+            "or should be 'auto', got \"4096\"",
+            id="a number written as text",
+        ),
+        pytest.param(
+            "image_secure_boot: 'yes'\n",
+            'group_vars/workers.yml:1  image_secure_boot: should be a valid boolean, got "yes"',
+            id="a text for a boolean",
+        ),
+        pytest.param(
+            "image_disk: {esp_size_mib: 100}\n",
+            "group_vars/workers.yml:1  image_disk.esp_size_mib: "
+            "should be greater than or equal to 512, got 100",
+            id="small ESP",
+        ),
+        pytest.param(
+            "image_formats:\n  - raw\n  - vhdx\n",
+            "group_vars/workers.yml:3  image_formats[1]: "
+            "should be 'raw', 'qcow2', 'vhd' or 'tar', got \"vhdx\"",
+            id="unknown format",
+        ),
+        pytest.param(
+            "image_formats: [raw, raw]\n",
+            "group_vars/workers.yml:1  image_formats: listed twice: raw",
+            id="twice",
+        ),
+        pytest.param(
+            "image_formats: [tar]\nimage_secure_boot: true\n",
+            "group_vars/workers.yml:2  image_secure_boot: needs a disk format, a tar can't boot",
+            id="secure boot of a tar",
+        ),
+        pytest.param(
+            "image_formats: [vhd]\nimage_disk: {root_size_mib: 2000000}\n",
+            "group_vars/workers.yml:2  image_disk: a VHD for Azure holds at most 1047552 MiB",
+            id="too large for Azure",
+        ),
+        pytest.param(
+            "image_kernel_args: [root=/dev/sda1]\n",
+            "group_vars/workers.yml:1  image_kernel_args: set by the builder itself: root=/dev/sda1",
+            id="the builder's kernel argument",
+        ),
+        pytest.param(
+            "image_layers:\n  - system\n  - runtme\n",
+            "group_vars/workers.yml:3  image_layers[1]: unknown layer `runtme`, did you mean `runtime`?",
+            id="unknown layer",
+        ),
+        pytest.param(
+            "image_layers: [system, runtime]\n",
+            "group_vars/workers.yml:1  runtime_token: role `runtime` of image `worker` needs it",
+            id="required variable",
+        ),
+        pytest.param(
+            'image_layers: [system, runtime]\nruntime_token: t\nruntime_version: "1.3"\n',
+            "group_vars/workers.yml:3  runtime_version: 1.3 is not known; known are 1.1, 1.2",
+            id="unknown version",
+        ),
+    ],
+)
+def test_one_problem(load: Load, text: str, said: str) -> None:
+    found = lines(load(group_vars__workers=text))
+    assert said in found
+    extra = [line for line in found if line != said and "image_base.suite: is missing" not in line]
+    assert extra == []
+
+
+def test_missing_builder_variables_name_the_image(load: Load) -> None:
+    said = lines(load(group_vars__images="x: 1\n"))
+    assert said == [
+        "hosts.yml:5  image_base: image `plain` doesn't have it",
+        "hosts.yml:5  image_layers: image `plain` doesn't have it",
+        "hosts.yml:9  image_base: image `worker` doesn't have it",
+        "hosts.yml:9  image_layers: image `worker` doesn't have it",
+    ]
+
+
+def test_all_problems_of_all_images_at_once(load: Load) -> None:
+    inventory = load(
+        group_vars__images="""
+            image_base:
+              suite: trixie
+              architecure: amd64
+            image_layers: [systm]
+            system_swp: true
+            """,
+        group_vars__workers="image_formats: []\nsystem_modes: x\n",
+    )
+    with pytest.raises(DefinitionError) as raised:
+        raise DefinitionError(inventory.problems())
+    assert str(raised.value).splitlines() == [
+        "4 problems in the definition",
+        "  group_vars/images.yml:3  image_base.architecure: unknown key, did you mean `architecture`?",
+        "  group_vars/images.yml:5  system_swp: unknown variable, did you mean `system_swap`?",
+        "  group_vars/workers.yml:1  image_formats: must not be empty",
+        "  group_vars/workers.yml:2  system_modes: unknown variable, did you mean `system_mode`?",
+    ]
+    with pytest.raises(DefinitionError, match="2 problems"):
+        inventory.define("plain")
+
+
+def test_unknown_role_in_a_layer(load: Load, repo: Path) -> None:
+    play = repo / "playbooks/layers/system.yml"
+    play.write_text(play.read_text() + "    - role: runtme\n")
+    (said,) = lines(load())
+    assert said == f"{play}:6  roles[1]: unknown role `runtme`, did you mean `runtime`?"
+
+
+def test_a_layer_is_one_play(load: Load, repo: Path) -> None:
+    (repo / "playbooks/layers/system.yml").write_text("- hosts: a\n- hosts: b\n")
+    assert lines(load())[0].endswith("system.yml:1  system: a layer is exactly one play")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("all: {children: {image: {hosts: {worker: }}}}\n", "no group `images`, did you mean `image`?"),
+        ("all: {children: {images: {hosts: {}}}}\n", "no image in this group"),
+        ("all: [\n", "hosts.yml"),
+        ("all:\n  children:\n  children:\n", "duplicate"),
+    ],
+)
+def test_unusable_inventory(load: Load, hosts: str, said: str) -> None:
+    with pytest.raises(DefinitionError) as raised:
+        load(hosts=hosts)
+    assert said.lower() in str(raised.value).lower()
+
+
+def test_duplicate_key_in_group_vars(load: Load) -> None:
+    with pytest.raises(DefinitionError) as raised:
+        load(group_vars__workers="system_swap: true\nx: 1\nsystem_swap: false\n")
+    assert "group_vars/workers.yml:3" in str(raised.value)
+    assert "uplicate" in str(raised.value)
+
+
+def test_missing_inventory(tmp_path: Path) -> None:
+    with pytest.raises(DefinitionError, match="no such file or directory"):
+        load_inventory([tmp_path / "nowhere"])

@@ -1,0 +1,65 @@
+"""This repository's own inventories and roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from image_builder.definition import engine, layer_needs, load_inventory, resolved_variables
+from image_builder.definition.roles import Role, RoleBook
+from image_builder.settings import REPO_ROOT
+
+INVENTORIES = REPO_ROOT / "inventories"
+PASSWORDS = {"azure_vmss": INVENTORIES / "azure_vmss" / "demo-vault-password"}
+ROLES = list(RoleBook(REPO_ROOT).roles())
+
+
+@pytest.mark.parametrize("name", ["lab", "azure_vmss"])
+def test_inventory_is_sound(name: str) -> None:
+    inventory = load_inventory([INVENTORIES / name], PASSWORDS.get(name))
+    assert [str(p) for p in inventory.problems()] == []
+    for image in inventory.images:
+        definition = inventory.define(image)
+        for layer in definition.layers:
+            layer_needs(definition, layer)
+        assert resolved_variables(definition)["image_layers"] == list(definition.layers)
+
+
+def test_lab_needs_nothing_but_debian() -> None:
+    inventory = load_inventory([INVENTORIES / "lab"])
+    assert inventory.images == ("minimal", "worker", "worker_containerd")
+    for image in inventory.images:
+        definition = inventory.define(image)
+        needs = [layer_needs(definition, layer) for layer in definition.layers]
+        assert [n.repositories for n in needs] == [()] * len(needs)
+        assert [n.archives for n in needs] == [()] * len(needs)
+
+
+def _flat(option: object) -> object:
+    return engine.plain(option)
+
+
+@pytest.mark.parametrize("role", ROLES, ids=[r.name for r in ROLES])
+def test_argument_specs_agree_with_defaults(role: Role) -> None:
+    options = role.options
+    assert set(role.defaults) <= set(options), "a default without an argument spec"
+    bare = {n for n, o in options.items() if n not in role.defaults and not o.get("required")}
+    assert {n for n in bare if "default" in options[n]} == set()
+    for name, option in options.items():
+        assert option.get("description"), name
+        assert name.startswith(f"{role.name}_"), name
+        if "default" in option:
+            assert _flat(option["default"]) == _flat(role.defaults[name]), name
+    assert [n for n in role.constants if not n.startswith(f"__{role.name}_")] == []
+
+
+def test_origins_are_where_ansible_says(tmp_path: Path) -> None:
+    # The tags are internal to ansible-core; a new release that moves them must be noticed here.
+    file = tmp_path / "x.yml"
+    file.write_text("a: 1\nb:\n  - x\n  - c: true\n")
+    content = engine.read_yaml(file)
+    assert engine.place_of(content["a"]) == engine.Place(str(file), 1)
+    assert engine.place_in(content, ["b", 0]) == engine.Place(str(file), 3)
+    assert engine.place_in(content, ["b", 1, "c"]) == engine.Place(str(file), 4)
+    assert engine.place_in(content, ["b", 1, "c", "nothing"]) == engine.Place(str(file), 4)
