@@ -62,7 +62,9 @@ class BootResult:
         require_passed(self.suite)
         if self.console_problems:
             lines = "\n".join(f"  {problem}" for problem in self.console_problems)
-            raise VerifyError(f"{len(self.console_problems)} problems on the console of {self.image}\n{lines}")
+            raise VerifyError(
+                f"{len(self.console_problems)} problems on the console of {self.image}\n{lines}"
+            )
 
 
 def find_disk(artefact: Path) -> Path:
@@ -99,7 +101,7 @@ def boot(
     VerifyError (a run of the suite that proves nothing), HostError.
     """
     disk = find_disk(artefact)
-    facts = facts or disk.resolve().parent / "facts.json"
+    facts = facts or disk.parent / "facts.json"
     told: dict[str, Any] = {}
     if facts.is_file():
         told = json.loads(facts.read_bytes())
@@ -139,7 +141,9 @@ def boot(
                 suite=suite,
                 console_problems=tuple(vm.problems()),
             )
-            (out_dir / "boot.json").write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+            (out_dir / "boot.json").write_text(
+                json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
+            )
             if keep or not verify:
                 _stay(vm, ssh, monitor)
         finally:
@@ -196,7 +200,9 @@ def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Mon
     # Two processes: the sandbox's and the container's. Counting them works alike with every engine.
     while len(ssh.run(["pgrep", "-x", "pause"], ok=(0, 1)).stdout.split()) < 2:
         if time.monotonic() > deadline:
-            tail = ssh.run(["journalctl", "-u", "kubelet", "-n", "15", "--no-pager", "-o", "cat"], ok=range(256)).stdout
+            tail = ssh.run(
+                ["journalctl", "-u", "kubelet", "-n", "15", "--no-pager", "-o", "cat"], ok=range(256)
+            ).stdout
             raise BootError(f"the static pod did not run within {POD_SECONDS:g} s; kubelet says:\n{tail}")
         time.sleep(1)
     return round(vm.seconds, 1)
@@ -224,7 +230,9 @@ def static_pod(reference: str) -> str:
     return json.dumps(pod, indent=1) + "\n"
 
 
-def _run_suite(ssh: SshTarget, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+def _run_suite(
+    ssh: SshTarget, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor
+) -> SuiteResult:
     monitor.stage_doing("verify", "running the checks")
     return observe_suite(
         ssh.url,

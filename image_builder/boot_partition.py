@@ -37,7 +37,6 @@ _LOADERS: Mapping[PurePosixPath, str] = {
     GRUB: "usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed",
 }
 _FIRMWARE_AUTHORITY = "Microsoft"
-# The blank after the title's version is what `grub-reboot` and people type; quotes can't occur in either.
 _GRUB_CONFIG = """\
 # Written by image-builder; it never changes. The kernel's update replaces the files named here.
 set timeout=0
@@ -76,7 +75,7 @@ class SecureBootProof:
 
 
 def kernel_arguments(root_uuid: str, extra: Sequence[str]) -> tuple[str, ...]:
-    """Return the kernel's command line: root, the serial console unless ``extra`` names consoles, ``extra``."""
+    """Return the kernel's command line: root, consoles unless ``extra`` names its own, ``extra``."""
     consoles = () if any(a.startswith("console=") for a in extra) else CONSOLES
     return (f"root=PARTUUID={root_uuid}", "rw", *consoles, *extra)
 
@@ -130,7 +129,9 @@ def assemble(tree: Path, target: Path, kernel: Kernel, config: str, epoch: int) 
     return paths
 
 
-def prove_secure_boot(tools: Root, esp: Path, mounted: str, work: Path, certificate_at: str) -> SecureBootProof:
+def prove_secure_boot(
+    tools: Root, esp: Path, mounted: str, work: Path, certificate_at: str
+) -> SecureBootProof:
     """Prove that firmware with Microsoft's keys starts shim, and shim starts GRUB and the kernel.
 
     Each program's signature must speak of exactly its bytes; shim's must be issued by Microsoft, and those of

@@ -129,7 +129,9 @@ def build(
             _run_stage(work, stage)
         store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
-        artefact = None if stop_after else publish.publish(definition, lock, plan, store, settings, summary)
+        artefact = None if stop_after else publish.publish(
+            definition, lock, plan, store, settings, summary, monitor
+        )
     seconds = time.monotonic() - started
     saved = artefact / "lock.json" if artefact else remembered_lock(settings, definition.name)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -167,7 +169,12 @@ def _fetch(work: _Build, todo: Sequence[StagePlan]) -> None:
     monitor.stage_started("fetch")
     try:
         for wanted, folder in ((debs, "debs"), (files, "files")):
-            fetch(wanted, store.path / folder, lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"))
+            fetch(
+                wanted,
+                store.path / folder,
+                work.staging,
+                lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
+            )
     except ImageBuilderError:
         monitor.stage_failed("fetch", time.monotonic() - started)
         raise
@@ -183,8 +190,7 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
             return
         monitor.stage_started(stage.name)
         started = time.monotonic()
-        log = store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}.log"
-        log.unlink(missing_ok=True)
+        log = work.staging / f"{stage.name}.log"
         try:
             for needed in (*stage.lowers, *stage.inputs.values()):
                 store.check(needed)
@@ -196,13 +202,22 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
         except ImageBuilderError as error:
             monitor.stage_failed(stage.name, time.monotonic() - started)
-            raise StageError(stage.name, error, log=os.fspath(log) if log.exists() else None) from error
+            raise StageError(stage.name, error, log=_keep_log(work, stage, log)) from error
         except OSError as error:
             monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = ImageBuilderError(f"{error.strerror}: {error.filename or store.path}")
-            raise StageError(stage.name, cause, log=os.fspath(log) if log.exists() else None) from error
+            raise StageError(stage.name, cause, log=_keep_log(work, stage, log)) from error
         work.ran[stage.name] = meta
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
+
+
+def _keep_log(work: _Build, stage: StagePlan, log: Path) -> str | None:
+    """Move the log of a failed stage out of the staging area; return where it is now."""
+    if not log.exists():
+        return None
+    kept = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}.log"
+    log.rename(kept)
+    return os.fspath(kept)
 
 
 def _context(work: _Build, stage: StagePlan, log: Path) -> StageContext:

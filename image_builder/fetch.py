@@ -39,11 +39,14 @@ class Wanted:
     size: int | None = None
 
 
-def fetch(wanted: Iterable[Wanted], cache: Path, progress: Progress | None = None) -> dict[str, Path]:
+def fetch(
+    wanted: Iterable[Wanted], cache: Path, scratch: Path, progress: Progress | None = None
+) -> dict[str, Path]:
     """Make sure that every wanted file lies in ``cache`` and return {sha256: path}.
 
     A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
-    parallel; ``progress`` gets (bytes done, bytes in all). Raises FetchError naming every file that failed.
+    parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
+    done, bytes in all). Raises FetchError naming every file that failed.
     """
     files = {w.sha256: w for w in wanted}
     missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
@@ -51,7 +54,7 @@ def fetch(wanted: Iterable[Wanted], cache: Path, progress: Progress | None = Non
     failures: list[str] = []
     pool = _pool_manager()
     with ThreadPoolExecutor(_PARALLEL) as workers:
-        running = {workers.submit(_download, pool, w, cache): w for w in missing}
+        running = {workers.submit(_download, pool, w, cache, scratch): w for w in missing}
         for future in as_completed(running):
             item = running[future]
             try:
@@ -90,9 +93,9 @@ def _pool_manager() -> urllib3.PoolManager:
     return urllib3.PoolManager(**options)  # type: ignore[arg-type]
 
 
-def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path) -> int:
+def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path) -> int:
     """Fetch one file; return its size in bytes."""
-    partial = cache / f".partial-{uuid.uuid4().hex}"
+    partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
     sha256, size = hashlib.sha256(), 0
     try:
         with partial.open("wb") as sink:

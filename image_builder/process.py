@@ -131,7 +131,12 @@ def _stream(
     """Copy the child's lines to the log and the callback; return the last of them."""
     assert child.stdout is not None
     expired = threading.Event()
-    timer = threading.Timer(timeout or 0, lambda: (expired.set(), child.kill()))
+
+    def expire() -> None:
+        expired.set()
+        child.kill()
+
+    timer = threading.Timer(timeout or 0, expire)
     if timeout is not None:
         timer.start()
     if input is not None:

@@ -46,7 +46,7 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
             name = f"{package.name}_{package.architecture}_{package.sha256[:16]}.deb"
             os.link(cache / package.sha256, target / name)
             index.write(
-                f"{_control(cache, package)}Filename: ./{name}\nSize: {package.size}\nSHA256: {package.sha256}\n\n"
+                f"{_control(cache, package, target)}Filename: ./{name}\nSize: {package.size}\nSHA256: {package.sha256}\n\n"
             )
             size += package.size
     packages_file = (target / "Packages").read_bytes()
@@ -57,7 +57,7 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
     return size
 
 
-def _control(cache: Path, package: LockedPackage) -> str:
+def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
     """Return a package's control stanza, from the cache when it was read before."""
     cached = cache / f"{package.sha256}.control"
     if cached.exists():
@@ -67,7 +67,7 @@ def _control(cache: Path, package: LockedPackage) -> str:
             text = str(deb.debcontrol().dump())
     except (DebError, ArError, OSError) as error:
         raise FetchError(f"{package.name} {package.version} is no Debian package: {error}") from error
-    partial = cached.with_suffix(f".{os.getpid()}.partial")
+    partial = scratch / cached.name
     partial.write_text(text, encoding="utf-8")
     partial.rename(cached)
     return text

@@ -54,14 +54,14 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
         for start, end in _extents(stream.fileno(), size):
             _update_zeros(digest.update, start - at)
             stream.seek(start)
-            while start < end:
-                block = stream.read(min(_BUFFER, end - start))
+            at = start
+            while at < end:
+                block = stream.read(min(_BUFFER, end - at))
                 if not block:
                     raise OSError(errno.EIO, f"{path} became shorter while it was read")
                 digest.update(block)
-                start += len(block)
-                teller.tell(start, size)
-            at = end
+                at += len(block)
+                teller.tell(at, size)
         _update_zeros(digest.update, size - at)
         teller.tell(size, size)
     return digest.hexdigest()

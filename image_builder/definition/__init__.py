@@ -15,14 +15,8 @@ from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.definition.references import referenced_names
 
 if TYPE_CHECKING:
-    from image_builder.definition.evaluate import (
-        Archive,
-        LayerNeeds,
-        Repository,
-        layer_needs,
-        layer_sources,
-        resolved_variables,
-    )
+    from image_builder.definition.evaluate import layer_sources, resolved_variables
+    from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
 
 __all__ = [
     "Archive",
@@ -43,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # These bring Ansible in, which takes a third of a second: not for `--help`.
     if name in __all__:
-        from image_builder.definition import evaluate
+        from image_builder.definition import evaluate, needs
 
-        return getattr(evaluate, name)
+        return getattr(evaluate, name, None) or getattr(needs, name)
     raise AttributeError(name)

@@ -11,13 +11,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY
+from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, is_template, strings, words
 from image_builder.errors import VaultError
 from image_builder.settings import REPO_ROOT
 
@@ -346,10 +346,49 @@ class Evaluator:
 
     def evaluate(self, value: JSON) -> JSON:
         """Return ``value`` with every template in it evaluated; raises EvaluationError."""
+        if not is_template(value):
+            return value
         try:
             return _result(self._templar.template(_trusted(value)))
         except AnsibleError as error:
-            raise EvaluationError(" ".join(str(error.message).split())) from error
+            # How deep, and how that is worded, is Python's own affair.
+            what = str(error.message).partition(": maximum recursion")[0]
+            raise EvaluationError(" ".join(what.split())) from error
+
+    def settle(self, name: str, value: JSON) -> None:
+        """Let a variable be its final value, which is no template: others that use it needn't evaluate it."""
+        self._templar.available_variables[name] = value
+
+
+def evaluate_all(
+    variables: Mapping[str, JSON], wanted: Collection[str]
+) -> tuple[dict[str, JSON], dict[str, str]]:
+    """Evaluate the ``wanted`` variables; return the values, and for the rest why they have none.
+
+    Each is evaluated after those that it names, so none twice: a template costs a millisecond to compile.
+    """
+    evaluator = Evaluator(variables)
+    values: dict[str, JSON] = {}
+    failures: dict[str, str] = {}
+    seen: set[str] = set()
+
+    def visit(name: str) -> None:
+        seen.add(name)
+        inside = {word for text in strings(variables[name]) if is_template(text) for word in words(text)}
+        for other in sorted(inside & wanted_set - seen):
+            visit(other)
+        try:
+            values[name] = evaluator.evaluate(variables[name])
+        except EvaluationError as error:
+            failures[name] = str(error)
+        else:
+            evaluator.settle(name, values[name])
+
+    wanted_set = set(wanted)
+    for name in wanted:
+        if name not in seen:
+            visit(name)
+    return values, failures
 
 
 def _result(value: Any) -> JSON:

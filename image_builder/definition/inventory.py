@@ -153,7 +153,8 @@ def load_inventory(
 
     paths = tuple(p.absolute() for p in paths)
     if missing := [p for p in paths if not p.exists()]:
-        raise DefinitionError([Problem(str(p), "inventory", "no such file or directory") for p in missing])
+        what = "no such file or directory"
+        raise DefinitionError([Problem(str(engine.Place(str(p))), "inventory", what) for p in missing])
     here = engine.Place(str(paths[0]))
     try:
         source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")

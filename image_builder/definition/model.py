@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -169,6 +169,8 @@ class ImageDefinition:
     variables: Mapping[str, JSON]
     inventory_paths: tuple[Path, ...]
     repo_root: Path = field(default=REPO_ROOT)
+    # What was evaluated already, by layer; see evaluate.evaluated_layer.
+    evaluated: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def play_variables(self) -> dict[str, JSON]:

@@ -6,12 +6,11 @@ A role may judge its own variables: the list ``__<role>_problems`` of its ``vars
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_builder.definition import engine
-from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles
+from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, owner
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
 from image_builder.definition.roles import Role, RoleBook, unknown_roles
 from image_builder.definition.suggest import did_you_mean
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem]:
     """Return variables that nothing can read: a builder's or a role's prefix, and no such name."""
     book = RoleBook(repo_root)
-    known: dict[str, Mapping[str, object]] = {role.name: role.options for role in book.roles()}
+    known = {role.name: role.options for role in book.roles()}
     every = [*BUILDER_NAMES, *(name for options in known.values() for name in options)]
     problems = []
     for name in variables.tagged:
-        role = _owner(name.removeprefix("__"), known)
+        role = owner(name.removeprefix("__"), known)
         if name in every or not (role or name.startswith(PREFIX)):
             continue
         if name.startswith("__"):
@@ -38,12 +37,6 @@ def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem
             what = f"unknown variable{did_you_mean(name, every)}"
         problems.append(Problem(variables.where([name]), name, what))
     return problems
-
-
-def _owner(name: str, roles: Mapping[str, object]) -> str | None:
-    """Return the role whose prefix a variable has; the longest one counts."""
-    owners = [role for role in roles if name.startswith(f"{role}_")]
-    return max(owners, key=len, default=None)
 
 
 def role_problems(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:

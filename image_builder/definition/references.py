@@ -7,17 +7,9 @@ of a name as a word counts, comments and strings included; a name that is put to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
-from image_builder.definition.values import JSON, is_template, is_vaulted, strings
-
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def words(text: str) -> frozenset[str]:
-    """Return the identifiers in ``text``."""
-    return frozenset(_WORD.findall(text))
+from image_builder.definition.values import JSON, is_template, is_vaulted, strings, words
 
 
 def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> frozenset[str]:

@@ -49,6 +49,13 @@ class Role:
         return {str(k): v for k, v in (self.specs.get("main", {}).get("options") or {}).items()}
 
     @property
+    def declarations(self) -> list[Path]:
+        """Return the files that hold the role's variables and their specs."""
+        specs = self.path / "meta" / "argument_specs.yml"
+        files = [*self.path.glob("defaults/*.yml"), *self.path.glob("vars/*.yml")]
+        return sorted([*files, specs] if specs.is_file() else files)
+
+    @property
     def parts(self) -> list[Path]:
         """Return the files and directories that decide what the role does."""
         return sorted(p for p in self.path.iterdir() if p.name not in _NOT_BAKED)

@@ -11,6 +11,7 @@ JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 VAULT_KEY = "__vault__"
 VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT_PASSWORD_FILE"
 
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEMPLATE = re.compile(r"\{\{|\{%|\{#")
 
 
@@ -35,6 +36,11 @@ def strings(value: JSON) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from strings(item)
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the identifiers in ``text``."""
+    return frozenset(_WORD.findall(text))
 
 
 def join_path(parts: Sequence[str | int]) -> str:

@@ -137,9 +137,9 @@ def _check_agreement(primary: _Header, backup: _Header, last: int) -> None:
     if backup.other_lba != 1:
         raise GptError(f"backup header: says the primary one is in sector {backup.other_lba}")
     sectors = -(-primary.entries_count * primary.entry_size // SECTOR)
-    if not (2 <= primary.entries_lba and primary.entries_lba + sectors <= primary.first_usable):
+    if primary.entries_lba < 2 or primary.entries_lba + sectors > primary.first_usable:
         raise GptError("the primary partition table overlaps the usable range")
-    if not (primary.last_usable < backup.entries_lba and backup.entries_lba + sectors <= last):
+    if backup.entries_lba <= primary.last_usable or backup.entries_lba + sectors > last:
         raise GptError("the backup partition table overlaps the usable range")
 
 

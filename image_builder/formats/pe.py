@@ -95,7 +95,7 @@ def _parse(data: bytes) -> Program:
 
 
 def _digest(data: bytes, checksum: int, entry: int, end: int) -> str:
-    """Hash all but the checksum, the certificate table's entry and the table; pad to 8 bytes as signers do."""
+    """Hash all but the checksum, the certificate table and its entry, padded to 8 bytes as signers do."""
     digest = hashlib.sha256(data[:checksum])
     digest.update(data[checksum + 4 : entry])
     digest.update(data[entry + 8 : end])

@@ -29,7 +29,7 @@ _FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
 _PACKAGE = "image_builder"
 # The files of this program that decide a stage's bytes, by the stage's kind.
 _CODE: Mapping[str, tuple[str, ...]] = {
-    "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py"),
+    "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
     "base": ("stages/base.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
     "kubelet_build": ("stages/kubelet_build.py", "sandbox.py"),
     "layer": (
@@ -43,11 +43,12 @@ _CODE: Mapping[str, tuple[str, ...]] = {
         "stages/seal.py",
         "stages/layer.py",
         "ansible.py",
+        "repository.py",
         "identity.py",
         "sandbox.py",
         "plugins/connection/sandbox.py",
     ),
-    "verify": ("stages/verify.py", "report", "sandbox.py"),
+    "verify": ("stages/verify.py", "report", "identity.py", "sandbox.py"),
     "disk": (
         "stages/disk.py",
         "boot_partition.py",
@@ -56,7 +57,15 @@ _CODE: Mapping[str, tuple[str, ...]] = {
         "formats/pe.py",
         "sandbox.py",
     ),
-    "convert": ("stages/convert.py", "sparse.py", "identity.py", "formats/vhd.py", "sandbox.py"),
+    "convert": (
+        "stages/convert.py",
+        "stages/disk.py",
+        "boot_partition.py",
+        "formats",
+        "identity.py",
+        "sandbox.py",
+        "sparse.py",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder import identity, sparse
-from image_builder.errors import ImageBuilderError, StageError
+from image_builder.errors import ImageBuilderError
 from image_builder.formats import vhd
 from image_builder.plan.model import JSON
 from image_builder.sandbox import open_root
@@ -37,7 +37,7 @@ _CHECKPOINT, _RECORD = 1000, 10240
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Write every format; return for each its file's name, size, virtual size and SHA-256.
 
-    Raises StageError for a disk that a format can't hold, CommandError.
+    Raises ImageBuilderError for a disk that a format can't hold, CommandError.
     """
     image = str(ctx.plan.options["image"])
     formats: Any = ctx.plan.options["formats"]
@@ -103,7 +103,7 @@ def _write_vhd(ctx: StageContext, target: Path) -> int:
         with target.open("rb") as stream:
             vhd.read(stream)
     except vhd.VhdError as error:
-        raise StageError(ctx.plan.name, ImageBuilderError(str(error)), log=os.fspath(ctx.log)) from error
+        raise ImageBuilderError(f"{target.name}: {error}") from error
     return size
 
 

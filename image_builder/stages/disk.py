@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder import boot_partition, identity
-from image_builder.errors import CommandError, ImageBuilderError, StageError
+from image_builder.errors import ImageBuilderError
 from image_builder.formats import gpt
 from image_builder.plan.model import JSON
 from image_builder.sandbox import Root, open_root
@@ -135,16 +135,7 @@ def repart_definitions(layout: Layout) -> dict[str, str]:
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Make the disk. Raises StageError for a tree that can't boot or doesn't fit, CommandError."""
-    try:
-        return _run(ctx)
-    except CommandError:
-        raise
-    except ImageBuilderError as error:
-        raise StageError(ctx.plan.name, error, log=os.fspath(ctx.log)) from error
-
-
-def _run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Make the disk. Raises ImageBuilderError for a tree that can't boot or doesn't fit, CommandError."""
     options: Mapping[str, Any] = ctx.plan.options
     build_id, epoch = str(options["build_id"]), int(options["source_date_epoch"])
     esp, work = ctx.work / "esp", ctx.work / "made"

@@ -66,7 +66,9 @@ def parse_options(options: Mapping[str, Any]) -> BuildOptions:
     sources = tuple(Source(str(s["name"]), str(s["sha256"])) for s in options.get("sources", ()))
     names = [s.name for s in sources]
     if sum(name.endswith(".dsc") for name in names) != 1 or any("/" in name for name in names):
-        raise LockError(f"{SOURCE_PACKAGE}: one .dsc and its files are needed, got {', '.join(names) or 'none'}")
+        raise LockError(
+            f"{SOURCE_PACKAGE}: one .dsc and its files are needed, got {', '.join(names) or 'none'}"
+        )
     programs = tuple(options.get("programs") or DEFAULT_PROGRAMS)
     return BuildOptions(str(options.get("version") or DEFAULT_VERSION), programs, sources)
 
@@ -86,7 +88,9 @@ def linker_flags(version: str, source_version: str, epoch: int) -> str:
         "gitTreeState": "archive",
         "buildDate": date,
     }
-    defines = [f"-X={package}.{key}={value}" for package in _VERSION_PACKAGES for key, value in values.items()]
+    defines = [
+        f"-X={package}.{key}={value}" for package in _VERSION_PACKAGES for key, value in values.items()
+    ]
     return " ".join(["-s", "-w", "-buildid=", *defines])
 
 

@@ -60,7 +60,14 @@ PATTERNS = (
 
 # With one of these on the console the machine will never come up, so nobody needs to wait any longer.
 FATAL = frozenset(
-    {"emergency shell", "initramfs shell", "boot loader", "secure boot refused", "no boot device", "kernel panic"}
+    {
+        "emergency shell",
+        "initramfs shell",
+        "boot loader",
+        "secure boot refused",
+        "no boot device",
+        "kernel panic",
+    }
 )
 
 _COMPILED = tuple((p, re.compile(p.shows), re.compile(p.unless) if p.unless else None) for p in PATTERNS)

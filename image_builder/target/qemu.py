@@ -17,7 +17,10 @@ PROGRAM = "qemu-system-x86_64"
 MEMORY_MIB = 3072
 # Debian 12 and 13, Ubuntu 24.04 (package ovmf).
 _FIRMWARE_DIRECTORY = Path("/usr/share/OVMF")
-_FIRMWARE_FILES = {False: ("OVMF_CODE_4M.fd", "OVMF_VARS_4M.fd"), True: ("OVMF_CODE_4M.ms.fd", "OVMF_VARS_4M.ms.fd")}
+_FIRMWARE_FILES = {
+    False: ("OVMF_CODE_4M.fd", "OVMF_VARS_4M.fd"),
+    True: ("OVMF_CODE_4M.ms.fd", "OVMF_VARS_4M.ms.fd"),
+}
 
 # QEMU before 8.0 emulates cmpxchg16b with stale condition codes: an interrupt right behind it saves flags that
 # were never set, and Linux, whose memory allocator lives on that instruction, dies in "double fault" or
@@ -86,7 +89,12 @@ def command_line(machine: Machine) -> list[str]:
         *(PROGRAM, "-name", _escaped(machine.name), "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", f"q35,smm={'on' if secure else 'off'}", "-accel", accel, "-cpu", cpu),
         *("-smp", str(machine.cpus), "-m", str(machine.memory_mib)),
-        *("-chardev", f"file,id=console,path={_escaped(machine.console)},append=on", "-serial", "chardev:console"),
+        *(
+            "-chardev",
+            f"file,id=console,path={_escaped(machine.console)},append=on",
+            "-serial",
+            "chardev:console",
+        ),
         *("-qmp", f"unix:{_escaped(machine.monitor)},server=on,wait=off"),
         *("-device", "virtio-rng-pci"),
         *("-netdev", f"user,id=net,restrict={restrict},hostfwd=tcp:127.0.0.1:0-:22"),
@@ -157,7 +165,18 @@ def overlay(backing: Path, format: str, path: Path, size: int = 0) -> None:
 
     ``size`` (bytes) makes the disk larger than ``backing``, as a cloud does with an image.
     """
-    argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", format, "-b", os.fspath(backing), os.fspath(path)]
+    argv = [
+        "qemu-img",
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-F",
+        format,
+        "-b",
+        os.fspath(backing),
+        os.fspath(path),
+    ]
     process.run([*argv, str(size)] if size else argv)
 
 

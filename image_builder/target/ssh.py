@@ -48,7 +48,9 @@ class SshAddress:
         """Return the address in the form that ``parse`` takes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         files = {"key": self.key, "known_hosts": self.known_hosts}
-        query = urlencode({name: str(path) for name, path in files.items() if path}, safe="/", quote_via=quote)
+        query = urlencode(
+            {name: str(path) for name, path in files.items() if path}, safe="/", quote_via=quote
+        )
         return f"ssh://{quote(self.user, safe='')}@{host}:{self.port}" + (f"?{query}" if query else "")
 
     @property
@@ -72,7 +74,13 @@ def parse(url: str) -> SshAddress:
         raise UsageError(f"{url}: the port is not a number below 65536", hint=hint) from None
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     unknown = sorted(set(query) - {"key", "known_hosts"})
-    if parts.scheme != "ssh" or not parts.hostname or parts.path not in ("", "/") or parts.password or unknown:
+    if (
+        parts.scheme != "ssh"
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.password
+        or unknown
+    ):
         what = f"unknown option {', '.join(unknown)}" if unknown else "not an SSH address"
         raise UsageError(f"{url}: {what}", hint=hint)
     files = {name: Path(value) for name, value in query.items() if value}
@@ -85,7 +93,7 @@ def parse(url: str) -> SshAddress:
     )
 
 
-class _PinFirst(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko has no types
+class _PinFirst(paramiko.MissingHostKeyPolicy):
     """Accept the first key of a host and keep it; paramiko itself refuses another one later."""
 
     def __init__(self, keys: paramiko.HostKeys) -> None:
@@ -160,7 +168,9 @@ class SshTarget:
             )
         except (OSError, EOFError, paramiko.SSHException) as error:
             client.close()
-            raise BootError(f"{address.user}@{address.host}:{address.port}: {error or type(error).__name__}") from error
+            raise BootError(
+                f"{address.user}@{address.host}:{address.port}: {error or type(error).__name__}"
+            ) from error
         transport = client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
@@ -208,14 +218,18 @@ class SshTarget:
         try:
             status, out, err = self._execute(command, input, started + timeout)
         except TimeoutError as error:
-            raise CommandError(f"timed out after {timeout:g} s on {self.address.host}: {command}", argv=words) from error
+            raise CommandError(
+                f"timed out after {timeout:g} s on {self.address.host}: {command}", argv=words
+            ) from error
         except (OSError, EOFError, paramiko.SSHException) as error:
             self.close()
             raise CommandError(f"lost {self.address.host} ({error}): {command}", argv=words) from error
         done = Completed(tuple(words), status, out, err, time.monotonic() - started)
         if status not in ok:
             tail = "\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:])
-            raise CommandError(f"exit status {status} on {self.address.host}: {command}", argv=words, tail=tail)
+            raise CommandError(
+                f"exit status {status} on {self.address.host}: {command}", argv=words, tail=tail
+            )
         return done
 
     def _execute(self, command: str, input: str | None, deadline: float) -> tuple[int, str, str]:

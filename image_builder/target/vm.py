@@ -266,7 +266,9 @@ class Vm:
         """Return an error with the last lines of the console, or of QEMU where there are none."""
         text = console.plain(self.console()).strip() or self._read_qemu_log()
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
-        return BootError(f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self.console_log}")
+        return BootError(
+            f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self.console_log}"
+        )
 
     def _read_qemu_log(self) -> str:
         return self._qemu_log.read_text(errors="replace").strip() if self._qemu_log.exists() else ""

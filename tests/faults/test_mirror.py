@@ -49,7 +49,7 @@ def test_a_sound_mirror_is_resolved_and_fetched(tmp_path: Path, repository: Repo
     assert (package.name, package.version, package.repository) == ("hello", "1.0", "debian")
     cache = tmp_path / "cache"
     cache.mkdir()
-    files = fetch([_wanted(mirror, package)], cache)
+    files = fetch([_wanted(mirror, package)], cache, tmp_path)
     assert files[package.sha256].read_bytes() == (repository.path / package.path).read_bytes()
     assert apt.install(["hello"]) == []  # it counts as installed for the groups that follow
 
@@ -103,7 +103,7 @@ def test_wrong_bytes_of_the_right_length(tmp_path: Path, repository: Repository,
     cache = tmp_path / "cache"
     cache.mkdir()
     with pytest.raises(FetchError, match=f"hello: .*locked is {package.sha256}"):
-        fetch([_wanted(mirror, package)], cache)
+        fetch([_wanted(mirror, package)], cache, tmp_path)
     assert list(cache.iterdir()) == []
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_cache_is_fetched_again(tmp_path: Path, repository: Repository
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / package.sha256).write_bytes(b"damaged")
-    fetch([_wanted(mirror, package)], cache)
+    fetch([_wanted(mirror, package)], cache, tmp_path)
     assert (cache / package.sha256).stat().st_size == package.size
 
 
@@ -124,5 +124,5 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path, mirror: str) -> Non
     wanted = [Wanted(f"gone{n}", f"{mirror}/pool/gone{n}.deb", f"{n}" * 64, 1) for n in range(3)]
     started = time.monotonic()
     with pytest.raises(FetchError, match="(?s)3 of 3.*gone0.*gone1.*gone2"):
-        fetch(wanted, cache)
+        fetch(wanted, cache, tmp_path)
     assert time.monotonic() - started < 20  # a plain 404 is not retried

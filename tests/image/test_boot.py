@@ -20,15 +20,9 @@ KUBELET_PORTS = {("tcp", 10250)}
 
 @offline
 @booted
-def test_boots_to_a_server(host: Host) -> None:
-    """The default target is multi-user, without a graphical session."""
-    assert output(host, "systemctl get-default") == "multi-user.target"
-
-
-@booted
-def test_login_leads_to_root(host: Host) -> None:
-    """The key that the platform handed over opens an account that may become root."""
-    assert output(host, "id -u") == "0"
+def test_boots_to_the_full_system(host: Host) -> None:
+    """The default target is the whole system, not a rescue shell."""
+    assert output(host, "systemctl get-default") in ("multi-user.target", "graphical.target")
 
 
 @booted
@@ -66,6 +60,7 @@ def test_kernel_is_not_tainted(host: Host) -> None:
 
 
 @booted
+@needs(image_kernel_args=bool)
 def test_kernel_got_its_arguments(host: Host, v: V) -> None:
     """The declared kernel arguments are on the command line."""
     found = read(host, "/proc/cmdline").split()
@@ -89,7 +84,7 @@ def test_root_fills_the_disk(host: Host) -> None:
 @booted
 def test_root_is_writable(host: Host) -> None:
     """The root filesystem is ext4 and was not remounted read-only."""
-    kind, options = output(host, "findmnt --noheadings --output FSTYPE,OPTIONS /").split()
+    kind, options = output(host, "findmnt --noheadings --output FSTYPE,OPTIONS /").splitlines()[-1].split()
     assert kind == "ext4" and "rw" in options.split(","), f"{kind} {options}"
 
 
@@ -103,7 +98,9 @@ def test_esp_is_mounted(host: Host) -> None:
 @booted
 def test_cgroup_v2(host: Host) -> None:
     """Containers are accounted in the unified hierarchy."""
-    assert output(host, "stat --file-system --format=%T /sys/fs/cgroup") == "cgroup2fs"
+    mounts = [line.split() for line in read(host, "/proc/mounts").splitlines()]
+    found = {(fields[2], fields[1]) for fields in mounts if fields[2].startswith("cgroup")}
+    assert found == {("cgroup2", "/sys/fs/cgroup")}, f"{found}"
 
 
 @booted
@@ -144,7 +141,7 @@ def test_no_swap_is_in_use(host: Host) -> None:
 
 
 @booted
-def test_no_zombies_and_no_load(host: Host) -> None:
+def test_no_zombies(host: Host) -> None:
     """No process of the boot was left unreaped."""
     states = output(host, "ps -e -o stat=,pid=,comm=").splitlines()
     nothing(line.strip() for line in states if line.startswith("Z"))

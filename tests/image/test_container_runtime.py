@@ -6,7 +6,6 @@ import json
 import tomllib
 from typing import Any
 
-import pytest
 from suite import Tree, assignments, booted, differences, load, needs, nothing, offline, output, read
 from testinfra.host import Host
 
@@ -18,16 +17,14 @@ with_docker = needs("container_runtime", __container_runtime_with_docker=True)
 with_cri = needs("container_runtime", __container_runtime_with_cri=True)
 
 
-@pytest.fixture
-def daemon(host: Host) -> dict[str, Any]:
+def _daemon(host: Host) -> dict[str, Any]:
     """Docker's configuration file."""
     content = load(host, DAEMON)
     assert isinstance(content, dict), f"{DAEMON} holds {content!r:.80}"
     return content
 
 
-@pytest.fixture
-def containerd(host: Host) -> dict[str, Any]:
+def _containerd(host: Host) -> dict[str, Any]:
     """containerd's effective configuration, from the program itself, imports and defaults merged in."""
     dump: dict[str, Any] = tomllib.loads(output(host, "containerd config dump"))
     return dump
@@ -45,24 +42,27 @@ def _plugin(containerd: dict[str, Any], v: V, which: str) -> dict[str, Any]:
 @offline
 @booted
 @with_docker
-def test_docker_stores_layers_with_overlay2(daemon: dict[str, Any]) -> None:
+def test_docker_stores_layers_with_overlay2(host: Host) -> None:
     """The storage driver is overlay2, and said so explicitly."""
+    daemon = _daemon(host)
     nothing(differences({"storage-driver": "overlay2"}, daemon))
 
 
 @offline
 @booted
 @with_docker
-def test_docker_root_is_on_the_local_disk(daemon: dict[str, Any], v: V) -> None:
+def test_docker_root_is_on_the_local_disk(host: Host, v: V) -> None:
     """Images and containers go to the declared data root."""
+    daemon = _daemon(host)
     nothing(differences({"data-root": v["container_runtime_data_root"]}, daemon))
 
 
 @offline
 @booted
 @with_docker
-def test_docker_downloads_in_parallel(daemon: dict[str, Any], v: V) -> None:
+def test_docker_downloads_in_parallel(host: Host, v: V) -> None:
     """As many layers at once, and as many attempts, as declared."""
+    daemon = _daemon(host)
     wanted = {
         "max-concurrent-downloads": v["container_runtime_max_concurrent_downloads"],
         "max-download-attempts": v["container_runtime_max_download_attempts"],
@@ -73,16 +73,18 @@ def test_docker_downloads_in_parallel(daemon: dict[str, Any], v: V) -> None:
 @offline
 @booted
 @with_docker
-def test_docker_containers_outlive_the_daemon(daemon: dict[str, Any], v: V) -> None:
+def test_docker_containers_outlive_the_daemon(host: Host, v: V) -> None:
     """Live restore is as declared."""
+    daemon = _daemon(host)
     nothing(differences({"live-restore": v["container_runtime_live_restore"]}, daemon))
 
 
 @offline
 @booted
 @with_docker
-def test_docker_logs_are_bounded(daemon: dict[str, Any], v: V) -> None:
+def test_docker_logs_are_bounded(host: Host, v: V) -> None:
     """Container logs are the kubelet's kind of file and can't fill the disk."""
+    daemon = _daemon(host)
     nothing(differences({"log-driver": "json-file"}, daemon))
     wanted = {
         "max-size": v["container_runtime_log_max_size"],
@@ -94,16 +96,18 @@ def test_docker_logs_are_bounded(daemon: dict[str, Any], v: V) -> None:
 @offline
 @booted
 @with_docker
-def test_docker_leaves_cgroups_to_systemd(daemon: dict[str, Any]) -> None:
+def test_docker_leaves_cgroups_to_systemd(host: Host) -> None:
     """Docker and the kubelet manage cgroups by the same driver, systemd's."""
+    daemon = _daemon(host)
     nothing(differences({"exec-opts": ["native.cgroupdriver=systemd"]}, daemon))
 
 
 @offline
 @booted
 @with_docker
-def test_docker_mirrors(daemon: dict[str, Any], v: V) -> None:
+def test_docker_mirrors(host: Host, v: V) -> None:
     """Docker asks the declared mirrors of docker.io, and no others."""
+    daemon = _daemon(host)
     wanted = [mirror["url"] for mirror in v["container_runtime_registry_mirrors"].get("docker.io", [])]
     assert daemon.get("registry-mirrors", []) == wanted
 
@@ -111,8 +115,9 @@ def test_docker_mirrors(daemon: dict[str, Any], v: V) -> None:
 @offline
 @booted
 @with_docker
-def test_docker_has_no_other_options(daemon: dict[str, Any], v: V) -> None:
+def test_docker_has_no_other_options(host: Host, v: V) -> None:
     """Every further key of daemon.json is declared, and none opens the daemon to the network."""
+    daemon = _daemon(host)
     wanted = {"userland-proxy": False, **v["container_runtime_docker_options"]}
     nothing(differences(wanted, daemon))
     nothing(f"undeclared key {key}" for key in set(daemon) - set(v["__container_runtime_daemon_keys"]) - set(wanted))
@@ -161,24 +166,27 @@ def test_containerd_is_the_declared_version(host: Host, v: V) -> None:
 @offline
 @booted
 @with_layer
-def test_containerd_root_is_on_the_local_disk(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_root_is_on_the_local_disk(host: Host, v: V) -> None:
     """containerd's own images and snapshots go to the declared root."""
+    containerd = _containerd(host)
     nothing(differences({"root": v["container_runtime_containerd_root"]}, containerd))
 
 
 @offline
 @booted
 @needs("container_runtime", __container_runtime_with_cri=False)
-def test_containerd_serves_docker_alone(containerd: dict[str, Any]) -> None:
+def test_containerd_serves_docker_alone(host: Host) -> None:
     """Where only Docker is wanted there is no second CRI socket to be pointed at."""
+    containerd = _containerd(host)
     assert "io.containerd.grpc.v1.cri" in containerd["disabled_plugins"]
 
 
 @offline
 @booted
 @with_cri
-def test_containerd_leaves_cgroups_to_systemd(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_leaves_cgroups_to_systemd(host: Host, v: V) -> None:
     """runc creates its cgroups through systemd."""
+    containerd = _containerd(host)
     runc = _plugin(containerd, v, "runtime")["containerd"]["runtimes"]["runc"]
     nothing(differences({"SystemdCgroup": True}, runc["options"]))
 
@@ -186,8 +194,9 @@ def test_containerd_leaves_cgroups_to_systemd(containerd: dict[str, Any], v: V) 
 @offline
 @booted
 @with_cri
-def test_containerd_unpacks_with_overlayfs(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_unpacks_with_overlayfs(host: Host, v: V) -> None:
     """Snapshots are overlays."""
+    containerd = _containerd(host)
     images = _plugin(containerd, v, "images")
     assert images.get("snapshotter", images.get("containerd", {}).get("snapshotter")) == "overlayfs"
 
@@ -195,8 +204,9 @@ def test_containerd_unpacks_with_overlayfs(containerd: dict[str, Any], v: V) -> 
 @offline
 @booted
 @with_cri
-def test_containerd_protects_the_pause_image(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_protects_the_pause_image(host: Host, v: V) -> None:
     """The pause image is the declared one, which containerd never collects as garbage."""
+    containerd = _containerd(host)
     images = _plugin(containerd, v, "images")
     found = images.get("pinned_images", {}).get("sandbox", images.get("sandbox_image"))
     assert found == v["container_runtime_pause_image"]
@@ -209,8 +219,9 @@ def test_containerd_protects_the_pause_image(containerd: dict[str, Any], v: V) -
     __container_runtime_with_cri=True,
     __container_runtime_containerd_features=lambda f: "progress_timeout" in f,
 )
-def test_containerd_waits_for_slow_pulls(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_waits_for_slow_pulls(host: Host, v: V) -> None:
     """A pull is cancelled only after it made no progress for the declared time."""
+    containerd = _containerd(host)
     found = _plugin(containerd, v, "images")["image_pull_progress_timeout"]
     assert _seconds(found) == _seconds(v["container_runtime_image_pull_progress_deadline"]), found
 
@@ -230,8 +241,9 @@ def _seconds(duration: str) -> int:
 @offline
 @booted
 @with_cri
-def test_containerd_downloads_in_parallel(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_downloads_in_parallel(host: Host, v: V) -> None:
     """The number of concurrent downloads stands in the plugin that pulls, and is the declared one."""
+    containerd = _containerd(host)
     wanted = v["container_runtime_max_concurrent_downloads"]
     if "transfer_pull" in v["__container_runtime_containerd_features"]:
         transfer = containerd["plugins"]["io.containerd.transfer.v1.local"]
@@ -243,8 +255,9 @@ def test_containerd_downloads_in_parallel(containerd: dict[str, Any], v: V) -> N
 @offline
 @booted
 @with_cri
-def test_containerd_reads_registries_from_a_directory(containerd: dict[str, Any], v: V) -> None:
+def test_containerd_reads_registries_from_a_directory(host: Host, v: V) -> None:
     """Mirrors are files that can change without a restart."""
+    containerd = _containerd(host)
     registry = _plugin(containerd, v, "images")["registry"]
     nothing(differences({"config_path": v["__container_runtime_certs_dir"]}, registry))
 

@@ -71,10 +71,12 @@ def test_packages_are_the_listed_ones(host: Host, facts: Facts) -> None:
 @offline
 def test_packages_files_are_unchanged(host: Host) -> None:
     """Every file of a package has the bytes that were shipped, configuration files excepted."""
-    found = host.run("dpkg --verify").stdout.splitlines()
-    changed = [line for line in found if line[11:12] != "c" and not line.startswith("missing")]
-    gone = [line for line in found if line.startswith("missing") and not re.search(r" /usr/share/(doc|man|locale|info|lintian)/", line)]
-    nothing(changed + [line for line in gone if " c " not in line])
+    # A line is "??5??????   /path" or "missing     /path", with a "c" before the path of a configuration file.
+    found = [line.split(maxsplit=1) for line in host.run("dpkg --verify").stdout.splitlines()]
+    damaged = [f"{what} {path}" for what, path in found if not path.startswith("c ")]
+    # dpkg's path filters may leave documentation and translations out.
+    documents = re.compile(r"missing /usr/share/(doc|man|locale|info|lintian|linda)/.*")
+    nothing(line for line in damaged if not documents.fullmatch(line))
 
 
 @offline

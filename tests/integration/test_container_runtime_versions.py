@@ -1,7 +1,7 @@
 """The golden renderings of the role container_runtime, shown to the programs that read them.
 
-Run for the versions that Debian's archive has: Docker 20.10 and 26.1, containerd 1.6 and 1.7. Their packages are
-unpacked into a scratch directory, and the daemons run in namespaces of their own, without a network.
+Run for the versions that Debian's archive has: Docker 20.10 and 26.1, containerd 1.6 and 1.7. Their packages
+are unpacked into a scratch directory, and the daemons run in namespaces of their own, without a network.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ RELEASES = {
 
 
 @pytest.fixture(scope="module", params=sorted(RELEASES))
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     docker, containerd, names = RELEASES[request.param]
     work = tmp_path_factory.mktemp(request.param)
     apt = Apt(work / "apt", debian_sources(request.param, ("main",), KEYRING, None), "amd64")
@@ -82,9 +82,9 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert {package.name for package in packages} == set(names)
     wanted = [Wanted(p.name, f"{addresses[p.repository]}/{p.path}", p.sha256, p.size) for p in packages]
     (work / "cache").mkdir()
-    for path in fetch(wanted, work / "cache").values():
+    for path in fetch(wanted, work / "cache", work).values():
         process.run(["dpkg-deb", "--extract", path, work / "tree"])
-    yield Engines(work / "tree", docker, containerd)
+    return Engines(work / "tree", docker, containerd)
 
 
 def test_programs_are_of_the_versions_that_are_rendered(engines: Engines) -> None:
@@ -104,16 +104,19 @@ def test_containerd_takes_every_setting(engines: Engines) -> None:
     assert list(_missing(rendered, tomllib.loads(dump))) == []
 
 
-def test_containerd_would_tell_of_a_newer_configuration(engines: Engines) -> None:
-    with pytest.raises(CommandError, match="config"):
-        process.run(
-            ["containerd", "--config", GOLDEN / "containerd-2.3.toml", "config", "dump"], env=engines.env
-        )
+def test_a_setting_that_containerd_does_not_know_would_be_found(engines: Engines, tmp_path: Path) -> None:
+    """containerd 1.x says nothing about a key that it ignores, hence the comparison above."""
+    wrong = tmp_path / "config.toml"
+    text = engines.config_toml.read_text()
+    wrong.write_text(text.replace("max_concurrent_downloads", "max_concurrent_download"))
+    dump = process.run(["containerd", "--config", wrong, "config", "dump"], env=engines.env).stdout
+    assert list(_missing(tomllib.loads(text), tomllib.loads(dump))) != []
 
 
 def test_docker_accepts_its_configuration(engines: Engines, tmp_path: Path) -> None:
-    if engines.docker == "20.10":
-        pytest.skip("Docker 20.10 has no --validate; the test below starts it")
+    if engines.docker == "20.10":  # as the role's table says; the test below starts it instead
+        assert "--validate" not in process.run(["dockerd", "--help"], env=engines.env).stdout
+        return
     process.run(["dockerd", "--validate", f"--config-file={engines.daemon_json}"], env=engines.env)
     wrong = tmp_path / "daemon.json"
     wrong.write_text(json.dumps({**json.loads(engines.daemon_json.read_text()), "storage-drivr": "overlay2"}))
@@ -136,7 +139,7 @@ def test_the_daemons_run_as_configured(engines: Engines, tmp_path: Path) -> None
     )
     *plugins, last = done.stdout.strip().splitlines()
     cri = [line.split() for line in plugins if line.startswith("io.containerd.grpc.v1") and " cri " in line]
-    assert cri and cri[0][-1] == "ok"
+    assert [line[-1] for line in cri] == ["ok"]
     info = json.loads(last)
     assert info["Driver"] == "overlay2"
     assert info["DockerRootDir"] == "/mnt/local/docker"

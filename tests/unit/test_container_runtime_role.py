@@ -23,7 +23,7 @@ TRIXIE = {"distribution": "debian", "suite": "trixie"}
 DOCKER = ("20.10", "23.0", "26.1", "28", "29")
 CONTAINERD = ("1.6", "1.7", "2.0", "2.1", "2.2.2", "2.2.4", "2.3")
 CRI_DOCKERD = {"version": "0.3.16", "url": "https://archive.test/cri-dockerd.tgz", "sha256": "ab" * 32}
-# What makes containerd >= 2.1 leave the transfer service (internal/cri/config/config.go, CheckLocalImagePullConfigs).
+# What makes containerd >= 2.1 leave the transfer service (CheckLocalImagePullConfigs in internal/cri).
 FALLBACKS = {
     "max_concurrent_downloads",
     "discard_unpacked_layers",
@@ -53,7 +53,7 @@ def templar(**variables: Any) -> Templar:
 
 def value(name: str, **variables: Any) -> Any:
     """Return one variable of the role as plain data."""
-    return json.loads(templar(**variables).template(trust_as_template("{{ %s | to_json }}" % name)))
+    return json.loads(templar(**variables).template(trust_as_template("{{ " + name + " | to_json }}")))
 
 
 def render(template: str, *, item: Any = None, **variables: Any) -> str:

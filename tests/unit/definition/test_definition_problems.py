@@ -60,6 +60,17 @@ def lines(inventory: Inventory) -> list[str]:
             id="undefined variable",
         ),
         pytest.param(
+            'system_mode: "{{ other }}"\nother: "{{ system_mode }}"\n',
+            "group_vars/workers.yml:1  system_mode: Recursive loop detected in template",
+            id="variables that name each other",
+        ),
+        pytest.param(
+            'system_mode: "{{ 1 + }}"\n',
+            "group_vars/workers.yml:1  system_mode: Syntax error in template: "
+            "unexpected 'end of print statement'",
+            id="broken template",
+        ),
+        pytest.param(
             "image_base:\n  suit: trixie\n",
             "group_vars/workers.yml:2  image_base.suit: unknown key, did you mean `suite`?",
             id="unknown key",

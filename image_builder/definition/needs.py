@@ -1,0 +1,112 @@
+"""What a layer installs and fetches: the lists that its roles compute, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from image_builder.definition import engine
+from image_builder.definition.evaluate import evaluated_layer
+from image_builder.definition.model import ImageDefinition
+from image_builder.definition.roles import RoleBook
+from image_builder.definition.values import JSON, is_vaulted
+from image_builder.errors import DefinitionError, Problem
+
+_VAULTED = "a vaulted value would end in the lock; give apt its credentials in auth.conf.d"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A third-party apt repository, as ``deb822_repository`` takes it."""
+
+    name: str
+    uris: tuple[str, ...]
+    suites: tuple[str, ...]
+    components: tuple[str, ...]
+    signed_by: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file fetched by URL, known by its hash."""
+
+    url: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What a layer fetches; all of it goes into the lock."""
+
+    roles: tuple[str, ...]
+    packages: tuple[str, ...]
+    repositories: tuple[Repository, ...]
+    archives: tuple[Archive, ...]
+
+
+def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
+    """Evaluate what a layer installs and fetches; raises DefinitionError for what can't be evaluated."""
+    book = RoleBook(definition.repo_root)
+    evaluated = evaluated_layer(definition, layer)
+    problems: list[Problem] = []
+    lists: dict[str, list[JSON]] = {"packages": [], "repositories": [], "archives": []}
+    for role in evaluated:
+        for kind, items in lists.items():
+            name = f"__{role.use.name}_{kind}"
+            if name not in role.raw:
+                continue
+            value = role.values.get(name)
+            if isinstance(value, list) and not is_vaulted(value):
+                items.extend(item for item in value if item not in items)
+                continue
+            where = str(engine.place_in(book.role(role.use.name).constants, [name]) or "")
+            what = role.failures.get(name) or (
+                f"is not a list, but {value!r}" if name in role.values else _VAULTED
+            )
+            problems.append(Problem(where, name, f"{definition.name}: {what}"))
+    if not problems:
+        try:
+            return LayerNeeds(
+                tuple(role.use.name for role in evaluated),
+                tuple(_text(p) for p in lists["packages"]),
+                tuple(_repository(r) for r in lists["repositories"]),
+                tuple(_archive(a) for a in lists["archives"]),
+            )
+        except TypeError as error:
+            playbook = engine.Place(str(book.layer(layer).playbook))
+            problems.append(Problem(str(playbook), layer, f"{definition.name}: {error}"))
+    raise DefinitionError(problems)
+
+
+def _text(value: JSON) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"a non-empty string is needed, got {value!r}")
+    return value
+
+
+def _texts(value: JSON) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    if not isinstance(value, list):
+        raise TypeError(f"a list of strings is needed, got {value!r}")
+    return tuple(_text(v) for v in value)
+
+
+def _repository(value: JSON) -> Repository:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a repository is a mapping, got {value!r}")
+    if missing := sorted({"name", "uris", "suites", "signed_by"} - set(value)):
+        raise TypeError(f"repository {value.get('name', '?')}: without {', '.join(missing)}")
+    return Repository(
+        _text(value["name"]),
+        _texts(value["uris"]),
+        _texts(value["suites"]),
+        _texts(value.get("components") or []),
+        _text(value["signed_by"]),
+    )
+
+
+def _archive(value: JSON) -> Archive:
+    if not isinstance(value, Mapping) or not {"url", "sha256"} <= set(value):
+        raise TypeError(f"an archive is a mapping with url and sha256, got {value!r}")
+    return Archive(_text(value["url"]), _text(value["sha256"]).lower())

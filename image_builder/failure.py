@@ -1,0 +1,143 @@
+"""How a failure reaches people and programs: the message, where, the last lines, a hint, the exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from image_builder import errors
+from image_builder.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    CommandError,
+    DefinitionError,
+    HostError,
+    ImageBuilderError,
+    SpaceError,
+    StageError,
+)
+
+_EXIT_CODE_LINE = re.compile(r"^\s*(?:[├└]── )?(?P<name>\w+Error)\s+(?P<code>\d+)\s+(?P<meaning>.+)$", re.MULTILINE)
+
+
+def exit_codes() -> list[tuple[int, str, str]]:
+    """Return the table of exit codes: (code, name, meaning), in order of the codes.
+
+    Read from the tree in the docstring of ``errors.py``, where the meanings stand; a test compares that with
+    the classes.
+    """
+    listed = [(int(m["code"]), m["name"], m["meaning"]) for m in _EXIT_CODE_LINE.finditer(errors.__doc__ or "")]
+    return sorted(
+        [
+            (0, "", "what was asked for was done"),
+            *listed,
+            (EXIT_BUG, "", "a bug in image-builder; it shows a traceback"),
+            (EXIT_INTERRUPTED, "", "interrupted by Ctrl-C"),
+            (128 + signal.SIGTERM, "", "ended by SIGTERM"),
+        ]
+    )
+
+
+def text(error: ImageBuilderError, command: str = "") -> str:
+    """Return an error as people read it. ``command`` is the command line that led to it, for a retry."""
+    cause = error.cause if isinstance(error, StageError) else error
+    lines = [f"error: {error.message}"]
+    if isinstance(cause, CommandError) and cause.tail:
+        lines += [f"  | {line}" for line in cause.tail.splitlines()]
+    if isinstance(error, StageError):
+        if error.log:
+            lines.append(f"log: {error.log}")
+        if command and "--shell-on-failure" not in command:
+            lines.append(f"to enter the sandbox: {command} --shell-on-failure")
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    return "\n".join(lines)
+
+
+def as_json(error: ImageBuilderError) -> dict[str, Any]:
+    """Return an error as ``--json`` prints it."""
+    cause = error.cause if isinstance(error, StageError) else error
+    told: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "exit_code": error.exit_code,
+        "message": error.message,
+        "hint": error.hint,
+    }
+    if isinstance(error, StageError):
+        told |= {"stage": error.stage, "log": error.log, "cause": type(cause).__name__}
+    if isinstance(cause, CommandError):
+        told |= {"command": list(cause.argv), "last_lines": cause.tail.splitlines()}
+    if isinstance(cause, DefinitionError):
+        told["problems"] = [{"where": p.where, "path": p.path, "what": p.what} for p in cause.problems]
+    return {"error": told}
+
+
+def _expected(error: OSError) -> ImageBuilderError | None:
+    """Return what a refusal of the operating system means, if that is no bug of ours."""
+    where = error.filename or "a file"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(f"no space left: {where}", hint="image-builder store gc --keep 1; or --store DIR")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return HostError(f"not permitted: {where}", hint="run as root, or use a --store and --output of your own")
+    if error.errno == errno.EROFS:
+        return HostError(f"read-only filesystem: {where}")
+    return None
+
+
+def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> int:
+    """Run ``work`` and return its exit status; show what it raises. SystemExit passes."""
+    try:
+        return work()
+    except ImageBuilderError as error:
+        return _show(error, json_wanted, command)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Who read our results has gone: `image-builder plan worker | head -3`. Nothing to add.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if isinstance(error, OSError) and (expected := _expected(error)):
+            return _show(expected, json_wanted, command)
+        traceback.print_exc()
+        print(
+            "error: this is a bug in image-builder; please report it with the lines above",
+            file=sys.stderr,
+        )
+        return EXIT_BUG
+
+
+def _show(error: ImageBuilderError, json_wanted: bool, command: str) -> int:
+    sys.stdout.flush()
+    print(text(error, command), file=sys.stderr, flush=True)
+    if json_wanted:
+        print(json.dumps(as_json(error), indent=1))
+    return error.exit_code
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM and SIGHUP unwind the stack, so that what has a lifetime is ended, and set the exit status."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+
+
+def command_line() -> str:
+    """Return this run's command as the user would type it again."""
+    import shlex
+
+    return shlex.join([Path(sys.argv[0]).name.replace("cli.py", "image-builder"), *sys.argv[1:]])

@@ -1,0 +1,91 @@
+"""Tell whether this host can bake, before anything on it is changed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from image_builder.errors import HostError, SpaceError, StoreError
+
+_MIB = 1 << 20
+# Below this no build ends well; what a given build needs is estimated by ``space.py`` once its plan is known.
+LEAST_FREE = 1024 * _MIB
+# Filesystems that can't hold the upper layer of an overlay, or lose owners and device nodes.
+_UNSUITABLE = frozenset(
+    ("overlay", "aufs", "nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "vfat", "exfat", "msdos")
+    + ("ntfs", "ntfs3", "squashfs", "iso9660", "erofs", "ramfs", "ecryptfs", "zfs")
+)
+
+
+def check_host(store: Path, *, filesystems: tuple[str, ...] = ("overlay",)) -> None:
+    """Check all that a build needs of the host and of the place of its store.
+
+    ``filesystems`` are those that the kernel must know. Raises HostError, StoreError, SpaceError.
+    """
+    check_root()
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine != "x86_64":
+        raise HostError(f"images are baked on Linux on x86_64, this is {platform.system()} on {machine}")
+    check_kernel(filesystems)
+    check_store(store)
+
+
+def check_root() -> None:
+    """Raise HostError unless this process is root."""
+    if os.geteuid() != 0:
+        raise HostError("this needs root", hint="run it through ./image-builder, which uses sudo, or as root")
+
+
+def check_kernel(
+    filesystems: tuple[str, ...],
+    known: Path = Path("/proc/filesystems"),
+    modules: Path = Path("/lib/modules"),
+) -> None:
+    """Raise HostError for a filesystem that the running kernel neither has nor can load."""
+    listed = {line.split()[-1] for line in known.read_text(encoding="ascii").splitlines()}
+    here = modules / platform.release()
+    for name in filesystems:
+        folder = {"overlay": "overlayfs"}.get(name, name)
+        if name not in listed and not list(here.glob(f"kernel/fs/{folder}/{name}.ko*")):
+            raise HostError(f"the kernel {platform.release()} of this host has no {name} filesystem")
+
+
+def check_store(store: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+    """Raise StoreError for a store on an unsuitable filesystem, SpaceError where almost nothing is free."""
+    below = nearest_existing(store)
+    kind = filesystem_of(below, mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    if kind in _UNSUITABLE or kind.startswith("fuse"):
+        raise StoreError(
+            f"the store {store} is on {kind}, which can't hold the upper layer of an overlay",
+            hint="put it on ext4, xfs or btrfs: --store DIR, or IMAGE_BUILDER_STORE=DIR; in a container, on a volume",
+        )
+    stats = os.statvfs(below)
+    free = stats.f_bavail * stats.f_frsize
+    if free < LEAST_FREE:
+        raise SpaceError(
+            f"{below} has {free // _MIB} MiB free, a store needs at least {LEAST_FREE // _MIB} MiB",
+            hint="image-builder store gc --keep 1; or another disk: --store DIR",
+        )
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return ``path`` with links resolved, or the nearest of its parents that exists."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def filesystem_of(path: Path, mountinfo: str) -> str:
+    """Return the type of the filesystem that holds ``path`` (absolute, without links): ``ext4``, ``overlay``."""
+    best, kind = "", ""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        # Octal escapes stand for spaces, tabs, newlines and backslashes (proc(5)).
+        mounted = before.split(" ")[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
+        holds = mounted == "/" or os.fspath(path) == mounted or os.fspath(path).startswith(f"{mounted}/")
+        # The last of several mounts at one place is the one in sight.
+        if holds and len(mounted) >= len(best):
+            best, kind = mounted, after.split(" ")[0]
+    return kind

@@ -1,0 +1,259 @@
+"""Show people what happens: on a terminal a live tree of stages, elsewhere plain lines with the time.
+
+Everything here goes to standard error; results are the business of ``cli.py`` and go to standard output.
+``NO_COLOR`` and a dumb terminal are rich's concern; ``CI`` turns redrawing off even on a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from image_builder.events import Monitor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+State = Literal["waiting", "cached", "running", "done", "failed"]
+# A plain log gets a line for a change of task at most this often, and for progress more rarely.
+_TASK_SECONDS = 1.0
+_PROGRESS_SECONDS = 15.0
+_REDRAWS_PER_SECOND = 8
+_MARKS: Mapping[State, tuple[str, str]] = {
+    "waiting": ("·", "dim"),
+    "cached": ("=", "dim"),
+    "running": ("▶", "cyan"),
+    "done": ("✓", "green"),
+    "failed": ("✗", "red"),
+}
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes in decimal units with three digits: ``1.23 GB``."""
+    for unit in _UNITS[:-1]:
+        if abs(count) < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {_UNITS[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration: ``0.4 s``, ``42 s``, ``3:07 min``, ``1:02:03 h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02} h"
+
+
+def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
+    """Return how far something is, and how fast: ``120 MB of 800 MB, 12 MB/s``."""
+    if unit == "B":
+        rate = f", {human_bytes(done / seconds)}/s" if seconds > 1 and done else ""
+        return f"{human_bytes(done)} of {human_bytes(total)}{rate}"
+    return f"{done} of {total} {unit}"
+
+
+@dataclass
+class _Row:
+    """What is known of one stage."""
+
+    name: str
+    state: State = "waiting"
+    doing: str = ""
+    started: float = 0.0
+    seconds: float = 0.0
+    progress_since: float | None = None
+
+
+class PlainMonitor:
+    """Writes one line, with the time of day, for what is worth one."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+
+    def _line(self, text: str) -> None:
+        self._write(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _is_due(self, key: str, seconds: float) -> bool:
+        now = self._clock()
+        if now - self._last.get(key, -seconds) < seconds:
+            return False
+        self._last[key] = now
+        return True
+
+    def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
+        cached = [name for name, _, done in stages if done]
+        todo = [name for name, _, done in stages if not done]
+        self._line(f"plan: {len(stages)} stages, to do: {', '.join(todo) or 'nothing'}")
+        if cached and todo:
+            self._line(f"plan: nothing changed for {', '.join(cached)}")
+
+    def stage_started(self, stage: str) -> None:
+        self._since[stage] = self._clock()
+        self._line(f"{stage}: started")
+
+    def stage_doing(self, stage: str, what: str) -> None:
+        if self._is_due(f"{stage} task", _TASK_SECONDS):
+            self._line(f"{stage}: {what}")
+
+    def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        self._last.setdefault(f"{stage} progress", self._clock())
+        if self._is_due(f"{stage} progress", _PROGRESS_SECONDS):
+            seconds = self._clock() - self._since.get(stage, self._clock())
+            self._line(f"{stage}: {progress_text(done, total, unit, seconds)}")
+
+    def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
+        self._line(f"{stage}: {'there already' if cached else f'done in {human_seconds(seconds)}'}")
+
+    def stage_failed(self, stage: str, seconds: float) -> None:
+        self._line(f"{stage}: failed after {human_seconds(seconds)}")
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+
+class LiveMonitor:
+    """A tree of stages that redraws itself. Calls may come from any thread."""
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title = title
+        self._clock = clock
+        self._rows: dict[str, _Row] = {}
+        self._lock = threading.RLock()
+        self._started = clock()
+        self.print: Callable[[str], None] = lambda text: None
+        self.live: Live | None = None
+
+    def _row(self, stage: str) -> _Row:
+        return self._rows.setdefault(stage, _Row(stage))
+
+    def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
+        with self._lock:
+            for name, _, cached in stages:
+                self._row(name).state = "cached" if cached else "waiting"
+
+    def stage_started(self, stage: str) -> None:
+        with self._lock:
+            row = self._row(stage)
+            row.state, row.started, row.doing, row.progress_since = "running", self._clock(), "", None
+
+    def stage_doing(self, stage: str, what: str) -> None:
+        with self._lock:
+            row = self._row(stage)
+            row.doing, row.progress_since = what, None
+
+    def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        with self._lock:
+            row = self._row(stage)
+            row.progress_since = row.progress_since or self._clock()
+            row.doing = progress_text(done, total, unit, self._clock() - row.progress_since)
+
+    def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
+        self._end(stage, "cached" if cached else "done", seconds)
+
+    def stage_failed(self, stage: str, seconds: float) -> None:
+        self._end(stage, "failed", seconds)
+
+    def _end(self, stage: str, state: State, seconds: float) -> None:
+        with self._lock:
+            row = self._row(stage)
+            row.state, row.seconds = state, seconds
+            if state != "failed":
+                row.doing = ""
+
+    def note(self, text: str) -> None:
+        self.print(text)
+
+    def __rich__(self) -> Table:
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        with self._lock:
+            total = human_seconds(self._clock() - self._started)
+            table.add_row("", f"[bold]{escape(self._title)}[/]", total, "")
+            for row in self._rows.values():
+                mark, style = _MARKS[row.state]
+                taken = self._clock() - row.started if row.state == "running" else row.seconds
+                shown = human_seconds(taken) if row.state in ("running", "done", "failed") else ""
+                what = "there already" if row.state == "cached" else row.doing
+                table.add_row(
+                    f"[{style}]{mark}[/]", f"[{style}]{escape(row.name)}[/]", shown, f"[dim]{escape(what)}[/]"
+                )
+        return table
+
+
+def is_live(stream_is_terminal: bool, environment: Mapping[str, str]) -> bool:
+    """Tell whether redrawing is wanted: a terminal that can, and not the log of a CI."""
+    return (
+        stream_is_terminal
+        and environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
+        and environment.get("CI", "").lower() in ("", "0", "false")
+    )
+
+
+@contextmanager
+def monitor(title: str) -> Iterator[Monitor]:
+    """Show on standard error what is told to the monitor, until the block ends."""
+    if not is_live(sys.stderr.isatty(), os.environ):
+        yield PlainMonitor(lambda line: print(line, file=sys.stderr, flush=True))
+        return
+    from rich.live import Live
+
+    shown = LiveMonitor(title)
+    console = stderr_console()
+    shown.print = lambda text: console.print(text, markup=False, highlight=False)
+    # Redirecting would carry a result that is printed meanwhile to standard error.
+    with Live(shown, console=console, refresh_per_second=_REDRAWS_PER_SECOND, redirect_stdout=False) as live:
+        shown.live = live
+        yield shown
+
+
+@contextmanager
+def paused(shown: Monitor) -> Iterator[None]:
+    """Leave the terminal to someone else until the block ends."""
+    live = shown.live if isinstance(shown, LiveMonitor) else None
+    if live:
+        live.stop()
+    try:
+        yield
+    finally:
+        if live:
+            live.start()
+
+
+def stderr_console() -> Console:
+    """Return a console for people: no wrapping by guesswork where standard error is no terminal."""
+    from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
+
+
+def columns(rows: list[tuple[str, ...]]) -> str:
+    """Align rows of text in columns, two spaces apart; cells are never cut or wrapped."""
+    if not rows:
+        return ""
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,133 @@
+"""Run the real command against a store of its own, and see what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+IMAGE = "minimal"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ended: its status, its result on stdout, its words on stderr."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.stdout)
+        return found
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A store and an output directory of one test, the store filled with a finished build's stages."""
+
+    store: Path
+    output: Path
+
+    def command(self, *argv: str | Path, inventory: Path | None = None) -> list[str]:
+        words = [os.fspath(REPO / "image-builder"), *map(os.fspath, argv)]
+        if inventory:
+            words += ["-i", os.fspath(inventory)]
+        return words
+
+    def build(self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None) -> Ended:
+        """Build the test image to its end, whatever that is."""
+        done = subprocess.run(
+            [*self.command("build", IMAGE, *argv, inventory=inventory), *self._places(), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "CI": "true", **(env or {})},
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def _places(self) -> list[str]:
+        return ["--store", os.fspath(self.store), "--output", os.fspath(self.output)]
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start a build; its lines on stderr are for ``wait_for_line``."""
+        return subprocess.Popen(
+            [*self.command("build", IMAGE), *self._places()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CI": "true"},
+        )
+
+    def forget(self, *names: str) -> None:
+        """Remove stages from the store by name, so that the next build has them to do."""
+        for path in list((self.store / "objects").iterdir()):
+            meta = json.loads((path / "meta.json").read_text())
+            if meta["name"] in names:
+                subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
+
+    def object(self, name: str) -> Path:
+        """Return the directory of the finished stage called ``name``."""
+        for path in (self.store / "objects").iterdir():
+            if json.loads((path / "meta.json").read_text())["name"] == name:
+                return path
+        raise KeyError(name)
+
+
+def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
+    """Read the child's stderr until a line is wanted; False when it ended before. Later lines are drained."""
+    assert child.stderr is not None
+    deadline = time.monotonic() + seconds
+    for line in child.stderr:
+        if wanted(line):
+            threading.Thread(target=child.stderr.read, daemon=True).start()
+            return True
+        assert time.monotonic() < deadline, "the build came to a halt"
+    return False
+
+
+def left_behind(store: Path) -> list[str]:
+    """Return what a dead build left outside its staging area: mounts, loops, processes, interfaces, files."""
+    found = [line for line in Path("/proc/self/mounts").read_text().splitlines() if os.fspath(store) in line]
+    loops = Path("/sys/block").glob("loop*/loop/backing_file")
+    found += [p.read_text() for p in loops if os.fspath(store) in p.read_text()]
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if os.fspath(store) in words:
+            found.append(words.replace("\0", " "))
+    found += [os.fspath(p) for p in store.rglob("*partial*") if "staging" not in p.parts]
+    return found
+
+
+def wait_until_clean(store: Path) -> list[str]:
+    """Give the kernel a moment to take down a killed namespace; return what is left then."""
+    deadline = time.monotonic() + 10
+    while (left := left_behind(store)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def network_state() -> str:
+    """Return the host's interfaces and iptables rules as text, to be compared."""
+    links = sorted(os.listdir("/sys/class/net"))
+    rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=False) if _has_iptables() else None
+    kept = [line for line in rules.stdout.splitlines() if not line.startswith((":", "#"))] if rules else []
+    return "\n".join([*links, *kept])
+
+
+def _has_iptables() -> bool:
+    return any(os.access(f"{d}/iptables-save", os.X_OK) for d in ("/usr/sbin", "/sbin"))

@@ -1,0 +1,221 @@
+"""Bad days of a build: a clear error with its own exit code, nothing published, what was there intact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from image_builder import errors
+from tests.faults.builds import IMAGE, REPO, Ended, Workplace, left_behind
+from tests.faults.mirror import build_deb
+
+pytestmark = pytest.mark.root
+
+
+def _published(workplace: Workplace) -> dict[str, str]:
+    """Map every published file to its SHA-256."""
+    return {
+        os.fspath(p.relative_to(workplace.output)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(workplace.output.rglob("*"))
+        if p.is_file() and not p.is_symlink()
+    }
+
+
+@pytest.fixture
+def published(workplace: Workplace) -> dict[str, str]:
+    """An artefact of an earlier, good build."""
+    done = workplace.build()
+    assert done.status == 0, done.stderr
+    found = _published(workplace)
+    assert any(name.endswith("manifest.json") for name in found)
+    return found
+
+
+def _assert_refused(done: Ended, workplace: Workplace, before: dict[str, str], code: int, *told: str) -> None:
+    assert done.status == code, done.stderr
+    for word in told:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert _published(workplace) == before
+    assert left_behind(workplace.store) == []
+    assert list((workplace.store / "staging").iterdir()) == []
+
+
+def test_the_mirror_is_down(workplace: Workplace, published: dict[str, str]) -> None:
+    (workplace.store / "locks" / f"{IMAGE}.lock.json").unlink()
+    done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
+    _assert_refused(done, workplace, published, errors.FetchError.exit_code, "127.0.0.1", "hint:")
+
+
+def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, published: dict[str, str]) -> None:
+    workplace.forget("base")
+    workplace.forget("system", "seal", "verify", "disk", "convert")
+    lock = json.loads((workplace.store / "locks" / f"{IMAGE}.lock.json").read_text())
+    package = lock["groups"]["base"]["packages"][0]
+    (workplace.store / "debs" / package["sha256"]).unlink()
+    done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
+    _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
+
+
+def test_the_disk_fills_up_in_the_middle(
+    copy_of: Callable[[], Workplace], tmp_path: Path, built: Workplace
+) -> None:
+    """The store on a filesystem of its own; another program takes the rest of it while a stage runs."""
+    source = copy_of()
+    image = source.store.parent / "small.ext4"
+    mount = source.store.parent / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(6 << 30)
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", image], check=True)
+    script = tmp_path / "in_namespace.py"
+    script.write_text(_FILL)
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "python3", script, image, mount, source.store, REPO],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["status"] in (errors.StageError.exit_code, errors.FetchError.exit_code), told
+    assert "No space left" in told["stderr"], told
+    assert "Traceback" not in told["stderr"]
+    assert told["staging"] == []
+    assert told["published"] == []
+    assert told["again"] == 0, told
+    image.unlink()
+
+
+# Runs in a mount namespace of its own: the mount is gone when it ends.
+_FILL = '''
+import json, os, subprocess, sys, threading, time
+image, mount, source, repo = sys.argv[1:]
+subprocess.run(["mount", "-o", "loop", image, mount], check=True)
+store, output = mount + "/store", mount + "/output"
+subprocess.run(["cp", "-a", source, store], check=True)
+for path in os.listdir(store + "/objects"):
+    meta = json.load(open(f"{store}/objects/{path}/meta.json"))
+    if meta["name"] not in ("tools",):
+        subprocess.run(["rm", "-rf", f"{store}/objects/{path}"], check=True)
+argv = [repo + "/image-builder", "build", "minimal", "--store", store, "--output", output]
+env = {**os.environ, "CI": "true"}
+child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+lines = []
+for line in child.stderr:
+    lines.append(line)
+    if " base " in line and "start" in line:
+        break
+stats = os.statvfs(mount)
+ballast = mount + "/ballast"
+subprocess.run(["fallocate", "-l", str(stats.f_bavail * stats.f_frsize - (60 << 20)), ballast], check=True)
+lines += child.stderr.readlines()
+status = child.wait()
+staging = os.listdir(store + "/staging")
+published = os.listdir(output) if os.path.exists(output) else []
+os.unlink(ballast)
+again = subprocess.run([*argv, "--stop-after", "base"], env=env, stdout=subprocess.DEVNULL).returncode
+print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging": staging,
+                  "published": published, "again": again}))
+'''
+
+
+def test_a_package_whose_postinst_fails(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
+    deb = build_deb(tmp_path, "broken-package", postinst="#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    data = deb.read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    (workplace.store / "debs" / sha256).write_bytes(data)
+    lock = json.loads((workplace.store / "locks" / f"{IMAGE}.lock.json").read_text())
+    lock["groups"]["system"]["requested"].append("broken-package")
+    lock["groups"]["system"]["packages"].append(
+        {
+            "name": "broken-package",
+            "version": "1.0",
+            "architecture": "amd64",
+            "sha256": sha256,
+            "size": len(data),
+            "path": "pool/broken-package.deb",
+            "repository": "debian",
+        }
+    )
+    (tmp_path / "lock.json").write_text(json.dumps(lock))
+    inventory = tmp_path / "inventory"
+    subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
+    (inventory / "host_vars").mkdir(exist_ok=True)
+    with (inventory / "host_vars" / f"{IMAGE}.yml").open("a") as file:
+        file.write("\nsystem_packages_extra: [broken-package]\n")
+    done = workplace.build("--locked", tmp_path / "lock.json", inventory=inventory)
+    _assert_refused(
+        done,
+        workplace,
+        published,
+        errors.StageError.exit_code,
+        "system",
+        "broken-package",
+        "the disk is on fire",
+    )
+
+
+def test_a_damaged_store_is_refused_and_repaired_by_building_again(
+    workplace: Workplace, published: dict[str, str]
+) -> None:
+    workplace.forget("system", "seal", "verify", "disk", "convert")
+    base = workplace.object("base")
+    victim = base / "product/tree/etc/debian_version"
+    subprocess.run(["cp", "--remove-destination", "/proc/version", victim], check=True)
+    done = workplace.build()
+    _assert_refused(done, workplace, published, errors.StageError.exit_code, "etc/debian_version", "hint:")
+    verified = subprocess.run(
+        workplace.command("store", "verify", "--store", workplace.store, "--json"), capture_output=True, text=True
+    )
+    assert verified.returncode == errors.StoreError.exit_code
+    assert "etc/debian_version" in verified.stdout
+    workplace.forget("base")
+    again = workplace.build()
+    assert again.status == 0, again.stderr
+
+
+def test_two_builds_at_once_share_the_work(workplace: Workplace) -> None:
+    workplace.forget("system", "seal", "verify", "disk", "convert")
+    ended: list[Ended] = []
+    threads = [threading.Thread(target=lambda: ended.append(workplace.build())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    assert [e.status for e in ended] == [0, 0], [e.stderr for e in ended]
+    one, two = (e.result for e in ended)
+    assert one["build_id"] == two["build_id"]
+    assert one["artefact"] == two["artefact"]
+    # Every stage was run by exactly one of the two.
+    for first, second in zip(one["stages"], two["stages"], strict=True):
+        ran = [not first["cached"], not second["cached"]]
+        assert sum(ran) == (1 if first["name"] in ("system", "seal", "verify", "disk", "convert") else 0), first
+    assert list((workplace.store / "staging").iterdir()) == []
+
+
+def test_too_little_space_is_named_before_anything_starts(workplace: Workplace, tmp_path: Path) -> None:
+    script = (
+        'mount -t tmpfs -o size=300m none "$1" && mkdir "$1/output" && '
+        '"$2/image-builder" build minimal --store "$3" --output "$1/output"'
+    )
+    workplace.forget("base", "system", "seal", "verify", "disk", "convert")
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", tmp_path, REPO, workplace.store],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CI": "true"},
+        check=False,
+    )
+    assert done.returncode == errors.SpaceError.exit_code, done.stderr
+    assert "MiB are missing" in done.stderr
+    assert list((workplace.store / "staging").iterdir()) == []

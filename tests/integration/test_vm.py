@@ -1,0 +1,99 @@
+"""The machine's lifetime: it dies with whoever started it, and a machine that can't boot says so early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import BootError
+from image_builder.target import qemu
+from image_builder.target.vm import ExtraDisk, Vm, VmOptions
+
+pytestmark = pytest.mark.boot
+
+REPO = Path(__file__).resolve().parents[2]
+_HOLD = """
+import sys, time
+from pathlib import Path
+from image_builder.target.vm import Vm, VmOptions
+with Vm(VmOptions("held", Path(sys.argv[1])), Path(sys.argv[2])) as vm:
+    print("on", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def blank(tmp_path: Path) -> Path:
+    path = tmp_path / "blank.raw"
+    path.write_bytes(bytes(1 << 20))
+    return path
+
+
+def _machines(directory: Path) -> list[int]:
+    """Return the processes whose command line names ``directory``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if qemu.PROGRAM.encode() in command and os.fsencode(directory) in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_emulation_works_here() -> None:
+    assert qemu.works("tcg")
+
+
+def test_machine_without_a_bootable_disk_is_given_up_early(blank: Path, tmp_path: Path) -> None:
+    before = blank.read_bytes()
+    extra = (ExtraDisk("local0", 64 << 20), ExtraDisk("temp0", 64 << 20, bus="scsi", model="Virtual Disk"))
+    with Vm(VmOptions("blank", blank, extra_disks=extra, disk_size=8 << 20), tmp_path) as vm:
+        with pytest.raises(BootError, match="no boot device") as caught:
+            vm.wait_for_ssh(total_seconds=300)
+        assert "console.log" in (caught.value.hint or "")
+        assert vm.problems()
+    assert not _machines(tmp_path)
+    assert blank.read_bytes() == before
+
+
+def test_power_is_cut_and_comes_back_with_the_same_disk(blank: Path, tmp_path: Path) -> None:
+    with Vm(VmOptions("blank", blank), tmp_path) as vm:
+        first = vm.target.address.port
+        vm.reset()
+        assert vm.running and vm.target.address.port == first
+        vm.power_off()
+        assert not vm.running and not _machines(tmp_path)
+        with pytest.raises(BootError, match="not powered on"):
+            _ = vm.target
+        vm.power_on()
+        assert vm.running
+    assert not _machines(tmp_path)
+
+
+def test_dead_machine_is_reported_with_its_own_words(blank: Path, tmp_path: Path) -> None:
+    with Vm(VmOptions("blank", blank), tmp_path) as vm:
+        (pid,) = _machines(tmp_path)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(BootError, match="QEMU ended"):
+            vm.wait_for_ssh(total_seconds=60)
+
+
+def test_machine_dies_with_a_killed_parent(blank: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _HOLD, str(blank), str(tmp_path)]
+    with subprocess.Popen(argv, cwd=REPO, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"on\n"
+        assert len(_machines(tmp_path)) == 1
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while _machines(tmp_path):
+        assert time.monotonic() < deadline, "the machine outlived its parent"
+        time.sleep(0.05)

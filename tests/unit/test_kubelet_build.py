@@ -1,0 +1,38 @@
+"""What the kubelet build is told and tells; the build itself is tests/stages/test_kubelet_build.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from image_builder.errors import LockError
+from image_builder.stages.kubelet_build import linker_flags, parse_options
+
+DSC = {"name": "kubernetes_1.20.2-1.dsc", "sha256": "0" * 64}
+TAR = {"name": "kubernetes_1.20.2.orig.tar.gz", "sha256": "1" * 64}
+
+
+def test_defaults_are_the_lab_kubelet() -> None:
+    options = parse_options({"sources": [TAR, DSC]})
+    assert (options.version, options.programs, options.dsc) == ("1.20.2", ("kubelet",), DSC["name"])
+
+
+@pytest.mark.parametrize("sources", [[], [TAR], [DSC, DSC], [DSC, {"name": "../x", "sha256": "0" * 64}]])
+def test_anything_but_one_source_package_is_refused(sources: list[dict[str, str]]) -> None:
+    with pytest.raises(LockError, match=r"one \.dsc"):
+        parse_options({"sources": sources})
+
+
+def test_version_is_linked_into_both_copies_and_the_date_is_the_changelogs() -> None:
+    flags = linker_flags("1.20.2", "1.20.5+really1.20.2-1", 1_700_000_000).split()
+    assert flags[:3] == ["-s", "-w", "-buildid="]
+    for package in ("component-base", "client-go/pkg"):
+        prefix = f"-X=k8s.io/kubernetes/vendor/k8s.io/{package}/version."
+        found = dict(f.removeprefix(prefix).split("=", 1) for f in flags if f.startswith(prefix))
+        assert found == {
+            "gitVersion": "v1.20.2",
+            "gitMajor": "1",
+            "gitMinor": "20",
+            "gitCommit": "debian/1.20.5+really1.20.2-1",
+            "gitTreeState": "archive",
+            "buildDate": "2023-11-14T22:13:20Z",
+        }

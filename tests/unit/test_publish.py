@@ -1,0 +1,186 @@
+"""Publishing: whole or not at all, with real files, renames and locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder import publish, sparse
+from image_builder import manifest as manifests
+from image_builder.errors import PublishError, SpaceError
+from image_builder.events import NullMonitor
+from image_builder.publish import Publication, publish_files
+from tests.unit.manifests import BUILD_ID, DOCUMENTS, manifest, write
+
+FILES = {"worker.raw": b"disk" * 1000, "worker.vhd": b"disk" * 1000 + b"footer"}
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "output"
+
+
+def _publish(output: Path, files: dict[str, bytes] | None = None, **changes: Any) -> Publication:
+    files = FILES if files is None else files
+    source = write(output.parent / "source", files)
+    return publish_files(manifest(files, **changes), source, DOCUMENTS, output, NullMonitor())
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_everything_is_published_under_the_builds_id(output: Path) -> None:
+    done = _publish(output)
+    assert done == Publication(output / "worker" / BUILD_ID[:12], reused=False)
+    assert _names(done.path) == sorted([*FILES, *DOCUMENTS, "manifest.json"])
+    assert _names(output / "worker") == [BUILD_ID[:12], "latest"]
+    assert os.readlink(output / "worker/latest") == BUILD_ID[:12]
+    for name, data in (FILES | DOCUMENTS).items():
+        assert (done.path / name).read_bytes() == data
+        assert (done.path / name).stat().st_mode & 0o777 == 0o644
+    assert done.path.stat().st_mode & 0o777 == 0o755
+    assert manifests.load((done.path / "manifest.json").read_bytes()) == manifest(FILES)
+
+
+def test_the_same_build_is_recognised_and_left_alone(output: Path) -> None:
+    first = _publish(output)
+    before = {p.name: p.stat().st_ino for p in first.path.iterdir()}
+    again = _publish(output, created="2027-01-01T00:00:00Z")
+    assert again == Publication(first.path, reused=True)
+    assert {p.name: p.stat().st_ino for p in first.path.iterdir()} == before
+
+
+def test_a_newer_build_moves_latest_and_keeps_the_earlier_one(output: Path) -> None:
+    first = _publish(output)
+    second = _publish(output, {"worker.raw": b"other"}, build_id="cd" * 32)
+    assert os.readlink(output / "worker/latest") == second.path.name
+    assert (first.path / "worker.raw").read_bytes() == FILES["worker.raw"]
+    _publish(output)
+    assert os.readlink(output / "worker/latest") == first.path.name
+
+
+@pytest.mark.parametrize("damage", ["changed", "same size", "missing", "added", "manifest"])
+def test_a_damaged_publication_is_replaced(output: Path, damage: str) -> None:
+    path = _publish(output).path
+    match damage:
+        case "changed":
+            (path / "worker.raw").write_bytes(b"short")
+        case "same size":
+            (path / "worker.raw").write_bytes(b"DISK" * 1000)
+        case "missing":
+            (path / "worker.vhd").unlink()
+        case "added":
+            (path / "surprise").touch()
+        case "manifest":
+            (path / "manifest.json").write_bytes(b"{")
+    assert not _publish(output).reused
+    assert _names(path) == sorted([*FILES, *DOCUMENTS, "manifest.json"])
+    assert (path / "worker.raw").read_bytes() == FILES["worker.raw"]
+    assert _names(output / "worker") == [BUILD_ID[:12], "latest"]
+    assert _publish(output).reused
+
+
+def test_a_touched_file_is_hashed_and_found_to_be_the_same(output: Path) -> None:
+    path = _publish(output).path
+    (path / "worker.raw").touch()
+    assert _publish(output).reused
+
+
+def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) -> None:
+    path = _publish(output).path
+    held = os.open(path, os.O_RDONLY)  # a reader that has the old directory open
+    _publish(output, {"worker.raw": FILES["worker.raw"]})
+    assert _names(path) == sorted(["worker.raw", *DOCUMENTS, "manifest.json"])
+    assert os.listdir(held) == []  # the old one is gone as a whole, it never became the new one
+    os.close(held)
+
+
+def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
+    earlier = _publish(output, {"worker.raw": b"good"}, build_id="cd" * 32).path
+    source = write(output.parent / "bad", {name: b"rotten" for name in FILES})
+    with pytest.raises(PublishError, match=r"worker\.(raw|vhd) was read back with other bytes"):
+        publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
+    assert _names(output / "worker") == [earlier.name, "latest"]
+    assert os.readlink(output / "worker/latest") == earlier.name
+
+
+def test_a_file_that_is_missing_is_named(output: Path) -> None:
+    source = write(output.parent / "empty", {})
+    with pytest.raises(PublishError, match=r"worker\.raw: No such file"):
+        publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
+    assert _names(output / "worker") == []
+
+
+def test_a_full_disk_is_a_space_error(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_source: Path, target: Path, _progress: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", os.fspath(target))
+
+    monkeypatch.setattr(sparse, "copy", full)
+    with pytest.raises(SpaceError, match="no space left") as caught:
+        _publish(output)
+    assert "--output" in (caught.value.hint or "")
+    assert _names(output / "worker") == []
+
+
+def test_an_output_that_can_not_be_written_is_a_publish_error(output: Path) -> None:
+    output.write_text("a file")
+    with pytest.raises(PublishError, match="can't publish"):
+        _publish(output)
+
+
+def test_what_dead_publishers_left_is_reaped_and_a_living_ones_is_kept(output: Path) -> None:
+    folder = output / "worker"
+    dead, living = folder / ".staging-dead", folder / ".staging-living"
+    for path in (dead, living):
+        write(path, {"worker.raw": b"half"})
+    (folder / ".latest-dead").symlink_to("nowhere")
+    held = os.open(living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    _publish(output)
+    assert not dead.exists()
+    assert living.exists()
+    assert not os.path.lexists(folder / ".latest-dead")
+    os.close(held)
+
+
+def test_without_renameat2_the_result_is_the_same(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_args: object) -> int:
+        publish.ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(publish, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
+    path = _publish(output).path
+    _publish(output, {"worker.raw": b"disk"})
+    assert _names(path) == sorted(["worker.raw", *DOCUMENTS, "manifest.json"])
+    _publish(output)
+    assert _names(output / "worker") == [BUILD_ID[:12], "latest"]
+
+
+def _verified(folder: Path, outcome: str, checks: int = 1) -> Path:
+    check = {"name": "a::b", "outcome": outcome, "seconds": 0, "title": "", "message": "no", "exception": ""}
+    verdict = {
+        "target": "sandbox",
+        "marker": "offline",
+        "verdict": "passed",  # what a forger would write; the checks decide
+        "seconds": 1.0,
+        "checks": [check] * checks,
+        "not_applicable": [],
+    }
+    return write(folder, {"verify.json": json.dumps(verdict).encode()})
+
+
+def test_only_a_passed_verification_counts(tmp_path: Path) -> None:
+    assert publish._passed_verification(_verified(tmp_path / "good", "passed")).passed == 1
+    with pytest.raises(PublishError, match="not verified: 1 of 1 checks failed"):
+        publish._passed_verification(_verified(tmp_path / "bad", "failed"))
+    with pytest.raises(PublishError, match="no check"):
+        publish._passed_verification(_verified(tmp_path / "none", "passed", 0))
+    with pytest.raises(PublishError, match="not verified"):
+        publish._passed_verification(tmp_path / "missing")

@@ -1,0 +1,208 @@
+"""QEMU's command line, the seed, and the addresses: no process is started here."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from image_builder.boot import find_disk, import_command, static_pod
+from image_builder.errors import BootError, HostError, UsageError
+from image_builder.target import monitor, qemu, seed, ssh
+
+FIRMWARE = qemu.Firmware(Path("/fw/code.fd"), Path("/vm/vars.fd"))
+MACHINE = qemu.Machine(
+    name="worker",
+    firmware=FIRMWARE,
+    drives=(qemu.Drive(Path("/vm/os.qcow2"), "virtio", "qcow2", "os"),),
+    console=Path("/vm/console.log"),
+    monitor=Path("/vm/monitor"),
+    seed=Path("/vm/seed"),
+)
+
+
+def _options(argv: list[str], name: str) -> list[str]:
+    return [value for option, value in pairwise(argv) if option == name]
+
+
+def test_defaults_of_qemu_and_of_the_user_are_out_of_the_way() -> None:
+    argv = qemu.command_line(MACHINE)
+    assert argv[0] == "qemu-system-x86_64"
+    assert {"-nodefaults", "-no-user-config"} <= set(argv)
+    assert _options(argv, "-display") == ["none"]
+
+
+def test_emulation_avoids_the_instruction_that_old_qemu_gets_wrong() -> None:
+    argv = qemu.command_line(MACHINE)
+    assert _options(argv, "-accel") == ["tcg,thread=multi"]
+    assert _options(argv, "-cpu") == ["max,cx16=off"]
+    assert _options(qemu.command_line(replace(MACHINE, accelerator="kvm")), "-cpu") == ["host"]
+
+
+def test_network_is_private_and_reached_from_localhost_alone() -> None:
+    (net,) = _options(qemu.command_line(MACHINE), "-netdev")
+    assert net == "user,id=net,restrict=on,hostfwd=tcp:127.0.0.1:0-:22"
+    (open_net,) = _options(qemu.command_line(replace(MACHINE, restrict_network=False)), "-netdev")
+    assert "restrict=off" in open_net
+
+
+def test_firmware_code_is_read_only_and_secure_boot_locks_the_variables() -> None:
+    plain = qemu.command_line(MACHINE)
+    assert _options(plain, "-drive") == [
+        "if=pflash,unit=0,format=raw,readonly=on,file=/fw/code.fd",
+        "if=pflash,unit=1,format=raw,file=/vm/vars.fd",
+    ]
+    assert _options(plain, "-machine") == ["q35,smm=off"]
+    secure = qemu.command_line(replace(MACHINE, firmware=replace(FIRMWARE, secure_boot=True)))
+    assert _options(secure, "-machine") == ["q35,smm=on"]
+    assert "driver=cfi.pflash01,property=secure,value=on" in _options(secure, "-global")
+
+
+def test_seed_is_a_read_only_volume_with_the_label_that_cloud_init_looks_for() -> None:
+    (block,) = [b for b in _options(qemu.command_line(MACHINE), "-blockdev") if "vvfat" in b]
+    assert block == "driver=vvfat,node-name=seed,dir=/vm/seed,label=CIDATA,read-only=on"
+    assert not any("vvfat" in a for a in qemu.command_line(replace(MACHINE, seed=None)))
+
+
+def test_disks_keep_their_order_bus_and_serial() -> None:
+    drives = (
+        qemu.Drive(Path("/vm/os"), "nvme", "qcow2", "os"),
+        qemu.Drive(Path("/vm/local0"), "nvme", serial="local0"),
+        qemu.Drive(
+            Path("/vm/temp"), "scsi", serial="temp", vendor="Msft", model="Virtual Disk", durable=True
+        ),
+    )
+    argv = qemu.command_line(replace(MACHINE, drives=drives))
+    devices = [d for d in _options(argv, "-device") if "drive=disk" in d]
+    assert devices == [
+        "nvme,drive=disk0,serial=os,bootindex=0",
+        "nvme,drive=disk1,serial=local0,bootindex=1",
+        "scsi-hd,bus=scsi.0,drive=disk2,serial=temp,bootindex=2,vendor=Msft,product=Virtual Disk",
+    ]
+    assert _options(argv, "-device").index("virtio-scsi-pci,id=scsi") < _options(argv, "-device").index(
+        devices[2]
+    )
+    blocks = [b for b in _options(argv, "-blockdev") if "node-name=disk" in b]
+    assert ["driver=qcow2", "driver=raw", "driver=raw"] == [b.split(",")[0] for b in blocks]
+    assert "cache.no-flush=on" in blocks[0] and "cache.no-flush=off" in blocks[2]
+
+
+@pytest.mark.parametrize(
+    "drive",
+    [
+        qemu.Drive(Path("/d"), "nvme", model="Microsoft NVMe Direct Disk v2"),
+        qemu.Drive(Path("/d"), "virtio", serial="x" * 21),
+    ],
+)
+def test_what_qemu_can_not_show_is_refused(drive: qemu.Drive) -> None:
+    with pytest.raises(ValueError, match="model|serial"):
+        qemu.command_line(replace(MACHINE, drives=(drive,)))
+
+
+def test_commas_in_paths_are_doubled() -> None:
+    argv = qemu.command_line(replace(MACHINE, seed=Path("/a,b")))
+    assert any("dir=/a,,b," in a for a in argv)
+
+
+def test_probe_ends_qemu_from_the_first_instruction(tmp_path: Path) -> None:
+    argv = qemu.probe_command("kvm", tmp_path / "rom")
+    rom = (tmp_path / "rom").read_bytes()
+    assert len(rom) == 65536 and rom[0xFFF0:0xFFF4] == bytes([0xB0, 0x2A, 0xE6, 0xF4])
+    assert "isa-debug-exit,iobase=0xf4,iosize=1" in argv and _options(argv, "-accel") == ["kvm"]
+
+
+def test_port_is_read_from_the_monitor() -> None:
+    usernet = (
+        "Hub -1 (net):\r\n"
+        "  Protocol[State]    FD  Source Address  Port   Dest. Address  Port RecvQ SendQ\r\n"
+        "  TCP[HOST_FORWARD]  14       127.0.0.1 39921       10.0.2.15    22     0     0\r\n"
+    )
+    assert qemu.forwarded_port(usernet) == 39921
+    with pytest.raises(BootError):
+        qemu.forwarded_port("Hub -1 (net):\r\n")
+
+
+def test_missing_firmware_names_the_package(tmp_path: Path) -> None:
+    with pytest.raises(HostError) as caught:
+        qemu.find_firmware(directory=tmp_path)
+    assert "OVMF_CODE_4M.fd" in caught.value.message and "ovmf" in (caught.value.hint or "")
+
+
+def test_disk_format_is_told_by_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"QFI\xfb\0\0\0\3")
+    (tmp_path / "b").write_bytes(b"\0" * 8)
+    assert (qemu.disk_format(tmp_path / "a"), qemu.disk_format(tmp_path / "b")) == ("qcow2", "raw")
+
+
+def test_long_socket_path_is_refused_before_qemu_is() -> None:
+    assert monitor.socket_path(Path("/x/monitor")) == Path("/x/monitor")
+    with pytest.raises(BootError, match="too long"):
+        monitor.socket_path(Path("/" + "x" * 107))
+
+
+def test_seed_holds_the_public_key_alone(tmp_path: Path) -> None:
+    made = seed.write_seed(tmp_path, instance_id="i-1", hostname="worker")
+    assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
+    assert sorted(p.name for p in made.directory.iterdir()) == ["meta-data", "user-data"]
+    header, _, body = (made.directory / "user-data").read_text().partition("\n")
+    assert header == "#cloud-config"
+    (public,) = json.loads(body)["ssh_authorized_keys"]
+    loaded = paramiko.Ed25519Key.from_private_key_file(str(made.key))
+    assert public.split()[:2] == ["ssh-ed25519", loaded.get_base64()]
+    assert "PRIVATE" not in body
+    assert json.loads((made.directory / "meta-data").read_text()) == {
+        "instance-id": "i-1",
+        "local-hostname": "worker",
+    }
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        ssh.SshAddress("debian", "127.0.0.1", 2222, Path("/a b/key"), Path("/k&h")),
+        ssh.SshAddress("root", "node.example"),
+        ssh.SshAddress("admin@corp", "fe80::1", 22, Path("/key")),
+    ],
+)
+def test_address_survives_its_own_url(address: ssh.SshAddress) -> None:
+    assert ssh.parse(address.url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("http://host", "not an SSH address"),
+        ("ssh://", "not an SSH address"),
+        ("ssh://host/path", "not an SSH address"),
+        ("ssh://user:secret@host", "not an SSH address"),
+        ("ssh://host:99999", "port"),
+        ("ssh://host?kez=/x", "unknown option kez"),
+    ],
+)
+def test_wrong_address_is_refused(url: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        ssh.parse(url)
+    assert caught.value.hint
+
+
+def test_disk_is_found_in_a_directory_of_artefacts(tmp_path: Path) -> None:
+    with pytest.raises(BootError, match="holds no disk"):
+        find_disk(tmp_path)
+    (tmp_path / "worker.raw").touch()
+    assert find_disk(tmp_path) == tmp_path / "worker.raw"
+    (tmp_path / "worker.qcow2").touch()
+    assert find_disk(tmp_path) == tmp_path / "worker.qcow2"
+    assert find_disk(tmp_path / "worker.raw") == tmp_path / "worker.raw"
+
+
+def test_static_pod_never_pulls_and_each_engine_has_its_import() -> None:
+    pod = json.loads(static_pod("registry.example/pause:1"))
+    (container,) = pod["spec"]["containers"]
+    assert (container["image"], container["imagePullPolicy"]) == ("registry.example/pause:1", "Never")
+    assert import_command("docker", "/x.tar")[0] == "docker"
+    assert import_command("containerd", "/x.tar")[:3] == ["ctr", "--namespace", "k8s.io"]
