@@ -23,21 +23,28 @@ _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha
 
 @dataclass(frozen=True)
 class Source:
-    """A repository: ``id`` names it in the lock, ``signed_by`` is the path of its keyring."""
+    """A repository: ``id`` names it in the lock, ``signed_by`` is its keyring's path or its armoured key.
+
+    A flat repository has the suite ``/`` and no components.
+    """
 
     id: str
     uri: str
     suites: tuple[str, ...]
     components: tuple[str, ...]
-    signed_by: Path
+    signed_by: Path | str
     with_sources: bool = False
 
     def deb822(self) -> str:
         """Return the stanza for apt's sources."""
         types = "deb deb-src" if self.with_sources else "deb"
+        components = f"Components: {' '.join(self.components)}\n" if self.components else ""
+        key = str(self.signed_by)
+        if not key.startswith("/"):
+            key = "".join(f"\n {line.rstrip() or '.'}" for line in key.strip().splitlines())
         return (
             f"Types: {types}\nURIs: {self.uri}\nSuites: {' '.join(self.suites)}\n"
-            f"Components: {' '.join(self.components)}\nSigned-By: {self.signed_by}\n"
+            f"{components}Signed-By: {key}\n"
         )
 
 

@@ -33,12 +33,13 @@ DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
 @dataclass(frozen=True)
 class BootResult:
-    """What happened. Seconds count from power-on; ``pod`` is None where the image runs no pods."""
+    """What happened. Seconds count from power-on; ``pod_seconds`` is None where the image runs no pods."""
 
     image: str
     accelerator: str
+    secure_boot: bool
     ssh_seconds: float
-    system_seconds: float | None
+    system_seconds: float
     system_state: str
     pod_seconds: float | None
     suite: SuiteResult | None
@@ -49,6 +50,7 @@ class BootResult:
         return {
             "image": self.image,
             "accelerator": self.accelerator,
+            "secure_boot": self.secure_boot,
             "seconds": {"ssh": self.ssh_seconds, "system": self.system_seconds, "pod": self.pod_seconds},
             "system_state": self.system_state,
             "suite": self.suite.as_json() if self.suite else None,
@@ -89,7 +91,7 @@ def boot(
     monitor: Monitor,
     facts: Path | None = None,
     keep: bool = False,
-    secure_boot: bool = False,
+    secure_boot: bool | None = None,
     extra_disks: tuple[ExtraDisk, ...] = (),
 ) -> BootResult:
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
@@ -97,8 +99,9 @@ def boot(
     With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
     ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
     the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
-    machine stays until it powers itself off or KeyboardInterrupt comes. Raises BootError, CommandError,
-    VerifyError (a run of the suite that proves nothing), HostError.
+    machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
+    image declares (``image_secure_boot``). Raises BootError, CommandError, HostError, and VerifyError for a
+    run of the suite that proves nothing.
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
@@ -111,12 +114,14 @@ def boot(
     out_dir.mkdir(parents=True, exist_ok=True)
     store = Store(settings.store)
     store.prepare()
-    monitor.stages_planned([(name, "", False) for name in ("boot", *(["verify"] if verify else []))])
+    monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
     options = VmOptions(
-        name=disk.stem,
+        name=str(told.get("image", disk.stem)),
         disk=disk,
         extra_disks=extra_disks,
-        secure_boot=secure_boot,
+        secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
+        # Whoever looks around may want to fetch something; a verification must not depend on anything outside.
+        restrict_network=verify,
         user=str(variables.get("image_base", {}).get("distribution", "debian")),
         disk_size=_virtual_size(disk) + GROWTH_BYTES,
     )
@@ -124,32 +129,39 @@ def boot(
         try:
             with _stage(monitor, "boot"):
                 ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
+                _require_secure_boot(ssh, options.secure_boot)
                 state = wait_for_system(ssh)
-                system_seconds = vm.seconds
+                system_seconds = round(vm.seconds, 1)
             pod_seconds, suite = None, None
             if verify:
                 with _stage(monitor, "verify"):
                     pod_seconds = start_pod(vm, ssh, variables, monitor)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
-            result = BootResult(
-                image=str(told.get("image", disk.stem)),
-                accelerator=vm.accelerator,
-                ssh_seconds=round(vm.seconds_to_ssh or 0.0, 1),
-                system_seconds=round(system_seconds, 1),
-                system_state=state,
-                pod_seconds=pod_seconds,
-                suite=suite,
-                console_problems=tuple(vm.problems()),
-            )
-            (out_dir / "boot.json").write_text(
-                json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
-            )
+            result = _result(vm, state, system_seconds, pod_seconds, suite)
+            record = json.dumps(result.as_json(), indent=1) + "\n"
+            (out_dir / "boot.json").write_text(record, encoding="utf-8")
             if keep or not verify:
                 _stay(vm, ssh, monitor)
         finally:
             if vm.console_log.exists():
                 shutil.copyfile(vm.console_log, out_dir / "console.log")
     return result
+
+
+def _result(
+    vm: Vm, state: str, system_seconds: float, pod_seconds: float | None, suite: SuiteResult | None
+) -> BootResult:
+    return BootResult(
+        image=vm.options.name,
+        accelerator=vm.accelerator,
+        secure_boot=vm.options.secure_boot,
+        ssh_seconds=round(vm.seconds_to_ssh or 0.0, 1),
+        system_seconds=system_seconds,
+        system_state=state,
+        pod_seconds=pod_seconds,
+        suite=suite,
+        console_problems=tuple(vm.problems()),
+    )
 
 
 @contextmanager
@@ -169,6 +181,20 @@ def _virtual_size(disk: Path) -> int:
     with disk.open("rb") as file:
         header = file.read(32)
     return int.from_bytes(header[24:32], "big") if header[:4] == b"QFI\xfb" else disk.stat().st_size
+
+
+def _require_secure_boot(ssh: SshTarget, wanted: bool) -> None:
+    """Raise BootError unless the firmware says what was asked for.
+
+    The variable's file holds four bytes of attributes and one of value (UEFI specification 2.10, 3.3).
+    """
+    variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+    words = ssh.run(["od", "-An", "-t", "u1", variable], ok=(0, 1)).stdout.split()
+    enabled = words[-1:] == ["1"]
+    if enabled != wanted:
+        raise BootError(
+            f"Secure Boot is {'on' if enabled else 'off'}, but {'on' if wanted else 'off'} was asked for"
+        )
 
 
 def wait_for_system(ssh: SshTarget, seconds: float = SYSTEM_SECONDS) -> str:

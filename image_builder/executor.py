@@ -25,7 +25,7 @@ from image_builder.plan.model import Plan, StagePlan
 from image_builder.plan.resolve import resolve
 from image_builder.repository import write_repository
 from image_builder.requirements import requirements
-from image_builder.resolve import addresses, resolve_lock
+from image_builder.resolve import addresses, remembered_lock, resolve_lock
 from image_builder.sandbox import Root
 from image_builder.settings import Settings
 from image_builder.stages import Stage, StageContext
@@ -92,11 +92,6 @@ def obtain_lock(
     lock = resolve_lock(definition, settings, monitor)
     lock.save(remembered)
     return lock
-
-
-def remembered_lock(settings: Settings, image: str) -> Path:
-    """Return where the store keeps the lock of an image's last build."""
-    return settings.store / "locks" / f"{image}.lock.json"
 
 
 def build(

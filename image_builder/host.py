@@ -64,7 +64,8 @@ def check_store(store: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> 
     free = stats.f_bavail * stats.f_frsize
     if free < LEAST_FREE:
         raise SpaceError(
-            f"{below} has {free // _MIB} MiB free, a store needs at least {LEAST_FREE // _MIB} MiB",
+            f"{below} has {free // _MIB} MiB free, a store needs at least {LEAST_FREE // _MIB} MiB: "
+            f"{(LEAST_FREE - free) // _MIB} MiB are missing",
             hint="image-builder store gc --keep 1; or another disk: --store DIR",
         )
 

@@ -42,7 +42,9 @@ class Artefact(Document):
     """The image in one format."""
 
     format: Literal["raw", "qcow2", "vhd", "tar"]
-    virtual_size: Count = Field(description="Size in bytes of the disk that a machine sees; a tar's own size.")
+    virtual_size: Count = Field(
+        description="Size in bytes of the disk that a machine sees; a tar's own size."
+    )
 
 
 class Stage(_Frozen):
@@ -51,7 +53,9 @@ class Stage(_Frozen):
     name: str
     kind: str
     id: Sha256
-    seconds: float = Field(ge=0, description="Wall time of the run that made it, which may be an earlier one.")
+    seconds: float = Field(
+        ge=0, description="Wall time of the run that made it, which may be an earlier one."
+    )
     bytes: Count = Field(description="Space that its product takes.")
     cached: bool = Field(description="Whether this build found it finished.")
 
@@ -62,7 +66,9 @@ class Package(_Frozen):
     name: str
     version: str
     architecture: str
-    sha256: Sha256 | None = Field(description="Digest of the .deb; null when it wasn't installed from the lock.")
+    sha256: Sha256 | None = Field(
+        description="Digest of the .deb; null when it wasn't installed from the lock."
+    )
 
 
 class Partition(_Frozen):
@@ -118,7 +124,9 @@ class Manifest(_Frozen):
         description="The date that the build's files bear, in seconds since 1970: that of the newest Release "
         "file of the locked repositories."
     )
-    definition_sha256: Sha256 = Field(description="Digest of the definition; vaulted values count as ciphertext.")
+    definition_sha256: Sha256 = Field(
+        description="Digest of the definition; vaulted values count as ciphertext."
+    )
     lock_sha256: Sha256 = Field(description="Digest of the lock's content.")
     artefacts: tuple[Artefact, ...]
     documents: tuple[Document, ...]

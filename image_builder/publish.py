@@ -1,6 +1,7 @@
 """Publish what a build made, so that a reader meets a whole artefact or none.
 
-    OUTPUT/<image>/<build id, 12 digits>/   the artefacts, lock.json, facts.json, junit.xml, verify.json, manifest.json
+    OUTPUT/<image>/<build id, 12 digits>/   the artefacts, manifest.json, lock.json, facts.json, junit.xml,
+                                            verify.json
     OUTPUT/<image>/latest                   a link to the newest of them
 
 Everything is written into a staging directory beside its place, synced, read back from the disk and hashed;
@@ -94,7 +95,9 @@ def publish(
         ),
         verification=result,
         stages=tuple(
-            manifests.Stage(kind=kinds[s["name"]], **{k: s[k] for k in ("name", "id", "seconds", "bytes", "cached")})
+            manifests.Stage(
+                kind=kinds[s["name"]], **{k: s[k] for k in ("name", "id", "seconds", "bytes", "cached")}
+            )
             for s in stages
         ),
         packages=manifests.installed(lock, json.loads(documents["facts.json"])["packages"]),
@@ -117,6 +120,7 @@ def publish_files(
         folder.mkdir(parents=True, exist_ok=True)
         if _is_published(target, made):
             with _locked(folder):
+                _reap(folder)
                 _point_latest(folder, target.name)
             return Publication(target, reused=True)
         with _shown(monitor), _staging(folder) as staging:
@@ -251,7 +255,8 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
     found = sparse.sha256(path, progress)
     if found != file.sha256 or path.stat().st_size != file.bytes:
         raise PublishError(
-            f"{file.name} was read back with other bytes than the build made: sha256 {found}, not {file.sha256}",
+            f"{file.name} was read back with other bytes than the build made: "
+            f"sha256 {found}, not {file.sha256}",
             hint="the disk, or the store (image-builder store verify), is damaged",
         )
 
@@ -261,8 +266,11 @@ def _move(staging: Path, target: Path) -> None:
     if not os.path.lexists(target):
         _rename(staging, target, _RENAME_NOREPLACE)
         return
-    # Same build, but other formats, or damaged files: the old one goes where the new one was staged.
+    # Same build, but other formats, or damaged files: the old one goes where the new one was staged. Nobody
+    # holds a lock on it, so it is removed before the image's lock is given back and others reap.
     _rename(staging, target, _RENAME_EXCHANGE)
+    sparse.sync_directory(target.parent)
+    remove_tree(staging)
 
 
 def _rename(source: Path, target: Path, flags: int) -> None:
@@ -275,9 +283,13 @@ def _rename(source: Path, target: Path, flags: int) -> None:
     if code not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(code, os.strerror(code), os.fspath(target))
     # A filesystem without these flags (NFS). The image's lock is held, so nobody else renames here.
-    if flags == _RENAME_EXCHANGE:
-        target.rename(target.with_name(f"{_STAGING}old-{uuid.uuid4().hex[:8]}"))
+    if flags == _RENAME_NOREPLACE:
+        source.rename(target)
+        return
+    aside = target.with_name(f"{_STAGING}old-{uuid.uuid4().hex[:8]}")
+    target.rename(aside)
     source.rename(target)
+    aside.rename(source)
 
 
 def _point_latest(folder: Path, name: str) -> None:

@@ -27,6 +27,8 @@ State = Literal["waiting", "cached", "running", "done", "failed"]
 _TASK_SECONDS = 1.0
 _PROGRESS_SECONDS = 15.0
 _REDRAWS_PER_SECOND = 8
+# Wide enough for `container_runtime`.
+_NAME_WIDTH = 17
 _MARKS: Mapping[State, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "cached": ("=", "dim"),
@@ -87,8 +89,8 @@ class PlainMonitor:
         self._last: dict[str, float] = {}
         self._since: dict[str, float] = {}
 
-    def _line(self, text: str) -> None:
-        self._write(f"{time.strftime('%H:%M:%S')} {text}")
+    def _line(self, stage: str, text: str) -> None:
+        self._write(f"{time.strftime('%H:%M:%S')} {stage:{_NAME_WIDTH}} {text}".rstrip())
 
     def _is_due(self, key: str, seconds: float) -> bool:
         now = self._clock()
@@ -100,32 +102,32 @@ class PlainMonitor:
     def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
         cached = [name for name, _, done in stages if done]
         todo = [name for name, _, done in stages if not done]
-        self._line(f"plan: {len(stages)} stages, to do: {', '.join(todo) or 'nothing'}")
+        self._line("plan", f"{len(stages)} stages, to do: {', '.join(todo) or 'nothing'}")
         if cached and todo:
-            self._line(f"plan: nothing changed for {', '.join(cached)}")
+            self._line("plan", f"nothing changed for {', '.join(cached)}")
 
     def stage_started(self, stage: str) -> None:
         self._since[stage] = self._clock()
-        self._line(f"{stage}: started")
+        self._line(stage, "started")
 
     def stage_doing(self, stage: str, what: str) -> None:
         if self._is_due(f"{stage} task", _TASK_SECONDS):
-            self._line(f"{stage}: {what}")
+            self._line(stage, what)
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
         self._last.setdefault(f"{stage} progress", self._clock())
         if self._is_due(f"{stage} progress", _PROGRESS_SECONDS):
             seconds = self._clock() - self._since.get(stage, self._clock())
-            self._line(f"{stage}: {progress_text(done, total, unit, seconds)}")
+            self._line(stage, progress_text(done, total, unit, seconds))
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
-        self._line(f"{stage}: {'there already' if cached else f'done in {human_seconds(seconds)}'}")
+        self._line(stage, "there already" if cached else f"done in {human_seconds(seconds)}")
 
     def stage_failed(self, stage: str, seconds: float) -> None:
-        self._line(f"{stage}: failed after {human_seconds(seconds)}")
+        self._line(stage, f"failed after {human_seconds(seconds)}")
 
     def note(self, text: str) -> None:
-        self._line(text)
+        self._line("note", text)
 
 
 class LiveMonitor:
@@ -247,6 +249,13 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
+
+
+def stdout_console() -> Console:
+    """Return a console for results: as wide as they are where standard output is no terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def columns(rows: list[tuple[str, ...]]) -> str:

@@ -5,11 +5,12 @@ The one place that asks what is newest.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from image_builder.apt import Apt, Source, debian_sources
 from image_builder.definition import ImageDefinition
-from image_builder.errors import DefinitionError, Problem
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem
 from image_builder.events import Monitor
 from image_builder.lock import Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.requirements import Group, Requirements, keyring, requirements
@@ -26,9 +27,30 @@ def resolve_lock(definition: ImageDefinition, settings: Settings, monitor: Monit
     store = Store(settings.store)
     store.prepare()
     needs = requirements(definition)
+    started = time.monotonic()
     monitor.stage_started("lock")
-    with store.staging() as staging:
-        return _resolve(definition, needs, settings, monitor, staging)
+    try:
+        with store.staging() as staging:
+            lock = _resolve(definition, needs, settings, monitor, staging)
+    except ImageBuilderError:
+        monitor.stage_failed("lock", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
+    return _unless_the_same(lock, remembered_lock(settings, definition.name))
+
+
+def remembered_lock(settings: Settings, image: str) -> Path:
+    """Return where the store keeps the lock of an image's last build."""
+    return settings.store / "locks" / f"{image}.lock.json"
+
+
+def _unless_the_same(lock: Lock, remembered: Path) -> Lock:
+    """Return the remembered lock when only the archive's date moved on: the same bytes, the same ids."""
+    if not remembered.exists():
+        return lock
+    before = Lock.load(remembered)
+    same = before == lock.model_copy(update={"source_date_epoch": before.source_date_epoch})
+    return before if same else lock
 
 
 def _resolve(
@@ -103,7 +125,7 @@ def _sources(
                 uri,
                 tuple(repository.suites),
                 tuple(repository.components),
-                Path(repository.signed_by),
+                repository.signed_by,
             )
             for number, uri in enumerate(repository.uris)
         ]

@@ -187,6 +187,12 @@ class Store:
             partial.write_text(json.dumps(builds[-50:]), encoding="utf-8")
             partial.rename(path)
 
+    def last_build(self, image: str) -> dict[str, dict[str, Any]]:
+        """Return the meta of the stages of an image's last build, by name; without those collected since."""
+        path = self.path / "locks" / f"{image}.builds"
+        builds: list[list[str]] = json.loads(path.read_text()) if path.exists() else [[]]
+        return {meta["name"]: meta for meta in (self.meta(i) for i in builds[-1] if self.has(i))}
+
     def gc(self, keep: int) -> tuple[list[str], int]:
         """Remove what the last ``keep`` builds of every image don't need; return (removed ids, bytes).
 

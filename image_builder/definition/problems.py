@@ -72,7 +72,12 @@ def argument_problems(
 ) -> list[Problem]:
     """Check the values of a role's public variables against its argument specs, as Ansible will."""
     role = RoleBook(definition.repo_root).role(evaluated.use.name)
-    problems: list[Problem] = []
+    playbook = evaluated.layer.playbook.relative_to(definition.repo_root)
+    problems = [
+        Problem(variables.where([name]), name, f"has no effect: {playbook} sets it")
+        for name in evaluated.use.vars
+        if name in variables.tagged
+    ]
     for name, option in role.options.items():
         where = _where(role, evaluated, variables, name)
         if name in evaluated.values:

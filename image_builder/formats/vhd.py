@@ -66,9 +66,7 @@ def build_footer(size: int, timestamp: int, unique_id: uuid.UUID) -> bytes:
     app, major, minor, system = _CREATOR
     head = (_COOKIE, _RESERVED_FEATURE, _VERSION, _NO_OFFSET, stamp, app, major, minor, system)
     footer = _FOOTER.pack(*head, size, size, *_GEOMETRY, FIXED, 0, unique_id.bytes, 0)
-    return (
-        footer[:_CHECKSUM_AT] + struct.pack(">I", checksum(footer)) + footer[_CHECKSUM_AT + 4 :]
-    )
+    return footer[:_CHECKSUM_AT] + struct.pack(">I", checksum(footer)) + footer[_CHECKSUM_AT + 4 :]
 
 
 def parse_footer(footer: bytes) -> Footer:

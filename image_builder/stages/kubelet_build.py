@@ -101,7 +101,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     for directory in (sources, build):
         directory.mkdir()
     ctx.doing("checking the source package")
-    _collect_sources(ctx, options.sources, sources)
+    collect_sources(options.sources, [ctx.inputs["sources"]], sources)
     with open_root(
         [ctx.inputs["build_root"] / "tree"],
         ctx.work / "root",
@@ -147,14 +147,15 @@ def _go_environment() -> dict[str, str]:
     }
 
 
-def _collect_sources(ctx: StageContext, sources: Sequence[Source], target: Path) -> None:
-    """Put every source file into ``target`` under its own name; raises FetchError for other bytes."""
+def collect_sources(sources: Sequence[Source], places: Sequence[Path], target: Path) -> None:
+    """Copy every source file, by its name, out of the first of ``places`` that has it.
+
+    Raises FetchError for a file that isn't there or has other bytes than the lock says.
+    """
     for source in sources:
-        places = [ctx.inputs["sources"] / source.name] if "sources" in ctx.inputs else []
-        places += [ctx.archives / source.sha256, ctx.archives / source.name] if ctx.archives else []
-        found = next((place for place in places if place.is_file()), None)
+        found = next((place / source.name for place in places if (place / source.name).is_file()), None)
         if found is None:
-            raise FetchError(f"{source.name} of the {SOURCE_PACKAGE} source package was not fetched")
+            raise FetchError(f"{SOURCE_PACKAGE}: {source.name} was not fetched")
         shutil.copyfile(found, target / source.name)
         if (actual := _sha256(target / source.name)) != source.sha256:
             raise FetchError(f"{source.name}: sha256 is {actual}, the lock says {source.sha256}")

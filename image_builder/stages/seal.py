@@ -50,7 +50,7 @@ _REMOVED = (
 _FSTAB = """\
 # Written by image-builder for this build's own partitions.
 PARTUUID={root} / ext4 defaults,x-systemd.growfs 0 1
-PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=10s 0 2
+PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=90s 0 2
 """
 
 
@@ -98,6 +98,8 @@ def _write_identity(ctx: StageContext, root: Path) -> None:
     release = {
         "IMAGE_NAME": definition.name,
         "IMAGE_BUILD_ID": build_id,
+        # As the output directory has it, and short enough for a label of Kubernetes (63 characters).
+        "IMAGE_BUILD": build_id[:12],
         "IMAGE_DISTRIBUTION": definition.base.distribution,
         "IMAGE_SUITE": definition.base.suite,
         "IMAGE_LAYERS": " ".join(definition.layers),

@@ -166,7 +166,9 @@ def observe_suite(
             on_line=lambda line: _tell(line, on_progress),
         )
     except CommandError as error:
-        raise VerifyError(f"the suite did not end: {error.message}", hint=f"its output is in {log}") from error
+        raise VerifyError(
+            f"the suite did not end: {error.message}", hint=f"its output is in {log}"
+        ) from error
     if not junit.exists() or not report.exists():
         raise VerifyError(f"pytest ended with status {done.returncode} and no results:\n{_tail(done.stdout)}")
     try:
@@ -199,7 +201,7 @@ def verify_target(
 ) -> SuiteResult:
     """Run the suite on ``ssh://user@host:port?key=…&known_hosts=…`` or ``sandbox:/path``.
 
-    For the CLI: returns failed checks as well, so that they can be shown; call ``require_passed`` on the result.
+    For the CLI: failed checks are part of the result, so that they can be shown; ``require_passed`` judges it.
     """
     marker = "booted" if url.startswith("ssh:") else "offline"
     return observe_suite(

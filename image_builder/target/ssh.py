@@ -99,7 +99,7 @@ class _PinFirst(paramiko.MissingHostKeyPolicy):
     def __init__(self, keys: paramiko.HostKeys) -> None:
         self.keys = keys
 
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+    def missing_host_key(self, _client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         if self.keys.lookup(hostname) is not None:
             raise paramiko.SSHException(f"{hostname} shows a host key of another type than before")
         self.keys.add(hostname, key.get_name(), key)
@@ -190,8 +190,8 @@ class SshTarget:
 
     def save_known_hosts(self, path: Path) -> None:
         """Write the pinned host key to ``path`` and use it from now on."""
-        client = self._connected()
-        client.save_host_keys(str(path))
+        self._connected()
+        self._pinned.save(str(path))
         self.address = replace(self.address, known_hosts=path)
 
     def _connected(self) -> paramiko.SSHClient:

@@ -34,7 +34,15 @@ SUID_SGID = {
 }
 
 # Directories that anyone may write to; all of them sticky.
-STICKY = ("/tmp", "/var/tmp", "/var/crash", "/dev/shm", "/run/lock", "/var/lock", r"/tmp/\.(X11|ICE|XIM|font)-unix")
+STICKY = (
+    "/tmp",
+    "/var/tmp",
+    "/var/crash",
+    "/dev/shm",
+    "/run/lock",
+    "/var/lock",
+    r"/tmp/\.(X11|ICE|XIM|font)-unix",
+)
 
 # Links whose targets come to be on a running machine, or that Debian's packages ship dead.
 DEAD_LINKS = (

@@ -28,7 +28,9 @@ _NOT_APPLICABLE = pytest.StashKey[list[tuple[pytest.Item, str]]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("image", "image verification")
-    group.addoption("--target", metavar="URL", help="sandbox:/path or ssh://user@host:port?key=…&known_hosts=…")
+    group.addoption(
+        "--target", metavar="URL", help="sandbox:/path or ssh://user@host:port?key=…&known_hosts=…"
+    )
     group.addoption("--facts", metavar="FILE", help="facts.json: what the image is meant to be")
     group.addoption("--report", metavar="FILE", help="write one JSON line per check to this file")
 
@@ -55,6 +57,8 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select what the target and the definition call for; the rest is deselected, with its reason."""
+    if _TARGET not in config.stash:
+        return
     side = "booted" if config.stash[_TARGET].booted else "offline"
     selected, deselected = [], []
     not_applicable = config.stash[_NOT_APPLICABLE]
@@ -130,7 +134,12 @@ class _Report:
         if report.when == "setup":
             doc = getattr(item, "function", item).__doc__ or ""
             title = doc.strip().splitlines()[0] if doc.strip() else ""
-            self.running = {"name": check_name(item.nodeid), "outcome": "passed", "seconds": 0.0, "title": title}
+            self.running = {
+                "name": check_name(item.nodeid),
+                "outcome": "passed",
+                "seconds": 0.0,
+                "title": title,
+            }
         self.running["seconds"] += report.duration
         outcome: str = report.outcome
         if outcome == "failed" and report.when != "call":

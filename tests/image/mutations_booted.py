@@ -26,7 +26,10 @@ def booted_mutations(checks: Iterable[str]) -> list[str]:
 
 ROOT_DEVICE = "$(findmnt -no MAJ:MIN /)"
 
-record_booted("test_machine_has_an_id_of_its_own", "umount /etc/machine-id 2>/dev/null; echo uninitialized > /etc/machine-id")
+record_booted(
+    "test_machine_has_an_id_of_its_own",
+    "umount /etc/machine-id 2>/dev/null; echo uninitialized > /etc/machine-id",
+)
 record_booted("test_host_keys_are_of_this_machine", "touch --date=1990-01-01 /etc/ssh/ssh_host_rsa_key")
 record_booted("test_machine_has_a_name", "hostname localhost")
 record_booted(
@@ -41,16 +44,23 @@ record_booted(
 )
 record_booted("test_journal_has_no_trouble", "echo 'Kernel panic - not syncing: mutation' | systemd-cat")
 record_booted("test_kernel_is_not_tainted", "echo 64 > /proc/sys/kernel/tainted")
-record_booted("test_kernel_got_its_arguments", "echo ro > /run/cmdline && mount --bind /run/cmdline /proc/cmdline")
+record_booted(
+    "test_kernel_got_its_arguments", "echo ro > /run/cmdline && mount --bind /run/cmdline /proc/cmdline"
+)
 record_booted(
     "test_root_fills_the_disk",
-    "disk=/sys/dev/block/$(lsblk -no PKNAME $(findmnt -no SOURCE /) | sed 's|^|/sys/class/block/|;s|$|/dev|' | xargs cat); "
-    "echo $(( $(cat $disk/size) + 2097152 )) > /run/disk-size && mount --bind /run/disk-size $disk/size",
+    "size=/sys/class/block/$(lsblk --noheadings --output PKNAME $(findmnt -no SOURCE /))/size; "
+    "echo $(( $(cat $size) + 2097152 )) > /run/disk-size && mount --bind /run/disk-size $size",
 )
 record_booted("test_root_is_writable", "mount --bind / / && mount -o remount,bind,ro /")
 record_booted("test_esp_is_mounted", "umount /boot/efi")
-record_booted("test_cgroup_v2", "mkdir /run/cgroup1 && mount -t cgroup -o none,name=mutation none /run/cgroup1")
-record_booted("test_clock_is_right", "systemctl stop systemd-timesyncd.service chrony.service ntpsec.service 2>/dev/null; true")
+record_booted(
+    "test_cgroup_v2", "mkdir /run/cgroup1 && mount -t cgroup -o none,name=mutation none /run/cgroup1"
+)
+record_booted(
+    "test_clock_is_right",
+    "systemctl stop systemd-timesyncd.service chrony.service ntpsec.service 2>/dev/null; true",
+)
 record_booted(
     "test_only_known_ports_are_open",
     "systemd-run --quiet --unit=mutation-four python3 -m http.server 8099; sleep 3",
@@ -58,7 +68,8 @@ record_booted(
 record_booted("test_network_is_up", "rm -f /etc/resolv.conf && touch /etc/resolv.conf")
 record_booted(
     "test_no_swap_is_in_use",
-    "dd if=/dev/zero of=/var/swap bs=1M count=8 status=none && chmod 600 /var/swap && mkswap -q /var/swap && swapon /var/swap",
+    "dd if=/dev/zero of=/var/swap bs=1M count=8 status=none; chmod 600 /var/swap; "
+    "mkswap -q /var/swap && swapon /var/swap",
 )
 record_booted(
     "test_no_zombies",

@@ -27,11 +27,25 @@ def without(name: str) -> Mutation:
     return change(DAEMON, rf'^ *"{name}": ("[^"]*"|[^,\[{{\n]+),?\n', "")
 
 
-record("test_docker_stores_layers_with_overlay2", key("storage-driver", '"vfs"'), without("storage-driver"), remove(DAEMON))
+record(
+    "test_docker_stores_layers_with_overlay2",
+    key("storage-driver", '"vfs"'),
+    without("storage-driver"),
+    remove(DAEMON),
+)
 record("test_docker_root_is_on_the_local_disk", key("data-root", '"/var/lib/docker"'), without("data-root"))
-record("test_docker_downloads_in_parallel", key("max-concurrent-downloads", "3"), without("max-download-attempts"))
+record(
+    "test_docker_downloads_in_parallel",
+    key("max-concurrent-downloads", "3"),
+    without("max-download-attempts"),
+)
 record("test_docker_containers_outlive_the_daemon", without("live-restore"))
-record("test_docker_logs_are_bounded", key("log-driver", '"journald"'), key("max-size", '"100g"'), key("max-file", '"99"'))
+record(
+    "test_docker_logs_are_bounded",
+    key("log-driver", '"journald"'),
+    key("max-size", '"100g"'),
+    key("max-file", '"99"'),
+)
 record("test_docker_leaves_cgroups_to_systemd", key("exec-opts", '["native.cgroupdriver=cgroupfs"]'))
 record("test_docker_mirrors", added('"registry-mirrors": ["https://mirror.invalid"]'))
 record(
@@ -46,34 +60,86 @@ record(
     key("max-concurrent-downloads", '"ten"'),
     write(DAEMON, "{"),
 )
-record("test_docker_is_the_declared_version", write("/usr/bin/docker", "#!/bin/sh\necho Docker version 1.13.1, build x\n", 0o755))
+record(
+    "test_docker_is_the_declared_version",
+    write("/usr/bin/docker", "#!/bin/sh\necho Docker version 1.13.1, build x\n", 0o755),
+)
 record(
     "test_docker_listens_on_its_socket_alone",
     append(DOCKER_DROPIN, "[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H tcp://0.0.0.0:2375\n"),
     change("/etc/group", r"^(docker:[^:]*:[^:]*:).*", r"\1build"),
 )
-record("test_containerd_is_the_declared_version", write("/usr/bin/containerd", "#!/bin/sh\necho containerd x 1.2.3 y\n", 0o755))
-record("test_containerd_root_is_on_the_local_disk", change(CONTAINERD, "^root = .*", 'root = "/var/lib/containerd"'), write(CONTAINERD, "version = "))
+record(
+    "test_containerd_is_the_declared_version",
+    write("/usr/bin/containerd", "#!/bin/sh\necho containerd x 1.2.3 y\n", 0o755),
+)
+record(
+    "test_containerd_root_is_on_the_local_disk",
+    change(CONTAINERD, "^root = .*", 'root = "/var/lib/containerd"'),
+    write(CONTAINERD, "version = "),
+)
 record("test_containerd_serves_docker_alone", change(CONTAINERD, "^disabled_plugins.*", ""))
-record("test_containerd_leaves_cgroups_to_systemd", change(CONTAINERD, "SystemdCgroup = true", "SystemdCgroup = false"))
+record(
+    "test_containerd_leaves_cgroups_to_systemd",
+    change(CONTAINERD, "SystemdCgroup = true", "SystemdCgroup = false"),
+)
 record("test_containerd_unpacks_with_overlayfs", change(CONTAINERD, '"overlayfs"', '"native"'))
-record("test_containerd_protects_the_pause_image", change(CONTAINERD, "(sandbox(_image)?) = .*", r'\1 = "registry.invalid/pause:1"'))
-record("test_containerd_waits_for_slow_pulls", change(CONTAINERD, "image_pull_progress_timeout = .*", 'image_pull_progress_timeout = "1m"'), change(CONTAINERD, "^.*image_pull_progress_timeout.*\n", ""))
-record("test_containerd_downloads_in_parallel", change(CONTAINERD, "max_concurrent_downloads = .*", "max_concurrent_downloads = 2"))
-record("test_containerd_reads_registries_from_a_directory", change(CONTAINERD, "config_path = .*", 'config_path = ""'))
-record("test_containerd_mirrors", given(lambda v: remove(f"{v['__container_runtime_certs_dir']}/*/hosts.toml")))
-record("test_credential_helpers", change("/root/.docker/config.json", '"credHelpers"', '"credHelper"'), given(lambda v: remove(_helper(v))))
-record("test_cri_dockerd", change("/etc/systemd/system/cri-docker.service", r"--image-pull-progress-deadline=\S+", "--image-pull-progress-deadline=1m"))
-record("test_runtime_units_are_enabled", remove("/etc/systemd/system/multi-user.target.wants/containerd.service"), given(lambda v: _other_engine(v)))
-record("test_runtime_limits", change(CONTAINERD_DROPIN, "^LimitMEMLOCK=.*", "LimitMEMLOCK=64K"), remove(CONTAINERD_DROPIN))
-record("test_crictl_asks_the_engine_in_use", change("/etc/crictl.yaml", "^runtime-endpoint: .*", "runtime-endpoint: unix:///run/other.sock"))
+record(
+    "test_containerd_protects_the_pause_image",
+    change(CONTAINERD, "(sandbox(_image)?) = .*", r'\1 = "registry.invalid/pause:1"'),
+)
+record(
+    "test_containerd_waits_for_slow_pulls",
+    change(CONTAINERD, "image_pull_progress_timeout = .*", 'image_pull_progress_timeout = "1m"'),
+    change(CONTAINERD, "^.*image_pull_progress_timeout.*\n", ""),
+)
+record(
+    "test_containerd_downloads_in_parallel",
+    change(CONTAINERD, "max_concurrent_downloads = .*", "max_concurrent_downloads = 2"),
+)
+record(
+    "test_containerd_reads_registries_from_a_directory",
+    change(CONTAINERD, "config_path = .*", 'config_path = ""'),
+)
+record(
+    "test_containerd_mirrors", given(lambda v: remove(f"{v['__container_runtime_certs_dir']}/*/hosts.toml"))
+)
+record(
+    "test_credential_helpers",
+    change("/root/.docker/config.json", '"credHelpers"', '"credHelper"'),
+    given(lambda v: remove(_helper(v))),
+)
+record(
+    "test_cri_dockerd",
+    change(
+        "/etc/systemd/system/cri-docker.service",
+        r"--image-pull-progress-deadline=\S+",
+        "--image-pull-progress-deadline=1m",
+    ),
+)
+record(
+    "test_runtime_units_are_enabled",
+    remove("/etc/systemd/system/multi-user.target.wants/containerd.service"),
+    given(lambda v: _other_engine(v)),
+)
+record(
+    "test_runtime_limits",
+    change(CONTAINERD_DROPIN, "^LimitMEMLOCK=.*", "LimitMEMLOCK=64K"),
+    remove(CONTAINERD_DROPIN),
+)
+record(
+    "test_crictl_asks_the_engine_in_use",
+    change("/etc/crictl.yaml", "^runtime-endpoint: .*", "runtime-endpoint: unix:///run/other.sock"),
+)
 record("test_runtime_configuration_belongs_to_root", chmod(CONTAINERD, 0o664), chown(CONTAINERD, 1, 0))
 record("test_runc_runs", chmod("/usr/sbin/runc", 0o644), write("/usr/sbin/runc", "\x7fELF", 0o755))
 
 
 def _helper(variables: dict[str, Any]) -> str:
     """Return the path of the first credential helper."""
-    return f"/usr/bin/docker-credential-{next(iter(variables['container_runtime_credential_helpers'].values()))}"
+    return (
+        f"/usr/bin/docker-credential-{next(iter(variables['container_runtime_credential_helpers'].values()))}"
+    )
 
 
 def _other_engine(variables: dict[str, Any]) -> Mutation:

@@ -10,18 +10,28 @@ from mutations import append, change, chmod, chown, link, mkdir, record, remove,
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEA\n-----END OPENSSH PRIVATE KEY-----\n"
 
 
-def _in_the_tree_below_run(root: Path, _variables: dict[str, Any]) -> None:
-    """Leave a file in the tree's own /var/tmp, which no tmpfs hides."""
-    (root / "var/tmp/leftover").write_text("x")
+def _below_the_tmpfs(root: Path, _variables: dict[str, Any]) -> None:
+    """Leave a file in the tree's own /run, where the sandbox's tmpfs hides it."""
+    from image_builder import namespace
+
+    namespace.unmount(str(root / "run"))
+    (root / "run/leftover").write_text("x", encoding="utf-8")
+    namespace.mount("tmpfs", "tmpfs", str(root / "run"), "mode=755")
 
 
-record("test_no_ssh_host_keys", write("/etc/ssh/ssh_host_rsa_key", KEY), write("/etc/ssh/ssh_host_ed25519_key.pub"))
+record(
+    "test_no_ssh_host_keys",
+    write("/etc/ssh/ssh_host_rsa_key", KEY),
+    write("/etc/ssh/ssh_host_ed25519_key.pub"),
+)
 record(
     "test_machine_id_is_empty",
     write("/etc/machine-id", "0123456789abcdef0123456789abcdef\n"),
     remove("/etc/machine-id"),
 )
-record("test_dbus_shares_the_machine_id", write("/var/lib/dbus/machine-id", "0123456789abcdef0123456789abcdef\n"))
+record(
+    "test_dbus_shares_the_machine_id", write("/var/lib/dbus/machine-id", "0123456789abcdef0123456789abcdef\n")
+)
 record(
     "test_no_authorized_keys",
     write("/root/.ssh/authorized_keys", "ssh-ed25519 AAAA builder\n"),
@@ -57,7 +67,7 @@ record(
 record("test_no_account_backups", write("/etc/shadow-", "root:*:1::::::\n", 0o600))
 record(
     "test_no_registry_credentials",
-    write("/root/.docker/config.json", "{}"),
+    write("/root/.docker/config.json", '{"auths": {"x": {"auth": "eA=="}}}'),
     write("/var/lib/kubelet/config.json", "{}"),
 )
 record(
@@ -74,7 +84,9 @@ record(
 )
 record("test_no_agent_state", write("/var/lib/waagent/ABCDEF.prv", KEY))
 record("test_no_private_keys", write("/etc/somewhere/deep.txt", "intro\n" + KEY), write("/opt/tool/id", KEY))
-record("test_only_known_suid_programs", write("/usr/bin/backdoor", mode=0o4755), chmod("/usr/bin/env", 0o4755))
+record(
+    "test_only_known_suid_programs", write("/usr/bin/backdoor", mode=0o4755), chmod("/usr/bin/env", 0o4755)
+)
 record("test_no_world_writable_files", chmod("/etc/hosts", 0o666), chmod("/etc/passwd", 0o646))
 record(
     "test_world_writable_directories_are_known_and_sticky",
@@ -83,20 +95,38 @@ record(
 )
 record("test_no_dead_links", link("/usr/bin/gone", "/usr/bin/no-such-program"), link("/etc/loop", "loop"))
 record("test_every_file_has_a_known_owner", chown("/etc/issue", 4711, 0), chown("/usr/bin/env", 0, 4711))
-record("test_no_stray_files_in_usr", write("/usr/bin/stray", mode=0o755), write("/usr/lib/systemd/system/x.service"))
-record("test_no_random_seed", write("/var/lib/systemd/random-seed"), write("/var/lib/systemd/credential.secret"))
+record(
+    "test_no_stray_files_in_usr",
+    write("/usr/bin/stray", mode=0o755),
+    write("/usr/lib/systemd/system/x.service"),
+)
+record(
+    "test_no_random_seed", write("/var/lib/systemd/random-seed"), write("/var/lib/systemd/credential.secret")
+)
 record("test_no_resolver_of_the_builder", write("/etc/resolv.conf", "nameserver 192.0.2.1\n"))
 record("test_no_service_blocker", write("/usr/sbin/policy-rc.d", "#!/bin/sh\nexit 101\n", 0o755))
 record(
     "test_no_local_diversions",
     append("/var/lib/dpkg/diversions", "/usr/bin/env\n/usr/bin/env.distrib\n:\n"),
 )
-record("test_run_and_tmp_are_empty", _in_the_tree_below_run)
+record("test_run_and_tmp_are_empty", _below_the_tmpfs, write("/var/tmp/leftover"))
 record("test_no_path_of_the_sandbox", write("/etc/apt/apt.conf.d/99x", 'Dir "/run/image-builder/apt";\n'))
 record("test_no_core_dumps", write("/core"), write("/var/lib/systemd/coredump/core.x.zst"))
 record("test_nothing_in_unused_places", write("/srv/data"), write("/usr/src/driver/Makefile"))
 record("test_no_edit_leftovers", write("/etc/fstab.bak"), write("/etc/ssh/sshd_config.dpkg-old"))
-record("test_no_leases_or_clock", write("/var/lib/systemd/timesync/clock", ""), write("/var/lib/dhcp/dhclient.leases"))
-record("test_no_user_crontabs_or_mail", write("/var/spool/cron/crontabs/root", "@reboot x\n"), write("/var/mail/root"))
+record(
+    "test_no_leases_or_clock",
+    write("/var/lib/systemd/timesync/clock", ""),
+    write("/var/lib/dhcp/dhclient.leases"),
+)
+record(
+    "test_no_user_crontabs_or_mail",
+    write("/var/spool/cron/crontabs/root", "@reboot x\n"),
+    write("/var/mail/root"),
+)
 record("test_no_stray_local_files", write("/usr/local/lib/x/__pycache__/x.pyc"))
-record("test_no_container_state", write("/var/lib/docker/engine-id"), write("/var/lib/containerd/io.containerd.metadata.v1.bolt/meta.db"))
+record(
+    "test_no_container_state",
+    write("/var/lib/docker/engine-id"),
+    write("/var/lib/containerd/io.containerd.metadata.v1.bolt/meta.db"),
+)

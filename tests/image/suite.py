@@ -70,7 +70,7 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: ``kind`` as find's %y, ``points_to`` the kind of what a link leads to (N: nothing, L: loop)."""
+    """One file: ``kind`` as find's %y, ``points_to`` the kind of a link's target (N: nothing, L: loop)."""
 
     path: str
     kind: str
@@ -91,9 +91,7 @@ class Tree:
     @classmethod
     def read(cls, host: Host) -> Tree:
         """List the target's root filesystem, other mounts excepted."""
-        listing = host.run(
-            r"find / -ignore_readdir_race -xdev -printf '%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'"
-        )
+        listing = host.run(r"find / -ignore_readdir_race -xdev -printf '%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'")
         assert listing.rc == 0, f"find failed: {listing.stderr}"
         entries = {}
         for line in os.fsdecode(listing.stdout_bytes).split("\0")[:-1]:
@@ -137,7 +135,9 @@ def read(host: Host, path: str) -> str:
 def output(host: Host, command: str, *args: str) -> str:
     """Return what a command prints; a check whose command fails fails, with the command's words."""
     done = host.run(command, *args)
-    assert done.rc == 0, f"{command.split()[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
+    assert done.rc == 0, (
+        f"{command.split(maxsplit=1)[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
+    )
     return str(done.stdout).rstrip("\n")
 
 

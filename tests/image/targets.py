@@ -42,11 +42,11 @@ class Target:
 def parse_target(url: str) -> Target:
     """Return the target an URL names; raises ValueError."""
     kind, _, rest = url.partition(":")
-    if kind == "sandbox" and os.path.isdir(rest) and os.path.isabs(rest):
+    if kind == "sandbox" and Path(rest).is_dir() and Path(rest).is_absolute():
         return Target("sandbox", path=rest)
     if kind == "mutant":
-        trees, _, query = rest.partition("?")
-        return Target("mutant", path=trees, work=parse_qs(query)["work"][0])
+        trees, _, options = rest.partition("?")
+        return Target("mutant", path=trees, work=parse_qs(options)["work"][0])
     if kind == "ssh":
         parts = urlsplit(url)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -61,7 +61,9 @@ def parse_target(url: str) -> Target:
                 known_hosts=query["known_hosts"],
             )
         raise ValueError(f"{url}: give ssh://user@host:port?key=/path&known_hosts=/path")
-    raise ValueError(f"{url}: neither sandbox:/path of a directory nor ssh://user@host:port?key=…&known_hosts=…")
+    raise ValueError(
+        f"{url}: neither sandbox:/path of a directory nor ssh://user@host:port?key=…&known_hosts=…"
+    )
 
 
 @contextmanager
@@ -97,7 +99,9 @@ def _mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]
 
     from image_builder.sandbox import open_root
 
-    with open_root([Path(p) for p in target.path.split(":")], Path(target.work, f"{check}.{mutation}")) as root:
+    with open_root(
+        [Path(p) for p in target.path.split(":")], Path(target.work, f"{check}.{mutation}")
+    ) as root:
         MUTATIONS[check][mutation](root.path, variables)
         yield testinfra.get_host(os.fspath(root.path), connection="chroot")
 
@@ -109,7 +113,9 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
     """
 
     def __init__(self, target: Target) -> None:
-        super().__init__(f"{target.user}@{target.address}:{target.port}", timeout=60, sudo=target.user != "root")
+        super().__init__(
+            f"{target.user}@{target.address}:{target.port}", timeout=60, sudo=target.user != "root"
+        )
         self.target = target
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Docker and containerd: installed in the declared versions, configured as declared, accepted by themselves."""
+"""Docker and containerd: in the declared versions, configured as declared, accepted by themselves."""
 
 from __future__ import annotations
 
@@ -120,13 +120,20 @@ def test_docker_has_no_other_options(host: Host, v: V) -> None:
     daemon = _daemon(host)
     wanted = {"userland-proxy": False, **v["container_runtime_docker_options"]}
     nothing(differences(wanted, daemon))
-    nothing(f"undeclared key {key}" for key in set(daemon) - set(v["__container_runtime_daemon_keys"]) - set(wanted))
+    nothing(
+        f"undeclared key {key}"
+        for key in set(daemon) - set(v["__container_runtime_daemon_keys"]) - set(wanted)
+    )
     assert daemon.get("no-new-privileges", False) == v["container_runtime_docker_no_new_privileges"]
 
 
 @offline
 @booted
-@needs("container_runtime", __container_runtime_with_docker=True, __container_runtime_docker_features=lambda f: "validate" in f)
+@needs(
+    "container_runtime",
+    __container_runtime_with_docker=True,
+    __container_runtime_docker_features=lambda f: "validate" in f,
+)
 def test_docker_accepts_its_configuration(host: Host) -> None:
     """dockerd itself finds no fault with daemon.json."""
     output(host, "dockerd --validate --config-file=%s", DAEMON)
@@ -375,7 +382,9 @@ def test_docker_runs_with_overlay2(host: Host, v: V) -> None:
 def test_containerd_answers(host: Host) -> None:
     """containerd serves its socket, and no plugin that is wanted failed to load."""
     output(host, "ctr version")
-    failed = [line.split()[1] for line in output(host, "ctr plugins ls").splitlines() if line.split()[-1] == "error"]
+    failed = [
+        line.split()[1] for line in output(host, "ctr plugins ls").splitlines() if line.split()[-1] == "error"
+    ]
     nothing(failed)
 
 

@@ -80,9 +80,17 @@ def test_machine_has_no_name(tree: Tree) -> None:
 @booted
 def test_localhost_resolves(host: Host) -> None:
     """The loopback names need no name server."""
-    pairs = [(fields[0], name) for fields in map(str.split, statements(read(host, "/etc/hosts"))) for name in fields[1:]]
+    pairs = [
+        (fields[0], name)
+        for fields in map(str.split, statements(read(host, "/etc/hosts")))
+        for name in fields[1:]
+    ]
     assert ("127.0.0.1", "localhost") in pairs, "127.0.0.1 is not localhost"
-    nothing(f"{name} is {address}" for address, name in pairs if name == "localhost" and address not in ("127.0.0.1", "::1"))
+    nothing(
+        f"{name} is {address}"
+        for address, name in pairs
+        if name == "localhost" and address not in ("127.0.0.1", "::1")
+    )
 
 
 @offline

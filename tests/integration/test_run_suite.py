@@ -33,7 +33,12 @@ def suite(tmp_path: Path) -> Path:
         shutil.copy(SUITE / name, folder)
     ini = (SUITE / "pytest.ini").read_text(encoding="utf-8")
     (folder / "pytest.ini").write_text(ini, encoding="utf-8")
-    facts = {"image": "x", "build_id": "0", "packages": [], "variables": {"image_layers": ["system"], "system_x": 1}}
+    facts = {
+        "image": "x",
+        "build_id": "0",
+        "packages": [],
+        "variables": {"image_layers": ["system"], "system_x": 1},
+    }
     (tmp_path / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     return folder
 
@@ -77,7 +82,9 @@ def test_not_of_these_variables():
     assert False
 """
     result = run(suite, HEADER + more)
-    assert [(c.name, c.outcome, c.title) for c in result.checks] == [("test_it.py::test_good", "passed", "What it is about.")]
+    assert [(c.name, c.outcome, c.title) for c in result.checks] == [
+        ("test_it.py::test_good", "passed", "What it is about.")
+    ]
     assert {n.name: n.reason for n in result.not_applicable} == {
         "test_it.py::test_not_of_this_image": "no layer kubernetes",
         "test_it.py::test_not_of_these_variables": "system_x is 1",
@@ -125,7 +132,10 @@ def test_a_failing_check_fails_and_is_recorded(suite: Path) -> None:
 
 @pytest.mark.parametrize(
     "fixture",
-    ["@pytest.fixture\ndef broken():\n    raise OSError('no')\n", "@pytest.fixture\ndef broken():\n    yield\n    raise OSError('no')\n"],
+    [
+        "@pytest.fixture\ndef broken():\n    raise OSError('no')\n",
+        "@pytest.fixture\ndef broken():\n    yield\n    raise OSError('no')\n",
+    ],
 )
 def test_an_error_outside_a_check_fails(suite: Path, fixture: str) -> None:
     message = refused(suite, HEADER + fixture + "\n@offline\ndef test_bad(broken): pass\n")
@@ -133,7 +143,14 @@ def test_an_error_outside_a_check_fails(suite: Path, fixture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", ["os._exit(0)", "os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyboardInterrupt", "pytest.exit('enough', 0)"]
+    "end",
+    [
+        "os._exit(0)",
+        "os._exit(3)",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "raise KeyboardInterrupt",
+        "pytest.exit('enough', 0)",
+    ],
 )
 def test_a_pytest_that_dies_fails(suite: Path, end: str) -> None:
     refused(suite, HEADER + f"\n@offline\ndef test_end():\n    {end}\n")
@@ -143,7 +160,9 @@ def test_a_pytest_that_dies_fails(suite: Path, end: str) -> None:
     "body", ["pytest.skip('not today')", "pytest.xfail('known')", "pytest.importorskip('no_such_module')"]
 )
 def test_an_outcome_that_is_neither_fails(suite: Path, body: str) -> None:
-    assert "neither passed nor failed" in refused(suite, HEADER + f"\n@offline\ndef test_odd():\n    {body}\n")
+    assert "neither passed nor failed" in refused(
+        suite, HEADER + f"\n@offline\ndef test_odd():\n    {body}\n"
+    )
 
 
 def test_a_module_that_cannot_be_imported_fails(suite: Path) -> None:
@@ -156,7 +175,9 @@ def test_a_check_for_no_side_fails(suite: Path) -> None:
 
 
 def test_a_misspelt_variable_fails(suite: Path) -> None:
-    checks = "from suite import needs, offline\n@offline\n@needs('system', system_y=1)\ndef test_typo(): pass\n"
+    checks = (
+        "from suite import needs, offline\n@offline\n@needs('system', system_y=1)\ndef test_typo(): pass\n"
+    )
     assert "system_y, which no role of this image has" in refused(suite, checks)
 
 

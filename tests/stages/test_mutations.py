@@ -67,4 +67,6 @@ def test_every_offline_check_sees_its_mutations(
         if (check.outcome, check.exception) != ("failed", "AssertionError")
     }
     assert blind == {}
-    assert {check.name.partition("[")[0] for check in mutants.checks} == {check.name for check in clean.checks}
+    assert {check.name.partition("[")[0] for check in mutants.checks} == {
+        check.name for check in clean.checks
+    }

@@ -15,7 +15,11 @@ DOCUMENTS = {"verify.json": b'{"verdict": "passed"}\n', "facts.json": b"{}\n"}
 def artefact(name: str, data: bytes) -> Artefact:
     kind: Any = name.rsplit(".", 1)[1]
     return Artefact(
-        name=name, format=kind, bytes=len(data), virtual_size=len(data), sha256=hashlib.sha256(data).hexdigest()
+        name=name,
+        format=kind,
+        bytes=len(data),
+        virtual_size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
     )
 
 

@@ -27,7 +27,9 @@ def _entry(p: gpt.Partition) -> bytes:
     first = p.start // gpt.SECTOR
     last = first + p.size // gpt.SECTOR - 1
     guids = uuid.UUID(p.type).bytes_le + uuid.UUID(p.uuid).bytes_le
-    return guids + struct.pack("<QQQ", first, last, p.attributes) + p.name.encode("utf-16-le").ljust(72, b"\0")
+    return (
+        guids + struct.pack("<QQQ", first, last, p.attributes) + p.name.encode("utf-16-le").ljust(72, b"\0")
+    )
 
 
 def _header(own: int, other: int, entries: int, last_usable: int, table: bytes) -> bytes:
@@ -135,7 +137,10 @@ def test_damage_is_named(damage: Callable[[bytearray], None], what: str) -> None
     [
         (gpt.Partition(2, gpt.TYPE_ROOT_X86_64, ROOT.uuid, "root", 2 * MIB, MIB), "overlaps partition 1"),
         (gpt.Partition(2, gpt.TYPE_ROOT_X86_64, ROOT.uuid, "root", 7 * MIB, MIB), "ends after"),
-        (gpt.Partition(2, gpt.TYPE_ROOT_X86_64, ROOT.uuid, "root", 16 * gpt.SECTOR, 8192), "before the usable"),
+        (
+            gpt.Partition(2, gpt.TYPE_ROOT_X86_64, ROOT.uuid, "root", 16 * gpt.SECTOR, 8192),
+            "before the usable",
+        ),
         (gpt.Partition(2, gpt.TYPE_ROOT_X86_64, ESP.uuid, "root", 4 * MIB, MIB), "same UUID"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The verification suite as text: no check without a side, a title and a mutation, no mutation without a check."""
+"""The verification suite as text: every check has a side, a title and a mutation."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""What the kubelet build is told and tells; the build itself is tests/stages/test_kubelet_build.py."""
+"""What the kubelet build is told and what it links in. The build itself is part of every bake of the lab."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 
-from image_builder.errors import LockError
-from image_builder.stages.kubelet_build import linker_flags, parse_options
+from image_builder.errors import FetchError, LockError
+from image_builder.stages.kubelet_build import Source, collect_sources, linker_flags, parse_options
 
 DSC = {"name": "kubernetes_1.20.2-1.dsc", "sha256": "0" * 64}
 TAR = {"name": "kubernetes_1.20.2.orig.tar.gz", "sha256": "1" * 64}
@@ -36,3 +39,17 @@ def test_version_is_linked_into_both_copies_and_the_date_is_the_changelogs() -> 
             "gitTreeState": "archive",
             "buildDate": "2023-11-14T22:13:20Z",
         }
+
+
+def test_sources_are_taken_by_name_and_only_with_the_locked_bytes(tmp_path: Path) -> None:
+    fetched, target = tmp_path / "fetched", tmp_path / "target"
+    fetched.mkdir()
+    target.mkdir()
+    (fetched / "a.dsc").write_bytes(b"description")
+    good = Source("a.dsc", hashlib.sha256(b"description").hexdigest())
+    collect_sources([good], [fetched], target)
+    assert (target / "a.dsc").read_bytes() == b"description"
+    with pytest.raises(FetchError, match="the lock says 0000"):
+        collect_sources([Source("a.dsc", "0" * 64)], [fetched], target)
+    with pytest.raises(FetchError, match=r"b\.tar was not fetched"):
+        collect_sources([Source("b.tar", "0" * 64)], [fetched], target)

@@ -74,7 +74,13 @@ def test_times_are_utc() -> None:
 def _lock() -> Lock:
     def package(name: str, version: str, arch: str, sha: str) -> LockedPackage:
         return LockedPackage(
-            name=name, version=version, architecture=arch, sha256=sha * 32, size=1, path="p", repository="debian"
+            name=name,
+            version=version,
+            architecture=arch,
+            sha256=sha * 32,
+            size=1,
+            path="p",
+            repository="debian",
         )
 
     packages = [package("libc6", "2.41-12", "amd64", "01"), package("tzdata", "2025b-4", "all", "02")]
@@ -101,12 +107,12 @@ def test_installed_packages_get_the_digests_of_the_lock() -> None:
 
 def test_the_definitions_digest_ignores_where_packages_come_from() -> None:
     def definition(**changes: Any) -> ImageDefinition:
-        base = ImageBase(suite="trixie", mirror=changes.pop("mirror", None))
+        base = ImageBase.model_validate({"suite": "trixie", "mirror": changes.pop("mirror", None)})
         values: dict[str, Any] = {
             "name": "worker",
             "base": base,
             "layers": ("system",),
-            "disk": ImageDisk(),
+            "disk": ImageDisk.model_validate({}),
             "formats": ("raw",),
             "kernel_args": (),
             "secure_boot": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -11,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from image_builder import publish, sparse
 from image_builder import manifest as manifests
+from image_builder import publish, sparse
+from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
+from image_builder.lock import Lock
+from image_builder.plan.model import Plan, StagePlan
 from image_builder.publish import Publication, publish_files
-from tests.unit.manifests import BUILD_ID, DOCUMENTS, manifest, write
+from image_builder.settings import Settings
+from image_builder.store import Store
+from tests.unit.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
 
 FILES = {"worker.raw": b"disk" * 1000, "worker.vhd": b"disk" * 1000 + b"footer"}
 
@@ -104,7 +110,7 @@ def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) ->
 
 def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
     earlier = _publish(output, {"worker.raw": b"good"}, build_id="cd" * 32).path
-    source = write(output.parent / "bad", {name: b"rotten" for name in FILES})
+    source = write(output.parent / "bad", dict.fromkeys(FILES, b"rotten"))
     with pytest.raises(PublishError, match=r"worker\.(raw|vhd) was read back with other bytes"):
         publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
     assert _names(output / "worker") == [earlier.name, "latest"]
@@ -152,7 +158,7 @@ def test_what_dead_publishers_left_is_reaped_and_a_living_ones_is_kept(output: P
 
 def test_without_renameat2_the_result_is_the_same(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_args: object) -> int:
-        publish.ctypes.set_errno(errno.EINVAL)
+        ctypes.set_errno(errno.EINVAL)
         return -1
 
     monkeypatch.setattr(publish, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
@@ -184,3 +190,74 @@ def test_only_a_passed_verification_counts(tmp_path: Path) -> None:
         publish._passed_verification(_verified(tmp_path / "none", "passed", 0))
     with pytest.raises(PublishError, match="not verified"):
         publish._passed_verification(tmp_path / "missing")
+
+
+def _commit(store: Store, plan: StagePlan, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+    with store.staging() as staging:
+        write(staging / "object" / "product", files)
+        store.commit(plan, staging / "object", 1.0, facts)
+
+
+def _built(tmp_path: Path) -> tuple[ImageDefinition, Lock, Plan, Store, Settings, list[dict[str, Any]]]:
+    """A store that holds what a build of one small artefact would have left."""
+    names = ("tools", "seal", "verify", "disk", "convert")
+    plan = Plan("worker", tuple(StagePlan(n, n, {"ansible": "2.19"}) for n in names))
+    store = Store(tmp_path / "store")
+    store.prepare()
+    facts = {"packages": [{"name": "bash", "version": "5.2", "architecture": "amd64"}]}
+    verified = _verified(tmp_path / "verified", "passed") / "verify.json"
+    files = {
+        "verify": {
+            "verify.json": verified.read_bytes(),
+            "junit.xml": b"<testsuites/>",
+            "facts.json": json.dumps(facts).encode(),
+        },
+        "convert": {"worker.raw": b"disk"},
+    }
+    told = {
+        "disk": manifest({}).disk.model_dump(mode="json") | {"content_bytes": 1},
+        "convert": {"files": [artefact("worker.raw", b"disk").model_dump()]},
+    }
+    for stage in plan.stages:
+        _commit(store, stage, files.get(stage.name, {}), told.get(stage.name, {}))
+    definition = ImageDefinition(
+        name="worker",
+        base=ImageBase.model_validate({"suite": "trixie"}),
+        layers=("system",),
+        disk=ImageDisk.model_validate({}),
+        formats=("raw",),
+        kernel_args=(),
+        secure_boot=False,
+        variables={},
+        inventory_paths=(),
+    )
+    lock = Lock(image="worker", source_date_epoch=1735689600, repositories={}, groups={})
+    stages = [{"name": s.name, "id": s.id, "seconds": 1.0, "bytes": 1, "cached": False} for s in plan.stages]
+    return definition, lock, plan, store, Settings(store=store.path, output=tmp_path / "output"), stages
+
+
+def test_the_stages_of_a_build_are_published(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    path = publish.publish(*built)
+    assert _names(path) == sorted(
+        ["facts.json", "junit.xml", "lock.json", "manifest.json", "verify.json", "worker.raw"]
+    )
+    told = manifests.load((path / "manifest.json").read_bytes())
+    assert [p.name for p in told.packages] == ["bash"]
+    assert told.verification.passed == 1
+    assert told.tools["ansible-core"] == "2.19"
+    assert Lock.load(path / "lock.json") == built[1]
+    inode = path.stat().st_ino
+    assert publish.publish(*built) == path
+    assert path.stat().st_ino == inode
+
+
+def test_a_failed_verification_is_never_published(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    product = built[3].product(built[2].stage("verify").id)
+    (product / "verify.json").write_bytes(
+        (_verified(tmp_path / "bad", "failed") / "verify.json").read_bytes()
+    )
+    with pytest.raises(PublishError, match="not verified"):
+        publish.publish(*built)
+    assert not (tmp_path / "output").exists()

@@ -14,10 +14,17 @@ from image_builder.report.verification import SuiteResult, from_json, read_run, 
 
 PASSED = {"test_a.py::test_one": "passed", "test_a.py::test_two[0]": "passed"}
 FAILED = {"test_a.py::test_one": "passed", "test_a.py::test_two[0]": "failed"}
-TAGS = {"passed": "", "failed": '<failure message="m"/>', "error": '<error message="m"/>', "skipped": "<skipped/>"}
+TAGS = {
+    "passed": "",
+    "failed": '<failure message="m"/>',
+    "error": '<error message="m"/>',
+    "skipped": "<skipped/>",
+}
 
 
-def lines(outcomes: dict[str, str], *, selected: list[str] | None = None, status: int | None = 0) -> list[str]:
+def lines(
+    outcomes: dict[str, str], *, selected: list[str] | None = None, status: int | None = 0
+) -> list[str]:
     """Return the suite's own record of a run."""
     events: list[dict[str, Any]] = [
         {
@@ -27,7 +34,13 @@ def lines(outcomes: dict[str, str], *, selected: list[str] | None = None, status
         }
     ]
     events += [
-        {"event": "check", "name": name, "outcome": outcome, "seconds": 0.5, "message": "" if outcome == "passed" else "bad"}
+        {
+            "event": "check",
+            "name": name,
+            "outcome": outcome,
+            "seconds": 0.5,
+            "message": "" if outcome == "passed" else "bad",
+        }
         for name, outcome in outcomes.items()
     ]
     if status is not None:
@@ -46,7 +59,12 @@ def junit(outcomes: dict[str, str]) -> str:
 
 def result(outcomes: dict[str, str], status: int = 0) -> SuiteResult:
     return read_run(
-        lines(outcomes, status=status), junit(outcomes), status, target="sealed tree", marker="offline", seconds=1.5
+        lines(outcomes, status=status),
+        junit(outcomes),
+        status,
+        target="sealed tree",
+        marker="offline",
+        seconds=1.5,
     )
 
 
@@ -69,7 +87,9 @@ def test_a_green_run() -> None:
 def test_a_check_that_is_not_green_is_named(outcome: str) -> None:
     found = result({**PASSED, "test_a.py::test_two[0]": outcome}, status=1)
     assert found.as_json()["verdict"] == "failed"
-    with pytest.raises(VerifyError, match=r"1 of 2 checks failed on sealed tree\n  test_a.py::test_two\[0\]: bad"):
+    with pytest.raises(
+        VerifyError, match=r"1 of 2 checks failed on sealed tree\n  test_a.py::test_two\[0\]: bad"
+    ):
         require_passed(found)
 
 
@@ -126,8 +146,12 @@ def test_records_that_disagree_are_refused(own: dict[str, str], other: dict[str,
     assert "disagree" in refused(lines(own, status=status), junit(other), status)
 
 
-@pytest.mark.parametrize(("outcomes", "told", "status"), [(PASSED, 0, 1), (PASSED, 1, 1), (FAILED, 1, 0), (PASSED, 0, -9)])
-def test_an_exit_status_that_does_not_fit_is_refused(outcomes: dict[str, str], told: int, status: int) -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "told", "status"), [(PASSED, 0, 1), (PASSED, 1, 1), (FAILED, 1, 0), (PASSED, 0, -9)]
+)
+def test_an_exit_status_that_does_not_fit_is_refused(
+    outcomes: dict[str, str], told: int, status: int
+) -> None:
     assert "ended with status" in refused(lines(outcomes, status=told), junit(outcomes), status)
 
 

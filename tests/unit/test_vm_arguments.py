@@ -88,7 +88,7 @@ def test_disks_keep_their_order_bus_and_serial() -> None:
         devices[2]
     )
     blocks = [b for b in _options(argv, "-blockdev") if "node-name=disk" in b]
-    assert ["driver=qcow2", "driver=raw", "driver=raw"] == [b.split(",")[0] for b in blocks]
+    assert [b.split(",")[0] for b in blocks] == ["driver=qcow2", "driver=raw", "driver=raw"]
     assert "cache.no-flush=on" in blocks[0] and "cache.no-flush=off" in blocks[2]
 
 

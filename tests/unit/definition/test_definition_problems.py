@@ -135,6 +135,11 @@ def lines(inventory: Inventory) -> list[str]:
             id="required variable",
         ),
         pytest.param(
+            "image_layers: [system, runtime]\nruntime_token: t\nruntime_swap: true\n",
+            "group_vars/workers.yml:3  runtime_swap: has no effect: playbooks/layers/runtime.yml sets it",
+            id="overridden by the play",
+        ),
+        pytest.param(
             'image_layers: [system, runtime]\nruntime_token: t\nruntime_version: "1.3"\n',
             "group_vars/workers.yml:3  runtime_version: 1.3 is not known; known are 1.1, 1.2",
             id="unknown version",

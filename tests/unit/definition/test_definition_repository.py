@@ -11,13 +11,13 @@ from image_builder.definition.roles import Role, RoleBook
 from image_builder.settings import REPO_ROOT
 
 INVENTORIES = REPO_ROOT / "inventories"
-PASSWORDS = {"azure_vmss": INVENTORIES / "azure_vmss" / "demo-vault-password"}
+VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"
 ROLES = list(RoleBook(REPO_ROOT).roles())
 
 
 @pytest.mark.parametrize("name", ["lab", "azure_vmss"])
 def test_inventory_is_sound(name: str) -> None:
-    inventory = load_inventory([INVENTORIES / name], PASSWORDS.get(name))
+    inventory = load_inventory([INVENTORIES / name])
     assert [str(p) for p in inventory.problems()] == []
     for image in inventory.images:
         definition = inventory.define(image)
@@ -63,3 +63,11 @@ def test_origins_are_where_ansible_says(tmp_path: Path) -> None:
     assert engine.place_in(content, ["b", 0]) == engine.Place(str(file), 3)
     assert engine.place_in(content, ["b", 1, "c"]) == engine.Place(str(file), 4)
     assert engine.place_in(content, ["b", 1, "c", "nothing"]) == engine.Place(str(file), 4)
+
+
+def test_demo_secret_can_be_read_with_the_demo_password() -> None:
+    source = engine.read_inventory([INVENTORIES / "azure_vmss"], VAULT_PASSWORD, REPO_ROOT / "playbooks/layers")
+    values, _ = source.host_variables("h100-a-000000")
+    assert engine.undecryptable(values, source) == []
+    assert set(engine.plain(values["pool_bootstrap_token"])) == {"__vault__"}
+    assert values["kubelet_node_labels"] == {"node.example/gpu": "h100"}, "a node has its image's variables"

@@ -1,0 +1,69 @@
+"""What every command shares: how it is registered, how its errors show, how its result is printed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import typer
+
+from image_builder import failure
+from image_builder.settings import Settings
+
+P = ParamSpec("P")
+
+
+def register(
+    app: typer.Typer,
+    *,
+    name: str | None = None,
+    isolated: Callable[..., bool] | bool = False,
+    context_settings: dict[str, Any] | None = None,
+) -> Callable[[Callable[P, int]], Callable[P, None]]:
+    """Register a function as a command: what it returns is the exit status, what it raises is shown.
+
+    With ``isolated`` (or where that function of the command's arguments says so) the command runs in
+    namespaces of its own that nothing outlives; that needs root.
+    """
+
+    def decorate(function: Callable[P, int]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **options: P.kwargs) -> None:
+            guard = functools.partial(
+                failure.guard, json_wanted=bool(options.get("as_json")), command=failure.command_line()
+            )
+
+            def work() -> int:
+                failure.end_on_sigterm()
+                return guard(lambda: function(*args, **options))
+
+            def isolated_work() -> int:
+                from image_builder import host, namespace
+
+                host.check_root()
+                return namespace.run_isolated(work)
+
+            alone = isolated(**options) if callable(isolated) else isolated
+            raise typer.Exit(guard(isolated_work) if alone else work())
+
+        app.command(name or function.__name__, context_settings=context_settings)(run)
+        return run
+
+    return decorate
+
+
+def show(result: Any, text: str, *, as_json: bool) -> None:
+    """Print a result: ``result`` as JSON, or ``text``."""
+    if as_json:
+        print(json.dumps(result, indent=1, default=os.fspath))
+    elif text:
+        print(text)
+
+
+def host_settings(store: Path, **more: Any) -> Settings:
+    """Return this host's settings; options that were not given keep their defaults."""
+    return Settings(store=store.absolute(), **{k: v for k, v in more.items() if v is not None})

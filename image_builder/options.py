@@ -1,0 +1,57 @@
+"""The arguments and options that several commands share: each has one name, one help and one meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from image_builder.settings import REPO_ROOT
+
+
+def _complete_images(incomplete: str) -> list[str]:
+    """Complete names of images, of the default inventory; nothing when that can't be read."""
+    try:
+        from image_builder.definition import load_inventory
+
+        return [i for i in load_inventory([REPO_ROOT / "inventories/lab"]).images if i.startswith(incomplete)]
+    except Exception:
+        return []
+
+
+Image = Annotated[str, typer.Argument(metavar="IMAGE", help="an image of the inventory", autocompletion=_complete_images)]
+Inventories = Annotated[
+    list[Path] | None,
+    typer.Option("-i", "--inventory", metavar="PATH", help="an inventory, as in Ansible; repeatable  [default: inventories/lab]"),
+]
+VaultFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--vault-password-file",
+        metavar="FILE",
+        envvar="ANSIBLE_VAULT_PASSWORD_FILE",
+        help="the file with the password for vaulted values",
+    ),
+]
+StoreDir = Annotated[
+    Path,
+    typer.Option("--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="where stages and downloads are kept"),
+]
+Mirror = Annotated[
+    str | None,
+    typer.Option(
+        "--mirror",
+        metavar="URL",
+        envvar="IMAGE_BUILDER_MIRROR",
+        help="the Debian mirror  [default: image_base.mirror, else the host's own]",
+    ),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="the directory of the artefacts")]
+Locked = Annotated[
+    Path | None, typer.Option("--locked", metavar="FILE", help="take exactly the bytes of this lock  [default: the last one made]")
+]
+Facts = Annotated[
+    Path | None, typer.Option("--facts", metavar="FILE", help="what the image must be  [default: facts.json beside it]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]

@@ -1,0 +1,98 @@
+"""Verify what is there already: an unpacked image, a published build, a live machine.
+
+The suite is the one that every build runs; what the target must be stands in a facts.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from image_builder import manifest, process
+from image_builder.errors import UsageError, VerifyError
+from image_builder.events import Monitor
+from image_builder.report.verification import SuiteResult
+from image_builder.sandbox import open_root
+from image_builder.settings import Settings
+from image_builder.stages.verify import verify_target
+from image_builder.store import Store
+
+_REMOTE = "ssh://"
+FACTS = "facts.json"
+MANIFEST = "manifest.json"
+
+
+def is_remote(target: str) -> bool:
+    """Tell whether ``target`` is a machine to be reached, rather than a directory here."""
+    return target.startswith(_REMOTE)
+
+
+def verify(
+    target: str, facts: Path | None, out_dir: Path, *, settings: Settings, monitor: Monitor
+) -> SuiteResult:
+    """Run the suite on ``target`` and return what it found, failed checks included.
+
+    ``target`` is ``ssh://user@host:port?key=…``, the root directory of an unpacked image, or the directory of
+    a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to the
+    facts.json in or beside the directory. Reports go to ``out_dir``. Raises VerifyError, UsageError.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if is_remote(target):
+        if facts is None:
+            raise UsageError("a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)")
+        return _run(target, facts, out_dir, settings, monitor)
+    folder = Path(target).resolve()
+    facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)
+    if not folder.is_dir() or facts is None:
+        raise UsageError(
+            f"{target} is no directory" if not folder.is_dir() else f"no {FACTS} in or beside {target}",
+            hint="give the directory of a build, or of an unpacked image with --facts FILE",
+        )
+    store = Store(settings.store)
+    store.prepare()
+    with store.staging() as staging:
+        tree = folder
+        if (folder / MANIFEST).is_file():
+            tree = _unpack(folder, staging / "tree", monitor)
+        with open_root([tree], staging / "work") as root:
+            return _run(f"sandbox:{root.path}", facts, out_dir, settings, monitor)
+
+
+def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+    started = time.monotonic()
+    monitor.stage_started("verify")
+    result = verify_target(
+        url,
+        facts,
+        out_dir,
+        settings=settings,
+        log=out_dir / "suite.log",
+        on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
+    )
+    monitor.stage_finished("verify", time.monotonic() - started, cached=False)
+    return result
+
+
+def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
+    """Hash every file of a published build and unpack its tar into ``tree``."""
+    told = manifest.load((build / MANIFEST).read_bytes())
+    started = time.monotonic()
+    monitor.stage_started("hash")
+    for file in (*told.artefacts, *told.documents):
+        monitor.stage_doing("hash", file.name)
+        with (build / file.name).open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != file.sha256:
+            raise VerifyError(f"{build / file.name} is not what the manifest says: its SHA-256 is {found}")
+    monitor.stage_finished("hash", time.monotonic() - started, cached=False)
+    archive = next((a for a in told.artefacts if a.format == "tar"), None)
+    if archive is None:
+        raise VerifyError(
+            f"every byte of {build} is what its manifest says, but it holds no tar for the checks to look into",
+            hint=f"image-builder boot {build} --verify",
+        )
+    tree.mkdir()
+    argv = ["tar", "--extract", f"--file={build / archive.name}", f"--directory={tree}", "--numeric-owner"]
+    process.run([*argv, "--same-permissions", "--xattrs", "--xattrs-include=*"])
+    return tree

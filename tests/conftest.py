@@ -1,0 +1,138 @@
+"""What all tests share: the order of the parts, the guard of the unit tests, the list of allowed skips.
+
+A test without a marker is a unit test: it can't start a process, open a socket or do what only root may.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.settings import REPO_ROOT
+from image_builder.store import Store
+from tests.guard import guarded
+
+PARTS = ("unit", "root", "e2e", "boot")
+ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
+
+
+def part_of(item: pytest.Item) -> str:
+    """Return the part that a test belongs to."""
+    if item.get_closest_marker("boot"):
+        return "boot"
+    if item.get_closest_marker("root") or item.get_closest_marker("gpu"):
+        return "e2e" if "e2e" in item.path.parts else "root"
+    return "unit"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+    parser.addoption(
+        "--parts",
+        metavar="FILE",
+        help="stop after the first part (unit, root, e2e, boot) in which something failed; write each part's seconds",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Parts(config), "image-builder-parts")
+    config.pluginmanager.register(_Skips(), "image-builder-skips")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: PARTS.index(part_of(item)))
+
+
+class _Parts:
+    """Counts the seconds of each part and keeps a later one from starting after a failure."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.report: str | None = config.getoption("--parts")
+        self.seconds: dict[str, float] = {}
+        self.current = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        part = part_of(item)
+        if self.report and self.current not in ("", part) and item.session.testsfailed:
+            item.session.shouldfail = f"the part `{self.current}` failed, `{part}` and what follows is not run"
+            raise item.session.Failed(item.session.shouldfail)
+        self.current = part
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if self.report:
+            Path(self.report).write_text(json.dumps(self.seconds), encoding="utf-8")
+
+
+class _Skips:
+    """Fails the run for a skip that is not on the list."""
+
+    def __init__(self) -> None:
+        lines = ALLOWED_SKIPS.read_text(encoding="utf-8").splitlines()
+        self.allowed = [line.split("  ", 1) for line in lines if line.strip() and not line.startswith("#")]
+        self.refused: list[str] = []
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for pattern, words in self.allowed:
+            if fnmatch.fnmatch(report.nodeid, pattern) and words.strip() in reason:
+                return
+        self.refused.append(f"{report.nodeid}: {reason}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.refused and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.refused:
+            terminalreporter.section(f"skips that {ALLOWED_SKIPS.name} doesn't allow", red=True, bold=True)
+            for line in self.refused:
+                terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def _unit_tests_touch_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    if part_of(request.node) != "unit":
+        yield
+        return
+    with guarded():
+        yield
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return REPO_ROOT
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store."""
+    made = Store(tmp_path / "store")
+    made.prepare()
+    return made
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter that children run under."""
+    return Path(sys.executable)

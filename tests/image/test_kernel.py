@@ -1,0 +1,144 @@
+"""One kernel, held, with the modules that the image needs and without those that it denies."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from suite import Tree, booted, needs, nothing, offline, output, read, statements
+from testinfra.host import Host
+
+V = dict[str, Any]
+
+bootable = needs("system", system_bootable=True)
+
+
+def _versions(tree: Tree) -> list[str]:
+    """Return the versions of the kernels in /boot."""
+    return [path.partition("-")[2] for path in tree.matching(r"/boot/vmlinuz-.*")]
+
+
+def _image_kernel(tree: Tree) -> str:
+    """Return the version of the image's kernel."""
+    versions = _versions(tree)
+    assert len(versions) == 1, f"kernels: {versions}"
+    return versions[0]
+
+
+@offline
+@booted
+@bootable
+def test_kernel_is_the_declared_one(host: Host, tree: Tree, v: V) -> None:
+    """There is one kernel, and the declared package brought it."""
+    version = _image_kernel(tree)
+    depends = output(host, "dpkg-query --show --showformat='${Depends}' %s", v["__system_kernel"].strip())
+    assert f"linux-image-{version}" in depends or v["__system_kernel"] == f"linux-image-{version}", depends
+    output(host, "dpkg-query --list %s", f"linux-image-{version}")
+
+
+@offline
+@booted
+@bootable
+def test_kernel_is_held(host: Host) -> None:
+    """No upgrade of packages brings another kernel, for which there may be no drivers."""
+    kernels = set(output(host, "dpkg-query --show --showformat='${Package}\\n' 'linux-image-*'").split())
+    held = set(output(host, "apt-mark showhold").split())
+    installed = {k for k in kernels if "installed" in output(host, "dpkg-query --show --showformat='${Status}' %s", k)}
+    assert installed, "no kernel is installed"
+    nothing(sorted(installed - held))
+
+
+@offline
+@booted
+@bootable
+def test_kernel_is_complete(tree: Tree) -> None:
+    """The kernel has its initramfs and its modules, indexed."""
+    version = _image_kernel(tree)
+    for path in (f"/boot/vmlinuz-{version}", f"/boot/initrd.img-{version}", f"/usr/lib/modules/{version}/modules.dep.bin"):
+        assert tree[path].size > 1000, f"{path} has {tree[path].size} bytes"
+
+
+@offline
+@bootable
+def test_initramfs_finds_the_root(host: Host, tree: Tree) -> None:
+    """The initramfs can be read, and has the root's filesystem and the disks of virtual machines."""
+    version = _image_kernel(tree)
+    found = set(output(host, "lsinitramfs %s", f"/boot/initrd.img-{version}").splitlines())
+    builtin = read(host, f"/usr/lib/modules/{version}/modules.builtin")
+    names = {re.sub(r"\.ko(\.\w+)?$", "", path.rpartition("/")[2]) for path in [*found, *builtin.splitlines()]}
+    nothing(sorted({"ext4", "nvme", "virtio_blk", "virtio_pci"} - names))
+
+
+@offline
+@booted
+@bootable
+def test_initramfs_waits_for_no_swap(host: Host) -> None:
+    """The boot doesn't look for a hibernated system."""
+    lines = statements(read(host, "/etc/initramfs-tools/conf.d/image.conf"))
+    others = host.run("grep -rhs ^RESUME= /etc/initramfs-tools/conf.d /etc/initramfs-tools/initramfs.conf").stdout
+    assert "RESUME=none" in lines
+    assert set(others.split()) == {"RESUME=none"}, others
+
+
+@offline
+@booted
+@bootable
+def test_boot_loader_is_signed(tree: Tree) -> None:
+    """What the ESP is filled from: the signed shim and the signed GRUB."""
+    for path in ("/usr/lib/shim/shimx64.efi.signed", "/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed"):
+        assert tree[path].size > 100_000, path
+
+
+@offline
+@booted
+@bootable
+def test_esp_follows_the_kernel(host: Host, tree: Tree) -> None:
+    """Kernel packages and update-initramfs both run the hook that keeps the ESP in step."""
+    hook = "/etc/kernel/postinst.d/zz-image-esp"
+    assert tree[hook].mode == 0o755, f"{tree[hook].mode:o}"
+    output(host, "sh -n %s", hook)
+    links = ("/etc/kernel/postrm.d/zz-image-esp", "/etc/initramfs/post-update.d/zz-image-esp")
+    nothing(f"{link} -> {tree[link].link}" for link in links if tree[link].link != hook)
+
+
+@offline
+@booted
+@needs("system")
+def test_modules_are_loaded_at_boot(host: Host, v: V) -> None:
+    """Every declared module is asked for at boot, before kernel settings that need it."""
+    lines = statements(output(host, "cat /etc/modules-load.d/*.conf"))
+    nothing(module for module in v["system_modules"] if module not in lines)
+
+
+@offline
+@booted
+@bootable
+def test_modules_exist(host: Host, tree: Tree, v: V) -> None:
+    """The image's kernel has every declared module, as a file or built in."""
+    command = "modprobe --dry-run --set-version %s %s"
+    nothing(m for m in v["system_modules"] if host.run(command, _image_kernel(tree), m).rc != 0)
+
+
+@booted
+@needs("system")
+def test_modules_are_loaded(host: Host, v: V) -> None:
+    """The running kernel has every declared module."""
+    loaded = {line.split()[0] for line in read(host, "/proc/modules").splitlines()}
+    missing = [module for module in v["system_modules"] if module.replace("-", "_") not in loaded]
+    nothing(m for m in missing if output(host, "modinfo --field filename %s", m) != "(builtin)")
+
+
+@booted
+@bootable
+def test_running_kernel_is_the_images(host: Host, tree: Tree) -> None:
+    """The machine booted the kernel that lies in the image."""
+    assert output(host, "uname -r") == _image_kernel(tree)
+
+
+@booted
+@bootable
+def test_esp_has_the_images_kernel(host: Host, tree: Tree) -> None:
+    """The ESP, from which the machine boots, has the same kernel and initramfs as /boot."""
+    version = _image_kernel(tree)
+    output(host, "cmp %s /boot/efi/EFI/image/vmlinuz", f"/boot/vmlinuz-{version}")
+    output(host, "cmp %s /boot/efi/EFI/image/initrd.img", f"/boot/initrd.img-{version}")

@@ -1,0 +1,55 @@
+"""Kernel settings: what the boot will set, and what the running kernel has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from suite import assignments, booted, differences, needs, nothing, offline, output, read
+from testinfra.host import Host
+
+V = dict[str, Any]
+
+
+def _configured(host: Host) -> dict[str, str]:
+    """Return what systemd-sysctl will set: all files merged in its own order, by name with dots."""
+    lines = assignments(output(host, "/usr/lib/systemd/systemd-sysctl --cat-config"))
+    return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in lines.items()}
+
+
+def _wanted(settings: dict[str, Any]) -> dict[str, str]:
+    return {name: " ".join(str(value).split()) for name, value in settings.items()}
+
+
+@offline
+@booted
+@needs("system")
+def test_sysctls_are_configured(host: Host, v: V) -> None:
+    """Every declared kernel setting is made at boot, and no later file undoes it."""
+    assert v["__system_sysctl"], "no kernel settings are declared"
+    nothing(differences(_wanted(v["__system_sysctl"]), _configured(host)))
+
+
+@offline
+@booted
+@needs("kubernetes", kubelet_protect_kernel_defaults=True)
+def test_kubelets_sysctls_are_configured(host: Host, v: V) -> None:
+    """The kernel settings that this kubelet refuses to start without are made at boot."""
+    nothing(differences(_wanted(v["__kubelet_sysctls"]), _configured(host)))
+
+
+@booted
+@needs("system")
+def test_sysctls_are_live(host: Host, v: V) -> None:
+    """The running kernel has every declared setting."""
+    wanted = _wanted(v["__system_sysctl"])
+    lines = host.run("sysctl --ignore %s" % " ".join(wanted)).stdout
+    nothing(differences(wanted, {name: " ".join(value.split()) for name, value in assignments(lines).items()}))
+
+
+@booted
+@needs("kubernetes", kubelet_protect_kernel_defaults=True)
+def test_kubelets_sysctls_are_live(host: Host, v: V) -> None:
+    """The running kernel has what the kubelet checks."""
+    wanted = _wanted(v["__kubelet_sysctls"])
+    found = {name: read(host, f"/proc/sys/{name.replace('.', '/')}").strip() for name in wanted}
+    nothing(differences(wanted, found))

@@ -1,0 +1,156 @@
+"""The services under the container runtime: time, logs, network, limits; and what must never start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from suite import Tree, assignments, booted, differences, needs, nothing, offline, output, read, statements
+from testinfra.host import Host
+
+V = dict[str, Any]
+
+with_system = needs("system")
+with_network = needs("system", system_network=True)
+
+
+def _merged(host: Host, path: str) -> dict[str, str]:
+    """Return a systemd configuration with its drop-ins, merged as systemd does."""
+    return assignments(output(host, "systemd-analyze cat-config %s", path))
+
+
+@offline
+@booted
+@with_system
+def test_units_are_masked(host: Host, v: V) -> None:
+    """What must never start can't."""
+    states = {unit: host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in v["__system_masked"]}
+    nothing(f"{unit} is {state or 'not there'}" for unit, state in states.items() if state != "masked")
+
+
+@offline
+@booted
+@with_system
+def test_units_are_enabled(host: Host, v: V) -> None:
+    """SSH, its key maker and the network start at boot."""
+    states = {unit: host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in v["__system_units"]}
+    nothing(f"{unit} is {state or 'not there'}" for unit, state in states.items() if state != "enabled")
+
+
+@offline
+@booted
+@with_system
+def test_units_are_valid(host: Host, tree: Tree) -> None:
+    """systemd finds no fault with the units that the roles wrote."""
+    units = [e.path for e in tree.under("/etc/systemd/system") if e.kind == "f" and e.path.count("/") == 4]
+    assert units, "the roles wrote no units"
+    done = host.run("systemd-analyze verify --man=no --recursive-errors=no " + " ".join(units))
+    assert done.rc == 0, (done.stderr or done.stdout).strip()
+
+
+@offline
+@booted
+@needs("system", system_swap_off=True)
+def test_no_swap_is_configured(host: Host) -> None:
+    """No swap comes up at boot, whoever brings it."""
+    nothing(line for line in statements(read(host, "/etc/fstab")) if line.split()[2] == "swap")
+    assert host.run("systemctl is-enabled swap.target").stdout.strip() == "masked"
+
+
+@offline
+@booted
+@with_system
+def test_limits_are_configured(host: Host, v: V) -> None:
+    """Login sessions get the declared limits; no later line takes them back."""
+    found = {}
+    for line in statements(output(host, "cat /etc/security/limits.conf /etc/security/limits.d/*.conf")):
+        domain, kind, item, value = line.split()[:4]
+        found[f"{domain} {kind} {item}"] = value
+    wanted = {f"{each['domain']} {each['type']} {each['item']}": str(each["value"]) for each in v["system_limits"]}
+    nothing(differences(wanted, found))
+
+
+@offline
+@booted
+@with_system
+def test_journal_is_bounded(host: Host, v: V) -> None:
+    """The journal takes what it was given of the disk."""
+    wanted = {name: str(value) for name, value in v["system_journald"].items()}
+    nothing(differences(wanted, _merged(host, "systemd/journald.conf")))
+
+
+@offline
+@booted
+@needs("system", system_time_sync=lambda keeper: keeper != "none")
+def test_clock_is_kept(host: Host, v: V) -> None:
+    """The declared time service starts at boot, and asks the declared pools."""
+    unit, path = {
+        "chrony": ("chrony.service", "/etc/chrony/chrony.conf"),
+        "timesyncd": ("systemd-timesyncd.service", "/etc/systemd/timesyncd.conf.d/90-image.conf"),
+    }[v["system_time_sync"]]
+    assert host.run("systemctl is-enabled %s", unit).stdout.strip() == "enabled"
+    words = " ".join(statements(read(host, path))).replace("=", " ").split()
+    nothing(pool for pool in v["system_ntp_pools"] if pool not in words)
+
+
+@offline
+@booted
+@needs("system", system_time_sync="chrony")
+def test_chrony_accepts_its_configuration(host: Host) -> None:
+    """chronyd itself finds no fault with its configuration, and opens no port."""
+    dump = output(host, "mkdir -p /run/chrony && chronyd -p -f /etc/chrony/chrony.conf")
+    assert "cmdport 0" in statements(dump), dump
+
+
+@offline
+@booted
+@with_network
+def test_interfaces_use_dhcp(host: Host) -> None:
+    """Physical interfaces, and those alone, are configured by DHCP."""
+    found = _merged(host, "systemd/network/90-dhcp.network")
+    nothing(differences({"Type": "ether", "Kind": "!*", "DHCP": "yes"}, found))
+
+
+@offline
+@booted
+@with_network
+def test_foreign_routes_are_left_alone(host: Host) -> None:
+    """A restart of networkd keeps what network plugins made."""
+    wanted = {"ManageForeignRoutes": "no", "ManageForeignRoutingPolicyRules": "no"}
+    nothing(differences(wanted, _merged(host, "systemd/networkd.conf")))
+
+
+@offline
+@booted
+@with_network
+def test_pods_inherit_real_name_servers(host: Host, tree: Tree) -> None:
+    """/etc/resolv.conf never names the loopback, which in a pod would be the pod itself."""
+    assert tree["/etc/resolv.conf"].link.endswith("run/systemd/resolve/resolv.conf")
+    nothing(differences({"DNSStubListener": "no", "LLMNR": "no"}, _merged(host, "systemd/resolved.conf")))
+
+
+@offline
+@booted
+@with_system
+def test_host_keys_come_at_first_boot(host: Host, v: V) -> None:
+    """A unit makes every declared type of host key before sshd starts."""
+    unit = output(host, "systemd-analyze cat-config systemd/system/ssh-host-keys.service")
+    nothing(t for t in v["system_ssh_host_key_types"] if f"ssh-keygen -q -t {t} " not in unit)
+    before = [word for line in unit.splitlines() if line.startswith("Before=") for word in line[7:].split()]
+    assert "ssh.service" in before, f"{before}"
+
+
+@booted
+@with_system
+def test_sessions_have_the_limits(host: Host, v: V) -> None:
+    """A new session has the declared limits."""
+    values = {(e["domain"], e["item"]): str(e["value"]) for e in v["system_limits"]}
+    for item, flag in (("memlock", "l"), ("nofile", "n")):
+        found = output(host, "su --shell /bin/sh --command %s nobody", f"ulimit -{flag}")
+        assert found == values.get(("*", item), found), f"{item} is {found}"
+
+
+@booted
+@with_system
+def test_journal_is_persistent(host: Host) -> None:
+    """The journal of this boot is on disk."""
+    assert output(host, "journalctl --header --boot --lines=0 | grep -c 'File path: /var/log/journal'") != "0"

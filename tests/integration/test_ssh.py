@@ -1,0 +1,173 @@
+"""The SSH target against a server that speaks the real protocol (paramiko's own) and runs real commands."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+
+from image_builder.errors import BootError, CommandError
+from image_builder.target.seed import write_key
+from image_builder.target.ssh import SshAddress, SshTarget
+
+pytestmark = pytest.mark.root
+
+
+class _Session(paramiko.ServerInterface):
+    def __init__(self, allowed: str) -> None:
+        self.allowed = allowed
+
+    def get_allowed_auths(self, _username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        same = key.get_base64() == self.allowed.split()[1]
+        return AUTH_SUCCESSFUL if same and username == "root" else AUTH_FAILED
+
+    def check_channel_request(self, _kind: str, _chanid: int) -> int:
+        return OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        threading.Thread(target=self._execute, args=(channel, command), daemon=True).start()
+        return True
+
+    def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
+        time.sleep(0.05)
+        with channel, channel.makefile("rb") as stdin:
+            done = subprocess.run(
+                ["sh", "-c", command.decode()], input=stdin.read(), capture_output=True, check=False
+            )
+            channel.sendall(done.stdout)
+            channel.sendall_stderr(done.stderr)
+            channel.send_exit_status(done.returncode)
+
+
+class _Server:
+    """Serves on one port; its host key can be changed."""
+
+    def __init__(self, allowed: str) -> None:
+        self.key: paramiko.PKey = paramiko.ECDSAKey.generate()
+        self.allowed = allowed
+        self.transports: list[paramiko.Transport] = []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            transport = paramiko.Transport(connection)
+            transport.add_server_key(self.key)
+            self.transports.append(transport)
+            try:
+                transport.start_server(server=_Session(self.allowed))
+            except (EOFError, paramiko.SSHException):
+                transport.close()
+
+    def drop(self) -> None:
+        for transport in self.transports:
+            transport.close()
+        self.transports.clear()
+
+    def close(self) -> None:
+        self.socket.close()
+        self.drop()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[_Server]:
+    made = _Server(write_key(tmp_path / "key", "test"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def target(server: _Server, tmp_path: Path) -> Iterator[SshTarget]:
+    with SshTarget(SshAddress("root", "127.0.0.1", server.port, tmp_path / "key")) as made:
+        yield made
+
+
+def test_command_gives_its_output_status_and_takes_input(target: SshTarget) -> None:
+    done = target.run(["sh", "-c", "cat; echo 'a b' >&2; exit 3"], input="x\ny", ok=(3,))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "x\ny", "a b\n")
+    with pytest.raises(CommandError, match="exit status 3") as caught:
+        target.run(["sh", "-c", "echo why; exit 3"])
+    assert caught.value.tail == "why"
+
+
+def test_large_output_comes_whole(target: SshTarget) -> None:
+    assert len(target.run(["head", "-c", "3000000", "/dev/zero"]).stdout) == 3_000_000
+
+
+def test_command_that_hangs_is_given_up(target: SshTarget) -> None:
+    started = time.monotonic()
+    with pytest.raises(CommandError, match="timed out after 0.5 s"):
+        target.run(["sleep", "5"], timeout=0.5)
+    assert time.monotonic() - started < 3
+
+
+def test_lost_connection_is_made_again(target: SshTarget, server: _Server) -> None:
+    target.connect()
+    server.drop()
+    with pytest.raises(CommandError, match=r"lost 127\.0\.0\.1"):
+        target.run(["true"])
+    assert target.run(["echo", "back"]).stdout == "back\n"
+
+
+def test_changed_host_key_is_refused_even_before_it_was_saved(target: SshTarget, server: _Server) -> None:
+    target.connect()
+    server.key = paramiko.ECDSAKey.generate()
+    with pytest.raises(BootError):
+        target.connect()
+
+
+def test_host_key_of_another_type_is_refused(target: SshTarget, server: _Server) -> None:
+    target.connect()
+    server.key = paramiko.RSAKey.generate(2048)
+    with pytest.raises(BootError):
+        target.connect()
+
+
+def test_saved_host_key_is_what_others_must_meet(target: SshTarget, server: _Server, tmp_path: Path) -> None:
+    target.save_known_hosts(tmp_path / "known_hosts")
+    (line,) = (tmp_path / "known_hosts").read_text().splitlines()
+    assert line.split()[0] == f"[127.0.0.1]:{server.port}"
+    assert f"known_hosts={tmp_path}/known_hosts" in target.url
+    with SshTarget(target.address) as other:
+        assert other.run(["true"]).returncode == 0
+        server.key = paramiko.ECDSAKey.generate()
+        with pytest.raises(BootError):
+            other.connect()
+    target.close()
+    (tmp_path / "known_hosts").write_text("")
+    with pytest.raises(BootError, match="known_hosts"):
+        target.connect()
+
+
+def test_strange_key_is_not_let_in(server: _Server, tmp_path: Path) -> None:
+    write_key(tmp_path / "other", "stranger")
+    with (
+        SshTarget(SshAddress("root", "127.0.0.1", server.port, tmp_path / "other")) as stranger,
+        pytest.raises(BootError, match="uthentication"),
+    ):
+        stranger.connect()
+
+
+def test_port_without_a_server_is_told_apart(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        write_key(tmp_path / "key", "test")
+        address = SshAddress("root", "127.0.0.1", silent.getsockname()[1], tmp_path / "key")
+        with SshTarget(address) as target, pytest.raises(BootError, match="timed out"):
+            target.connect(banner_seconds=0.3)
+    with SshTarget(address) as target, pytest.raises(BootError, match="refused"):
+        target.connect()

@@ -1,0 +1,418 @@
+"""What the role kubelet writes for every version it knows, and what it refuses.
+
+Variables are evaluated as a bake evaluates them: role defaults, inventory, what the layer's playbook hands
+over, the role's vars. Golden files are whole renderings; ``pytest --update-golden`` writes them anew.
+tests/integration/test_kubelet_versions.py shows the same files to a real kubelet.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.definition import engine
+from image_builder.definition.evaluate import role_variables
+from image_builder.definition.roles import RoleBook
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROLE = REPOSITORY / "roles" / "kubelet"
+GOLDEN = Path(__file__).parent / "golden" / "kubelet"
+
+CRI_DOCKERD = {"version": "0.3.16", "url": "https://archive.test/cri-dockerd.tgz", "sha256": "ab" * 32}
+PROVIDER = {
+    "name": "acr-credential-provider",
+    "match_images": ["*.azurecr.io"],
+    "args": ["/etc/kubernetes/azure.json"],
+    "url": "https://archive.test/acr-credential-provider",
+    "sha256": "cd" * 32,
+}
+TAINT = {"key": "gpu", "value": "h100", "effect": "NoSchedule"}
+KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
+
+
+def containerd(version: str, **more: Any) -> dict[str, Any]:
+    """Return an inventory with this Kubernetes version and a containerd that it works with."""
+    return {
+        "kubelet_version": version,
+        "kubelet_source": {"type": "none"},
+        "container_runtime_engine": "containerd",
+        "container_runtime_containerd_version": "1.7" if version.startswith("1.20") else "2.2",
+        **more,
+    }
+
+
+def docker(version: str, **more: Any) -> dict[str, Any]:
+    return {"kubelet_version": version, "kubelet_source": {"type": "none"}, **more}
+
+
+LAB = docker(
+    "1.20.2", kubelet_mode="standalone", kubelet_source={"type": "debian_source", "suite": "bookworm"}
+)
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "1.20-docker": docker("1.20.2", kubelet_register_with_taints=[TAINT]),
+    "1.20-docker-standalone": LAB,
+    "1.20-containerd": containerd("1.20.2"),
+    "1.31-containerd": containerd("1.31"),
+    "1.33-containerd": containerd("1.33"),
+    "1.34-containerd": containerd("1.34"),
+    "1.34-cri-dockerd": docker("1.34", container_runtime_cri_dockerd=CRI_DOCKERD),
+    "1.35-containerd": containerd("1.35"),
+    "1.36-containerd": containerd("1.36"),
+    "1.36-containerd-standalone": containerd("1.36", kubelet_mode="standalone"),
+    "1.36-every-option": containerd(
+        "1.36.1",
+        kubelet_cloud_provider="external",
+        kubelet_cluster_dns=["10.0.0.10"],
+        kubelet_config={"topologyManagerPolicy": "best-effort"},
+        kubelet_eviction_hard={
+            "imagefs.available": "5%",
+            "memory.available": "1Gi",
+            "nodefs.available": "10%",
+        },
+        kubelet_extra_args=["--v=2"],
+        kubelet_feature_gates={"ImageMaximumGCAge": True},
+        kubelet_image_credential_providers=[PROVIDER],
+        kubelet_image_maximum_gc_age="336h",
+        kubelet_node_labels={"node.test/sku": "nd96", "node.test/fabric": "ib"},
+        kubelet_register_with_taints=[TAINT],
+        kubelet_seccomp_default=True,
+        kubelet_server_tls_bootstrap=True,
+    ),
+}
+
+
+class Rendered:
+    """The role's variables for one inventory."""
+
+    def __init__(self, inventory: dict[str, Any]) -> None:
+        book = RoleBook(REPOSITORY)
+        layer = book.layer("kubernetes")
+        use = next(use for use in layer.uses if use.name == "kubelet")
+        self.variables = role_variables(book, layer, use, inventory)
+        self._evaluator = engine.Evaluator({**self.variables, "ansible_managed": "Ansible managed"})
+        self._files: dict[str, str] = {}
+
+    def value(self, name: str) -> Any:
+        return self._evaluator.evaluate(self.variables[name])
+
+    def file(self, template: str) -> str:
+        """Return a template's text as ansible.builtin.template writes it."""
+        if template not in self._files:
+            rendered = self._evaluator.evaluate((ROLE / "templates" / template).read_text(encoding="utf-8"))
+            assert isinstance(rendered, str)
+            self._files[template] = rendered.rstrip("\n") + "\n"
+        return self._files[template]
+
+    @property
+    def problems(self) -> list[str]:
+        return [" ".join(text.split()) for text in self.value("__kubelet_problems")]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the configuration as a YAML parser reads it from the file."""
+        parsed: dict[str, Any] = yaml.safe_load(self.file("kubelet.yaml.j2"))
+        return parsed
+
+    @property
+    def command(self) -> list[str]:
+        """Return what the unit runs, as systemd splits it."""
+        start = re.search(r"^ExecStart=((?:.*\\\n)*.*)$", self.file("kubelet.service.j2"), re.MULTILINE)
+        assert start
+        return start[1].replace("\\\n", " ").split()
+
+    @property
+    def flags(self) -> dict[str, str]:
+        pairs = (word[2:].partition("=") for word in self.command[1:] if word.startswith("--"))
+        return {name: text for name, _, text in pairs}
+
+
+@cache
+def scenario(name: str) -> Rendered:
+    return Rendered(SCENARIOS[name])
+
+
+@cache
+def table() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROLE / "vars" / "versions.yml").read_text(encoding="utf-8"))
+    rows: dict[str, Any] = loaded["__kubelet_versions"]
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_rendering_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    files = {
+        str(f["src"]).removesuffix(".j2"): str(f["src"]) for f in scenario(name).value("__kubelet_files")
+    }
+    folder = GOLDEN / name
+    if request.config.getoption("--update-golden", default=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
+        for file, template in files.items():
+            (folder / file).write_text(scenario(name).file(template), encoding="utf-8")
+    assert sorted(f.name for f in folder.iterdir()) == sorted(files)
+    for file, template in files.items():
+        assert scenario(name).file(template) == (folder / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_every_scenario_is_without_problems(name: str) -> None:
+    assert scenario(name).problems == []
+
+
+def test_every_known_version_is_in_the_table() -> None:
+    assert tuple(table()) == KNOWN
+    assert len({tuple(sorted(row)) for row in table().values()}) == 1, "a row lacks a fact"
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_flags_exist_in_their_version(version: str) -> None:
+    """A kubelet exits at a flag that it doesn't know."""
+    minor = int(version.split(".")[1])
+    flags = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).flags
+    assert ("pod-infra-container-image" in flags) == (20 < minor < 35), "1.20 heeds it with dockershim alone"
+    assert ("container-runtime" in flags) == ("container-runtime-endpoint" in flags) == (minor < 27)
+    assert ("register-with-taints" in flags) == (minor < 23)
+    assert not {"image-pull-progress-deadline", "network-plugin", "docker-endpoint", "cni-bin-dir"} & set(
+        flags
+    )
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_fields_exist_in_their_version(version: str) -> None:
+    minor = int(version.split(".")[1])
+    config = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).config
+    assert ("maxParallelImagePulls" in config) == (minor >= 27)
+    assert ("containerRuntimeEndpoint" in config) == (minor >= 27)
+    assert ("registerWithTaints" in config) == (minor >= 23)
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_large_images_are_pulled_side_by_side(name: str) -> None:
+    config = scenario(name).config
+    assert config["serializeImagePulls"] is False
+    assert config.get("maxParallelImagePulls", 2) > 1
+    assert config["registryPullQPS"] >= 20
+    assert config["registryBurst"] >= config["registryPullQPS"]
+    assert config["cgroupDriver"] == "systemd"
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_status_frequencies_are_left_alone(name: str) -> None:
+    """Naming the update frequency makes thousands of kubelets report every ten seconds."""
+    assert not {
+        key for key in scenario(name).config if key.startswith("nodeStatus") and key.endswith("Frequency")
+    }
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_nobody_gets_in_without_a_name(name: str) -> None:
+    config = scenario(name).config
+    assert config["authentication"]["anonymous"]["enabled"] is False
+    assert config["readOnlyPort"] == 0
+    if config["authorization"]["mode"] == "AlwaysAllow":
+        assert "standalone" in name
+        assert config["address"] == "127.0.0.1"
+        assert config["authentication"] == {"anonymous": {"enabled": False}, "webhook": {"enabled": False}}
+    else:
+        assert config["authorization"]["mode"] == "Webhook"
+        assert config["authentication"]["x509"]["clientCAFile"]
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_unit_waits_in_a_fresh_image(name: str) -> None:
+    """Without a kubeconfig the service is skipped, so that a node nobody told how to join isn't degraded."""
+    unit = scenario(name).file("kubelet.service.j2")
+    conditions = re.findall(r"^ConditionPathExists=(.*)$", unit, re.MULTILINE)
+    flags = scenario(name).flags
+    if "standalone" in name:
+        assert conditions == []
+        assert not {"kubeconfig", "bootstrap-kubeconfig"} & set(flags)
+        assert scenario(name).value("__kubelet_units") == ["kubelet.service"]
+    else:
+        assert conditions == [f"|{flags['kubeconfig']}", f"|{flags['bootstrap-kubeconfig']}"]
+        assert scenario(name).value("__kubelet_units") == ["kubelet.service", "kubelet.path"]
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("1.20-docker", ["docker.service"]),
+        ("1.34-cri-dockerd", ["docker.service", "cri-docker.service"]),
+        ("1.34-containerd", ["containerd.service"]),
+    ],
+)
+def test_the_unit_starts_after_its_runtime(name: str, units: list[str]) -> None:
+    unit = scenario(name).file("kubelet.service.j2")
+    for key in ("After", "Wants"):
+        found = re.search(rf"^{key}=(.*)$", unit, re.MULTILINE)
+        assert found
+        assert found[1].split() == ["network-online.target", *units]
+
+
+def test_dockershim_has_the_long_deadline_and_the_pause_image() -> None:
+    flags = Rendered(
+        docker(
+            "1.20.2",
+            container_runtime_pause_image="registry.test/pause:3.2",
+            container_runtime_image_pull_progress_deadline="45m",
+        )
+    ).flags
+    assert flags["image-pull-progress-deadline"] == "45m"
+    assert flags["pod-infra-container-image"] == "registry.test/pause:3.2"
+    assert flags["container-runtime"] == "docker"
+
+
+def test_the_kubelet_does_not_rotate_dockers_logs() -> None:
+    """cri-dockerd can't reopen a log: a kubelet that rotates it leaves Docker writing to a file without name."""
+    assert scenario("1.34-cri-dockerd").config["containerLogMaxSize"] == "-1"
+    assert "containerLogMaxSize" not in scenario("1.20-docker").config
+    assert scenario("1.34-containerd").config["containerLogMaxSize"] == "50Mi"
+
+
+def test_the_nodes_own_values_come_from_the_first_boot() -> None:
+    flags = scenario("1.36-every-option").flags
+    assert flags["node-ip"] == "${KUBELET_NODE_IP}"
+    assert flags["provider-id"] == "${KUBELET_PROVIDER_ID}"
+    assert flags["node-labels"].split(",") == [
+        "node-image/name=${IMAGE_NAME}",
+        "node-image/build=${IMAGE_BUILD}",
+        "node.test/fabric=ib",
+        "node.test/sku=nd96",
+        "${KUBELET_NODE_LABELS}",
+    ]
+    unit = scenario("1.36-every-option").file("kubelet.service.j2")
+    used = set(re.findall(r"\$\{?([A-Z_]+)\}?", unit))
+    preset = set(
+        re.findall(r"([A-Z_]+)=(?=\s|$)", "\n".join(re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)))
+    )
+    assert used == preset, "systemd warns about a variable that is not set"
+    assert scenario("1.36-every-option").command[-1] == "$KUBELET_EXTRA_ARGS"
+
+
+def test_every_file_is_roots_alone_or_harmless() -> None:
+    for file in scenario("1.36-every-option").value("__kubelet_files"):
+        if "/etc/kubernetes" in file["dest"] or "systemd" in file["dest"]:
+            assert "mode" not in file, "0600 is the tasks' default"
+    tasks = (ROLE / "tasks" / "configure.yml").read_text(encoding="utf-8")
+    assert "default('0600')" in tasks
+
+
+def test_a_repository_brings_the_declared_version() -> None:
+    repository = {"uris": ["https://packages.test/v1.34/deb/"], "suites": ["/"], "signed_by": "/etc/k.gpg"}
+    rendered = Rendered(
+        containerd("1.34.2", kubelet_source={"type": "repository"}, kubelet_repository=repository)
+    )
+    assert rendered.problems == []
+    assert "kubelet=1.34.2-*" in rendered.value("__kubelet_packages")
+    assert "containernetworking-plugins" not in rendered.value("__kubelet_packages")
+    assert rendered.value("__kubelet_repositories") == [
+        {"name": "kubernetes", "components": [], **repository}
+    ]
+    assert rendered.command[0] == "/usr/bin/kubelet"
+    sources = rendered.file("repository.sources.j2")
+    assert "Signed-By: /etc/k.gpg" in sources
+    assert "Components" not in sources
+    assert "kubelet=1.34.*" in Rendered(
+        containerd("1.34", kubelet_source={"type": "repository"}, kubelet_repository=repository)
+    ).value("__kubelet_packages")
+
+
+def test_archives_are_in_the_lock_with_their_hashes() -> None:
+    rendered = Rendered(
+        containerd(
+            "1.34.2",
+            kubelet_source={"type": "archive", "url": "https://archive.test/kubelet", "sha256": "12" * 32},
+            kubelet_crictl={"url": "https://archive.test/crictl.tgz", "sha256": "34" * 32},
+            kubelet_image_credential_providers=[PROVIDER],
+        )
+    )
+    assert rendered.problems == []
+    assert rendered.value("__kubelet_archives") == [
+        {"url": "https://archive.test/kubelet", "sha256": "12" * 32},
+        {"url": "https://archive.test/crictl.tgz", "sha256": "34" * 32},
+        {"url": PROVIDER["url"], "sha256": PROVIDER["sha256"]},
+    ]
+    assert rendered.command[0] == "/usr/local/bin/kubelet"
+
+
+def test_what_the_playbook_assumes_of_the_runtime_is_its_default() -> None:
+    """The kubernetes play can't see the other role's defaults, so it repeats them."""
+    playbook = (REPOSITORY / "playbooks" / "layers" / "kubernetes.yml").read_text(encoding="utf-8")
+    assumed = dict(re.findall(r"(container_runtime_\w+) \| default\('([^']*)'\)", playbook))
+    assert len(assumed) >= 9
+    defaults = yaml.safe_load(
+        (REPOSITORY / "roles/container_runtime/defaults/main.yml").read_text(encoding="utf-8")
+    )
+    assert assumed == {name: str(defaults[name]) for name in assumed}
+    assert defaults["container_runtime_cri_dockerd"] == {}
+
+
+def test_argument_specs_have_the_defaults() -> None:
+    defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
+    specs = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text(encoding="utf-8"))
+    options = specs["argument_specs"]["main"]["options"]
+    assert {name: option["default"] for name, option in options.items()} == defaults
+    assert all(option["description"] for option in options.values())
+
+
+@pytest.mark.parametrize(
+    ("inventory", "told"),
+    [
+        (
+            docker("1.34"),
+            "kubelet_container_runtime: Kubernetes 1.34 speaks to Docker through cri-dockerd alone",
+        ),
+        (
+            docker("1.20", container_runtime_cri_dockerd=CRI_DOCKERD),
+            "kubelet_cri_dockerd: Kubernetes 1.20 speaks to",
+        ),
+        (
+            containerd("1.20", container_runtime_containerd_version="2.0"),
+            "does not work with containerd 2.0; it needs 1.6 or later, before 2.0",
+        ),
+        (containerd("1.36", container_runtime_containerd_version="1.7.28"), "it needs 2.0 or later"),
+        (containerd("1.34", kubelet_source={}), "kubelet_source: needs a type"),
+        (
+            containerd("1.34", kubelet_source={"type": "archive", "url": "u"}),
+            "an archive needs url and sha256",
+        ),
+        (containerd("1.34", kubelet_source={"type": "repository"}), "kubelet_repository: needs uris"),
+        (containerd("1.34", kubelet_crictl={"url": "u"}), "kubelet_crictl: needs url and sha256"),
+        (containerd("1.34", kubelet_image_gc_low_threshold_percent=85), "must be below"),
+        (
+            containerd("1.20", kubelet_image_maximum_gc_age="1h"),
+            "kubelet_image_maximum_gc_age: Kubernetes 1.20 can't",
+        ),
+        (containerd("1.20", kubelet_seccomp_default=True), "kubelet_seccomp_default: Kubernetes 1.20 can't"),
+        (
+            containerd("1.20", kubelet_image_credential_providers=[PROVIDER]),
+            "kubelet_image_credential_providers: Kubernetes 1.20",
+        ),
+        (
+            containerd("1.34", kubelet_image_credential_providers=[{"name": "a"}]),
+            "needs name and match_images",
+        ),
+        (
+            containerd("1.34", kubelet_config={"maxPods": 5, "readOnlyPort": 10255}),
+            "kubelet_config: maxPods, readOnlyPort has a variable of its own",
+        ),
+        (
+            containerd("1.32", kubelet_config={"imagePullCredentialsVerificationPolicy": "AlwaysVerify"}),
+            "kubelet_config: Kubernetes 1.32 has no imagePullCredentialsVerificationPolicy",
+        ),
+        (
+            containerd("1.34", kubelet_config={"nodeStatusUpdateFrequency": "10s"}),
+            "give nodeStatusReportFrequency",
+        ),
+    ],
+)
+def test_a_setting_that_can_not_work_is_refused(inventory: dict[str, Any], told: str) -> None:
+    problems = Rendered(inventory).problems
+    assert len(problems) == 1
+    assert told in problems[0]
