@@ -7,6 +7,7 @@ The model is the format's definition; ``docs/reference/manifest.schema.json`` is
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
@@ -223,4 +224,4 @@ def render_schema() -> str:
 
 
 if __name__ == "__main__":
-    print(render_schema(), end="")
+    sys.stdout.write(render_schema())

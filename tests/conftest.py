@@ -1,6 +1,7 @@
 """What all tests share: the order of the parts, the guard of the unit tests, the list of allowed skips.
 
-A test without a marker is a unit test: it can't start a process, open a socket or do what only root may.
+A test below tests/unit is a unit test: it can't start a process, open a socket or do what only root may. All
+others are marked `root` unless they say something else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from image_builder.store import Store
 from tests.guard import guarded
 
 PARTS = ("unit", "root", "e2e", "boot")
+UNIT = Path(__file__).with_name("unit")
+# tests/image verifies an image: it is run on a target, with options and markers of its own.
+collect_ignore = ["image"]
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
@@ -26,9 +30,9 @@ def part_of(item: pytest.Item) -> str:
     """Return the part that a test belongs to."""
     if item.get_closest_marker("boot"):
         return "boot"
-    if item.get_closest_marker("root") or item.get_closest_marker("gpu"):
-        return "e2e" if "e2e" in item.path.parts else "root"
-    return "unit"
+    if UNIT in item.path.parents:
+        return "unit"
+    return "e2e" if "e2e" in item.path.parts else "root"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Skips(), "image-builder-skips")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if part_of(item) != "unit" and not any(item.get_closest_marker(m) for m in ("root", "boot", "gpu")):
+            item.add_marker("root")
     items.sort(key=lambda item: PARTS.index(part_of(item)))
 
 

@@ -13,7 +13,15 @@ JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 def canonical(value: JSON) -> bytes:
     """Return the one encoding of a JSON value that is hashed: sorted keys, no spaces, UTF-8."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
+    return text.encode()
+
+
+def _plain(value: object) -> dict[str, JSON]:
+    """Turn a mapping that isn't a dict (a frozen view of one) into a dict; raises TypeError for the rest."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def digest(value: JSON) -> str:

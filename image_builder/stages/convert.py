@@ -17,6 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,25 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     """
     image = str(ctx.plan.options["image"])
     formats: Any = ctx.plan.options["formats"]
-    files: list[JSON] = []
-    for kind in formats:
-        target = ctx.product / f"{image}.{kind}"
-        ctx.doing(f"writing {target.name}")
-        virtual_size = _WRITERS[kind](ctx, target)
-        ctx.doing(f"hashing {target.name}")
-        files.append(
+    written: list[tuple[Path, str, int, Future[str]]] = []
+    # One file is hashed while the next one is written.
+    with ThreadPoolExecutor(1) as pool:
+        for kind in formats:
+            target = ctx.product / f"{image}.{kind}"
+            ctx.doing(f"writing {target.name}")
+            virtual_size = _WRITERS[kind](ctx, target)
+            written.append((target, kind, virtual_size, pool.submit(sparse.sha256, target)))
+        ctx.doing("hashing")
+        files: list[JSON] = [
             {
                 "name": target.name,
                 "format": kind,
                 "bytes": target.stat().st_size,
                 "virtual_size": virtual_size,
-                "sha256": sparse.sha256(target, _progress(ctx)),
+                "sha256": digest.result(),
             }
-        )
+            for target, kind, virtual_size, digest in written
+        ]
     return {"files": files}
 
 

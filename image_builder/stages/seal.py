@@ -19,16 +19,10 @@ from image_builder.store import remove_tree
 
 PLAYBOOK = "playbooks/seal.yml"
 
-# Emptied directories: they stay, with their modes, without content.
-_EMPTIED = (
-    "tmp",
-    "var/tmp",
-    "var/cache/apt",
-    "var/lib/apt/lists",
-    "var/cache/ldconfig",
-    "var/cache/man",
-    "var/lib/cloud",
-)
+# Directories that stay, with their modes, without content.
+_EMPTIED = ("tmp", "var/tmp", "var/cache/ldconfig", "var/cache/man", "var/lib/cloud")
+# Directories in which every directory stays, as the packages made them, and every file goes.
+_WITHOUT_FILES = ("var/cache/apt", "var/lib/apt/lists", "var/log")
 # Paths and glob patterns of what is removed.
 _REMOVED = (
     "root/.ansible",
@@ -45,7 +39,6 @@ _REMOVED = (
     "var/lib/systemd/random-seed",
     "var/lib/systemd/credential.secret",
     "var/lib/systemd/catalog/database",
-    "var/log/**/*",
 )
 _FSTAB = """\
 # Written by image-builder for this build's own partitions.
@@ -70,11 +63,12 @@ def _doomed(root: Path) -> Iterator[Path]:
     for name in _EMPTIED:
         if (root / name).is_dir() and not (root / name).is_mount():
             yield from sorted((root / name).iterdir())
+    for name in _WITHOUT_FILES:
+        for path in sorted((root / name).rglob("*")):
+            if path.is_symlink() or not path.is_dir():
+                yield path
     for pattern in _REMOVED:
-        for path in sorted(root.glob(pattern), reverse=True):
-            if pattern.startswith("var/log") and path.is_dir() and not path.is_symlink():
-                continue  # a daemon expects its log directory, owned as its package made it
-            yield path
+        yield from sorted(root.glob(pattern))
 
 
 def _remove(path: Path) -> bool:
@@ -106,15 +100,11 @@ def _write_identity(ctx: StageContext, root: Path) -> None:
         "IMAGE_SOURCE_DATE_EPOCH": str(ctx.plan.options["source_date_epoch"]),
     }
     _write(root / "etc/image-release", "".join(f'{key}="{value}"\n' for key, value in release.items()))
-    # "uninitialized" makes the first boot a first boot (presets, ConditionFirstBoot) without failing on a
-    # read-only root; an empty file would skip that. See machine-id(5).
-    _write(root / "etc/machine-id", "uninitialized\n", mode=0o444)
-    for name in ("hosts",):
-        _write(root / "etc" / name, "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
+    _write(root / "etc/hosts", "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
 
 
-def _write(path: Path, text: str, mode: int = 0o644) -> None:
+def _write(path: Path, text: str) -> None:
     if os.path.lexists(path):
         path.unlink()
     path.write_text(text, encoding="utf-8")
-    path.chmod(mode)
+    path.chmod(0o644)

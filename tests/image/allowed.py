@@ -46,6 +46,7 @@ STICKY = (
 
 # Links whose targets come to be on a running machine, or that Debian's packages ship dead.
 DEAD_LINKS = (
+    r"/var/lib/wtmpdb/wtmp\.db",  # the log that it points to is made by the first login
     "/etc/mtab",  # /proc/self/mounts; dead where /proc isn't mounted
     r"/etc/resolv\.conf",  # the stub of systemd-resolved, below /run
     r"/etc/(vconsole\.conf|default/locale|localtime)",  # keyboard, locale: packages that an image may lack

@@ -166,6 +166,16 @@ def assignments(text: str) -> dict[str, str]:
     return found
 
 
+def starts_at_boot(tree: Tree, unit: str) -> bool:
+    """Tell whether some unit pulls this one in at boot.
+
+    ``systemctl is-enabled`` would also say so of a unit that has nothing but an alias.
+    """
+    folders = r"/(etc|usr/lib)/systemd/system/[^/]+\.(wants|requires|upholds)/"
+    masked = tree.entries.get(f"/etc/systemd/system/{unit}")
+    return bool(tree.matching(folders + re.escape(unit))) and not (masked and masked.link == "/dev/null")
+
+
 def nothing(found: Iterable[str]) -> None:
     """Fail, naming what was found, unless nothing was."""
     __tracebackhide__ = True

@@ -6,7 +6,19 @@ import json
 import tomllib
 from typing import Any
 
-from suite import Tree, assignments, booted, differences, load, needs, nothing, offline, output, read
+from suite import (
+    Tree,
+    assignments,
+    booted,
+    differences,
+    load,
+    needs,
+    nothing,
+    offline,
+    output,
+    read,
+    starts_at_boot,
+)
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -308,14 +320,17 @@ def test_cri_dockerd(host: Host, v: V) -> None:
 @offline
 @booted
 @with_layer
-def test_runtime_units_are_enabled(host: Host, v: V) -> None:
+def test_runtime_units_are_enabled(tree: Tree, v: V) -> None:
     """The engine in use starts at boot, the other one doesn't."""
-    wrong = []
-    for unit in v["__container_runtime_units"]:
-        state = host.run("systemctl is-enabled %s", unit["name"]).stdout.strip()
-        if (state == "enabled") != unit["enabled"]:
-            wrong.append(f"{unit['name']} is {state or 'not there'}")
-    nothing(wrong)
+    states = {
+        unit["name"]: (starts_at_boot(tree, unit["name"]), unit["enabled"])
+        for unit in v["__container_runtime_units"]
+    }
+    nothing(
+        f"{name} {'starts' if found else 'does not start'}"
+        for name, (found, wanted) in states.items()
+        if found != wanted
+    )
 
 
 @offline

@@ -219,13 +219,14 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 @offline
 @booted
 def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
-    """Everything below /usr comes from a package, a package's script, or is named here."""
+    """Everything below /usr comes from a package, a package's script, the alternatives, or is named here."""
     listed = output(host, "cat /var/lib/dpkg/info/*.list").splitlines()
     diverted = output(host, "dpkg-divert --list").splitlines()
     owned = {_merged(path) for path in listed} | {
         _merged(line.split(" to ")[1].split(" by ")[0]) for line in diverted
     }
-    stray = [e.path for e in tree.under("/usr") if e.path not in owned and not allowed(e.path, UNOWNED)]
+    unowned = [e for e in tree.under("/usr") if e.path not in owned and not allowed(e.path, UNOWNED)]
+    stray = [e.path for e in unowned if not e.link.startswith("/etc/alternatives/")]
     nothing(stray)
 
 

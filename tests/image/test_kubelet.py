@@ -88,7 +88,7 @@ def test_kubelet_waits_for_slow_pulls(host: Host, v: V) -> None:
 
 @offline
 @booted
-@needs("kubernetes", __kubelet_facts=lambda facts: facts["pause_image_flag"])
+@needs("kubernetes", __kubelet_has_pause_image_flag=True)
 def test_kubelet_spares_the_pause_image(host: Host, v: V) -> None:
     """The pause image is the runtime's, and no garbage for the kubelet."""
     nothing(differences({"pod-infra-container-image": v["kubelet_pause_image"]}, _flags(host)))

@@ -43,7 +43,9 @@ def test_sysctls_are_live(host: Host, v: V) -> None:
     """The running kernel has every declared setting."""
     wanted = _wanted(v["__system_sysctl"])
     lines = host.run("sysctl --ignore %s" % " ".join(wanted)).stdout
-    nothing(differences(wanted, {name: " ".join(value.split()) for name, value in assignments(lines).items()}))
+    nothing(
+        differences(wanted, {name: " ".join(value.split()) for name, value in assignments(lines).items()})
+    )
 
 
 @booted

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from suite import Tree, assignments, booted, differences, needs, nothing, offline, output, read, statements
+from suite import (
+    Tree,
+    assignments,
+    booted,
+    differences,
+    needs,
+    nothing,
+    offline,
+    output,
+    read,
+    starts_at_boot,
+    statements,
+)
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -30,10 +42,9 @@ def test_units_are_masked(host: Host, v: V) -> None:
 @offline
 @booted
 @with_system
-def test_units_are_enabled(host: Host, v: V) -> None:
+def test_units_are_enabled(tree: Tree, v: V) -> None:
     """SSH, its key maker and the network start at boot."""
-    states = {unit: host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in v["__system_units"]}
-    nothing(f"{unit} is {state or 'not there'}" for unit, state in states.items() if state != "enabled")
+    nothing(unit for unit in v["__system_units"] if not starts_at_boot(tree, unit))
 
 
 @offline
@@ -65,7 +76,9 @@ def test_limits_are_configured(host: Host, v: V) -> None:
     for line in statements(output(host, "cat /etc/security/limits.conf /etc/security/limits.d/*.conf")):
         domain, kind, item, value = line.split()[:4]
         found[f"{domain} {kind} {item}"] = value
-    wanted = {f"{each['domain']} {each['type']} {each['item']}": str(each["value"]) for each in v["system_limits"]}
+    wanted = {
+        f"{each['domain']} {each['type']} {each['item']}": str(each["value"]) for each in v["system_limits"]
+    }
     nothing(differences(wanted, found))
 
 
@@ -81,13 +94,13 @@ def test_journal_is_bounded(host: Host, v: V) -> None:
 @offline
 @booted
 @needs("system", system_time_sync=lambda keeper: keeper != "none")
-def test_clock_is_kept(host: Host, v: V) -> None:
+def test_clock_is_kept(host: Host, tree: Tree, v: V) -> None:
     """The declared time service starts at boot, and asks the declared pools."""
     unit, path = {
         "chrony": ("chrony.service", "/etc/chrony/chrony.conf"),
         "timesyncd": ("systemd-timesyncd.service", "/etc/systemd/timesyncd.conf.d/90-image.conf"),
     }[v["system_time_sync"]]
-    assert host.run("systemctl is-enabled %s", unit).stdout.strip() == "enabled"
+    assert starts_at_boot(tree, unit), f"{unit} does not start at boot"
     words = " ".join(statements(read(host, path))).replace("=", " ").split()
     nothing(pool for pool in v["system_ntp_pools"] if pool not in words)
 

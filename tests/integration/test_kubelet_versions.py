@@ -20,7 +20,7 @@ from image_builder import process
 pytestmark = pytest.mark.root
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
-PROGRAMS = [Path(p) for p in os.environ.get("KUBELET_PROGRAMS", "").split(":") if p]
+PROGRAMS: list[Path | None] = [Path(p) for p in os.environ.get("KUBELET_PROGRAMS", "").split(":") if p]
 
 # Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory.
 _START = """
@@ -36,7 +36,7 @@ exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file=
 _STARTED = re.compile(r"Version: v1|kubeletVersion=")
 
 
-@pytest.fixture(params=[*PROGRAMS] or [None], ids=lambda p: p.name if p else "none")
+@pytest.fixture(params=PROGRAMS or [None], ids=lambda p: p.name if p else "none")
 def kubelet(request: pytest.FixtureRequest) -> Path:
     if request.param is None:
         pytest.skip("KUBELET_PROGRAMS names no kubelet; the build stage `kubelet_build` makes one")

@@ -84,7 +84,7 @@ def test_a_damaged_publication_is_replaced(output: Path, damage: str) -> None:
             (path / "worker.vhd").unlink()
         case "added":
             (path / "surprise").touch()
-        case "manifest":
+        case _:
             (path / "manifest.json").write_bytes(b"{")
     assert not _publish(output).reused
     assert _names(path) == sorted([*FILES, *DOCUMENTS, "manifest.json"])
