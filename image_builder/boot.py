@@ -120,9 +120,7 @@ def boot(
         disk=disk,
         extra_disks=extra_disks,
         secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
-        # Whoever looks around may want to fetch something; a verification must not depend on anything outside.
-        restrict_network=verify,
-        user=str(variables.get("image_base", {}).get("distribution", "debian")),
+        user=str(variables.get("azure_guest_default_user", "debian")),
         disk_size=_virtual_size(disk) + GROWTH_BYTES,
     )
     with store.staging() as work, Vm(options, work) as vm:

@@ -1,9 +1,9 @@
 """Run work in a private mount, PID, IPC and UTS namespace that nothing outlives.
 
-Three processes take part. The outermost one only waits and forwards signals. Its child is PID 1 of the new
-PID namespace: it mounts a /proc and a /dev of its own (no host device is in reach), reaps orphans, and the kernel kills it when the outermost process ends, however that ends
-(``PR_SET_PDEATHSIG``). With PID 1 the kernel kills every process of the namespace, and with the last process
-the mount namespace and all its mounts are gone. The third process does the work.
+The outermost process only waits and forwards signals; so does its child, which makes the namespaces. Next comes
+PID 1 of the new PID namespace: it mounts a /proc and a /dev of its own (no host device is in reach) and reaps
+orphans. The kernel kills each of them when its parent ends, however that ends (``PR_SET_PDEATHSIG``). With PID 1 the kernel kills every process of the namespace, and with the last process
+the mount namespace and all its mounts are gone. The last process does the work.
 
 ``unshare(1) --kill-child`` does the same but blocks SIGTERM in the outermost process until util-linux 2.40,
 and Python's ``os.unshare`` came with 3.12; hence the four system calls here.
@@ -19,8 +19,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
-from image_builder.errors import EXIT_BUG, HostError
+from image_builder.errors import EXIT_BUG, EXIT_INTERRUPTED, HostError
 from image_builder.process import die_with_parent
 
 _CLONE_NEWNS = 0x00020000
@@ -121,20 +122,37 @@ def syncfs(path: str) -> None:
 def run_isolated(work: Callable[[], int]) -> int:
     """Run ``work`` in fresh namespaces and return its exit status (128 + n when a signal n ended it).
 
-    Needs root. Must be called before any thread was started, since it forks. Raises HostError where the
-    kernel refuses the namespaces.
+    Needs root. Must be called before any thread was started, since it forks. The calling process itself stays
+    in its namespaces, so it may call this again. Where the kernel refuses, that is told on standard error and
+    the status is HostError's.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS) != 0:
-        raise HostError(
-            f"can't make private namespaces: {os.strerror(ctypes.get_errno())}",
-            hint="run as root, outside containers that forbid unshare(2)",
-        )
-    first = os.fork()
-    if first == 0:
-        _become_init(work)
-    return _wait_for(first)
+    outer = os.fork()
+    if outer == 0:
+        _make_namespaces(work)
+    return _wait_for(outer)
+
+
+def _make_namespaces(work: Callable[[], int]) -> NoReturn:
+    """Between the caller and PID 1: whoever unshares a PID namespace can't fork once that is gone."""
+    die_with_parent()
+    code = EXIT_BUG
+    try:
+        if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            sys.stderr.write(f"error: can't make private namespaces: {reason}\nhint: run as root\n")
+            code = HostError.exit_code
+        else:
+            first = os.fork()
+            if first == 0:
+                _become_init(work)
+            code = _wait_for(first)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait_for(child: int) -> int:
@@ -162,7 +180,7 @@ def _exit_status(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _become_init(work: Callable[[], int]) -> None:
+def _become_init(work: Callable[[], int]) -> NoReturn:
     """PID 1: set up the mounts, start the worker, reap until it ends. Never returns."""
     die_with_parent()
     code = EXIT_BUG
@@ -188,7 +206,7 @@ def _become_init(work: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _run_worker(work: Callable[[], int]) -> None:
+def _run_worker(work: Callable[[], int]) -> NoReturn:
     code = EXIT_BUG
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -197,6 +215,8 @@ def _run_worker(work: Callable[[], int]) -> None:
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     except BaseException:
         traceback.print_exc()
     finally:

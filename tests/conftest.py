@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 
+# When they are imported, urllib3 tries out IPv6 and Ansible runs ldconfig: no unit test may, so it is done here.
+import image_builder.definition.engine
+import image_builder.fetch  # noqa: F401
 from image_builder.settings import REPO_ROOT
 from image_builder.store import Store
 from tests.guard import guarded
+
+pytest_plugins = ["tests.images"]
 
 PARTS = ("unit", "root", "e2e", "boot")
 UNIT = Path(__file__).with_name("unit")

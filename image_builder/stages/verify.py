@@ -50,7 +50,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             python=ctx.settings.python,
             log=ctx.log,
             timeout=OFFLINE_TIMEOUT,
-            on_progress=lambda name, done, total: ctx.monitor.stage_progress(
+            on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
                 ctx.plan.name, done, total, "checks"
             ),
         )

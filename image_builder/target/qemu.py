@@ -71,7 +71,7 @@ class Machine:
     accelerator: Accelerator = "tcg"
     cpus: int = 2
     memory_mib: int = MEMORY_MIB
-    restrict_network: bool = True
+    restrict_network: bool = False
     extra: tuple[str, ...] = ()
 
 

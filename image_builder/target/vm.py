@@ -59,7 +59,8 @@ class VmOptions:
     """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
 
     ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
-    flushes, which only tests of power loss need.
+    flushes, which only tests of power loss need. ``restrict_network`` leaves SSH alone: the machine then has
+    an address, but no default route and no name server.
     """
 
     name: str
@@ -67,7 +68,7 @@ class VmOptions:
     bus: qemu.DiskBus = "virtio"
     extra_disks: tuple[ExtraDisk, ...] = ()
     secure_boot: bool = False
-    restrict_network: bool = True
+    restrict_network: bool = False
     user: str = "debian"
     memory_mib: int = qemu.MEMORY_MIB
     disk_size: int = 0

@@ -1,6 +1,6 @@
 """The published worker disk, booted: the verification suite, a static pod, a clean console.
 
-``IMAGE_BUILDER_ARTEFACT`` names the directory of one build (``output/worker/latest`` by default).
+``IMAGE_BUILDER_ARTEFACT`` names the directory of one build (by default the worker is built).
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import pytest
 
 from image_builder.boot import BootResult, boot, find_disk
 from image_builder.events import NullMonitor
-from image_builder.settings import REPO_ROOT, Settings
+from image_builder.settings import Settings
+from tests.builds import Workplace
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
 
 
 @pytest.fixture(scope="module")
-def artefact() -> Path:
-    path = Path(os.environ.get("IMAGE_BUILDER_ARTEFACT", REPO_ROOT / "output" / "worker" / "latest"))
-    if not path.exists():
-        pytest.skip(f"no artefact at {path}: build one, or name it in IMAGE_BUILDER_ARTEFACT")
-    return path.resolve()
+def artefact(request: pytest.FixtureRequest) -> Path:
+    if "IMAGE_BUILDER_ARTEFACT" in os.environ:
+        return Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
+    built: Workplace = request.getfixturevalue("worker")
+    return built.artefact
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A finished build of the small image, and copies of its store that a test may break."""
+"""Copies of a store with a finished build of the small image, which a test may break."""
 
 from __future__ import annotations
 
@@ -11,30 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.builds import IMAGE, Workplace
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The ordinary store with the small image built in it: the common start of the tests here."""
-    store = Path(os.environ.get("IMAGE_BUILDER_STORE", "/var/lib/image-builder"))
-    workplace = Workplace(store, tmp_path_factory.mktemp("output"))
-    done = workplace.build()
-    assert done.status == 0, done.stderr
-    return workplace
+from tests.builds import IMAGE, Workplace
 
 
 @pytest.fixture
-def copy_of(built: Workplace) -> Iterator[Callable[[], Workplace]]:
+def copy_of(minimal: Workplace) -> Iterator[Callable[[], Workplace]]:
     """Make stores beside the ordinary one (the same filesystem) that share its files by hard links."""
     made: list[Path] = []
 
     def make() -> Workplace:
-        place = built.store.parent / f"{built.store.name}-test-{os.getpid()}-{len(made)}"
+        place = minimal.store.parent / f"{minimal.store.name}-test-{os.getpid()}-{len(made)}"
         made.append(place)
         store = place / "store"
         store.mkdir(parents=True)
-        _copy(built.store, store)
+        _copy(minimal.store, store)
         return Workplace(store, place / "output")
 
     yield make

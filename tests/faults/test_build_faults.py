@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from image_builder import errors
-from tests.faults.builds import IMAGE, REPO, Ended, Workplace, left_behind
+from tests.builds import IMAGE, REPO, Ended, Workplace, left_behind
 from tests.faults.mirror import build_deb
 
 pytestmark = pytest.mark.root
@@ -65,9 +65,7 @@ def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, publishe
     _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
 
 
-def test_the_disk_fills_up_in_the_middle(
-    copy_of: Callable[[], Workplace], tmp_path: Path, built: Workplace
-) -> None:
+def test_the_disk_fills_up_in_the_middle(copy_of: Callable[[], Workplace], tmp_path: Path) -> None:
     """The store on a filesystem of its own; another program takes the rest of it while a stage runs."""
     source = copy_of()
     image = source.store.parent / "small.ext4"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.builds import Workplace, network_state, wait_for_line, wait_until_clean
+from tests.builds import Workplace, network_state, wait_for_line, wait_until_clean
 
 pytestmark = pytest.mark.root
 

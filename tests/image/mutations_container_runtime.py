@@ -27,6 +27,19 @@ def without(name: str) -> Mutation:
     return change(DAEMON, rf'^ *"{name}": ("[^"]*"|[^,\[{{\n]+),?\n', "")
 
 
+def _without_helper(variables: dict[str, Any]) -> Mutation:
+    """Remove the first credential helper's program."""
+    helper = next(iter(variables["container_runtime_credential_helpers"].values()))
+    return remove(f"/usr/bin/docker-credential-{helper}")
+
+
+def _other_engine(variables: dict[str, Any]) -> Mutation:
+    """Disable the engine's last unit, or enable it where it should be off."""
+    unit = variables["__container_runtime_units"][-1]
+    wants = f"/etc/systemd/system/multi-user.target.wants/{unit['name']}"
+    return remove(wants) if unit["enabled"] else link(wants, f"/usr/lib/systemd/system/{unit['name']}")
+
+
 record(
     "test_docker_stores_layers_with_overlay2",
     key("storage-driver", '"vfs"'),
@@ -107,7 +120,7 @@ record(
 record(
     "test_credential_helpers",
     change("/root/.docker/config.json", '"credHelpers"', '"credHelper"'),
-    given(lambda v: remove(_helper(v))),
+    given(_without_helper),
 )
 record(
     "test_cri_dockerd",
@@ -120,7 +133,7 @@ record(
 record(
     "test_runtime_units_are_enabled",
     remove("/etc/systemd/system/multi-user.target.wants/containerd.service"),
-    given(lambda v: _other_engine(v)),
+    given(_other_engine),
 )
 record(
     "test_runtime_limits",
@@ -133,17 +146,3 @@ record(
 )
 record("test_runtime_configuration_belongs_to_root", chmod(CONTAINERD, 0o664), chown(CONTAINERD, 1, 0))
 record("test_runc_runs", chmod("/usr/sbin/runc", 0o644), write("/usr/sbin/runc", "\x7fELF", 0o755))
-
-
-def _helper(variables: dict[str, Any]) -> str:
-    """Return the path of the first credential helper."""
-    return (
-        f"/usr/bin/docker-credential-{next(iter(variables['container_runtime_credential_helpers'].values()))}"
-    )
-
-
-def _other_engine(variables: dict[str, Any]) -> Mutation:
-    """Disable the engine's last unit, or enable it where it should be off."""
-    unit = variables["__container_runtime_units"][-1]
-    wants = f"/etc/systemd/system/multi-user.target.wants/{unit['name']}"
-    return remove(wants) if unit["enabled"] else link(wants, f"/usr/lib/systemd/system/{unit['name']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mutations import append, both, change, chmod, given, link, remove, record, uninstall, write
+from mutations import append, change, chmod, given, link, record, remove, uninstall, write
 from mutations_booted import record_booted
 
 HOOK = "/etc/kernel/postinst.d/zz-image-esp"

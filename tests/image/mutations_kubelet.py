@@ -34,6 +34,15 @@ def program(text: str) -> Mutation:
     return given(lambda v: write(v["__kubelet_binary"].strip(), text, 0o755))
 
 
+def _other_engine(variables: dict[str, Any]) -> Mutation:
+    """Point the kubelet at an engine that isn't there."""
+    if variables["__kubelet_dockershim"]:
+        return change(UNIT, "--container-runtime=docker", "--container-runtime=remote")
+    if variables["__kubelet_facts"]["runtime_flags"]:
+        return flag("container-runtime-endpoint", "unix:///run/other.sock")
+    return field("containerRuntimeEndpoint", "unix:///run/other.sock")
+
+
 OTHER_COMMAND = "[Service]\nExecStart=\nExecStart=/usr/local/bin/kubelet --v=2\n"
 
 record(
@@ -52,7 +61,7 @@ record(
     drop_in(OTHER_COMMAND),
 )
 record("test_kubelet_spares_the_pause_image", flag("pod-infra-container-image", "registry.invalid/pause:1"))
-record("test_kubelet_asks_the_engine_in_use", given(lambda v: _other_engine(v)))
+record("test_kubelet_asks_the_engine_in_use", given(_other_engine))
 record("test_kubelet_leaves_cgroups_to_systemd", field("cgroupDriver", "cgroupfs"))
 record(
     "test_kubelet_collects_images_as_declared",
@@ -135,12 +144,3 @@ record_booted(
     "then docker ps --quiet --filter label=io.kubernetes.pod.name | xargs docker kill; "
     "else ctr -n k8s.io tasks list --quiet | xargs -n1 ctr -n k8s.io tasks kill --signal KILL; fi",
 )
-
-
-def _other_engine(variables: dict[str, Any]) -> Mutation:
-    """Point the kubelet at an engine that isn't there."""
-    if variables["__kubelet_dockershim"]:
-        return change(UNIT, "--container-runtime=docker", "--container-runtime=remote")
-    if variables["__kubelet_facts"]["runtime_flags"]:
-        return flag("container-runtime-endpoint", "unix:///run/other.sock")
-    return field("containerRuntimeEndpoint", "unix:///run/other.sock")

@@ -42,7 +42,7 @@ def test_kubelets_sysctls_are_configured(host: Host, v: V) -> None:
 def test_sysctls_are_live(host: Host, v: V) -> None:
     """The running kernel has every declared setting."""
     wanted = _wanted(v["__system_sysctl"])
-    lines = host.run("sysctl --ignore %s" % " ".join(wanted)).stdout
+    lines = host.run(f"sysctl --ignore {' '.join(wanted)}").stdout
     nothing(
         differences(wanted, {name: " ".join(value.split()) for name, value in assignments(lines).items()})
     )

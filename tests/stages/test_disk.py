@@ -1,6 +1,6 @@
 """Disks of a small tree: what is on them, twice the same bytes, and what is refused.
 
-``IMAGE_BUILDER_TOOLS_TREE`` names a tools tree; without it the project's fixture ``tools_tree`` makes one.
+``IMAGE_BUILDER_TOOLS_TREE`` names a tools tree; without it the one of a build is taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Every verification check can fail: each gets a good image with one thing broken, and must turn red.
 
-Needs sealed trees. ``IMAGE_BUILDER_SEALED_TREE`` names one: its layers, topmost first, separated by colons;
-``IMAGE_BUILDER_FACTS`` is then the ``facts.json`` of its verify stage. Without them the fixture
-``sealed_image`` of the project bakes one.
+The image is the worker, built when it isn't yet. Or a tree alone: ``IMAGE_BUILDER_SEALED_TREE`` has its layers,
+topmost first, separated by colons, ``IMAGE_BUILDER_FACTS`` its facts.json.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from image_builder.namespace import run_isolated
 from image_builder.report.verification import SuiteResult, from_json
 from image_builder.sandbox import open_root
 from image_builder.stages.verify import observe_suite
+from image_builder.store import Store
+from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
 
@@ -28,8 +29,12 @@ def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
     if "IMAGE_BUILDER_SEALED_TREE" in os.environ:
         layers = os.environ["IMAGE_BUILDER_SEALED_TREE"].split(":")
         return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_FACTS"])
-    found: tuple[tuple[Path, ...], Path] = request.getfixturevalue("sealed_image")
-    return found
+    built: Workplace = request.getfixturevalue("worker")
+    facts = built.artefact / "facts.json"
+    store = Store(built.store)
+    build_id = json.loads(facts.read_bytes())["build_id"]
+    ids = [build_id, *store.meta(build_id)["lowers"]]
+    return tuple(store.product(stage_id) / "tree" for stage_id in ids), facts
 
 
 def run_in_sandbox(work: Path, lowers: tuple[Path, ...], facts: Path, *, mutated: bool) -> SuiteResult:

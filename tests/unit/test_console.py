@@ -65,6 +65,7 @@ BdsDxe: loading Boot0001 "UEFI QEMU NVMe Ctrl" from PciRoot(0x0)/Pci(0x3,0x0)\r
 [\x1b[0;32m  OK  \x1b[0m] Listening on \x1b[0;1;39msystemd-coredump.socket\x1b[0m - Process Core Dump Socket.\r
 [\x1b[0;32m  OK  \x1b[0m] Started \x1b[0;1;39mssh.service\x1b[0m - OpenBSD Secure Shell server.\r
          Starting \x1b[0;1;39mcloud-config.service\x1b[0m - Cloud-init: Config Stage...\r
+[   33.036021] containerd[411]: aufs is not supported (modprobe: FATAL: Module aufs not found in directory /lib)\r
 [   34.036021] cloud-init[462]: Cloud-init v. 25.1.4 running 'modules:config' at Sat, 21 Nov 2026\r
 \r
 Debian GNU/Linux 13 worker ttyS0\r

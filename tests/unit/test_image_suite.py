@@ -36,7 +36,7 @@ def recorded(function: str) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
     )
-    return [call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)]
+    return [str(call.args[0].value) for call in calls if isinstance(call.args[0], ast.Constant)]
 
 
 def test_there_are_enough_checks_with_names_of_their_own() -> None:

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from image_builder.definition import referenced_names
+from image_builder.definition.roles import RoleBook
 from image_builder.settings import REPO_ROOT
 
 VARIABLES = {
@@ -56,6 +58,36 @@ def baked_files() -> list[Path]:
     return [p for p in [*roles, *(REPO_ROOT / "playbooks").rglob("*")] if p.is_file()]
 
 
+def included_roles(content: object) -> set[str]:
+    """Return the roles that tasks bring in, anywhere in a YAML file."""
+    if isinstance(content, list):
+        return {name for item in content for name in included_roles(item)}
+    if not isinstance(content, dict):
+        return set()
+    found = {name for value in content.values() for name in included_roles(value)}
+    for action in ("include_role", "import_role"):
+        for key in (action, f"ansible.builtin.{action}"):
+            if isinstance(content.get(key), dict):
+                found.add(str(content[key]["name"]))
+    return found
+
+
+BOOK = RoleBook(REPO_ROOT)
+
+
+@pytest.mark.parametrize("name", BOOK.layer_names)
+def test_layer_lists_every_role_that_it_uses(name: str) -> None:
+    # Only the listed ones are in the layer's code digest and give it packages.
+    layer = BOOK.layer(name)
+    files = [
+        layer.playbook,
+        *(f for use in layer.uses for f in (BOOK.role(use.name).path / "tasks").glob("*.yml")),
+    ]
+    assert {r for f in files for r in included_roles(yaml.safe_load(f.read_text()))} <= {
+        u.name for u in layer.uses
+    }
+
+
 def test_no_dynamic_lookups_in_roles() -> None:
     files = baked_files()
     assert files
@@ -80,3 +112,35 @@ def test_no_dynamic_lookups_in_roles() -> None:
 )
 def test_the_search_finds_dynamic_lookups(line: str) -> None:
     assert DYNAMIC.search(line)
+
+
+# Ansible's set filters give the order of a Python set of strings, which is another one in each process: a value made
+# from it would change a stage's id, or a file, for nothing.
+UNORDERED = re.compile(r"\|\s*(difference|intersect|union|symmetric_difference)\(")
+
+
+def unordered(text: str) -> list[str]:
+    """Return the set filters whose result is neither sorted, counted nor compared with a set's."""
+    found = []
+    for match in UNORDERED.finditer(text):
+        depth, at = 1, match.end()
+        while depth and at < len(text):
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        if not re.match(r"\s*\|\s*(sort|length|count)\b", text[at:]):
+            found.append(text[match.start() : at])
+    return found
+
+
+def test_no_random_order_in_roles() -> None:
+    found = [
+        f"{p.relative_to(REPO_ROOT)}: {u}"
+        for p in baked_files()
+        for u in unordered(p.read_text(errors="replace"))
+    ]
+    assert found == []
+
+
+def test_the_search_finds_random_order() -> None:
+    assert unordered("{{ a | difference(b(c)) | join(',') }}") == ["| difference(b(c))"]
+    assert unordered("{{ a | union(b) | sort | join(',') }} {{ a|intersect(b)|length }}") == []

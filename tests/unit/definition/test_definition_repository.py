@@ -66,7 +66,9 @@ def test_origins_are_where_ansible_says(tmp_path: Path) -> None:
 
 
 def test_demo_secret_can_be_read_with_the_demo_password() -> None:
-    source = engine.read_inventory([INVENTORIES / "azure_vmss"], VAULT_PASSWORD, REPO_ROOT / "playbooks/layers")
+    source = engine.read_inventory(
+        [INVENTORIES / "azure_vmss"], VAULT_PASSWORD, REPO_ROOT / "playbooks/layers"
+    )
     values, _ = source.host_variables("h100-a-000000")
     assert engine.undecryptable(values, source) == []
     assert set(engine.plain(values["pool_bootstrap_token"])) == {"__vault__"}

@@ -62,10 +62,10 @@ def test_every_builder_variable_is_described() -> None:
 
 def test_page_has_types_defaults_and_meanings(repo: Path) -> None:
     page = variables_page(repo)
-    assert "| `image_disk.root_size_mib` | integer or `auto` | `\"auto\"` |" in page
+    assert '| `image_disk.root_size_mib` | integer or `auto` | `"auto"` |' in page
     assert "## Role `system`\n\nThe system.\n" in page
-    assert "| `system_packages` | list of str | `[\"chrony\"]` | Packages. Sorted. |" in page
-    assert "| `system_mode` | `loose`, `tight` | `\"loose\"` | How \\| tight. |" in page
+    assert '| `system_packages` | list of str | `["chrony"]` | Packages. Sorted. |' in page
+    assert '| `system_mode` | `loose`, `tight` | `"loose"` | How \\| tight. |' in page
     assert "| `runtime_token` | str | required |" in page
 
 

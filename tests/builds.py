@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[1]
 IMAGE = "minimal"
 
 
@@ -36,6 +36,12 @@ class Workplace:
 
     store: Path
     output: Path
+    image: str = IMAGE
+
+    @property
+    def artefact(self) -> Path:
+        """Return what was published last."""
+        return (self.output / self.image / "latest").resolve()
 
     def command(self, *argv: str | Path, inventory: Path | None = None) -> list[str]:
         words = [os.fspath(REPO / "image-builder"), *map(os.fspath, argv)]
@@ -46,7 +52,7 @@ class Workplace:
     def build(self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None) -> Ended:
         """Build the test image to its end, whatever that is."""
         done = subprocess.run(
-            [*self.command("build", IMAGE, *argv, inventory=inventory), *self._places(), "--json"],
+            [*self.command("build", self.image, *argv, inventory=inventory), *self._places(), "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,7 +67,7 @@ class Workplace:
     def start(self) -> subprocess.Popen[str]:
         """Start a build; its lines on stderr are for ``wait_for_line``."""
         return subprocess.Popen(
-            [*self.command("build", IMAGE), *self._places()],
+            [*self.command("build", self.image), *self._places()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,220 @@
+"""First boot and the cloud: who provisions, what is left alone, what pods can't reach."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from suite import (
+    Tree,
+    assignments,
+    booted,
+    differences,
+    needs,
+    nothing,
+    offline,
+    output,
+    read,
+    starts_at_boot,
+    statements,
+)
+from testinfra.host import Host
+
+V = dict[str, Any]
+
+with_cloud_init = needs("system", azure_guest_cloud_init=True)
+
+
+def _config(host: Host) -> dict[str, Any]:
+    """Return cloud-init's configuration, merged by cloud-init itself."""
+    script = (
+        "import json; from cloudinit import util; "
+        "print(json.dumps(util.read_conf_with_confd('/etc/cloud/cloud.cfg')))"
+    )
+    merged: dict[str, Any] = json.loads(output(host, "python3 -c %s", script))
+    return merged
+
+
+def _modules(config: dict[str, Any]) -> set[str]:
+    """Return the names of all modules that cloud-init runs, with underscores."""
+    stages = ("cloud_init_modules", "cloud_config_modules", "cloud_final_modules")
+    entries = [entry for stage in stages for entry in config[stage]]
+    return {(entry[0] if isinstance(entry, list) else entry).replace("-", "_") for entry in entries}
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_looks_where_declared(host: Host, v: V) -> None:
+    """The datasources are the declared ones, in order, and on one line, as ds-identify reads them."""
+    assert _config(host)["datasource_list"] == v["azure_guest_datasources"]
+    lines = output(
+        host, "grep -hs ^datasource_list: /etc/cloud/cloud.cfg /etc/cloud/cloud.cfg.d/95_image.cfg"
+    )
+    nothing(line for line in lines.splitlines() if not re.fullmatch(r"datasource_list: *\[.*\] *", line))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_starts_at_boot(tree: Tree) -> None:
+    """cloud-init is switched on."""
+    units = ["cloud-init-local.service", "cloud-config.service", "cloud-final.service"]
+    nothing(unit for unit in units if not starts_at_boot(tree, unit))
+    nothing(tree.matching("/etc/cloud/cloud-init.disabled"))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_leaves_the_network_alone(host: Host) -> None:
+    """Interfaces have one owner, and further addresses on Azure belong to pods."""
+    config = _config(host)
+    assert config.get("network", {}).get("config") == "disabled", f"{config.get('network')}"
+    assert config["datasource"]["Azure"]["apply_network_config"] is False
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_leaves_disks_alone(host: Host) -> None:
+    """cloud-init never partitions, formats or mounts a disk: the local one has another owner."""
+    config = _config(host)
+    nothing(sorted({"disk_setup", "fs_setup", "mounts"} & (_modules(config) | set(config))))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_leaves_packages_alone(host: Host) -> None:
+    """cloud-init installs and upgrades nothing, and changes no package source."""
+    owners = {"apt_configure", "package_update_upgrade_install", "snap", "ubuntu_pro", "yum_add_repo"}
+    nothing(sorted(owners & _modules(_config(host))))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_makes_the_declared_user(host: Host, v: V) -> None:
+    """The user of first boot is the declared one, without a password, and root stays closed."""
+    config = _config(host)
+    user = config["system_info"]["default_user"]
+    nothing(differences({"name": v["azure_guest_default_user"], "lock_passwd": True}, user))
+    nothing(differences({"disable_root": True, "ssh_pwauth": False}, config))
+    nothing(sorted({"users_groups", "ssh"} - _modules(config)))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_makes_host_keys(host: Host, v: V) -> None:
+    """Every machine gets its own host keys, of the declared types."""
+    wanted = {"ssh_deletekeys": True, "ssh_genkeytypes": v["azure_guest_ssh_host_key_types"]}
+    nothing(differences(wanted, _config(host)))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_cloud_init_grows_the_root(host: Host) -> None:
+    """The root partition fills its disk at first boot; the programs for it are there."""
+    config = _config(host)
+    assert config["growpart"]["mode"] in ("auto", "growpart"), f"{config['growpart']}"
+    assert config["growpart"]["devices"] == ["/"] and config["resize_rootfs"] is True
+    nothing(sorted({"growpart", "resizefs"} - _modules(config)))
+    output(host, "command -v growpart && command -v resize2fs")
+
+
+@offline
+@booted
+@needs("system", azure_guest_agent=True)
+def test_agent_leaves_the_local_disk_alone(host: Host) -> None:
+    """Azure's agent neither formats the local disk nor swaps on it, and doesn't update itself."""
+    wanted = {
+        "ResourceDisk.Format": "n",
+        "ResourceDisk.EnableSwap": "n",
+        "Provisioning.Agent": "cloud-init",
+        "AutoUpdate.UpdateToLatestVersion": "n",
+    }
+    nothing(differences(wanted, assignments(read(host, "/etc/waagent.conf"))))
+
+
+@offline
+@booted
+@needs("system", azure_guest_agent=False)
+def test_no_agent_is_installed(tree: Tree) -> None:
+    """An image that doesn't want Azure's agent hasn't got it."""
+    nothing(
+        tree.matching(r"/usr/s?bin/waagent2?\.?0?|/(etc|usr/lib)/systemd/system/(walinux|wa)agent\.service")
+    )
+
+
+@offline
+@booted
+@needs("system", azure_guest_disk_rules=True)
+def test_azure_disks_have_names(host: Host, tree: Tree) -> None:
+    """udev gives Azure's local disks a name of their own, by rules that udev accepts."""
+    rules = tree.matching(r"/(etc|usr/lib)/udev/rules\.d/80-azure-disk\.rules")
+    assert rules, "no rules for Azure's disks"
+    text = read(host, rules[0])
+    nothing(word for word in ("Microsoft NVMe Direct Disk", "disk/azure/") if word not in text)
+    output(host, "udevadm verify --no-style %s", rules[0])
+
+
+@offline
+@needs("system", system_bootable=True)
+def test_initramfs_has_the_clouds_drivers(host: Host, tree: Tree, v: V) -> None:
+    """The initramfs finds its disk on Hyper-V and on NVMe."""
+    versions = [path.partition("-")[2] for path in tree.matching(r"/boot/vmlinuz-.*")]
+    assert len(versions) == 1, f"kernels: {versions}"
+    files = output(host, "lsinitramfs %s", f"/boot/initrd.img-{versions[0]}").splitlines()
+    files += read(host, f"/usr/lib/modules/{versions[0]}/modules.builtin").splitlines()
+    names = {re.sub(r"\.ko(\.\w+)?$", "", path.rpartition("/")[2]).replace("-", "_") for path in files}
+    nothing(m for m in v["azure_guest_initramfs_modules"] if m.replace("-", "_") not in names)
+
+
+@offline
+@booted
+@needs("system", azure_guest_blocked_for_pods=bool)
+def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> None:
+    """A unit blocks forwarded packets to every declared address before the network is up."""
+    assert starts_at_boot(tree, "azure-pod-guard.service")
+    unit = output(host, "systemd-analyze cat-config systemd/system/azure-pod-guard.service")
+    rules = [
+        line for line in unit.splitlines() if line.startswith("ExecStart=/") and line.endswith("--jump DROP")
+    ]
+    for target in v["azure_guest_blocked_for_pods"]:
+        words = f"--append FORWARD --destination {target['address']} --protocol tcp"
+        ports = f"--destination-ports {','.join(map(str, target['ports']))} "
+        assert any(words in rule and ports in rule for rule in rules), f"{target} is not blocked"
+
+
+@booted
+@with_cloud_init
+def test_cloud_init_is_done(host: Host) -> None:
+    """cloud-init found a datasource and finished without errors."""
+    status = json.loads(host.run("cloud-init status --wait --format json").stdout)
+    nothing(differences({"status": "done", "errors": []}, status))
+    assert status["detail"], "no datasource"
+
+
+@booted
+@with_cloud_init
+def test_fstab_is_the_images(host: Host) -> None:
+    """Nobody added a disk to fstab at first boot."""
+    mounts = [line.split()[1] for line in statements(read(host, "/etc/fstab"))]
+    assert sorted(mounts) == ["/", "/boot/efi"], f"{mounts}"
+
+
+@booted
+@needs("system", azure_guest_blocked_for_pods=bool)
+def test_pod_guard_is_in_force(host: Host, v: V) -> None:
+    """The kernel drops forwarded packets to every declared address."""
+    rules = output(host, "iptables --wait --table mangle --list-rules FORWARD").splitlines()
+    drops = [rule for rule in rules if rule.endswith("-j DROP")]
+    nothing(
+        t["address"]
+        for t in v["azure_guest_blocked_for_pods"]
+        if not any(f"-d {t['address']}/32" in d for d in drops)
+    )

@@ -1,0 +1,77 @@
+"""The values that a definition comes to without a play are those that a play sees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from image_builder import process
+from image_builder.definition import load_inventory, resolved_variables
+from image_builder.definition.evaluate import evaluated_layer
+from image_builder.settings import REPO_ROOT
+
+# What a role's tasks are replaced by: no task of a role runs, only its variables are written down.
+TASKS = """
+- name: Write down what this role sees
+  ansible.builtin.copy:
+    dest: "{out}/{role}.json"
+    content: "{{{{ {{{pairs}}} | to_json }}}}"
+    mode: "0600"
+"""
+INVENTORY = REPO_ROOT / "inventories"
+
+
+@pytest.mark.parametrize("image", ["lab/worker", "lab/worker_containerd", "azure_vmss/worker_h100"])
+def test_values_are_those_of_a_play(image: str, tmp_path: Path) -> None:
+    inventory, name = image.split("/")
+    definition = load_inventory([INVENTORY / inventory]).define(name)
+    shutil.copytree(REPO_ROOT / "playbooks", tmp_path / "playbooks")
+    shutil.copytree(REPO_ROOT / "roles", tmp_path / "roles", ignore=shutil.ignore_patterns("molecule"))
+    seen: dict[str, object] = {}
+    for layer in definition.layers:
+        roles = evaluated_layer(definition, layer)
+        for role in roles:
+            tasks = tmp_path / "roles" / role.use.name / "tasks"
+            shutil.rmtree(tasks)
+            tasks.mkdir()
+            pairs = ", ".join(
+                f"'{n}': {n}" for n in sorted(role.values) if n not in ("role_path", "role_name")
+            )
+            text = TASKS.format(out=tmp_path, role=role.use.name, pairs=pairs)
+            # A table beside vars/main.yml is read by a task in the real role.
+            for file in sorted((tmp_path / "roles" / role.use.name / "vars").glob("*.yml")):
+                if file.name != "main.yml":
+                    text = f"- ansible.builtin.include_vars: {file.name}\n" + text
+            (tasks / "main.yml").write_text(text)
+        _play(tmp_path, layer, name, definition.inventory_paths[0], definition.play_variables)
+        for role in roles:
+            seen.update(json.loads((tmp_path / f"{role.use.name}.json").read_text()))
+    ours = resolved_variables(definition)
+    assert len(ours) > 150
+    assert {n: seen[n] for n in seen if seen[n] != ours[n]} == {}
+    assert set(ours) == set(seen)
+
+
+def _play(root: Path, layer: str, image: str, inventory: Path, variables: object) -> None:
+    extra = root / "extra.json"
+    booted = {"node_is_booted": False}  # keeps the play's own first tasks from asking this host
+    extra.write_text(json.dumps({**booted, **variables, "ansible_connection": "local"}))  # type: ignore[dict-item]
+    process.run(
+        [
+            Path(sys.executable).parent / "ansible-playbook",
+            root / f"playbooks/layers/{layer}.yml",
+            *("-i", inventory, "--limit", image, "--skip-tags", "never", "--extra-vars", f"@{extra}"),
+        ],
+        env={
+            "ANSIBLE_ROLES_PATH": str(root / "roles"),
+            "ANSIBLE_HOME": str(root / "home"),
+            "ANSIBLE_LOCAL_TEMP": str(root / "tmp"),
+            "ANSIBLE_REMOTE_TEMP": str(root / "remote"),
+            "ANSIBLE_PYTHON_INTERPRETER": sys.executable,
+        },
+        timeout=300,
+    )

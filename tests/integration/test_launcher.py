@@ -1,0 +1,318 @@
+"""The launcher: what it refuses before it changes anything, and the venv that it makes.
+
+A copy of the launcher stands in a checkout of its own; its lock names nothing, so that making a venv takes
+seconds and no network. The real lock is installed by whoever runs these tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from image_builder import errors
+from image_builder.settings import REPO_ROOT
+
+pytestmark = pytest.mark.root
+
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A directory with a launcher, and the environment to start it in."""
+
+    path: Path
+    bin: Path
+    python: Path
+
+    def start(
+        self, *argv: str, uid: int | None = None, path: str | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.path / "image-builder", *argv],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            user=uid,
+            env={**self.environment, **({"PATH": path} if path else {}), **env},
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/nonexistent",
+            "IMAGE_BUILDER_PYTHON": str(self.python),
+        }
+
+    @property
+    def venv(self) -> Path:
+        return self.path / ".venv"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that makes a venv by copying one: `python -m venv` takes seconds for pip alone."""
+    folder = tmp_path_factory.mktemp("python")
+    subprocess.run(["/usr/bin/python3", "-m", "venv", folder / "venv"], check=True)
+    script = folder / "python3"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-m venv" ] && exec cp -a {folder}/venv "$4"\nexec /usr/bin/python3 "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, python: Path) -> Checkout:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)  # pytest's own are closed to others
+    path = tmp_path / "check out"  # a space on purpose
+    (path / "image_builder").mkdir(parents=True)
+    shutil.copy(REPO_ROOT / "image-builder", path)
+    (path / "requirements.lock").write_text("# nothing\n")
+    (path / "image_builder/__init__.py").touch()
+    (path / "image_builder/cli.py").write_text(
+        "import os, sys\nprint('cli', os.geteuid(), *sys.argv[1:], '|', sys.prefix)\n"
+    )
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    return Checkout(path, programs, python)
+
+
+def _os_release(folder: Path, text: str) -> str:
+    file = folder / "os-release"
+    file.write_text(text)
+    return str(file)
+
+
+def test_the_venv_is_made_once_and_used(checkout: Checkout) -> None:
+    first = checkout.start("images", "a b", IMAGE_BUILDER_PYTHON="")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"cli 0 images a b | {checkout.venv}\n"
+    assert "setting up .venv" in first.stderr
+    second = checkout.start("images")
+    assert (second.returncode, second.stderr) == (0, "")
+
+
+def test_a_second_start_adds_little(checkout: Checkout) -> None:
+    checkout.start("images")
+    python = [checkout.venv / "bin/python", "-P", "-m", "image_builder.cli"]
+
+    def best(argv: list[str | Path]) -> float:
+        taken = []
+        for _ in range(5):
+            started = time.monotonic()
+            subprocess.run(argv, check=True, capture_output=True, env={"PYTHONPATH": str(checkout.path)})
+            taken.append(time.monotonic() - started)
+        return min(taken)
+
+    assert best([checkout.path / "image-builder", "images"]) - best([*python, "images"]) < 0.3
+
+
+@pytest.mark.parametrize("harm", ["no stamp", "another lock", "no interpreter", "another place"])
+def test_a_half_made_or_outdated_venv_is_redone(checkout: Checkout, harm: str) -> None:
+    checkout.start("images")
+    left_over = checkout.venv / "left-over"
+    left_over.touch()
+    stamp = checkout.venv / ".stamp"
+    match harm:
+        case "no stamp":
+            stamp.unlink()
+        case "another lock":
+            (checkout.path / "requirements.lock").write_text("# something else\n")
+        case "no interpreter":
+            (checkout.venv / "bin/python").unlink()
+        case "another place":
+            stamp.write_text(stamp.read_text().replace(str(checkout.path), "/elsewhere"))
+    done = checkout.start("images")
+    assert done.returncode == 0, done.stderr
+    assert "setting up .venv" in done.stderr
+    assert not left_over.exists()
+
+
+def test_two_first_starts_make_one_venv(checkout: Checkout) -> None:
+    both = [
+        subprocess.Popen(
+            [checkout.path / "image-builder", "images"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=checkout.environment,
+        )
+        for _ in range(2)
+    ]
+    told = [child.communicate() for child in both]
+    assert [child.returncode for child in both] == [0, 0], told
+    assert sum("setting up .venv" in err for _, err in told) == 1
+
+
+def test_a_wrong_hash_is_refused_and_leaves_no_finished_venv(checkout: Checkout, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "nothing-1.0-py3-none-any.whl").write_bytes(b"not what was promised")
+    (checkout.path / "requirements.lock").write_text(f"nothing==1.0 --hash=sha256:{'0' * 64}\n")
+    done = checkout.start("images", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheels), PIP_CONFIG_FILE="/dev/null")
+    assert done.returncode == errors.FetchError.exit_code
+    assert "requirements.lock" in done.stderr and "hint:" in done.stderr
+    assert not (checkout.venv / ".stamp").exists()
+
+
+def test_the_venv_belongs_to_the_owner_of_the_checkout(checkout: Checkout) -> None:
+    subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", checkout.path], check=True)
+    assert checkout.start("images").returncode == 0
+    owners = {p.lstat().st_uid for p in checkout.path.rglob("*")}
+    assert owners == {NOBODY}
+
+
+@pytest.mark.parametrize(
+    ("release", "accepted"),
+    [
+        ('ID=debian\nVERSION_ID="12"\n', True),
+        ('ID=debian\nVERSION_ID="13"\n', True),
+        ('ID=ubuntu\nVERSION_ID="24.04"\n', True),
+        ('ID=ubuntu\nVERSION_ID="22.04"\nPRETTY_NAME="Ubuntu 22.04.5 LTS"\n', False),
+        ('PRETTY_NAME="Debian GNU/Linux forky/sid"\nID=debian\n', False),
+        ('ID="rhel"\nVERSION_ID="9.4"\nPRETTY_NAME="Red Hat 9.4"', False),
+    ],
+)
+def test_hosts(checkout: Checkout, tmp_path: Path, release: str, accepted: bool) -> None:
+    done = checkout.start("images", IMAGE_BUILDER_OS_RELEASE=_os_release(tmp_path, release))
+    if accepted:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == errors.HostError.exit_code
+    assert "is not supported: image-builder runs on Debian 12, Debian 13 and Ubuntu 24.04" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not checkout.venv.exists()
+
+
+def test_no_root_and_no_sudo(checkout: Checkout) -> None:
+    for name in ("readlink", "id", "sh", "stat"):
+        (checkout.bin / name).symlink_to(f"/usr/bin/{name}")
+    done = checkout.start("build", "worker", uid=NOBODY, path=str(checkout.bin))
+    assert done.returncode == errors.HostError.exit_code
+    assert "image-builder build needs root, and this host has no sudo" in done.stderr
+    assert not checkout.venv.exists()
+
+
+def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(checkout: Checkout) -> None:
+    assert checkout.start("images").returncode == 0
+    for name in ("readlink", "id", "sh", "stat", "sha256sum"):
+        (checkout.bin / name).symlink_to(f"/usr/bin/{name}")
+    sudo = checkout.bin / "sudo"
+    sudo.write_text('#!/bin/sh\nprintf "[%s]" "$@"\n')
+    sudo.chmod(0o755)
+    launcher = checkout.path / "image-builder"
+    text = launcher.read_text()
+    # This host may lack what a build needs, which is not the question here.
+    launcher.write_text(text[: text.index("packages='")] + "packages=''\n" + text[text.index("# What sudo") :])
+    done = checkout.start("verify", "--store", "/a b", "/tree", uid=NOBODY, path=str(checkout.bin))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"[--][{launcher}][verify][--store][/a b][/tree]")
+    assert done.stdout.startswith("[--preserve-env=") and "IMAGE_BUILDER_STORE" in done.stdout
+    for command in (["images"], ["build", "--help"], ["verify", "ssh://x"], ["test", "--fast"], []):
+        done = checkout.start(*command, uid=NOBODY, path=str(checkout.bin))
+        assert done.stdout.startswith(f"cli {NOBODY}"), command
+
+
+def _without_packages(checkout: Checkout, *names: str) -> None:
+    """Let the launcher look for files that no host has, for these packages."""
+    launcher = checkout.path / "image-builder"
+    lines = launcher.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        words = line.split(" ")
+        if words[0] in names:
+            lines[number] = " ".join([words[0], f"/nonexistent/{words[0]}", *words[2:]])
+    launcher.write_text("".join(lines))
+
+
+def test_missing_packages_are_named_by_command(checkout: Checkout, tmp_path: Path) -> None:
+    _without_packages(checkout, "mmdebstrap", "qemu-system-x86")
+    store = ("--store", str(tmp_path / "store"))
+    done = checkout.start("build", "worker", *store)
+    assert done.returncode == errors.HostError.exit_code
+    assert "packages are missing: mmdebstrap\n" in done.stderr
+    assert "--install-deps" in done.stderr
+    assert not checkout.venv.exists() and not (tmp_path / "store").exists()
+    assert "packages are missing: qemu-system-x86\n" in checkout.start("boot", "x", *store).stderr
+    assert checkout.start("images").returncode == 0
+
+
+def test_missing_packages_are_installed_when_asked_to(checkout: Checkout, tmp_path: Path) -> None:
+    _without_packages(checkout, "mmdebstrap")
+    said = tmp_path / "said"
+    apt = checkout.bin / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$DEBIAN_FRONTEND: $*" >>{said}\n')
+    apt.chmod(0o755)
+    path = f"{checkout.bin}:/usr/sbin:/usr/bin:/sbin:/bin"
+    done = checkout.start("build", "x", "--install-deps", "--store", str(tmp_path / "store"), path=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cli 0 build x --store")
+    assert said.read_text().splitlines() == [
+        "noninteractive: -q update",
+        "noninteractive: -q install --yes --no-install-recommends mmdebstrap",
+    ]
+
+
+def test_a_failing_apt_is_shown(checkout: Checkout, tmp_path: Path) -> None:
+    _without_packages(checkout, "mmdebstrap")
+    apt = checkout.bin / "apt-get"
+    apt.write_text("#!/bin/sh\necho E: no such mirror\nexit 100\n")
+    apt.chmod(0o755)
+    path = f"{checkout.bin}:/usr/sbin:/usr/bin:/sbin:/bin"
+    done = checkout.start("--install-deps", "build", "x", "--store", str(tmp_path / "store"), path=path)
+    assert done.returncode == errors.FetchError.exit_code
+    assert "E: no such mirror" in done.stderr and "error: apt-get update failed" in done.stderr
+    assert not checkout.venv.exists()
+
+
+def test_a_python_that_can_not_serve(checkout: Checkout, tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\n")
+    old.chmod(0o755)
+    done = checkout.start("images", IMAGE_BUILDER_PYTHON=str(old))
+    assert done.returncode == errors.HostError.exit_code
+    assert f"{old} is no Python 3.11, 3.12 or 3.13" in done.stderr
+
+
+def test_a_store_on_an_overlay_or_a_full_disk_is_refused_first(checkout: Checkout, tmp_path: Path) -> None:
+    script = (
+        'mkdir -p "$1/lower" "$1/upper" "$1/work" "$1/merged" "$1/small" || exit 99\n'
+        'mount -t overlay overlay -o "lowerdir=$1/lower,upperdir=$1/upper,workdir=$1/work" "$1/merged" || exit 99\n'
+        'mount -t tmpfs -o size=8m tmpfs "$1/small" || exit 99\n'
+        '"$2" build x --store "$1/merged/deep/store"; echo "$?"\n'
+        '"$2" build x --store="$1/small/store"; echo "$?"\n'
+    )
+    work = tmp_path / "mounts"
+    work.mkdir()
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", work, checkout.path / "image-builder"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(errors.StoreError.exit_code), str(errors.SpaceError.exit_code)], done.stderr
+    assert "is on overlayfs, which can't hold the upper layer of an overlay" in done.stderr
+    assert "MiB free, at least" in done.stderr
+    assert not checkout.venv.exists()
+
+
+def test_help_is_quick_and_brings_in_nothing_heavy() -> None:
+    code = (
+        "import sys; from image_builder import cli\n"
+        "try: cli.app(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('ansible', 'pydantic', 'paramiko', 'docker', 'rich') if m in sys.modules], file=sys.stderr)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    python = REPO_ROOT / ".venv/bin/python"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stderr.strip() == "[]"

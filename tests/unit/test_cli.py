@@ -1,0 +1,128 @@
+"""The commands: their help, their results, the exit codes of what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from image_builder import errors, failure
+from image_builder.cli import app
+
+COMMANDS = [
+    ("images",),
+    ("validate",),
+    ("lock",),
+    ("plan",),
+    ("build",),
+    ("boot",),
+    ("verify",),
+    ("test",),
+    ("store", "gc"),
+    ("store", "verify"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _run(*argv: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, argv)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    top = get_command(app)
+    found = set()
+    for name, command in top.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", None)
+        found |= {(name, n) for n in inner} if inner else {(name,)}
+    assert found == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_an_example_and_json(command: tuple[str, ...]) -> None:
+    status, out, _ = _run(*command, "--help")
+    assert status == 0
+    assert f"Example:\n\n      image-builder {' '.join(command)}" in out
+    assert "--json" in out
+
+
+def test_help_of_everything_has_the_exit_codes() -> None:
+    _, out, _ = _run("--help")
+    for code, name, _meaning in failure.exit_codes():
+        assert re.search(rf"^  {code}\s+{name}", out, re.MULTILINE)
+
+
+def test_images_are_listed() -> None:
+    status, out, _ = _run("images", "--json")
+    assert status == 0
+    assert {"worker", "worker_containerd", "minimal"} <= set(json.loads(out)["images"])
+    status, plain, _ = _run("images")
+    assert plain.split() == json.loads(out)["images"]
+
+
+@pytest.fixture
+def bad_inventory(tmp_path: Path) -> Path:
+    (tmp_path / "hosts.yml").write_text("images:\n  hosts:\n    broken:\n")
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars/broken.yml").write_text("image_layers: 7\nimage_formats: [floppy]\n")
+    return tmp_path
+
+
+def test_validate_names_all_problems_at_once(bad_inventory: Path) -> None:
+    status, out, err = _run("validate", "-i", str(bad_inventory))
+    assert status == errors.DefinitionError.exit_code
+    assert out == ""
+    assert "image_layers" in err and "image_formats" in err
+    assert "broken.yml:1" in err and "broken.yml:2" in err
+
+
+def test_validate_tells_programs_the_same(bad_inventory: Path) -> None:
+    status, out, _ = _run("validate", "--json", "-i", str(bad_inventory))
+    told = json.loads(out)["error"]
+    assert status == told["exit_code"] == errors.DefinitionError.exit_code
+    assert {p["path"].split("[")[0] for p in told["problems"]} >= {"image_layers", "image_formats"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plan", "wroker"], "did you mean `worker`"),
+        (["boot", "nothing-here"], "no such file, directory or built image"),
+        (["validate", "--no-such-option"], "--no-such-option"),
+        (["store", "gc"], "--keep"),
+        (["store", "gc", "--keep", "-1"], "--keep"),
+    ],
+)
+def test_a_wrong_command_line(argv: list[str], words: str) -> None:
+    status, _, err = _run(*argv)
+    assert status == errors.UsageError.exit_code
+    assert words in err
+
+
+def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+    status, _, err = _run("store", "verify", "--store", str(tmp_path / "none"))
+    assert status == errors.StoreError.exit_code
+    assert "no store at" in err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_empty_store_is_sound(tmp_path: Path) -> None:
+    for name in ("objects", "staging", "locks", "debs", "files"):
+        (tmp_path / name).mkdir()
+    status, out, _ = _run("store", "verify", "--json", "--store", str(tmp_path))
+    assert (status, json.loads(out)) == (0, {"stages": 0, "damages": []})
+    status, out, _ = _run("store", "gc", "--keep", "0", "--json", "--store", str(tmp_path))
+    assert (status, json.loads(out)) == (0, {"removed": [], "bytes": 0})

@@ -1,0 +1,128 @@
+"""Progress, for a terminal and for a log."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from image_builder.render import (
+    LiveMonitor,
+    PlainMonitor,
+    columns,
+    human_bytes,
+    human_seconds,
+    is_live,
+    progress_text,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (123_456, "123 kB"), (1_234_000_000, "1.23 GB"), (9e15, "9e+03 TB")],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"), (187, "3:07 min"), (3723, "1:02:03 h")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+def test_progress_has_a_rate_when_it_is_bytes() -> None:
+    assert progress_text(120_000_000, 800_000_000, "B", 10) == "120 MB of 800 MB, 12 MB/s"
+    assert progress_text(3, 70, "checks", 10) == "3 of 70 checks"
+
+
+def test_a_log_has_plain_lines_with_the_time() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    monitor = PlainMonitor(lines.append, clock)
+    monitor.stages_planned([("tools", "a", True), ("base", "b", False)])
+    monitor.stage_started("base")
+    monitor.stage_doing("base", "installing packages")
+    monitor.stage_doing("base", "too soon for a line")
+    clock.now += 2
+    monitor.stage_doing("base", "committing")
+    monitor.stage_finished("base", 61.5, cached=False)
+    monitor.stage_failed("seal", 1.0)
+    assert all(re.match(r"\d\d:\d\d:\d\d \S", line) for line in lines)
+    assert [re.sub(r" +", " ", line[9:]) for line in lines] == [
+        "plan 2 stages, to do: base",
+        "plan nothing changed for tools",
+        "base started",
+        "base installing packages",
+        "base committing",
+        "base done in 62 s",
+        "seal failed after 1.0 s",
+    ]
+    assert not any("\x1b" in line or "\r" in line for line in lines)
+
+
+def test_a_log_is_not_flooded_by_progress() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    monitor = PlainMonitor(lines.append, clock)
+    monitor.stage_started("fetch")
+    for done in range(600):
+        clock.now += 0.1
+        monitor.stage_progress("fetch", done, 600, "B")
+    assert 3 <= len(lines) <= 6
+
+
+def _drawn(monitor: LiveMonitor) -> str:
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(monitor)
+    return capture.get()
+
+
+def test_the_tree_tells_what_each_stage_does_now() -> None:
+    clock = Clock()
+    monitor = LiveMonitor("build worker", clock)
+    monitor.stages_planned([("tools", "a", True), ("base", "b", False), ("seal", "c", False)])
+    monitor.stage_started("base")
+    clock.now += 5
+    monitor.stage_doing("base", "[unpacking] libc6")
+    drawn = [re.sub(r" +", " ", line).strip() for line in _drawn(monitor).splitlines()]
+    assert drawn == ["build worker 5.0 s", "= tools there already", "▶ base 5.0 s [unpacking] libc6", "· seal"]
+    monitor.stage_finished("base", 5.2, cached=False)
+    monitor.stage_started("seal")
+    monitor.stage_failed("seal", 0.3)
+    drawn = [re.sub(r" +", " ", line).strip() for line in _drawn(monitor).splitlines()]
+    assert drawn[2:] == ["✓ base 5.2 s", "✗ seal 0.3 s"]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "live"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, True),
+        (False, {"TERM": "xterm"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (True, {}, False),
+        (True, {"TERM": "xterm", "CI": "true"}, False),
+        (True, {"TERM": "xterm", "CI": "false"}, True),
+    ],
+)
+def test_redrawing_is_for_terminals(terminal: bool, environment: dict[str, str], live: bool) -> None:
+    assert is_live(terminal, environment) is live
+
+
+def test_columns_are_aligned_and_never_cut() -> None:
+    assert columns([("a", "b"), ("longer", "c")]) == "a       b\nlonger  c"
+    assert columns([]) == ""
