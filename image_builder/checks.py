@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,8 +33,12 @@ def boot(
     verify: Annotated[
         bool, typer.Option("--verify", help="run the checks for booted machines, then switch it off")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")] = False,
-    secure_boot: Annotated[bool, typer.Option("--secure-boot", help="with a firmware that enforces it")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")
+    ] = False,
+    secure_boot: Annotated[
+        bool, typer.Option("--secure-boot", help="with a firmware that enforces it")
+    ] = False,
     facts: Facts = None,
     output: Output = Path("output"),
     store: StoreDir = DEFAULT_STORE,
@@ -82,15 +85,21 @@ def _artefact(name: str, output: Path) -> Path:
     if not path.exists() and latest.exists():
         return latest.resolve()
     if not path.exists():
-        raise UsageError(f"no such file, directory or built image: {name}", hint=f"image-builder build {name}")
+        raise UsageError(
+            f"no such file, directory or built image: {name}", hint=f"image-builder build {name}"
+        )
     return path.resolve()
 
 
 @register(app, isolated=lambda target, **_: not target.startswith("ssh://"))
 def verify(
-    target: Annotated[str, typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…")],
+    target: Annotated[
+        str, typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…")
+    ],
     facts: Facts = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the reports go")] = Path("output/verify"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the reports go")] = Path(
+        "output/verify"
+    ),
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -104,7 +113,9 @@ def verify(
     from image_builder.report import verification
 
     with render.monitor(f"verify {target}") as monitor:
-        result = verifying.verify(target, facts, output.absolute(), settings=host_settings(store), monitor=monitor)
+        result = verifying.verify(
+            target, facts, output.absolute(), settings=host_settings(store), monitor=monitor
+        )
     if as_json:
         print(json.dumps(result.as_json(), indent=1))
     else:
@@ -115,7 +126,9 @@ def verify(
 
 @register(store_app)
 def gc(
-    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="keep the last N builds of each image")],
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=0, help="keep the last N builds of each image")
+    ],
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -163,7 +176,9 @@ def _existing_store(path: Path) -> Store:
 @register(app, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(
     context: typer.Context,
-    fast: Annotated[bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
+    ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:

@@ -59,9 +59,9 @@ def _load(inventories: list[Path] | None, vault_password_file: Path | None) -> I
 @app.callback(invoke_without_command=True)
 def _main(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
-    install_deps: Annotated[
+    install_deps: Annotated[  # noqa: ARG001  # the launcher takes it away; it stands here for --help
         bool, typer.Option("--install-deps", help="first install the Debian packages that the command lacks")
-    ] = False,  # the launcher takes it away; it stands here for --help
+    ] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -69,7 +69,9 @@ def _main(
 
 
 @register(app)
-def images(inventory: Inventories = None, vault_password_file: VaultFile = None, as_json: AsJson = False) -> int:
+def images(
+    inventory: Inventories = None, vault_password_file: VaultFile = None, as_json: AsJson = False
+) -> int:
     """List the images of an inventory.
 
     Example:
@@ -125,9 +127,8 @@ def lock(
 
         image-builder lock worker -o worker.lock.json
     """
-    from image_builder.executor import remembered_lock
     from image_builder.lock import Lock
-    from image_builder.resolve import resolve_lock
+    from image_builder.resolve import remembered_lock, resolve_lock
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
@@ -158,7 +159,9 @@ def _changed_packages(before: Lock, now: Lock) -> list[str]:
 @register(app)
 def plan(
     image: Image,
-    explain: Annotated[bool, typer.Option("--explain", help="tell what changed since the last build")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="tell what changed since the last build")
+    ] = False,
     locked: Locked = None,
     inventory: Inventories = None,
     vault_password_file: VaultFile = None,
@@ -202,10 +205,12 @@ def build(
     locked: Locked = None,
     output: Output = Path("output"),
     stop_after: Annotated[
-        str | None, typer.Option("--stop-after", metavar="STAGE", help="run this stage and what it needs, no more")
+        str | None,
+        typer.Option("--stop-after", metavar="STAGE", help="run this stage and what it needs, no more"),
     ] = None,
     shell_on_failure: Annotated[
-        bool, typer.Option("--shell-on-failure", help="open a shell where a stage failed, before it is torn down")
+        bool,
+        typer.Option("--shell-on-failure", help="open a shell where a stage failed, before it is torn down"),
     ] = False,
     inventory: Inventories = None,
     vault_password_file: VaultFile = None,

@@ -17,7 +17,7 @@ from typing import Any
 
 from image_builder import process, publish, space
 from image_builder.definition import ImageDefinition
-from image_builder.errors import ImageBuilderError, LockError, StageError
+from image_builder.errors import ImageBuilderError, LockError, StageError, UsageError
 from image_builder.events import Monitor
 from image_builder.fetch import Wanted, fetch
 from image_builder.lock import Lock
@@ -113,6 +113,9 @@ def build(
     store.prepare()
     lock = obtain_lock(definition, settings, monitor, locked)
     plan = resolve(definition, lock, settings.repo_root)
+    names = [s.name for s in plan.stages]
+    if stop_after and stop_after not in names:
+        raise UsageError(f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
     with store.in_use(), store.staging() as staging:
         work = _Build(definition, lock, plan, settings, store, monitor, staging, shell)
         goals = [stop_after] if stop_after else list(_GOALS)

@@ -26,7 +26,9 @@ from image_builder.errors import (
     StageError,
 )
 
-_EXIT_CODE_LINE = re.compile(r"^\s*(?:[├└]── )?(?P<name>\w+Error)\s+(?P<code>\d+)\s+(?P<meaning>.+)$", re.MULTILINE)
+_EXIT_CODE_LINE = re.compile(
+    r"^\s*(?:[├└]── )?(?P<name>\w+Error)\s+(?P<code>\d+)\s+(?P<meaning>.+)$", re.MULTILINE
+)
 
 
 def exit_codes() -> list[tuple[int, str, str]]:
@@ -35,7 +37,9 @@ def exit_codes() -> list[tuple[int, str, str]]:
     Read from the tree in the docstring of ``errors.py``, where the meanings stand; a test compares that with
     the classes.
     """
-    listed = [(int(m["code"]), m["name"], m["meaning"]) for m in _EXIT_CODE_LINE.finditer(errors.__doc__ or "")]
+    listed = [
+        (int(m["code"]), m["name"], m["meaning"]) for m in _EXIT_CODE_LINE.finditer(errors.__doc__ or "")
+    ]
     return sorted(
         [
             (0, "", "what was asked for was done"),
@@ -87,7 +91,9 @@ def _expected(error: OSError) -> ImageBuilderError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"no space left: {where}", hint="image-builder store gc --keep 1; or --store DIR")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return HostError(f"not permitted: {where}", hint="run as root, or use a --store and --output of your own")
+        return HostError(
+            f"not permitted: {where}", hint="run as root, or use a --store and --output of your own"
+        )
     if error.errno == errno.EROFS:
         return HostError(f"read-only filesystem: {where}")
     return None

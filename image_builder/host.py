@@ -13,8 +13,27 @@ _MIB = 1 << 20
 LEAST_FREE = 1024 * _MIB
 # Filesystems that can't hold the upper layer of an overlay, or lose owners and device nodes.
 _UNSUITABLE = frozenset(
-    ("overlay", "aufs", "nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "vfat", "exfat", "msdos")
-    + ("ntfs", "ntfs3", "squashfs", "iso9660", "erofs", "ramfs", "ecryptfs", "zfs")
+    [
+        "overlay",
+        "aufs",
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "9p",
+        "virtiofs",
+        "ceph",
+        "vfat",
+        "exfat",
+        "msdos",
+        "ntfs",
+        "ntfs3",
+        "squashfs",
+        "iso9660",
+        "erofs",
+        "ramfs",
+        "ecryptfs",
+    ]
 )
 
 

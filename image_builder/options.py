@@ -20,10 +20,17 @@ def _complete_images(incomplete: str) -> list[str]:
         return []
 
 
-Image = Annotated[str, typer.Argument(metavar="IMAGE", help="an image of the inventory", autocompletion=_complete_images)]
+Image = Annotated[
+    str, typer.Argument(metavar="IMAGE", help="an image of the inventory", autocompletion=_complete_images)
+]
 Inventories = Annotated[
     list[Path] | None,
-    typer.Option("-i", "--inventory", metavar="PATH", help="an inventory, as in Ansible; repeatable  [default: inventories/lab]"),
+    typer.Option(
+        "-i",
+        "--inventory",
+        metavar="PATH",
+        help="an inventory, as in Ansible; repeatable  [default: inventories/lab]",
+    ),
 ]
 VaultFile = Annotated[
     Path | None,
@@ -36,7 +43,9 @@ VaultFile = Annotated[
 ]
 StoreDir = Annotated[
     Path,
-    typer.Option("--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="where stages and downloads are kept"),
+    typer.Option(
+        "--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="where stages and downloads are kept"
+    ),
 ]
 Mirror = Annotated[
     str | None,
@@ -49,9 +58,13 @@ Mirror = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="the directory of the artefacts")]
 Locked = Annotated[
-    Path | None, typer.Option("--locked", metavar="FILE", help="take exactly the bytes of this lock  [default: the last one made]")
+    Path | None,
+    typer.Option(
+        "--locked", metavar="FILE", help="take exactly the bytes of this lock  [default: the last one made]"
+    ),
 ]
 Facts = Annotated[
-    Path | None, typer.Option("--facts", metavar="FILE", help="what the image must be  [default: facts.json beside it]")
+    Path | None,
+    typer.Option("--facts", metavar="FILE", help="what the image must be  [default: facts.json beside it]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]

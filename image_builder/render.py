@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -139,7 +139,7 @@ class LiveMonitor:
         self._rows: dict[str, _Row] = {}
         self._lock = threading.RLock()
         self._started = clock()
-        self.print: Callable[[str], None] = lambda text: None
+        self.print: Callable[[str], object] = print
         self.live: Live | None = None
 
     def _row(self, stage: str) -> _Row:
@@ -258,7 +258,7 @@ def stdout_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
-def columns(rows: list[tuple[str, ...]]) -> str:
+def columns(rows: Sequence[tuple[str, ...]]) -> str:
     """Align rows of text in columns, two spaces apart; cells are never cut or wrapped."""
     if not rows:
         return ""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from image_builder import process
 from image_builder.errors import CommandError, UsageError
+from image_builder.host import nearest_existing
 from image_builder.settings import REPO_ROOT
 
 # Minutes on 2 cores with an empty store. `fast` is lint, types and unit tests; `bake` is everything up to the
@@ -51,7 +52,10 @@ def linters(cache: Path) -> list[Linter]:
         Linter("mypy", ("mypy", f"--cache-dir={cache / 'mypy'}")),
         Linter("import-linter", ("lint-imports", "--no-cache")),
         Linter("ruff", ("ruff", "check", f"--cache-dir={cache / 'ruff'}", "--quiet", ".")),
-        Linter("ruff format", ("ruff", "format", f"--cache-dir={cache / 'ruff'}", "--check", "--quiet", ".")),
+        Linter(
+            "ruff format",
+            ("ruff", "format", f"--cache-dir={cache / 'ruff'}", "--check", "--output-format=concise", "."),
+        ),
         Linter("shellcheck", ("shellcheck", *scripts)),
     ]
 
@@ -91,7 +95,11 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool) -> 
     write(closing or f"pytest ended with status {status} and no closing line")
     if as_json:
         told = {k: round(v, 2) for k, v in minutes.items()}
-        print(json.dumps({"passed": passed, "minutes": told, "disk_gb": round(disk[0] / 1e9, 2), "closing": closing}))
+        print(
+            json.dumps(
+                {"passed": passed, "minutes": told, "disk_gb": round(disk[0] / 1e9, 2), "closing": closing}
+            )
+        )
     return 0 if passed else 1
 
 
@@ -152,7 +160,16 @@ def _plain(line: str) -> str:
 
 def _environment(cache: Path) -> dict[str, str]:
     """Return what the checks see of our environment."""
-    kept = ("CI", "HOME", "COLUMNS", "IMAGE_BUILDER_MIRROR", "NO_COLOR", "TERM", "PYTHONPYCACHEPREFIX")
+    kept = (
+        "CI",
+        "HOME",
+        "COLUMNS",
+        "IMAGE_BUILDER_ARTEFACT",
+        "IMAGE_BUILDER_MIRROR",
+        "NO_COLOR",
+        "TERM",
+        "PYTHONPYCACHEPREFIX",
+    )
     return {
         **{name: os.environ[name] for name in kept if name in os.environ},
         "ANSIBLE_HOME": os.fspath(cache / "ansible"),
@@ -176,9 +193,8 @@ def _peak_disk(store: Path) -> Iterator[list[float]]:
     places = [store, Path(_environment(store)["TMPDIR"])]
     devices = {}
     for place in places:
-        while not place.exists():
-            place = place.parent
-        devices[place.stat().st_dev] = place
+        there = nearest_existing(place)
+        devices[there.stat().st_dev] = there
 
     def used() -> float:
         stats = [os.statvfs(place) for place in devices.values()]

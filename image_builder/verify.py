@@ -40,7 +40,9 @@ def verify(
     out_dir.mkdir(parents=True, exist_ok=True)
     if is_remote(target):
         if facts is None:
-            raise UsageError("a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)")
+            raise UsageError(
+                "a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)"
+            )
         return _run(target, facts, out_dir, settings, monitor)
     folder = Path(target).resolve()
     facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)

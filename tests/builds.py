@@ -44,17 +44,18 @@ class Workplace:
         return (self.output / self.image / "latest").resolve()
 
     def command(self, *argv: str | Path, inventory: Path | None = None) -> list[str]:
-        words = [os.fspath(REPO / "image-builder"), *map(os.fspath, argv)]
+        words = [os.fspath(REPO / "image-builder"), *(os.fspath(a) for a in argv)]
         if inventory:
             words += ["-i", os.fspath(inventory)]
         return words
 
-    def build(self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None) -> Ended:
+    def build(
+        self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None
+    ) -> Ended:
         """Build the test image to its end, whatever that is."""
         done = subprocess.run(
             [*self.command("build", self.image, *argv, inventory=inventory), *self._places(), "--json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             check=False,
             env={**os.environ, "CI": "true", **(env or {})},
@@ -130,7 +131,11 @@ def wait_until_clean(store: Path) -> list[str]:
 def network_state() -> str:
     """Return the host's interfaces and iptables rules as text, to be compared."""
     links = sorted(os.listdir("/sys/class/net"))
-    rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=False) if _has_iptables() else None
+    rules = (
+        subprocess.run(["iptables-save"], capture_output=True, text=True, check=False)
+        if _has_iptables()
+        else None
+    )
     kept = [line for line in rules.stdout.splitlines() if not line.startswith((":", "#"))] if rules else []
     return "\n".join([*links, *kept])
 

@@ -74,7 +74,9 @@ class _Parts:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         part = part_of(item)
         if self.report and self.current not in ("", part) and item.session.testsfailed:
-            item.session.shouldfail = f"the part `{self.current}` failed, `{part}` and what follows is not run"
+            item.session.shouldfail = (
+                f"the part `{self.current}` failed, `{part}` and what follows is not run"
+            )
             raise item.session.Failed(item.session.shouldfail)
         self.current = part
 

@@ -35,8 +35,7 @@ _CAP_VERSION_3 = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
 _LEFT = 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
 
-_active = False
-_installed = False
+_state = {"installed": False, "active": False}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,24 +44,23 @@ class SideEffectError(BaseException):
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
-    if _active and event in _FORBIDDEN:
+    if _state["active"] and event in _FORBIDDEN:
         raise SideEffectError(f"a unit test can't do this: {event}{arguments!r}; mark it root, boot or gpu")
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """Raise SideEffectError for what a unit test may not do, until the block ends."""
-    global _active, _installed
-    if not _installed:
-        sys.addaudithook(_hook)  # can't be removed again, hence the flag
-        _installed = True
+    if not _state["installed"]:
+        sys.addaudithook(_hook)  # can't be removed again, hence the state
+        _state["installed"] = True
     before = _capabilities()
     _set_capabilities(before, _LEFT)
-    _active = True
+    _state["active"] = True
     try:
         yield
     finally:
-        _active = False
+        _state["active"] = False
         _set_capabilities(before, None)
 
 

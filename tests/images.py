@@ -46,7 +46,7 @@ def tools_tree(minimal: Workplace) -> Path:
     """The tools tree, as a root."""
     build = json.loads((minimal.store / "locks" / "minimal.builds").read_text())[-1]
     for stage_id in build:
-        path = minimal.store / "objects" / stage_id
+        path = minimal.store / "objects" / str(stage_id)
         if json.loads((path / "meta.json").read_text())["name"] == "tools":
             return path / "product" / "tree"
     raise AssertionError("the small image was built without tools")

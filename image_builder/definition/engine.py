@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, is_template, strings, words
+from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, Place, is_template, strings, words
 from image_builder.errors import VaultError
 from image_builder.settings import REPO_ROOT
 
@@ -50,20 +50,6 @@ from ansible.vars.plugins import get_vars_from_inventory_sources
 with suppress(OSError):
     Path(settings.DEFAULT_LOCAL_TMP).rmdir()
 init_plugin_loader([])
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """A line of a file; ``line`` is 0 where only the file is known."""
-
-    path: str
-    line: int = 0
-
-    def __str__(self) -> str:
-        path = self.path
-        with suppress(ValueError):
-            path = str(Path(path).relative_to(Path.cwd()))
-        return f"{path}:{self.line}" if self.line else path
 
 
 class EvaluationError(Exception):

@@ -17,12 +17,12 @@ from image_builder.definition.model import (
     parse_builder_variables,
 )
 from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, is_vaulted, join_path
+from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, Place, is_vaulted, join_path
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
 from image_builder.settings import REPO_ROOT
 
 if TYPE_CHECKING:
-    from image_builder.definition.engine import Place, Source
+    from image_builder.definition.engine import Source
 
 GROUP = "images"
 
@@ -154,8 +154,8 @@ def load_inventory(
     paths = tuple(p.absolute() for p in paths)
     if missing := [p for p in paths if not p.exists()]:
         what = "no such file or directory"
-        raise DefinitionError([Problem(str(engine.Place(str(p))), "inventory", what) for p in missing])
-    here = engine.Place(str(paths[0]))
+        raise DefinitionError([Problem(str(Place(str(p))), "inventory", what) for p in missing])
+    here = Place(str(paths[0]))
     try:
         source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
         images = source.group(GROUP)

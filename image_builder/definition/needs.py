@@ -9,7 +9,7 @@ from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_layer
 from image_builder.definition.model import ImageDefinition
 from image_builder.definition.roles import RoleBook
-from image_builder.definition.values import JSON, is_vaulted
+from image_builder.definition.values import JSON, Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem
 
 _VAULTED = "a vaulted value would end in the lock; give apt its credentials in auth.conf.d"
@@ -73,7 +73,7 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
                 tuple(_archive(a) for a in lists["archives"]),
             )
         except TypeError as error:
-            playbook = engine.Place(str(book.layer(layer).playbook))
+            playbook = Place(str(book.layer(layer).playbook))
             problems.append(Problem(str(playbook), layer, f"{definition.name}: {error}"))
     raise DefinitionError(problems)
 

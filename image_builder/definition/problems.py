@@ -14,7 +14,7 @@ from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, ow
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
 from image_builder.definition.roles import Role, RoleBook, unknown_roles
 from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import is_template
+from image_builder.definition.values import is_template, strings, words
 from image_builder.errors import Problem
 
 if TYPE_CHECKING:
@@ -54,10 +54,17 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             problems.append(Problem(str(error.place or ""), name, error.what))
     if problems:
         return problems
+    made_from: dict[str, frozenset[str]] = {}
     for evaluated in evaluated_roles(definition):
         found = argument_problems(definition, evaluated, variables)
-        problems += found or judged_problems(definition, evaluated, variables)
-    return problems
+        for problem in found:
+            template = evaluated.raw.get(problem.path)
+            texts = [text for text in strings(template) if is_template(text)]
+            made_from[problem.path] = frozenset(word for text in texts for word in words(text))
+        problems += found + judged_problems(definition, evaluated, variables, excused=bool(found))
+    # A value made from a wrong one is wrong too; to say so helps nobody.
+    wrong = made_from.keys()
+    return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
 
 
 def _where(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name: str) -> str:
@@ -93,11 +100,16 @@ def argument_problems(
 
 
 def judged_problems(
-    definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables
+    definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables, *, excused: bool
 ) -> list[Problem]:
-    """Return what a role says against its own variables."""
+    """Return what a role says against its own variables.
+
+    When some of those have a wrong type already, the role is ``excused`` from being able to tell.
+    """
     role = RoleBook(definition.repo_root).role(evaluated.use.name)
     name = f"__{role.name}_problems"
+    if name in evaluated.failures and excused:
+        return []
     if name in evaluated.failures:
         return [Problem(_where(role, evaluated, variables, name), name, evaluated.failures[name])]
     texts = evaluated.values.get(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 from image_builder.definition import engine
 from image_builder.definition.suggest import did_you_mean
+from image_builder.definition.values import Place
 from image_builder.errors import Problem
 
 # Parts of a role that never reach an image.
@@ -67,7 +68,7 @@ class RoleUse:
 
     name: str
     vars: Mapping[str, Any] = field(default_factory=dict)
-    place: engine.Place | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
     """Read a layer's playbook; raises UnreadableError."""
     plays = engine.read_yaml(playbook)
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
-        raise engine.UnreadableError(engine.Place(str(playbook), 1), "a layer is exactly one play")
+        raise engine.UnreadableError(Place(str(playbook), 1), "a layer is exactly one play")
     uses = []
     for entry in plays[0].get("roles") or []:
         place = engine.place_of(entry)
@@ -135,7 +136,7 @@ def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
     """Return the roles of a layer that don't exist."""
     return [
         Problem(
-            str(use.place or engine.Place(str(layer.playbook))),
+            str(use.place or Place(str(layer.playbook))),
             f"roles[{n}]",
             f"unknown role `{use.name}`{did_you_mean(use.name, book.role_names)}",
         )
@@ -153,7 +154,7 @@ def _merged(directory: Path) -> dict[str, Any]:
         if content is None:
             continue
         if not isinstance(content, Mapping):
-            raise engine.UnreadableError(engine.Place(str(file), 1), "a file of variables is a mapping")
+            raise engine.UnreadableError(Place(str(file), 1), "a file of variables is a mapping")
         for key, value in content.items():
             merged.pop(key, None)  # keep the winner's key, which knows its line
             merged[key] = value

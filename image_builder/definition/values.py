@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
@@ -13,6 +16,20 @@ VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEMPLATE = re.compile(r"\{\{|\{%|\{#")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A line of a file; ``line`` is 0 where only the file is known."""
+
+    path: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        path = self.path
+        with suppress(ValueError):
+            path = str(Path(path).relative_to(Path.cwd()))
+        return f"{path}:{self.line}" if self.line else path
 
 
 def is_vaulted(value: JSON) -> bool:

@@ -118,8 +118,12 @@ def reference(lock: Lock, store: Store, definition_formats: list[str], work: Pat
 
 def _write_partitions(folder: Path) -> None:
     folder.mkdir()
-    (folder / "10-esp.conf").write_text("[Partition]\nType=esp\nFormat=vfat\nSizeMinBytes=512M\nSizeMaxBytes=512M\n")
-    (folder / "20-root.conf").write_text("[Partition]\nType=root\nFormat=ext4\nCopyFiles=/mnt:/\nMinimize=guess\n")
+    (folder / "10-esp.conf").write_text(
+        "[Partition]\nType=esp\nFormat=vfat\nSizeMinBytes=512M\nSizeMaxBytes=512M\n"
+    )
+    (folder / "20-root.conf").write_text(
+        "[Partition]\nType=root\nFormat=ext4\nCopyFiles=/mnt:/\nMinimize=guess\n"
+    )
 
 
 def _make_disk(run: Any, formats: list[str], log: Path) -> None:
@@ -138,7 +142,7 @@ def changed_checkout(work: Path) -> Path:
     copy = work / "checkout"
     shutil.copytree(REPO, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "output", ".venv"))
     (copy / ".venv").symlink_to(REPO / ".venv")
-    template = sorted((copy / "roles/kubelet/templates").iterdir())[0]
+    template = min((copy / "roles/kubelet/templates").iterdir())
     with template.open("a") as file:
         file.write("\n")
     return copy
@@ -151,7 +155,9 @@ def measure(image: str, source: Path) -> dict[str, Any]:
         cold, told = build(REPO, image, work / "store", work / "output")
         warm, _ = build(REPO, image, work / "store", work / "output")
         role, _ = build(changed_checkout(work), image, work / "store", work / "output")
-        formats = [f["format"] for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["files"]]
+        formats = [
+            f["format"] for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["files"]
+        ]
         (work / "reference").mkdir()
         plain = reference(lock, Store(work / "store"), formats, work / "reference")
     finally:
@@ -182,7 +188,12 @@ def main() -> int:
         rows = [
             ("cold build", f"{found['cold_seconds']} s", f"{found['reference_seconds']} s", "cold_ratio"),
             ("nothing changed", f"{found['warm_seconds']} s", "-", "warm_seconds"),
-            ("last role changed", f"{found['last_role_seconds']} s", f"{found['cold_seconds']} s", "last_role_ratio"),
+            (
+                "last role changed",
+                f"{found['last_role_seconds']} s",
+                f"{found['cold_seconds']} s",
+                "last_role_ratio",
+            ),
             ("peak memory", f"{found['peak_mib']} MiB", "-", "peak_mib"),
         ]
         print(f"{'name':<20}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")

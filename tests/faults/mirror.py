@@ -17,7 +17,9 @@ from pathlib import Path
 SUITE = "trixie"
 
 
-def build_deb(folder: Path, name: str, *, version: str = "1.0", postinst: str | None = None, extra: str = "") -> Path:
+def build_deb(
+    folder: Path, name: str, *, version: str = "1.0", postinst: str | None = None, extra: str = ""
+) -> Path:
     """Make a package with dpkg-deb; ``postinst`` is a shell script, ``extra`` more control fields."""
     tree = folder / f"{name}_{version}"
     (tree / "DEBIAN").mkdir(parents=True)
@@ -49,11 +51,19 @@ class Repository:
         (path / "pool").mkdir(parents=True)
 
     def _gpg(self, *argv: str) -> bytes:
-        base = ["gpg", "--homedir", self.home, "--batch", "--yes", "--pinentry-mode", "loopback"]
+        base: list[str | Path] = [
+            "gpg",
+            "--homedir",
+            self.home,
+            "--batch",
+            "--yes",
+            "--pinentry-mode",
+            "loopback",
+        ]
         return subprocess.run([*base, *argv], check=True, capture_output=True).stdout
 
     def add(self, name: str, **options: str) -> Path:
-        deb = build_deb(self.work, name, **options)  # type: ignore[arg-type]
+        deb = build_deb(self.work, name, **options)
         target = self.path / "pool" / deb.name
         target.write_bytes(deb.read_bytes())
         return target
@@ -62,7 +72,9 @@ class Repository:
         """Write the indices and sign them; ``valid_for`` seconds from now, negative for an expired Release."""
         index = ""
         for deb in sorted((self.path / "pool").glob("*.deb")):
-            control = subprocess.run(["dpkg-deb", "-f", deb], check=True, capture_output=True, text=True).stdout
+            control = subprocess.run(
+                ["dpkg-deb", "-f", deb], check=True, capture_output=True, text=True
+            ).stdout
             data = deb.read_bytes()
             index += (
                 f"{control.rstrip()}\nFilename: pool/{deb.name}\nSize: {len(data)}\n"

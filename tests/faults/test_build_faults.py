@@ -77,7 +77,18 @@ def test_the_disk_fills_up_in_the_middle(copy_of: Callable[[], Workplace], tmp_p
     script = tmp_path / "in_namespace.py"
     script.write_text(_FILL)
     done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "python3", script, image, mount, source.store, REPO],
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "python3",
+            script,
+            image,
+            mount,
+            source.store,
+            REPO,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -94,7 +105,7 @@ def test_the_disk_fills_up_in_the_middle(copy_of: Callable[[], Workplace], tmp_p
 
 
 # Runs in a mount namespace of its own: the mount is gone when it ends.
-_FILL = '''
+_FILL = """
 import json, os, subprocess, sys, threading, time
 image, mount, source, repo = sys.argv[1:]
 subprocess.run(["mount", "-o", "loop", image, mount], check=True)
@@ -123,10 +134,12 @@ os.unlink(ballast)
 again = subprocess.run([*argv, "--stop-after", "base"], env=env, stdout=subprocess.DEVNULL).returncode
 print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging": staging,
                   "published": published, "again": again}))
-'''
+"""
 
 
-def test_a_package_whose_postinst_fails(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
+def test_a_package_whose_postinst_fails(
+    workplace: Workplace, published: dict[str, str], tmp_path: Path
+) -> None:
     deb = build_deb(tmp_path, "broken-package", postinst="#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
     data = deb.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
@@ -172,7 +185,9 @@ def test_a_damaged_store_is_refused_and_repaired_by_building_again(
     done = workplace.build()
     _assert_refused(done, workplace, published, errors.StageError.exit_code, "etc/debian_version", "hint:")
     verified = subprocess.run(
-        workplace.command("store", "verify", "--store", workplace.store, "--json"), capture_output=True, text=True
+        workplace.command("store", "verify", "--store", workplace.store, "--json"),
+        capture_output=True,
+        text=True,
     )
     assert verified.returncode == errors.StoreError.exit_code
     assert "etc/debian_version" in verified.stdout
@@ -197,7 +212,9 @@ def test_two_builds_at_once_share_the_work(workplace: Workplace) -> None:
     # Every stage was run by exactly one of the two.
     for first, second in zip(one["stages"], two["stages"], strict=True):
         ran = [not first["cached"], not second["cached"]]
-        assert sum(ran) == (1 if first["name"] in ("system", "seal", "verify", "disk", "convert") else 0), first
+        assert sum(ran) == (1 if first["name"] in ("system", "seal", "verify", "disk", "convert") else 0), (
+            first
+        )
     assert list((workplace.store / "staging").iterdir()) == []
 
 
@@ -208,7 +225,19 @@ def test_too_little_space_is_named_before_anything_starts(workplace: Workplace, 
     )
     workplace.forget("base", "system", "seal", "verify", "disk", "convert")
     done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", tmp_path, REPO, workplace.store],
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            tmp_path,
+            REPO,
+            workplace.store,
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "CI": "true"},

@@ -67,7 +67,7 @@ def test_killed_at_random(workplace: Workplace) -> None:
     for n in range(RANDOM_KILLS):
         if n % 5 == 0:
             workplace.forget(*last)
-        _kill_when(workplace, lambda line: True, chance.uniform(0.0, 8.0))
+        _kill_when(workplace, lambda _line: True, chance.uniform(0.0, 8.0))
     done = workplace.build()
     assert done.status == 0, done.stderr
     assert list((workplace.store / "staging").iterdir()) == []

@@ -192,9 +192,15 @@ def host(request: pytest.FixtureRequest, facts: Facts, mutation: int | None) -> 
 
 
 @pytest.fixture
-def tree(host: Host) -> Tree:
-    """Everything on the root filesystem, from one ``find``; shared by all checks of a target."""
+def tree(host: Host, request: pytest.FixtureRequest, facts: Facts) -> Tree:
+    """Everything on the root filesystem, from one ``find``; shared by all checks of a target.
+
+    On a running machine without what its containers own: that isn't the image's.
+    """
     if not hasattr(host, "image_tree"):
-        host.image_tree = Tree.read(host)
+        names = ("container_runtime_data_root", "container_runtime_containerd_root")
+        roots = [str(facts.variables[name]) for name in names if name in facts.variables]
+        running = request.config.stash[_TARGET].booted
+        host.image_tree = Tree.read(host, ("/var/lib/kubelet/pods", *roots) if running else ())
     found: Tree = host.image_tree
     return found

@@ -89,9 +89,14 @@ class Tree:
         self.entries = entries
 
     @classmethod
-    def read(cls, host: Host) -> Tree:
-        """List the target's root filesystem, other mounts excepted."""
-        listing = host.run(r"find / -ignore_readdir_race -xdev -printf '%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'")
+    def read(cls, host: Host, containers: Iterable[str] = ()) -> Tree:
+        """List the target's root filesystem, other mounts excepted.
+
+        ``containers`` are directories whose content belongs to running containers: it is not listed.
+        """
+        pruned = "".join(rf" -not \( -path '{path}/*' -prune \)" for path in containers)
+        fields = r"'%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'"
+        listing = host.run(f"find / -ignore_readdir_race -xdev{pruned} -printf {fields}")
         assert listing.rc == 0, f"find failed: {listing.stderr}"
         entries = {}
         for line in os.fsdecode(listing.stdout_bytes).split("\0")[:-1]:

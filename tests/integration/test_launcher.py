@@ -105,7 +105,7 @@ def test_the_venv_is_made_once_and_used(checkout: Checkout) -> None:
 
 def test_a_second_start_adds_little(checkout: Checkout) -> None:
     checkout.start("images")
-    python = [checkout.venv / "bin/python", "-P", "-m", "image_builder.cli"]
+    python: list[str | Path] = [checkout.venv / "bin/python", "-P", "-m", "image_builder.cli"]
 
     def best(argv: list[str | Path]) -> float:
         taken = []
@@ -131,7 +131,7 @@ def test_a_half_made_or_outdated_venv_is_redone(checkout: Checkout, harm: str) -
             (checkout.path / "requirements.lock").write_text("# something else\n")
         case "no interpreter":
             (checkout.venv / "bin/python").unlink()
-        case "another place":
+        case _:
             stamp.write_text(stamp.read_text().replace(str(checkout.path), "/elsewhere"))
     done = checkout.start("images")
     assert done.returncode == 0, done.stderr
@@ -214,7 +214,9 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     launcher = checkout.path / "image-builder"
     text = launcher.read_text()
     # This host may lack what a build needs, which is not the question here.
-    launcher.write_text(text[: text.index("packages='")] + "packages=''\n" + text[text.index("# What sudo") :])
+    launcher.write_text(
+        text[: text.index("packages='")] + "packages=''\n" + text[text.index("# What sudo") :]
+    )
     done = checkout.start("verify", "--store", "/a b", "/tree", uid=NOBODY, path=str(checkout.bin))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"[--][{launcher}][verify][--store][/a b][/tree]")
@@ -300,7 +302,9 @@ def test_a_store_on_an_overlay_or_a_full_disk_is_refused_first(checkout: Checkou
         text=True,
         check=True,
     )
-    assert done.stdout.split() == [str(errors.StoreError.exit_code), str(errors.SpaceError.exit_code)], done.stderr
+    assert done.stdout.split() == [str(errors.StoreError.exit_code), str(errors.SpaceError.exit_code)], (
+        done.stderr
+    )
     assert "is on overlayfs, which can't hold the upper layer of an overlay" in done.stderr
     assert "MiB free, at least" in done.stderr
     assert not checkout.venv.exists()

@@ -44,7 +44,7 @@ def _run(*argv: str) -> tuple[int, str, str]:
 
 def test_the_list_of_commands_is_whole() -> None:
     top = get_command(app)
-    found = set()
+    found: set[tuple[str, ...]] = set()
     for name, command in top.commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", None)
         found |= {(name, n) for n in inner} if inner else {(name,)}

@@ -42,7 +42,9 @@ def test_a_hint_stands_last_in_a_line_of_its_own() -> None:
 
 
 def test_an_error_for_programs_has_all_of_it() -> None:
-    told = failure.as_json(StageError("base", CommandError("m", argv=["a", "b"], tail="x\ny"), log="l"))["error"]
+    told = failure.as_json(StageError("base", CommandError("m", argv=["a", "b"], tail="x\ny"), log="l"))[
+        "error"
+    ]
     assert told == {
         "kind": "StageError",
         "exit_code": 10,

@@ -72,8 +72,12 @@ def test_misfits_are_all_named() -> None:
 
 
 def test_a_group_digest_is_about_bytes_alone() -> None:
-    one = LockedGroup(suite="trixie", requested=["a"], packages=[_package("a", "1" * 64), _package("b", "2" * 64)])
-    two = LockedGroup(suite="other", requested=[], packages=[_package("b", "2" * 64), _package("a", "1" * 64)])
+    one = LockedGroup(
+        suite="trixie", requested=["a"], packages=[_package("a", "1" * 64), _package("b", "2" * 64)]
+    )
+    two = LockedGroup(
+        suite="other", requested=[], packages=[_package("b", "2" * 64), _package("a", "1" * 64)]
+    )
     assert one.digest == two.digest
     changed = LockedGroup(suite="trixie", requested=["a"], packages=[_package("a", "3" * 64)])
     assert changed.digest != one.digest

@@ -145,13 +145,17 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
         pytest.param(_append("roles/system/templates/a.conf.j2"), FROM_SYSTEM, id="a byte of a template"),
         pytest.param(_append("roles/container_runtime/tasks/main.yml"), FROM_RUNTIME, id="a byte of a task"),
         pytest.param(_append("roles/system/defaults/main.yml"), FROM_SYSTEM, id="a byte of the defaults"),
-        pytest.param(_append("playbooks/layers/container_runtime.yml"), FROM_RUNTIME, id="a layer's playbook"),
+        pytest.param(
+            _append("playbooks/layers/container_runtime.yml"), FROM_RUNTIME, id="a layer's playbook"
+        ),
         pytest.param(_append("roles/image_seal/tasks/main.yml"), FROM_SEAL, id="the seal role"),
         pytest.param(_append("playbooks/seal.yml"), FROM_SEAL, id="the seal playbook"),
         pytest.param(_executable, FROM_SYSTEM, id="a file's executable bit"),
         pytest.param(_replace("system_swap: false", "system_swap: true"), FROM_SYSTEM, id="a variable"),
         pytest.param(
-            _replace("site_engine: docker", "site_engine: containerd"), FROM_RUNTIME, id="a variable of a variable"
+            _replace("site_engine: docker", "site_engine: containerd"),
+            FROM_RUNTIME,
+            id="a variable of a variable",
         ),
         pytest.param(_replace("[qcow2]", "[qcow2, vhd]"), {"verify", "convert"}, id="formats"),
         pytest.param(
@@ -164,7 +168,9 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             {"verify", "disk", "convert"},
             id="the disk's layout",
         ),
-        pytest.param(_replace("site_unused: 1", "site_unused: 2"), {"verify"}, id="a variable that no role reads"),
+        pytest.param(
+            _replace("site_unused: 1", "site_unused: 2"), {"verify"}, id="a variable that no role reads"
+        ),
         pytest.param(_append("tests/image/test_a.py"), {"verify"}, id="a check"),
         pytest.param(_append("image_builder/stages/tools.py"), ALL, id="the tools stage"),
         pytest.param(_append("image_builder/stages/base.py"), ALL - {"tools"}, id="the base stage"),
@@ -188,9 +194,12 @@ def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expec
     "change",
     [
         pytest.param(_append("image_builder/events.py"), id="how progress is shown"),
-        pytest.param(lambda root: (root / "roles/system/README.md").write_text("prose"), id="a role's README"),
         pytest.param(
-            _replace("{suite: trixie}", "{suite: trixie, mirror: 'http://mirror.example'}"), id="the mirror's name"
+            lambda root: (root / "roles/system/README.md").write_text("prose"), id="a role's README"
+        ),
+        pytest.param(
+            _replace("{suite: trixie}", "{suite: trixie, mirror: 'http://mirror.example'}"),
+            id="the mirror's name",
         ),
     ],
 )
@@ -209,7 +218,9 @@ def test_what_reaches_nothing(root: Path, change: Callable[[Path], None]) -> Non
         ("container_runtime", FROM_RUNTIME),
     ],
 )
-def test_a_package_reaches_its_layer_and_what_stands_on_it(root: Path, group: str, expected: set[str]) -> None:
+def test_a_package_reaches_its_layer_and_what_stands_on_it(
+    root: Path, group: str, expected: set[str]
+) -> None:
     groups = dict(_lock().groups)
     groups[group] = LockedGroup(suite="trixie", requested=[group], packages=[_package("f" * 64)])
     assert _changed(_plan(root), _plan(root, _lock(groups=groups))) == expected
@@ -220,7 +231,9 @@ def test_an_archive_reaches_the_layers(root: Path) -> None:
     assert _changed(_plan(root), _plan(root, _lock(archives=archives))) == FROM_SYSTEM
 
 
-def test_where_the_repository_lies_does_not_matter(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_where_the_repository_lies_does_not_matter(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = tmp_path_factory.mktemp("elsewhere") / "repo"
     shutil.copytree(root, other)
     assert _changed(_plan(root), _plan(other)) == set()

@@ -29,7 +29,14 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (123_456, "123 kB"), (1_234_000_000, "1.23 GB"), (9e15, "9e+03 TB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (123_456, "123 kB"),
+        (1_234_000_000, "1.23 GB"),
+        (9e15, "9e+03 TB"),
+    ],
 )
 def test_bytes(count: float, text: str) -> None:
     assert human_bytes(count) == text
@@ -99,7 +106,12 @@ def test_the_tree_tells_what_each_stage_does_now() -> None:
     clock.now += 5
     monitor.stage_doing("base", "[unpacking] libc6")
     drawn = [re.sub(r" +", " ", line).strip() for line in _drawn(monitor).splitlines()]
-    assert drawn == ["build worker 5.0 s", "= tools there already", "▶ base 5.0 s [unpacking] libc6", "· seal"]
+    assert drawn == [
+        "build worker 5.0 s",
+        "= tools there already",
+        "▶ base 5.0 s [unpacking] libc6",
+        "· seal",
+    ]
     monitor.stage_finished("base", 5.2, cached=False)
     monitor.stage_started("seal")
     monitor.stage_failed("seal", 0.3)

@@ -65,7 +65,9 @@ def _closure(module: str) -> set[str]:
 def test_every_imported_module_is_covered(kind: str) -> None:
     covered = set(_CODE[kind])
     folders = tuple(f"{name}/" for name in covered if (PACKAGE / name).is_dir())
-    missing = {n for n in _closure(f"stages/{kind}.py") if n not in covered and not n.startswith(folders or ("\0",))}
+    missing = {
+        n for n in _closure(f"stages/{kind}.py") if n not in covered and not n.startswith(folders or ("\0",))
+    }
     assert missing == set()
 
 

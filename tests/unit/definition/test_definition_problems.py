@@ -224,3 +224,30 @@ def test_duplicate_key_in_group_vars(load: Load) -> None:
 def test_missing_inventory(tmp_path: Path) -> None:
     with pytest.raises(DefinitionError, match="no such file or directory"):
         load_inventory([tmp_path / "nowhere"])
+
+
+def test_a_cause_is_told_once(load: Load) -> None:
+    inventory = load(
+        group_vars__workers="""
+            image_layers: [system, runtime]
+            runtime_token: t
+            runtime_version: "1.3"
+            system_mode: "{{ mode }}"
+            mode: "{{ runtime_repository }}"
+            runtime_repository: nowhere
+            """
+    )
+    assert lines(inventory) == [
+        "group_vars/workers.yml:3  runtime_version: 1.3 is not known; known are 1.1, 1.2",
+        "group_vars/workers.yml:4  system_mode: value of system_mode must be one of: loose, tight, got: nowhere",
+        "group_vars/workers.yml:6  runtime_repository: argument 'runtime_repository' is of type str and we were "
+        "unable to convert to dict: dictionary requested, could not parse JSON or key=value",
+    ]
+    inventory = load(
+        group_vars__workers="""
+            image_layers: [system, runtime]
+            runtime_token: t
+            system_swap: perhaps
+            """
+    )
+    assert [line.split(":")[0] for line in lines(inventory)] == ["group_vars/workers.yml"]

@@ -10,9 +10,10 @@ import yaml
 
 from image_builder.definition import referenced_names
 from image_builder.definition.roles import RoleBook
+from image_builder.definition.values import JSON
 from image_builder.settings import REPO_ROOT
 
-VARIABLES = {
+VARIABLES: dict[str, JSON] = {
     "engine": "docker",
     "engine_root": "/mnt/{{ disk }}",
     "disk": "{{ pool.disk }}",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from image_builder.definition import engine, layer_needs, load_inventory, resolved_variables
 from image_builder.definition.roles import Role, RoleBook
+from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT
 
 INVENTORIES = REPO_ROOT / "inventories"
@@ -59,10 +61,10 @@ def test_origins_are_where_ansible_says(tmp_path: Path) -> None:
     file = tmp_path / "x.yml"
     file.write_text("a: 1\nb:\n  - x\n  - c: true\n")
     content = engine.read_yaml(file)
-    assert engine.place_of(content["a"]) == engine.Place(str(file), 1)
-    assert engine.place_in(content, ["b", 0]) == engine.Place(str(file), 3)
-    assert engine.place_in(content, ["b", 1, "c"]) == engine.Place(str(file), 4)
-    assert engine.place_in(content, ["b", 1, "c", "nothing"]) == engine.Place(str(file), 4)
+    assert engine.place_of(content["a"]) == Place(str(file), 1)
+    assert engine.place_in(content, ["b", 0]) == Place(str(file), 3)
+    assert engine.place_in(content, ["b", 1, "c"]) == Place(str(file), 4)
+    assert engine.place_in(content, ["b", 1, "c", "nothing"]) == Place(str(file), 4)
 
 
 def test_demo_secret_can_be_read_with_the_demo_password() -> None:
@@ -71,5 +73,6 @@ def test_demo_secret_can_be_read_with_the_demo_password() -> None:
     )
     values, _ = source.host_variables("h100-a-000000")
     assert engine.undecryptable(values, source) == []
-    assert set(engine.plain(values["pool_bootstrap_token"])) == {"__vault__"}
+    token: Any = engine.plain(values["pool_bootstrap_token"])
+    assert set(token) == {"__vault__"}
     assert values["kubelet_node_labels"] == {"node.example/gpu": "h100"}, "a node has its image's variables"
