@@ -59,7 +59,9 @@ def play(
         data = event.get("event_data", {})
         if event["event"] == "playbook_on_task_start":
             doing(data.get("name") or data.get("task", ""))
-        elif event["event"] in ("runner_on_failed", "runner_on_unreachable") and not data.get("ignore_errors"):
+        elif event["event"] in ("runner_on_failed", "runner_on_unreachable") and not data.get(
+            "ignore_errors"
+        ):
             failures.append(_failure(data))
         return False
 

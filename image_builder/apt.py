@@ -190,7 +190,7 @@ def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
     found = []
     for path in sorted((apt / "sources.list.d").glob("*.sources")):
         for stanza in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
-            fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.M))
+            fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.MULTILINE))
             if "URIs" in fields and fields.get("Enabled", "yes") != "no":
                 found.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
     lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*.list"))]

@@ -115,20 +115,24 @@ def build(
     plan = resolve(definition, lock, settings.repo_root)
     names = [s.name for s in plan.stages]
     if stop_after and stop_after not in names:
-        raise UsageError(f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
+        raise UsageError(
+            f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
+        )
     with store.in_use(), store.staging() as staging:
         work = _Build(definition, lock, plan, settings, store, monitor, staging, shell)
         goals = [stop_after] if stop_after else list(_GOALS)
         todo = _missing(plan, store, goals)
-        monitor.stages_planned([(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)])
-        space.check(plan, lock, todo, store, settings, definition)
+        monitor.stages_planned(
+            [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
+        )
+        space.check(lock, todo, store, settings, definition)
         _fetch(work, todo)
         for stage in todo:
             _run_stage(work, stage)
         store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
-        artefact = None if stop_after else publish.publish(
-            definition, lock, plan, store, settings, summary, monitor
+        artefact = (
+            None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
     saved = artefact / "lock.json" if artefact else remembered_lock(settings, definition.name)

@@ -54,9 +54,8 @@ def fetch(
     failures: list[str] = []
     pool = _pool_manager()
     with ThreadPoolExecutor(_PARALLEL) as workers:
-        running = {workers.submit(_download, pool, w, cache, scratch): w for w in missing}
+        running = [workers.submit(_download, pool, w, cache, scratch) for w in missing]
         for future in as_completed(running):
-            item = running[future]
             try:
                 done += future.result()
             except FetchError as error:

@@ -2,8 +2,9 @@
 
 The outermost process only waits and forwards signals; so does its child, which makes the namespaces. Next comes
 PID 1 of the new PID namespace: it mounts a /proc and a /dev of its own (no host device is in reach) and reaps
-orphans. The kernel kills each of them when its parent ends, however that ends (``PR_SET_PDEATHSIG``). With PID 1 the kernel kills every process of the namespace, and with the last process
-the mount namespace and all its mounts are gone. The last process does the work.
+orphans. The kernel kills each of them when its parent ends, however that ends (``PR_SET_PDEATHSIG``). With PID 1
+the kernel kills every process of the namespace, and with the last process the mount namespace and all its
+mounts are gone. The last process does the work.
 
 ``unshare(1) --kill-child`` does the same but blocks SIGTERM in the outermost process until util-linux 2.40,
 and Python's ``os.unshare`` came with 3.12; hence the four system calls here.

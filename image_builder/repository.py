@@ -45,14 +45,14 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
         for package in packages:
             name = f"{package.name}_{package.architecture}_{package.sha256[:16]}.deb"
             os.link(cache / package.sha256, target / name)
-            index.write(
-                f"{_control(cache, package, target)}Filename: ./{name}\nSize: {package.size}\nSHA256: {package.sha256}\n\n"
-            )
+            control = _control(cache, package, target)
+            index.write(f"{control}Filename: ./{name}\nSize: {package.size}\nSHA256: {package.sha256}\n\n")
             size += package.size
     packages_file = (target / "Packages").read_bytes()
     sha256 = hashlib.sha256(packages_file).hexdigest()
     (target / "Release").write_text(
-        f"Suite: {suite}\nCodename: {suite}\nSHA256:\n {sha256} {len(packages_file)} Packages\n", encoding="utf-8"
+        f"Suite: {suite}\nCodename: {suite}\nSHA256:\n {sha256} {len(packages_file)} Packages\n",
+        encoding="utf-8",
     )
     return size
 

@@ -51,9 +51,7 @@ def requirements(definition: ImageDefinition) -> Requirements:
     for layer in definition.layers:
         needs = layer_needs(definition, layer)
         repositories.update({r.name: r for r in needs.repositories})
-        groups[layer] = Group(
-            suite, tuple(sorted(set(needs.packages))), below, tuple(repositories.values())
-        )
+        groups[layer] = Group(suite, tuple(sorted(set(needs.packages))), below, tuple(repositories.values()))
         archives.update({a.sha256: LockedArchive(url=a.url, sha256=a.sha256) for a in needs.archives})
         below = layer
     return Requirements(groups, sources, tuple(archives.values()))

@@ -165,6 +165,8 @@ def _environment(cache: Path) -> dict[str, str]:
         "HOME",
         "COLUMNS",
         "IMAGE_BUILDER_ARTEFACT",
+        "IMAGE_BUILDER_RANDOM_KILLS",
+        "KUBELET_PROGRAMS",
         "IMAGE_BUILDER_MIRROR",
         "NO_COLOR",
         "TERM",

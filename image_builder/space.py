@@ -9,7 +9,7 @@ from pathlib import Path
 from image_builder.definition import ImageDefinition
 from image_builder.errors import SpaceError
 from image_builder.lock import Lock
-from image_builder.plan.model import Plan, StagePlan
+from image_builder.plan.model import StagePlan
 from image_builder.settings import Settings
 from image_builder.store import Store
 
@@ -24,7 +24,7 @@ _FORMATS = {"raw": 1.1, "vhd": 1.1, "qcow2": 0.6, "tar": 1.1}
 _SLACK = 200 * _MIB
 
 
-def estimate(plan: Plan, lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition) -> tuple[int, int]:
+def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition) -> tuple[int, int]:
     """Return the bytes that running ``todo`` adds to (the store, the output)."""
     packages = {name: sum(p.size for p in group.packages) for name, group in lock.groups.items()}
     image = ("base", *definition.layers)
@@ -45,7 +45,6 @@ def estimate(plan: Plan, lock: Lock, todo: Sequence[StagePlan], definition: Imag
 
 
 def check(
-    plan: Plan,
     lock: Lock,
     todo: Sequence[StagePlan],
     store: Store,
@@ -55,7 +54,7 @@ def check(
     """Raise SpaceError, naming the shortfall, when the estimate doesn't fit the filesystems it goes to."""
     if not todo:
         return
-    in_store, in_output = estimate(plan, lock, todo, definition)
+    in_store, in_output = estimate(lock, todo, definition)
     wanted: dict[int, tuple[Path, int]] = {}
     for path, size in ((store.path, in_store), (_existing(settings.output), in_output)):
         device = os.stat(path).st_dev

@@ -30,7 +30,6 @@ from image_builder.errors import StoreError
 from image_builder.plan.model import JSON, StagePlan
 
 
-
 @dataclass(frozen=True)
 class Damage:
     """What ``Store.verify`` found wrong with one object."""

@@ -83,9 +83,10 @@ class Workplace:
                 subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
 
     def object(self, name: str) -> Path:
-        """Return the directory of the finished stage called ``name``."""
-        for path in (self.store / "objects").iterdir():
-            if json.loads((path / "meta.json").read_text())["name"] == name:
+        """Return the directory of the stage called ``name`` of the image's last build."""
+        builds = json.loads((self.store / "locks" / f"{self.image}.builds").read_text())
+        for path in (self.store / "objects" / stage_id for stage_id in builds[-1]):
+            if path.exists() and json.loads((path / "meta.json").read_text())["name"] == name:
                 return path
         raise KeyError(name)
 
@@ -116,7 +117,8 @@ def left_behind(store: Path) -> list[str]:
             continue
         if os.fspath(store) in words:
             found.append(words.replace("\0", " "))
-    found += [os.fspath(p) for p in store.rglob("*partial*") if "staging" not in p.parts]
+    for folder in ("debs", "files", "locks"):
+        found += [os.fspath(p) for p in (store / folder).glob("*partial*")]
     return found
 
 

@@ -6,7 +6,6 @@ them there.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -44,9 +43,4 @@ def worker_containerd(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 @pytest.fixture(scope="session")
 def tools_tree(minimal: Workplace) -> Path:
     """The tools tree, as a root."""
-    build = json.loads((minimal.store / "locks" / "minimal.builds").read_text())[-1]
-    for stage_id in build:
-        path = minimal.store / "objects" / str(stage_id)
-        if json.loads((path / "meta.json").read_text())["name"] == "tools":
-            return path / "product" / "tree"
-    raise AssertionError("the small image was built without tools")
+    return minimal.object("tools") / "product" / "tree"

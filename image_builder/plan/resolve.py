@@ -112,7 +112,9 @@ class _Maker:
         return {name: self.definition.variables[name] for name in sorted(names)}
 
     def tools(self) -> StagePlan:
-        return StagePlan("tools", "tools", self._tree_options("tools", tools.TOOLS_PACKAGES), self._code("tools"))
+        return StagePlan(
+            "tools", "tools", self._tree_options("tools", tools.TOOLS_PACKAGES), self._code("tools")
+        )
 
     def _tree_options(self, group: str, include: Iterable[str]) -> dict[str, JSON]:
         locked = self.lock.group(group)

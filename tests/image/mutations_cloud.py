@@ -154,12 +154,10 @@ record(
 )
 
 record_booted("test_hardening_sysctls_are_live", "sysctl --write net.ipv4.conf.all.send_redirects=1")
-record_booted(
-    "test_denied_modules_stay_out", "rm /etc/modprobe.d/80-hardening.conf; modprobe can 2>/dev/null; true"
-)
+record_booted("test_denied_modules_stay_out", "rm /etc/modprobe.d/80-hardening.conf")
 record_booted(
     "test_cloud_init_is_done",
-    'sed -i \'s/"errors": \\[\\]/"errors": ["mutation"]/\' /run/cloud-init/status.json /run/cloud-init/result.json; mv /run/cloud-init/result.json /run/cloud-init/result.old; true',
+    r"sed -i 's/\"errors\": \[\]/\"errors\": [\"mutation\"]/' /run/cloud-init/status.json",
 )
 record_booted(
     "test_fstab_is_the_images",

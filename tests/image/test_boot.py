@@ -50,7 +50,9 @@ def test_no_unit_was_restarted(host: Host) -> None:
 def test_journal_has_no_trouble(host: Host) -> None:
     """Neither the kernel nor a service reported a crash, a stall, a lost disk or an ordering cycle."""
     emulated = host.run("systemd-detect-virt").stdout.strip() == "qemu"
-    nothing(problems(output(host, "journalctl --boot --output=cat --no-pager"), emulated=emulated))
+    journal = output(host, "journalctl --boot --output=cat --no-pager")
+    assert "Linux version" in journal, "the journal doesn't begin with the kernel's start"
+    nothing(problems(journal, emulated=emulated))
 
 
 @booted

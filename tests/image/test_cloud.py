@@ -194,7 +194,7 @@ def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> 
 @with_cloud_init
 def test_cloud_init_is_done(host: Host) -> None:
     """cloud-init found a datasource and finished without errors."""
-    status = json.loads(host.run("cloud-init status --wait --format json").stdout)
+    status = json.loads(host.run("timeout 300 cloud-init status --wait --format json").stdout)
     nothing(differences({"status": "done", "errors": []}, status))
     assert status["detail"], "no datasource"
 

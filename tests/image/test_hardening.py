@@ -206,8 +206,9 @@ def test_hardening_sysctls_are_live(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_denied_modules_stay_out(host: Host, v: V) -> None:
-    """No denied module is loaded, and root's own modprobe loads none."""
+    """No denied module is loaded, and modprobe would load none that the kernel has."""
     loaded = {line.split()[0] for line in read(host, "/proc/modules").splitlines()}
     nothing(module for module in v["hardening_denied_modules"] if module in loaded)
-    first = v["hardening_denied_modules"][0]
-    assert host.run("modprobe %s", first).rc != 0, f"{first} can be loaded"
+    command = "for m in {}; do modprobe --dry-run --verbose $m 2>/dev/null; done; true"
+    lines = output(host, command.format(" ".join(v["hardening_denied_modules"]))).splitlines()
+    nothing(line for line in lines if line.startswith("insmod "))

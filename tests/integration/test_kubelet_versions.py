@@ -3,8 +3,8 @@
 A kubelet has no dry run, so each one is started: it reads its flags and configuration, says its version, and
 then ends, since it finds no cgroups (they are hidden from it) or, in cluster mode, nothing to join with.
 
-``KUBELET_PROGRAMS`` names the programs, separated by colons, one for each version there is. A bake of the lab's
-worker builds one: ``product/kubelet`` of its stage ``kubelet_build``.
+``KUBELET_PROGRAMS`` names more programs, separated by colons, one for each version there is. By default it is the
+one that a bake of the lab's worker builds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from image_builder import process
+from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
 
@@ -39,7 +40,8 @@ _STARTED = re.compile(r"Version: v1|kubeletVersion=")
 @pytest.fixture(params=PROGRAMS or [None], ids=lambda p: p.name if p else "none")
 def kubelet(request: pytest.FixtureRequest) -> Path:
     if request.param is None:
-        pytest.skip("KUBELET_PROGRAMS names no kubelet; the build stage `kubelet_build` makes one")
+        built: Workplace = request.getfixturevalue("worker")
+        return built.object("kubelet_build") / "product" / "kubelet"
     assert isinstance(request.param, Path)
     return request.param
 
@@ -67,8 +69,7 @@ def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
 
 def scenarios(kubelet: Path) -> list[Path]:
     found = [path for path in sorted(GOLDEN.iterdir()) if path.name.startswith(f"{series(kubelet)}-")]
-    if not found:
-        pytest.skip(f"there is no golden rendering for Kubernetes {series(kubelet)}")
+    assert found, f"there is no golden rendering for Kubernetes {series(kubelet)}"
     return found
 
 

@@ -27,7 +27,9 @@ def test_pod_guard_makes_and_removes_its_rule(host: Host) -> None:
         f"sed -n s/^ExecStop=-//p {unit} | sh -e; iptables --table mangle --list-rules FORWARD"
     )
     made, removed = host.check_output("unshare --net sh -ec %s", script).split("--\n", 1)
-    assert "-A FORWARD -d 168.63.129.16/32 -p tcp -m multiport --dports 80,32526" in made and "-j DROP" in made
+    assert (
+        "-A FORWARD -d 168.63.129.16/32 -p tcp -m multiport --dports 80,32526" in made and "-j DROP" in made
+    )
     assert "DROP" not in removed
 
 
