@@ -202,15 +202,25 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
             facts = run(context)
             monitor.stage_doing(stage.name, "committing")
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
-        except ImageBuilderError as error:
+        except (ImageBuilderError, OSError) as error:
             monitor.stage_failed(stage.name, time.monotonic() - started)
-            raise StageError(stage.name, error, log=_keep_log(work, stage, log)) from error
-        except OSError as error:
-            monitor.stage_failed(stage.name, time.monotonic() - started)
-            cause = ImageBuilderError(f"{error.strerror}: {error.filename or store.path}")
+            cause = _cause(error, store)
             raise StageError(stage.name, cause, log=_keep_log(work, stage, log)) from error
         work.ran[stage.name] = meta
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
+
+
+def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
+    """Return what to tell of a stage's failure; a full disk comes first, whatever the program said of it."""
+    told = error if isinstance(error, ImageBuilderError) else ImageBuilderError(_in_words(error, store))
+    if shortage := space.shortage(store.path):
+        told.message = f"{shortage}: {told.message}"
+        told.hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
+    return told
+
+
+def _in_words(error: OSError, store: Store) -> str:
+    return f"{error.strerror or error}: {error.filename or store.path}"
 
 
 def _keep_log(work: _Build, stage: StagePlan, log: Path) -> str | None:

@@ -22,6 +22,8 @@ _GO_BUILD = 2500 * _MIB
 # Bytes of an artefact per byte of tree.
 _FORMATS = {"raw": 1.1, "vhd": 1.1, "qcow2": 0.6, "tar": 1.1}
 _SLACK = 200 * _MIB
+# Less than this is full: the next file of a package doesn't fit.
+_FULL = 16 * _MIB
 
 
 def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition) -> tuple[int, int]:
@@ -69,6 +71,16 @@ def check(
                 f"{(size + _SLACK - free) // _MIB} MiB are missing",
                 hint="free some: image-builder store gc --keep 1; or another disk: --store DIR",
             )
+
+
+def shortage(path: Path) -> str | None:
+    """Tell, in words, when the filesystem of ``path`` is full; None when it isn't.
+
+    Programs say it in many ways, or not at all, so a stage that failed looks for itself.
+    """
+    stats = os.statvfs(path)
+    free = stats.f_bavail * stats.f_frsize
+    return f"No space left on the filesystem of {path} ({free // 1024} KiB free)" if free < _FULL else None
 
 
 def _existing(path: Path) -> Path:

@@ -84,7 +84,7 @@ class Workplace:
 
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""
-        builds = json.loads((self.store / "locks" / f"{self.image}.builds").read_text())
+        builds: list[list[str]] = json.loads((self.store / "locks" / f"{self.image}.builds").read_text())
         for path in (self.store / "objects" / stage_id for stage_id in builds[-1]):
             if path.exists() and json.loads((path / "meta.json").read_text())["name"] == name:
                 return path

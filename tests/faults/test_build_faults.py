@@ -162,7 +162,7 @@ def test_a_package_whose_postinst_fails(
     subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
     (inventory / "host_vars").mkdir(exist_ok=True)
     with (inventory / "host_vars" / f"{IMAGE}.yml").open("a") as file:
-        file.write("\nsystem_packages_extra: [broken-package]\n")
+        file.write("\nsystem_packages_extra: [ethtool, iputils-ping, less, broken-package]\n")
     done = workplace.build("--locked", tmp_path / "lock.json", inventory=inventory)
     _assert_refused(
         done,
