@@ -19,6 +19,11 @@ from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.lock import LockedFile, LockedPackage
 
 _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
+# mmdebstrap's, for hosts without a Debian source of their own, such as Ubuntu.
+_DEFAULT_MIRRORS = {
+    "debian": "http://deb.debian.org/debian",
+    "debian-security": "http://security.debian.org/debian-security",
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,8 @@ def _configuration(path: Path, architecture: str) -> str:
 def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
     """Return the host's own Debian mirrors: {"debian": address, "debian-security": address}.
 
-    Empty on a host that isn't Debian. Read from /etc/apt's deb822 and one-line sources.
+    Empty on a host that isn't Debian. Read from /etc/apt's deb822 and one-line sources; of a list of mirrors
+    (``mirror+file:``, as Debian's cloud images have it) the first one.
     """
     release = dict(
         line.split("=", 1) for line in (etc / "os-release").read_text().splitlines() if "=" in line
@@ -178,12 +184,24 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
         return {}
     codename = release.get("VERSION_CODENAME", "").strip('"')
     found: dict[str, str] = {}
-    for uri, suites in _host_sources(etc / "apt"):
+    for listed, suites in _host_sources(etc / "apt"):
+        uri = _fetchable(listed)
+        if uri is None:
+            continue
         if codename in suites:
             found.setdefault("debian", uri)
         if f"{codename}-security" in suites:
             found.setdefault("debian-security", uri)
     return found
+
+
+def _fetchable(uri: str) -> str | None:
+    """Return an address that more than apt can fetch from, or None for one of a CD-ROM and the like."""
+    if uri.startswith("mirror+file:"):
+        path = Path("/" + uri.removeprefix("mirror+file:").lstrip("/"))
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        uri = next((words[0] for line in lines if (words := line.split()) and words[0][0] != "#"), "")
+    return uri if uri.startswith(("http:", "https:", "file:", "copy:")) else None
 
 
 def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
@@ -207,20 +225,22 @@ def debian_sources(
     """Return the Debian repositories of a suite: the archive with its updates, and security.
 
     ``mirror`` is the archive's address; the security archive is expected beside it with ``-security``
-    appended. Without it the host's own mirrors are used. Raises HostError where there is neither.
+    appended. Without it the host's own mirrors are used, and where it has none, mmdebstrap's default. Raises
+    HostError for a missing keyring.
     """
-    mirrors = {"debian": mirror, "debian-security": f"{mirror}-security"} if mirror else host_mirrors()
+    if mirror:
+        base = mirror.rstrip("/")
+        mirrors = {"debian": base, "debian-security": f"{base}-security"}
+    else:
+        mirrors = host_mirrors()
     if "debian" not in mirrors:
-        raise HostError(
-            "no Debian mirror is known: this host has no Debian source of its own",
-            hint="set image_base.mirror, or the environment variable IMAGE_BUILDER_MIRROR",
-        )
+        mirrors = _DEFAULT_MIRRORS
     if not keyring.exists():
         raise HostError(f"the keyring {keyring} is missing", hint="apt-get install debian-archive-keyring")
     sources = [
         Source(
             "debian",
-            str(mirrors["debian"]).rstrip("/"),
+            mirrors["debian"].rstrip("/"),
             (suite, f"{suite}-updates"),
             components,
             keyring,

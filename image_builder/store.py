@@ -20,7 +20,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -92,23 +92,36 @@ class Store:
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """Give a build its scratch directory and remove it at the end; reap those of dead builds first."""
-        self.reap()
         path = self.path / "staging" / uuid.uuid4().hex[:12]
-        path.mkdir(mode=0o700)
-        with _flock(path / ".lock", fcntl.LOCK_EX):
+        with ExitStack() as held:
+            with self._staging_alone():
+                self._reap()
+                path.mkdir(mode=0o700)
+                held.enter_context(_flock(path / ".lock", fcntl.LOCK_EX))
             try:
                 yield path
             finally:
-                remove_tree(path)
+                with self._staging_alone():
+                    remove_tree(path)
 
     def reap(self) -> None:
         """Remove the staging areas of builds that are no more: nobody holds their lock."""
+        with self._staging_alone():
+            self._reap()
+
+    def _reap(self) -> None:
         for path in (self.path / "staging").iterdir():
             try:
                 with _flock(path / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
                     remove_tree(path)
             except BlockingIOError:
                 continue
+
+    @contextmanager
+    def _staging_alone(self) -> Iterator[None]:
+        """Let nobody else make, reap or remove a staging area: a half-made one looks like a dead build's."""
+        with _flock(self.path / "locks" / ".staging", fcntl.LOCK_EX):
+            yield
 
     def commit(
         self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, JSON]
@@ -208,7 +221,7 @@ class Store:
             for stage_id in removed:
                 doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
                 self.object(stage_id).rename(doomed)
-                remove_tree(doomed)
+            self.reap()
             return removed, freed
 
 

@@ -19,10 +19,6 @@ def test_denied_modules_can_not_be_loaded(host: Host) -> None:
     assert "install vfat" not in config and "install udf" not in config
 
 
-def test_generators_are_masked(host: Host) -> None:
-    assert host.file("/etc/systemd/system-generators/systemd-ssh-generator").linked_to == "/dev/null"
-
-
 def test_files_have_their_modes(host: Host) -> None:
     assert host.file("/root").mode == 0o700
     assert host.file("/etc/ssh/sshd_config").mode == 0o600

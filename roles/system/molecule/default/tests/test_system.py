@@ -22,6 +22,10 @@ def test_time_and_network_accept_their_configuration(host: Host) -> None:
         assert host.service(unit).is_enabled, unit
 
 
+def test_ssh_generator_is_masked(host: Host) -> None:
+    assert host.file("/etc/systemd/system-generators/systemd-ssh-generator").linked_to == "/dev/null"
+
+
 def test_host_keys_are_made_once_and_empty_ones_anew(host: Host) -> None:
     make = "sed -n s/^ExecStart=//p /etc/systemd/system/ssh-host-keys.service | sh -e"
     key = "/etc/ssh/ssh_host_ed25519_key"

@@ -1,0 +1,61 @@
+"""Where Debian's packages come from: a mirror that was named, the host's own, or the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from image_builder import apt
+
+
+@pytest.fixture
+def etc(tmp_path: Path) -> Path:
+    """The /etc of a Debian 13 host without sources."""
+    (tmp_path / "apt/sources.list.d").mkdir(parents=True)
+    (tmp_path / "os-release").write_text("ID=debian\nVERSION_CODENAME=trixie\n")
+    return tmp_path
+
+
+def test_the_hosts_deb822_and_one_line_sources(etc: Path) -> None:
+    (etc / "apt/sources.list.d/debian.sources").write_text(
+        "Types: deb\nURIs: http://one.example/debian\nSuites: trixie trixie-updates\nComponents: main\n"
+    )
+    (etc / "apt/sources.list").write_text(
+        "deb [arch=amd64] http://two.example/security trixie-security main\n"
+    )
+    assert apt.host_mirrors(etc) == {
+        "debian": "http://one.example/debian",
+        "debian-security": "http://two.example/security",
+    }
+
+
+def test_a_list_of_mirrors_gives_its_first_one_and_a_cdrom_nothing(etc: Path) -> None:
+    mirrors = etc / "apt/debian.list"
+    mirrors.write_text("# comment\nhttp://first.example/debian priority:1\nhttp://second.example/debian\n")
+    (etc / "apt/sources.list").write_text(
+        "deb cdrom:[Debian]/ trixie main\n"
+        f"deb mirror+file://{mirrors} trixie main\n"
+        "deb mirror+file:///nowhere trixie-security main\n"
+    )
+    assert apt.host_mirrors(etc) == {"debian": "http://first.example/debian"}
+
+
+def test_a_host_that_is_not_debian_has_no_mirror_and_gets_the_default(
+    etc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (etc / "os-release").write_text("ID=ubuntu\nVERSION_CODENAME=noble\n")
+    found = apt.host_mirrors(etc)
+    assert found == {}
+    monkeypatch.setattr(apt, "host_mirrors", lambda: found)
+    sources = apt.debian_sources("trixie", ("main",), etc / "os-release", None)
+    assert [s.uri for s in sources] == [
+        "http://deb.debian.org/debian",
+        "http://security.debian.org/debian-security",
+    ]
+
+
+@pytest.mark.parametrize("mirror", ["http://one.example/debian", "http://one.example/debian/"])
+def test_security_lies_beside_a_named_mirror(etc: Path, mirror: str) -> None:
+    sources = apt.debian_sources("trixie", ("main",), etc / "os-release", mirror)
+    assert [s.uri for s in sources] == ["http://one.example/debian", "http://one.example/debian-security"]
