@@ -9,7 +9,7 @@
     ├── LockError                7  the lock is missing, malformed or doesn't fit the definition
     ├── FetchError               8  bytes could not be had, or aren't the ones that were promised
     ├── CommandError             9  a program failed
-    ├── StageError              10  a stage failed; wraps the cause and names the stage
+    ├── StageError              10  a stage failed; names it and wraps the cause, whose own code it ends with if any
     ├── StoreError              11  the store is damaged or unsuitable
     ├── VerifyError             12  a check failed, or none ran
     ├── BootError               13  the VM didn't come up
@@ -102,15 +102,25 @@ class CommandError(ImageBuilderError):
 
 
 class StageError(ImageBuilderError):
-    """A stage failed. ``log`` is the file that holds its whole output."""
+    """A stage failed. ``log`` is the file that holds its whole output.
+
+    ``enterable`` tells that the stage works in the image's own root, which ``--shell-on-failure`` opens. A cause
+    with a class of its own (space, store, verification, download) keeps its exit code; a program that failed
+    and anything unspecific is 10.
+    """
 
     exit_code = 10
 
-    def __init__(self, stage: str, cause: ImageBuilderError, *, log: str | None = None) -> None:
+    def __init__(
+        self, stage: str, cause: ImageBuilderError, *, log: str | None = None, enterable: bool = False
+    ) -> None:
         super().__init__(f"stage {stage}: {cause.message}", hint=cause.hint)
         self.stage = stage
         self.cause = cause
         self.log = log
+        self.enterable = enterable
+        if type(cause) is not ImageBuilderError and not isinstance(cause, CommandError):
+            self.exit_code = cause.exit_code  # type: ignore[misc]
 
 
 class StoreError(ImageBuilderError):

@@ -17,7 +17,7 @@ from typing import Any
 
 from image_builder import process, publish, space
 from image_builder.definition import ImageDefinition
-from image_builder.errors import ImageBuilderError, LockError, StageError, UsageError
+from image_builder.errors import ImageBuilderError, LockError, SpaceError, StageError, UsageError
 from image_builder.events import Monitor
 from image_builder.fetch import Wanted, fetch
 from image_builder.lock import Lock
@@ -29,7 +29,7 @@ from image_builder.resolve import addresses, remembered_lock, resolve_lock
 from image_builder.sandbox import Root
 from image_builder.settings import Settings
 from image_builder.stages import Stage, StageContext
-from image_builder.store import Store
+from image_builder.store import Store, remove_tree
 
 # What `build` is asked for; all other stages run only when one of these needs them.
 _GOALS = ("verify", "convert")
@@ -77,7 +77,7 @@ def obtain_lock(
     needs = requirements(definition)
     if file:
         lock = Lock.load(file)
-        if reasons := lock.misfit(needs.requests, needs.archives):
+        if reasons := needs.misfit(lock):
             shown = "\n  ".join(reasons)
             raise LockError(
                 f"the lock {file} doesn't fit the definition:\n  {shown}",
@@ -85,9 +85,12 @@ def obtain_lock(
             )
         return lock
     remembered = remembered_lock(settings, definition.name)
-    if remembered.exists():
+    try:
         lock = Lock.load(remembered)
-        if not lock.misfit(needs.requests, needs.archives):
+    except LockError:  # none yet, or one of an older version of this program
+        pass
+    else:
+        if not needs.misfit(lock):
             return lock
     lock = resolve_lock(definition, settings, monitor)
     lock.save(remembered)
@@ -129,7 +132,8 @@ def build(
         _fetch(work, todo)
         for stage in todo:
             _run_stage(work, stage)
-        store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
+        if not stop_after:
+            store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
         artefact = (
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
@@ -202,25 +206,28 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
             facts = run(context)
             monitor.stage_doing(stage.name, "committing")
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
+            remove_tree(work.staging / stage.name)
         except (ImageBuilderError, OSError) as error:
             monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = _cause(error, store)
-            raise StageError(stage.name, cause, log=_keep_log(work, stage, log)) from error
+            enterable = stage.kind in ("layer", "seal")
+            raise StageError(
+                stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
+            ) from error
         work.ran[stage.name] = meta
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
 
 
 def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
     """Return what to tell of a stage's failure; a full disk comes first, whatever the program said of it."""
-    told = error if isinstance(error, ImageBuilderError) else ImageBuilderError(_in_words(error, store))
+    if isinstance(error, ImageBuilderError):
+        told = error
+    else:
+        told = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
     if shortage := space.shortage(store.path):
-        told.message = f"{shortage}: {told.message}"
-        told.hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
+        hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
+        return SpaceError(f"{shortage}: {told.message}", hint=hint)
     return told
-
-
-def _in_words(error: OSError, store: Store) -> str:
-    return f"{error.strerror or error}: {error.filename or store.path}"
 
 
 def _keep_log(work: _Build, stage: StagePlan, log: Path) -> str | None:
@@ -245,11 +252,11 @@ def _context(work: _Build, stage: StagePlan, log: Path) -> StageContext:
         repo = here / "repo"
         group = lock.groups[stage.name]
         write_repository(group.packages, group.suite, store.path / "debs", repo)
-    if stage.kind == "layer" and lock.archives:
+    if wanted := stage.options.get("archives"):
         archives = here / "archives"
         archives.mkdir()
-        for archive in lock.archives:
-            os.link(store.path / "files" / archive.sha256, archives / archive.sha256)
+        for sha256 in map(str, wanted):  # type: ignore[arg-type]
+            os.link(store.path / "files" / sha256, archives / sha256)
     if stage.kind == "kubelet_build":
         inputs["sources"] = here / "sources"
         inputs["sources"].mkdir()

@@ -60,7 +60,7 @@ def text(error: ImageBuilderError, command: str = "") -> str:
     if isinstance(error, StageError):
         if error.log:
             lines.append(f"log: {error.log}")
-        if command and "--shell-on-failure" not in command:
+        if command and error.enterable and "--shell-on-failure" not in command:
             lines.append(f"to enter the sandbox: {command} --shell-on-failure")
     if error.hint:
         lines.append(f"hint: {error.hint}")

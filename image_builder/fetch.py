@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+import urllib.parse
+import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import urllib3
 
@@ -19,6 +23,8 @@ from image_builder.errors import FetchError
 from image_builder.process import environment
 
 _PARALLEL = 6
+# urllib3 retries until a response begins; a body that breaks off is started again this often.
+_ATTEMPTS = 3
 _CHUNK = 1 << 18
 # Connecting and every single read have a deadline; a download as a whole has none while bytes come.
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
@@ -81,30 +87,30 @@ def _is_cached(path: Path, sha256: str) -> bool:
 
 
 def _pool_manager() -> urllib3.PoolManager:
-    env = environment()
-    ca = env.get("SSL_CERT_FILE")
-    proxy = env.get("https_proxy") or env.get("http_proxy")
-    options: Mapping[str, object] = {"retries": _RETRIES, "timeout": _TIMEOUT, "maxsize": _PARALLEL}
-    if ca:
-        options = {**options, "ca_certs": ca}
-    if proxy:
-        return urllib3.ProxyManager(proxy, **options)  # type: ignore[arg-type]
-    return urllib3.PoolManager(**options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"retries": _RETRIES, "timeout": _TIMEOUT, "maxsize": _PARALLEL}
+    for variable, option in (("SSL_CERT_FILE", "ca_certs"), ("SSL_CERT_DIR", "ca_cert_dir")):
+        if path := environment().get(variable):
+            options[option] = path
+    return urllib3.PoolManager(**options)
+
+
+def _pool_for(url: str, direct: urllib3.PoolManager) -> urllib3.PoolManager:
+    """Return what fetches ``url``: the proxy of the environment, unless ``no_proxy`` names the host."""
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies_environment().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return direct
+    return urllib3.ProxyManager(proxy, **direct.connection_pool_kw)
 
 
 def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path) -> int:
-    """Fetch one file; return its size in bytes."""
+    """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
     partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
-    sha256, size = hashlib.sha256(), 0
     try:
-        with partial.open("wb") as sink:
-            for chunk in _chunks(pool, item.url):
-                sink.write(chunk)
-                sha256.update(chunk)
-                size += len(chunk)
-        if sha256.hexdigest() != item.sha256:
+        size, sha256 = _copy_with_retries(_pool_for(item.url, pool), item.url, partial)
+        if sha256 != item.sha256:
             raise FetchError(
-                f"{item.name}: {item.url} gave {size} bytes with SHA-256 {sha256.hexdigest()}, "
+                f"{item.name}: {item.url} gave {size} bytes with SHA-256 {sha256}, "
                 f"locked is {item.sha256}" + (f" ({item.size} bytes)" if item.size else "")
             )
         partial.rename(cache / item.sha256)
@@ -117,9 +123,29 @@ def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Pat
     return size
 
 
+def _copy_with_retries(pool: urllib3.PoolManager, url: str, target: Path) -> tuple[int, str]:
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return _copy(pool, url, target)
+        except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
+            time.sleep(0.5 * 2**attempt)
+    return _copy(pool, url, target)
+
+
+def _copy(pool: urllib3.PoolManager, url: str, target: Path) -> tuple[int, str]:
+    """Write what ``url`` gives to ``target``; return its size in bytes and its SHA-256."""
+    sha256, size = hashlib.sha256(), 0
+    with target.open("wb") as sink:
+        for chunk in _chunks(pool, url):
+            sink.write(chunk)
+            sha256.update(chunk)
+            size += len(chunk)
+    return size, sha256.hexdigest()
+
+
 def _chunks(pool: urllib3.PoolManager, url: str) -> Iterable[bytes]:
     if url.startswith("file:"):
-        with open(url.removeprefix("file:").replace("//", "/", 1), "rb") as stream:
+        with open(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), "rb") as stream:
             while chunk := stream.read(_CHUNK):
                 yield chunk
         return

@@ -48,11 +48,21 @@ class LockedArchive(_Frozen):
     sha256: Sha256
 
 
-class LockedGroup(_Frozen):
-    """What one stage installs: the names that were asked for, and all packages that came of it."""
+class Question(_Frozen):
+    """What is asked of apt for one stage: names, and where they may come from.
+
+    ``repositories`` are those of third parties, each in one line: address, suites, components, digest of its key.
+    """
 
     suite: str
+    components: list[str]
+    repositories: list[str] = []
     requested: list[str]
+
+
+class LockedGroup(Question):
+    """What one stage installs: what was asked, and all packages that came of it."""
+
     packages: list[LockedPackage]
 
     @property
@@ -90,23 +100,27 @@ class Lock(_Frozen):
                 hint="make a new one: image-builder lock",
             ) from None
 
-    def misfit(self, requests: Mapping[str, Sequence[str]], archives: Sequence[LockedArchive]) -> list[str]:
-        """Tell why this lock doesn't fit what a definition asks for: one sentence a difference."""
+    def misfit(
+        self,
+        questions: Mapping[str, Question],
+        sources: Mapping[str, str],
+        archives: Sequence[LockedArchive],
+    ) -> list[str]:
+        """Tell why this lock doesn't fit what a definition asks for: one sentence a difference.
+
+        ``sources`` maps the names of Debian source packages to their suites.
+        """
         reasons = []
-        for name in sorted(requests.keys() | self.groups.keys()):
-            asked = set(requests.get(name, ()))
-            locked = set(self.groups[name].requested) if name in self.groups else set()
-            if name not in requests:
+        for name in sorted(questions.keys() | self.groups.keys()):
+            if name not in questions:
                 reasons.append(f"{name}: locked, but not a stage of the definition")
             elif name not in self.groups:
                 reasons.append(f"{name}: not locked")
-            elif asked != locked:
-                added, gone = sorted(asked - locked), sorted(locked - asked)
-                reasons.append(
-                    f"{name}:"
-                    + (f" not locked: {', '.join(added)}" if added else "")
-                    + (f" no longer asked for: {', '.join(gone)}" if gone else "")
-                )
+            else:
+                reasons += [f"{name}: {what}" for what in _differences(questions[name], self.groups[name])]
+        locked = {name: source.suite for name, source in self.sources.items()}
+        if locked != dict(sources):
+            reasons.append(f"source packages: locked {_pairs(locked)}, asked for {_pairs(sources)}")
         missing = {(a.url, a.sha256) for a in archives} - {(a.url, a.sha256) for a in self.archives}
         reasons += [f"archive not locked: {url}" for url, _ in sorted(missing)]
         return reasons
@@ -133,3 +147,26 @@ class Lock(_Frozen):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise LockError(f"{path} is not a lock: {where}: {first['msg']}") from error
+
+
+def _differences(asked: Question, locked: LockedGroup) -> list[str]:
+    found = []
+    if asked.suite != locked.suite:
+        found.append(f"locked for {locked.suite}, not for {asked.suite}")
+    for what, wanted, got in (
+        ("components", asked.components, locked.components),
+        ("repositories", asked.repositories, locked.repositories),
+    ):
+        if sorted(wanted) != sorted(got):
+            found.append(
+                f"{what}: locked {', '.join(got) or 'none'}, asked for {', '.join(wanted) or 'none'}"
+            )
+    if added := sorted(set(asked.requested) - set(locked.requested)):
+        found.append(f"not locked: {', '.join(added)}")
+    if gone := sorted(set(locked.requested) - set(asked.requested)):
+        found.append(f"no longer asked for: {', '.join(gone)}")
+    return found
+
+
+def _pairs(suites: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} of {suite}" for name, suite in sorted(suites.items())) or "none"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import stat
 import sys
@@ -129,17 +130,35 @@ def run_isolated(work: Callable[[], int]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    alive = os.pipe()
     outer = os.fork()
     if outer == 0:
-        _make_namespaces(work)
-    return _wait_for(outer)
+        _make_namespaces(work, alive)
+    os.close(alive[0])
+    try:
+        return _wait_for(outer)
+    finally:
+        os.close(alive[1])
 
 
-def _make_namespaces(work: Callable[[], int]) -> NoReturn:
+def _parent_is_gone(alive: tuple[int, int]) -> bool:
+    """Tell whether the parent ended before it could be asked to take us along: its end of the pipe is closed.
+
+    Closes this process' own copy of that end, which it got by fork.
+    """
+    os.close(alive[1])
+    readable, _, _ = select.select([alive[0]], [], [], 0)
+    return bool(readable)
+
+
+def _make_namespaces(work: Callable[[], int], alive: tuple[int, int]) -> NoReturn:
     """Between the caller and PID 1: whoever unshares a PID namespace can't fork once that is gone."""
     die_with_parent()
     code = EXIT_BUG
     try:
+        if _parent_is_gone(alive):
+            os._exit(code)
+        mine = os.pipe()
         if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS) != 0:
             reason = os.strerror(ctypes.get_errno())
             sys.stderr.write(f"error: can't make private namespaces: {reason}\nhint: run as root\n")
@@ -147,7 +166,8 @@ def _make_namespaces(work: Callable[[], int]) -> NoReturn:
         else:
             first = os.fork()
             if first == 0:
-                _become_init(work)
+                _become_init(work, mine)
+            os.close(mine[0])
             code = _wait_for(first)
     except BaseException:
         traceback.print_exc()
@@ -181,12 +201,12 @@ def _exit_status(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _become_init(work: Callable[[], int]) -> NoReturn:
+def _become_init(work: Callable[[], int], alive: tuple[int, int]) -> NoReturn:
     """PID 1: set up the mounts, start the worker, reap until it ends. Never returns."""
     die_with_parent()
     code = EXIT_BUG
     try:
-        if os.getppid() != 0:  # 0: the parent is outside this PID namespace, and alive
+        if _parent_is_gone(alive):
             os._exit(code)
         _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)

@@ -6,6 +6,7 @@ failure that carries the command and the last lines of its output.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shlex
@@ -70,17 +71,16 @@ def run(
     timeout: float | None = None,
     log: Path | None = None,
     on_line: Callable[[str], None] | None = None,
-    secret: Sequence[str] = (),
 ) -> Completed:
     """Run ``argv`` to its end.
 
     ``log`` gets the command and its whole output appended; ``on_line`` sees each line as it comes.
-    With either, standard error is merged into standard output. ``secret`` strings are masked in
-    every message. ``timeout`` is in seconds. Raises CommandError for a status outside ``ok``, a
+    With either, standard error is merged into standard output. ``timeout`` is in seconds; it and an interrupt
+    end the program with everything that it started. Raises CommandError for a status outside ``ok``, a
     program that isn't there, or a timeout.
     """
     args = tuple(os.fspath(a) for a in argv)
-    shown = _mask(shlex.join(args), secret)
+    shown = shlex.join(args)
     streaming = log is not None or on_line is not None
     started = time.monotonic()
     try:
@@ -94,6 +94,7 @@ def run(
             text=True,
             encoding="utf-8",
             errors="replace",
+            process_group=0,
         )
     except OSError as error:
         raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
@@ -110,12 +111,12 @@ def run(
             child.communicate()
         raise CommandError(f"timed out after {timeout:g} s: {shown}", argv=args) from error
     except BaseException:
-        child.kill()
+        _kill_group(child)
         child.wait()
         raise
     done = Completed(args, child.returncode, out, err, time.monotonic() - started)
     if done.returncode not in ok:
-        tail = _mask("\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:]), secret)
+        tail = "\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:])
         raise CommandError(f"exit status {done.returncode}: {shown}", argv=args, tail=tail)
     return done
 
@@ -134,7 +135,7 @@ def _stream(
 
     def expire() -> None:
         expired.set()
-        child.kill()
+        _kill_group(child)
 
     timer = threading.Timer(timeout or 0, expire)
     if timeout is not None:
@@ -201,7 +202,7 @@ def shell(argv: Sequence[Arg]) -> int:
     return subprocess.call([os.fspath(a) for a in argv])
 
 
-def _mask(text: str, secret: Sequence[str]) -> str:
-    for word in secret:
-        text = text.replace(word, "********")
-    return text
+def _kill_group(child: subprocess.Popen[str]) -> None:
+    """SIGKILL a child and what it started: a grandchild may hold the output open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)

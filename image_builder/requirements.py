@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.definition import ImageDefinition, Repository, layer_needs, resolved_variables
-from image_builder.lock import LockedArchive
+from image_builder.lock import Lock, LockedArchive, Question
 from image_builder.stages import base, kubelet_build, tools
 
 
@@ -17,44 +18,63 @@ class Group:
 
     suite: str
     names: tuple[str, ...]
+    components: tuple[str, ...] = ("main",)
     after: str | None = None
     repositories: tuple[Repository, ...] = ()
+
+    @property
+    def question(self) -> Question:
+        """Return what is asked of apt, in the form in which a lock remembers it."""
+        return Question(
+            suite=self.suite,
+            components=list(self.components),
+            repositories=[_line(r) for r in self.repositories],
+            requested=sorted(self.names),
+        )
 
 
 @dataclass(frozen=True)
 class Requirements:
     """``groups`` by stage name, in the order in which they are installed; ``sources`` maps a Debian source
-    package to the suite it comes from."""
+    package to the suite it comes from, ``archives`` a layer to the files that its roles fetch by address."""
 
     groups: Mapping[str, Group]
     sources: Mapping[str, str]
-    archives: tuple[LockedArchive, ...]
+    archives: Mapping[str, tuple[LockedArchive, ...]]
 
     @property
-    def requests(self) -> dict[str, tuple[str, ...]]:
-        return {name: group.names for name, group in self.groups.items()}
+    def all_archives(self) -> tuple[LockedArchive, ...]:
+        """Return the archives of all layers, each once."""
+        return tuple({a.sha256: a for found in self.archives.values() for a in found}.values())
+
+    def misfit(self, lock: Lock) -> list[str]:
+        """Tell why ``lock`` doesn't answer these requirements: one sentence a difference."""
+        questions = {name: group.question for name, group in self.groups.items()}
+        return lock.misfit(questions, self.sources, self.all_archives)
 
 
 def requirements(definition: ImageDefinition) -> Requirements:
     """Collect the needs of the tools tree, the base, every layer and what is built from source."""
     groups = {"tools": Group(tools.SUITE, tuple(tools.TOOLS_PACKAGES))}
     sources: dict[str, str] = {}
-    archives: dict[str, LockedArchive] = {}
+    archives: dict[str, tuple[LockedArchive, ...]] = {}
+    components = tuple(definition.base.components)
     from_source = kubelet_from_source(definition)
     if from_source:
         groups["build_root"] = Group(from_source, tuple(kubelet_build.BUILD_PACKAGES))
         sources[kubelet_build.SOURCE_PACKAGE] = from_source
     suite = definition.base.suite
-    groups["base"] = Group(suite, base.PACKAGES)
+    groups["base"] = Group(suite, base.PACKAGES, components)
     below = "base"
     repositories: dict[str, Repository] = {}
     for layer in definition.layers:
         needs = layer_needs(definition, layer)
         repositories.update({r.name: r for r in needs.repositories})
-        groups[layer] = Group(suite, tuple(sorted(set(needs.packages))), below, tuple(repositories.values()))
-        archives.update({a.sha256: LockedArchive(url=a.url, sha256=a.sha256) for a in needs.archives})
+        names = tuple(sorted(set(needs.packages)))
+        groups[layer] = Group(suite, names, components, below, tuple(repositories.values()))
+        archives[layer] = tuple(LockedArchive(url=a.url, sha256=a.sha256) for a in needs.archives)
         below = layer
-    return Requirements(groups, sources, tuple(archives.values()))
+    return Requirements(groups, sources, archives)
 
 
 def kubelet_from_source(definition: ImageDefinition) -> str | None:
@@ -71,3 +91,12 @@ def keyring(definition: ImageDefinition) -> Path:
     """Return the keyring that the base's repositories are signed with."""
     default = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
     return Path(definition.base.keyring) if definition.base.keyring else default
+
+
+def _line(repository: Repository) -> str:
+    """Return a repository in one line; ``signed_by`` is a keyring's path or an armoured key."""
+    key = repository.signed_by.encode()
+    if "BEGIN PGP" not in repository.signed_by and Path(repository.signed_by).is_file():
+        key = Path(repository.signed_by).read_bytes()
+    digest = hashlib.sha256(key).hexdigest()[:16]
+    return " ".join([*repository.uris, *repository.suites, *repository.components, f"[key {digest}]"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from image_builder.apt import Apt, Source, debian_sources
 from image_builder.definition import ImageDefinition
-from image_builder.errors import DefinitionError, ImageBuilderError, Problem
+from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem
 from image_builder.events import Monitor
 from image_builder.lock import Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.requirements import Group, Requirements, keyring, requirements
@@ -46,9 +46,10 @@ def remembered_lock(settings: Settings, image: str) -> Path:
 
 def _unless_the_same(lock: Lock, remembered: Path) -> Lock:
     """Return the remembered lock when only the archive's date moved on: the same bytes, the same ids."""
-    if not remembered.exists():
+    try:
+        before = Lock.load(remembered)
+    except LockError:
         return lock
-    before = Lock.load(remembered)
     same = before == lock.model_copy(update={"source_date_epoch": before.source_date_epoch})
     return before if same else lock
 
@@ -86,7 +87,7 @@ def _resolve(
         repositories=repositories,
         groups=groups,
         sources=sources,
-        archives=list(needs.archives),
+        archives=list(needs.all_archives),
     )
 
 
@@ -108,16 +109,16 @@ def _group(apt: Apt, group: Group) -> LockedGroup:
         packages += apt.install(["?essential", "apt", *names])
     elif names:
         packages += apt.install(names)
-    return LockedGroup(suite=group.suite, requested=sorted(names), packages=packages)
+    return LockedGroup(**group.question.model_dump(), packages=packages)
 
 
 def _sources(
     definition: ImageDefinition, settings: Settings, group: Group, with_sources: bool
 ) -> list[Source]:
-    of_base = group.suite == definition.base.suite
-    components = tuple(definition.base.components) if of_base else ("main",)
     mirror = settings.mirror or definition.base.mirror
-    found = debian_sources(group.suite, components, keyring(definition), mirror, with_sources=with_sources)
+    found = debian_sources(
+        group.suite, group.components, keyring(definition), mirror, with_sources=with_sources
+    )
     for repository in group.repositories:
         found += [
             Source(

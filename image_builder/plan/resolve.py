@@ -14,6 +14,7 @@ from pathlib import Path
 
 from image_builder.definition import (
     ImageDefinition,
+    layer_needs,
     layer_sources,
     referenced_names,
     resolved_variables,
@@ -157,7 +158,7 @@ class _Maker:
                 "playbook": f"playbooks/layers/{name}.yml",
                 "variables": self._variables(sources),
                 "packages": self.lock.group(name).digest,
-                "archives": sorted(a.sha256 for a in self.lock.archives),
+                "archives": sorted(a.sha256 for a in layer_needs(self.definition, name).archives),
                 "source_date_epoch": self.epoch,
                 "ansible": self.ansible,
             },

@@ -1,16 +1,18 @@
 """Seal: take away what must not be shared by the machines that boot an image, and give it its identity.
 
-The role ``image_seal`` does what can be told by name. Afterwards this module removes what the bake itself
-leaves (Ansible's included), at the level of bytes, and writes the files that name the build.
+The role ``image_seal`` removes what can be told by name. Afterwards this module removes what that play itself
+leaves, searches the bytes of the files that a bake makes for the names of this host, and writes the files that
+name the build.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from image_builder import identity
+from image_builder.errors import ImageBuilderError
 from image_builder.plan.model import JSON
 from image_builder.sandbox import open_root
 from image_builder.stages import StageContext
@@ -19,27 +21,13 @@ from image_builder.store import remove_tree
 
 PLAYBOOK = "playbooks/seal.yml"
 
-# Directories that stay, with their modes, without content.
-_EMPTIED = ("tmp", "var/tmp", "var/cache/ldconfig", "var/cache/man", "var/lib/cloud")
-# Directories in which every directory stays, as the packages made them, and every file goes.
-_WITHOUT_FILES = ("var/cache/apt", "var/lib/apt/lists", "var/log")
-# Paths and glob patterns of what is removed.
-_REMOVED = (
-    "root/.ansible",
-    "root/.cache",
-    "root/.bash_history",
-    "home/*/.ansible",
-    "etc/*-",
-    "etc/.pwd.lock",
-    "etc/ssh/ssh_host_*",
-    "etc/hostname",
-    "var/cache/debconf/*-old",
-    "var/lib/dpkg/*-old",
-    "var/lib/dbus/machine-id",
-    "var/lib/systemd/random-seed",
-    "var/lib/systemd/credential.secret",
-    "var/lib/systemd/catalog/database",
-)
+# What the play that seals leaves itself. Everything else is the role's: tests/image looks for all of it.
+_EMPTIED = ("tmp", "var/tmp")
+_REMOVED = ("root/.ansible", "home/*/.ansible")
+# Where files are made during a bake; the rest of the tree is packages' files, whose bytes the lock knows.
+_SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
+# A shorter path would be found by chance; so would the host's name, which tests/image looks for in its places.
+_SHORTEST_TRACE = 6
 _FSTAB = """\
 # Written by image-builder for this build's own partitions.
 PARTUUID={root} / ext4 defaults,x-systemd.growfs 0 1
@@ -48,13 +36,23 @@ PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=90s 0 2
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Run the seal playbook, scrub, and write fstab and ``/etc/image-release``."""
+    """Run the seal playbook, scrub, search, and write fstab and ``/etc/image-release``.
+
+    Raises ImageBuilderError when a file still names the place of the bake.
+    """
     tree = ctx.product / "tree"
     tree.mkdir()
     with open_root(ctx.lowers, ctx.work / "root", upper=tree) as root:
         result = play(ctx, root, ctx.settings.repo_root / PLAYBOOK)
         ctx.doing("scrubbing")
-        removed = sum(1 for path in _doomed(root.path) if _remove(path))
+        removed = 0
+        for path in _doomed(root.path):
+            _remove(path)
+            removed += 1
+        ctx.doing("searching for traces of the bake")
+        if found := list(find_traces(root.path, _traces(ctx))):
+            shown = "\n  ".join(f"{path}: {trace!r}" for path, trace in found[:10])
+            raise ImageBuilderError(f"{len(found)} files name the place of the bake:\n  {shown}")
         _write_identity(ctx, root.path)
     return {"tasks_changed": result.changed, "scrubbed": removed}
 
@@ -63,20 +61,41 @@ def _doomed(root: Path) -> Iterator[Path]:
     for name in _EMPTIED:
         if (root / name).is_dir() and not (root / name).is_mount():
             yield from sorted((root / name).iterdir())
-    for name in _WITHOUT_FILES:
-        for path in sorted((root / name).rglob("*")):
-            if path.is_symlink() or not path.is_dir():
-                yield path
     for pattern in _REMOVED:
         yield from sorted(root.glob(pattern))
 
 
-def _remove(path: Path) -> bool:
+def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         remove_tree(path)
     else:
         path.unlink(missing_ok=True)
-    return True
+
+
+def _traces(ctx: StageContext) -> tuple[str, ...]:
+    """Return the words that only this host's bake could have put into a file."""
+    words = {
+        os.fspath(ctx.settings.store),
+        os.fspath(ctx.settings.repo_root),
+        os.fspath(ctx.work.parent.parent.name),
+        ctx.settings.mirror or "",
+    }
+    return tuple(sorted(word for word in words if len(word) >= _SHORTEST_TRACE))
+
+
+def find_traces(root: Path, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds)."""
+    wanted = [(trace, trace.encode()) for trace in traces]
+    for name in _SEARCHED:
+        for folder, _, files in os.walk(root / name):
+            for file in files:
+                path = Path(folder, file)
+                if path.is_symlink() or not path.is_file():
+                    continue
+                data = path.read_bytes()
+                for trace, word in wanted:
+                    if word in data:
+                        yield os.fspath(path.relative_to(root)), trace
 
 
 def _write_identity(ctx: StageContext, root: Path) -> None:

@@ -156,7 +156,8 @@ def measure(image: str, source: Path) -> dict[str, Any]:
         warm, _ = build(REPO, image, work / "store", work / "output")
         role, _ = build(changed_checkout(work), image, work / "store", work / "output")
         formats = [
-            f["format"] for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["artefacts"]
+            f["format"]
+            for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["artefacts"]
         ]
         (work / "reference").mkdir()
         plain = reference(lock, Store(work / "store"), formats, work / "reference")

@@ -6,25 +6,26 @@ what the checks are made with. Then every check named here has to fail.
 
 from __future__ import annotations
 
-BOOTED: dict[str, str] = {}
-LAST: dict[str, str] = {}
+BOOTED: dict[str, tuple[int, str]] = {}
 
 
-def record_booted(check: str, command: str, *, last: bool = False) -> None:
+def record_booted(check: str, command: str, *, turn: int = 0) -> None:
     """Record the command (for ``sh -c``) that must turn a check of a running machine red.
 
-    ``last`` is for one that would keep later commands from finding their way.
+    ``turn`` is 1 for what stops the container runtime, which others still need, and 2 for what keeps later
+    commands from finding their way.
     """
-    if check in BOOTED or check in LAST:
+    if check in BOOTED:
         raise ValueError(f"{check} is recorded twice")
-    (LAST if last else BOOTED)[check] = command
+    BOOTED[check] = (turn, command)
 
 
 def all_booted() -> dict[str, str]:
     """Return every recorded command by its check, in the order to run them."""
     import mutations  # noqa: F401 (it records those of the other topics)
 
-    return {**BOOTED, **LAST}
+    ordered = sorted(BOOTED.items(), key=lambda item: item[1][0])
+    return {check: command for check, (_, command) in ordered}
 
 
 ROOT_DEVICE = "$(findmnt --noheadings --output MAJ:MIN / | tr -d ' ')"
@@ -59,7 +60,7 @@ record_booted(
     "test_root_is_writable",
     # Over the root: running processes hardly notice, but the list of mounts tells it.
     "mount --types tmpfs --options ro tmpfs /",
-    last=True,
+    turn=2,
 )
 record_booted("test_esp_is_mounted", "umount /boot/efi")
 record_booted(
@@ -87,8 +88,10 @@ record_booted(
 record_booted(
     "test_docker_runs_with_overlay2",
     "sed -i 's/overlay2/vfs/' /etc/docker/daemon.json && systemctl restart docker.service",
+    turn=1,
 )
 record_booted(
     "test_runtime_processes_have_the_limits",
     "prlimit --pid $(systemctl show -p MainPID --value containerd.service) --nofile=1024:1024",
+    turn=1,
 )

@@ -165,5 +165,7 @@ record_booted(
 )
 record_booted("test_pod_guard_is_in_force", "systemctl stop azure-pod-guard.service")
 record_booted("test_traffic_is_counted", "systemctl stop network-accounting.service")
-record_booted("test_containerd_answers", "mv /run/containerd/containerd.sock /run/containerd/moved.sock")
-record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8")
+record_booted(
+    "test_containerd_answers", "mv /run/containerd/containerd.sock /run/containerd/moved.sock", turn=1
+)
+record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8", turn=1)

@@ -27,7 +27,7 @@ def test_exit_codes_are_unique_and_listed() -> None:
 
 def test_a_failed_stage_reads_from_the_command_to_the_next_step() -> None:
     cause = CommandError("exit status 3: dpkg -i x.deb", argv=["dpkg", "-i", "x.deb"], tail="one\ntwo")
-    error = StageError("system", cause, log="/store/logs/system.log")
+    error = StageError("system", cause, log="/store/logs/system.log", enterable=True)
     assert failure.text(error, "image-builder build worker").splitlines() == [
         "error: stage system: exit status 3: dpkg -i x.deb",
         "  | one",
@@ -35,6 +35,14 @@ def test_a_failed_stage_reads_from_the_command_to_the_next_step() -> None:
         "log: /store/logs/system.log",
         "to enter the sandbox: image-builder build worker --shell-on-failure",
     ]
+
+
+def test_a_failed_stage_ends_with_the_code_of_its_cause() -> None:
+    assert StageError("disk", errors.SpaceError("full")).exit_code == errors.SpaceError.exit_code
+    assert StageError("seal", errors.StoreError("damaged")).exit_code == errors.StoreError.exit_code
+    assert StageError("verify", errors.VerifyError("red")).exit_code == errors.VerifyError.exit_code
+    assert StageError("base", CommandError("failed")).exit_code == StageError.exit_code
+    assert StageError("base", errors.ImageBuilderError("odd")).exit_code == StageError.exit_code
 
 
 def test_a_hint_stands_last_in_a_line_of_its_own() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedArchive, LockedGroup, LockedPackage
+from image_builder.lock import Lock, LockedArchive, LockedGroup, LockedPackage, Question
 
 
 def _package(name: str, sha256: str = "a" * 64) -> LockedPackage:
@@ -22,13 +22,19 @@ def _package(name: str, sha256: str = "a" * 64) -> LockedPackage:
     )
 
 
+def _group(requested: list[str], packages: list[LockedPackage]) -> LockedGroup:
+    return LockedGroup(suite="trixie", components=["main"], requested=requested, packages=packages)
+
+
 def _lock(**groups: list[str]) -> Lock:
     return Lock(
         image="worker",
         source_date_epoch=1,
         repositories={"debian": None},
         groups={
-            name: LockedGroup(suite="trixie", requested=names, packages=[_package(n) for n in names])
+            name: LockedGroup(
+                suite="trixie", components=["main"], requested=names, packages=[_package(n) for n in names]
+            )
             for name, names in groups.items()
         },
     )
@@ -59,25 +65,46 @@ def test_a_missing_lock_is_refused(tmp_path: Path) -> None:
         Lock.load(tmp_path / "none.json")
 
 
+def _question(*names: str, **changes: object) -> Question:
+    values = {"suite": "trixie", "components": ["main"], "requested": list(names), **changes}
+    return Question(**values)  # type: ignore[arg-type]
+
+
+def test_a_lock_that_fits() -> None:
+    assert _lock(base=["dbus"]).misfit({"base": _question("dbus")}, {}, []) == []
+
+
 def test_misfits_are_all_named() -> None:
     lock = _lock(base=["dbus"], gone=["x"])
     archive = LockedArchive(url="https://example.invalid/a.tgz", sha256="b" * 64)
-    assert lock.misfit({"base": ["dbus", "udev"], "new": ["y"]}, [archive]) == [
+    questions = {"base": _question("udev"), "new": _question("y")}
+    assert lock.misfit(questions, {"kubernetes": "bookworm"}, [archive]) == [
         "base: not locked: udev",
+        "base: no longer asked for: dbus",
         "gone: locked, but not a stage of the definition",
         "new: not locked",
+        "source packages: locked none, asked for kubernetes of bookworm",
         "archive not locked: https://example.invalid/a.tgz",
     ]
-    assert lock.misfit({"base": ["dbus"], "gone": ["x"]}, []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"suite": "bookworm"}, "locked for trixie, not for bookworm"),
+        ({"components": ["main", "contrib"]}, "components: locked main, asked for main, contrib"),
+        (
+            {"repositories": ["https://r.example x"]},
+            "repositories: locked none, asked for https://r.example x",
+        ),
+    ],
+)
+def test_a_lock_from_elsewhere_does_not_fit(change: dict[str, object], told: str) -> None:
+    assert _lock(base=["dbus"]).misfit({"base": _question("dbus", **change)}, {}, []) == [f"base: {told}"]
 
 
 def test_a_group_digest_is_about_bytes_alone() -> None:
-    one = LockedGroup(
-        suite="trixie", requested=["a"], packages=[_package("a", "1" * 64), _package("b", "2" * 64)]
-    )
-    two = LockedGroup(
-        suite="other", requested=[], packages=[_package("b", "2" * 64), _package("a", "1" * 64)]
-    )
+    one = _group(["a"], [_package("a", "1" * 64), _package("b", "2" * 64)])
+    two = _group([], [_package("b", "2" * 64), _package("a", "1" * 64)])
     assert one.digest == two.digest
-    changed = LockedGroup(suite="trixie", requested=["a"], packages=[_package("a", "3" * 64)])
-    assert changed.digest != one.digest
+    assert _group(["a"], [_package("a", "3" * 64)]).digest != one.digest

@@ -88,7 +88,9 @@ def _lock() -> Lock:
         image="worker",
         source_date_epoch=0,
         repositories={"debian": None},
-        groups={"base": LockedGroup(suite="trixie", requested=["libc6"], packages=packages)},
+        groups={
+            "base": LockedGroup(suite="trixie", components=["main"], requested=["libc6"], packages=packages)
+        },
     )
 
 

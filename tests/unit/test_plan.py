@@ -10,7 +10,7 @@ import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedArchive, LockedGroup, LockedPackage
+from image_builder.lock import Lock, LockedGroup, LockedPackage
 from image_builder.plan.model import Plan
 from image_builder.plan.resolve import resolve
 
@@ -94,7 +94,9 @@ def _package(sha256: str) -> LockedPackage:
 
 def _lock(**changes: object) -> Lock:
     groups = {
-        name: LockedGroup(suite="trixie", requested=[name], packages=[_package(f"{n}" * 64)])
+        name: LockedGroup(
+            suite="trixie", components=["main"], requested=[name], packages=[_package(f"{n}" * 64)]
+        )
         for n, name in enumerate(("tools", "base", "system", "container_runtime"))
     }
     values = {"image": "worker", "source_date_epoch": 1, "repositories": {"debian": None}, "groups": groups}
@@ -222,13 +224,22 @@ def test_a_package_reaches_its_layer_and_what_stands_on_it(
     root: Path, group: str, expected: set[str]
 ) -> None:
     groups = dict(_lock().groups)
-    groups[group] = LockedGroup(suite="trixie", requested=[group], packages=[_package("f" * 64)])
+    groups[group] = LockedGroup(
+        suite="trixie", components=["main"], requested=[group], packages=[_package("f" * 64)]
+    )
     assert _changed(_plan(root), _plan(root, _lock(groups=groups))) == expected
 
 
-def test_an_archive_reaches_the_layers(root: Path) -> None:
-    archives = [LockedArchive(url="https://example.invalid/a.tgz", sha256="e" * 64)]
-    assert _changed(_plan(root), _plan(root, _lock(archives=archives))) == FROM_SYSTEM
+def test_an_archive_reaches_the_layer_that_asks_for_it(root: Path) -> None:
+    before = _plan(root)
+    with (root / "roles/container_runtime/vars/main.yml").open("a") as file:
+        file.write(
+            f"__container_runtime_archives: [{{url: 'https://example.invalid/a', sha256: {'e' * 64}}}]\n"
+        )
+    after = _plan(root)
+    assert _changed(before, after) == FROM_RUNTIME
+    assert after.stage("container_runtime").options["archives"] == ["e" * 64]
+    assert after.stage("system").options["archives"] == []
 
 
 def test_where_the_repository_lies_does_not_matter(
