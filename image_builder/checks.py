@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder import render
+from image_builder import failure, render
 from image_builder.command import host_settings, register, show
-from image_builder.errors import StoreError, UsageError
+from image_builder.errors import ImageBuilderError, StoreError, UsageError
 from image_builder.options import AsJson, Facts, Output, StoreDir
 from image_builder.settings import DEFAULT_STORE
 
@@ -72,10 +73,18 @@ def boot(
         )
     if result.suite:
         render.stderr_console().print(verification.table(result.suite))
-    if verify:
-        result.require_passed()
     text = f"{result.image}: {result.system_state}, ssh after {render.human_seconds(result.ssh_seconds)}"
     show({**result.as_json(), "reports": out_dir}, f"{text}; reports in {out_dir}", as_json=as_json)
+    return _judge(result.require_passed) if verify else 0
+
+
+def _judge(require_passed: Callable[[], None]) -> int:
+    """Return the status of a verdict. The result was printed already: on stdout it stays the only document."""
+    try:
+        require_passed()
+    except ImageBuilderError as error:
+        print(failure.text(error), file=sys.stderr)
+        return error.exit_code
     return 0
 
 
@@ -120,8 +129,7 @@ def verify(
         print(json.dumps(result.as_json(), indent=1))
     else:
         render.stdout_console().print(verification.table(result))
-    verification.require_passed(result)
-    return 0
+    return _judge(lambda: verification.require_passed(result))
 
 
 @register(store_app)

@@ -173,6 +173,10 @@ class Store:
 
     def verify(self) -> list[Damage]:
         """Hash every object against its manifest and every download against its name."""
+        with self.in_use():
+            return self._damages()
+
+    def _damages(self) -> list[Damage]:
         damages = []
         for stage_id in self.ids():
             meta = self.meta(stage_id)

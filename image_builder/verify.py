@@ -96,5 +96,5 @@ def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
         )
     tree.mkdir()
     argv = ["tar", "--extract", f"--file={build / archive.name}", f"--directory={tree}", "--numeric-owner"]
-    process.run([*argv, "--same-permissions", "--xattrs", "--xattrs-include=*"])
+    process.run([*argv, "--same-permissions", "--xattrs", "--xattrs-include=*", "--acls"])
     return tree

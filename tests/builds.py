@@ -90,6 +90,11 @@ class Workplace:
                 return path
         raise KeyError(name)
 
+    def restore(self, original: Workplace, name: str) -> None:
+        """Take a forgotten stage back from the store that this one was copied from."""
+        path = original.object(name)
+        subprocess.run(["cp", "-al", path, self.store / "objects" / path.name], check=True)
+
 
 def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
     """Read the child's stderr until a line is wanted; False when it ended before. Later lines are drained."""

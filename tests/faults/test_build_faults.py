@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,16 @@ def _published(workplace: Workplace) -> dict[str, str]:
         for p in sorted(workplace.output.rglob("*"))
         if p.is_file() and not p.is_symlink()
     }
+
+
+def _inventory(tmp_path: Path, text: str) -> Path:
+    """Return a copy of the lab's inventory in which the small image has more variables."""
+    inventory = tmp_path / "inventory"
+    subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
+    (inventory / "host_vars").mkdir(exist_ok=True)
+    with (inventory / "host_vars" / f"{IMAGE}.yml").open("a") as file:
+        file.write(f"\n{text}\n")
+    return inventory
 
 
 @pytest.fixture
@@ -65,9 +75,9 @@ def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, publishe
     _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
 
 
-def test_the_disk_fills_up_in_the_middle(copy_of: Callable[[], Workplace], tmp_path: Path) -> None:
+def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -> None:
     """The store on a filesystem of its own; another program takes the rest of it while a stage runs."""
-    source = copy_of()
+    source = workplace
     image = source.store.parent / "small.ext4"
     mount = source.store.parent / "mount"
     mount.mkdir()
@@ -95,7 +105,7 @@ def test_the_disk_fills_up_in_the_middle(copy_of: Callable[[], Workplace], tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["status"] in (errors.StageError.exit_code, errors.FetchError.exit_code), told
+    assert told["status"] == errors.SpaceError.exit_code, told
     assert "No space left" in told["stderr"], told
     assert "Traceback" not in told["stderr"]
     assert told["staging"] == []
@@ -158,11 +168,7 @@ def test_a_package_whose_postinst_fails(
         }
     )
     (tmp_path / "lock.json").write_text(json.dumps(lock))
-    inventory = tmp_path / "inventory"
-    subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
-    (inventory / "host_vars").mkdir(exist_ok=True)
-    with (inventory / "host_vars" / f"{IMAGE}.yml").open("a") as file:
-        file.write("\nsystem_packages_extra: [ethtool, iputils-ping, less, broken-package]\n")
+    inventory = _inventory(tmp_path, "system_packages_extra: [ethtool, iputils-ping, less, broken-package]")
     done = workplace.build("--locked", tmp_path / "lock.json", inventory=inventory)
     _assert_refused(
         done,
@@ -175,6 +181,61 @@ def test_a_package_whose_postinst_fails(
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "told"),
+    [
+        ("system_sysctrl: {a: 1}", errors.DefinitionError.exit_code, "did you mean `system_sysctl`"),
+        ("system_swap_off: 3", errors.DefinitionError.exit_code, "system_swap_off"),
+        ("image_layers: [system, nonsense]", errors.DefinitionError.exit_code, "unknown layer `nonsense`"),
+        (
+            'image_layers: [system, container_runtime]\ncontainer_runtime_docker_version: "31.0"',
+            errors.DefinitionError.exit_code,
+            "31.0",
+        ),
+    ],
+    ids=["unknown variable", "wrong type", "unknown layer", "unknown version"],
+)
+def test_a_wrong_definition(
+    workplace: Workplace, published: dict[str, str], tmp_path: Path, text: str, code: int, told: str
+) -> None:
+    done = workplace.build(inventory=_inventory(tmp_path, text))
+    _assert_refused(done, workplace, published, code, told, f"host_vars/{IMAGE}.yml:")
+
+
+def _vaulted(password: Path, secret: str) -> str:
+    """Return the inventory text of a variable with a vaulted value."""
+    program = Path(sys.executable).parent / "ansible-vault"
+    argv = [program, "encrypt_string", "--vault-password-file", password, "--name", "site_secret", secret]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_wrong_vault_password(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
+    secret = "correct horse battery staple"
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("right\n")
+    bad.write_text("wrong\n")
+    inventory = _inventory(tmp_path, _vaulted(good, secret))
+    done = workplace.build("--vault-password-file", bad, inventory=inventory)
+    _assert_refused(done, workplace, published, errors.VaultError.exit_code, f"host_vars/{IMAGE}.yml")
+    assert secret not in done.stderr + done.stdout
+
+
+def test_a_vaulted_value_reaches_no_record_of_a_build(workplace: Workplace, tmp_path: Path) -> None:
+    """A play may write it into the image; the plan, the records, the logs and the facts never show it."""
+    secret = "9f1c-canary-77aa"
+    password = tmp_path / "password"
+    password.write_text("right\n")
+    use = "system_sysctl_extra: {kernel.domainname: '{{ site_secret }}'}"
+    inventory = _inventory(tmp_path, f"{_vaulted(password, secret)}\n{use}")
+    done = workplace.build("--vault-password-file", password, "--stop-after", "verify", inventory=inventory)
+    assert secret not in done.stderr + done.stdout
+    trees = [p for p in workplace.store.glob("objects/*/product/tree/etc/sysctl.d/90-image.conf")]
+    assert any(secret in p.read_text() for p in trees), "the play did not use it"
+    for path in workplace.store.rglob("*"):
+        if path.is_file() and not path.is_symlink() and "tree" not in path.parts and "debs" not in path.parts:
+            assert secret.encode() not in path.read_bytes(), path
+
+
 def test_a_damaged_store_is_refused_and_repaired_by_building_again(
     workplace: Workplace, published: dict[str, str]
 ) -> None:
@@ -183,7 +244,7 @@ def test_a_damaged_store_is_refused_and_repaired_by_building_again(
     victim = base / "product/tree/etc/debian_version"
     subprocess.run(["cp", "--remove-destination", "/proc/version", victim], check=True)
     done = workplace.build()
-    _assert_refused(done, workplace, published, errors.StageError.exit_code, "etc/debian_version", "hint:")
+    _assert_refused(done, workplace, published, errors.StoreError.exit_code, "etc/debian_version", "hint:")
     verified = subprocess.run(
         workplace.command("store", "verify", "--store", workplace.store, "--json"),
         capture_output=True,

@@ -15,7 +15,10 @@ from tests.builds import Workplace, network_state, wait_for_line, wait_until_cle
 
 pytestmark = pytest.mark.root
 
-STAGES = ("base", "system", "seal", "verify", "disk", "convert")
+STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
+# Those that only a worker has, and what stands on them.
+WORKER_STAGES = ("build_root", "kubelet_build", "container_runtime", "kubernetes")
+LAST = ("seal", "verify", "disk", "convert")
 RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "20"))
 
 
@@ -23,10 +26,18 @@ def _tree(path: Path) -> set[str]:
     return {os.fspath(p.relative_to(path)) for p in path.rglob("*")}
 
 
+def _outside(workplace: Workplace) -> set[str]:
+    """Return what is where a build must leave nothing: the store beside staging, and temporary directories."""
+    found = {p for p in _tree(workplace.store) if not p.startswith(("staging", "objects"))}
+    # The files that locks are held on are empty, and stay.
+    found = {p for p in found if (workplace.store / p).is_dir() or (workplace.store / p).stat().st_size}
+    return found | {os.fspath(p) for folder in ("/tmp", "/var/tmp") for p in Path(folder).iterdir()}
+
+
 def _kill_when(workplace: Workplace, line: Callable[[str], bool], delay: float) -> bool:
     """Start a build, SIGKILL it ``delay`` seconds after the wanted line; False when it ended before."""
     network = network_state()
-    outside = {p for p in _tree(workplace.store) if not p.startswith(("staging", "objects"))}
+    outside = _outside(workplace)
     child = workplace.start()
     try:
         seen = wait_for_line(child, line)
@@ -37,37 +48,48 @@ def _kill_when(workplace: Workplace, line: Callable[[str], bool], delay: float) 
         child.wait()
     assert wait_until_clean(workplace.store) == []
     assert network_state() == network
-    now = {p for p in _tree(workplace.store) if not p.startswith(("staging", "objects"))}
-    # The files that locks are held on stay; they are empty.
-    more = [p for p in now - outside if (workplace.store / p).stat().st_size]
-    assert more == []
+    assert _outside(workplace) - outside == set()
     return seen and alive
 
 
-def test_killed_in_every_stage(workplace: Workplace) -> None:
+def _starts(stage: str) -> Callable[[str], bool]:
+    return lambda line: f" {stage} " in line and "started" in line
+
+
+def test_killed_in_every_stage(workplace: Workplace, minimal: Workplace) -> None:
     workplace.forget(*STAGES)
     for stage in STAGES:
-        killed = _kill_when(workplace, lambda line, s=stage: f" {s} " in line and "start" in line, 0.3)  # type: ignore[misc]
-        assert killed, stage
-        # The next stage's turn comes only when this one is finished: build up to it.
-        done = workplace.build("--stop-after", stage)
-        assert done.status == 0, done.stderr
+        assert _kill_when(workplace, _starts(stage), 0.3), stage
+        workplace.restore(minimal, stage)
+    workplace.forget("convert")
+    assert _kill_when(workplace, _starts("publish"), 0.1)
     done = workplace.build()
     assert done.status == 0, done.stderr
     assert list((workplace.store / "staging").iterdir()) == []
-    verified = Path(done.result["artefact"]) / "manifest.json"
-    assert verified.exists()
+    published = list((workplace.output / workplace.image).iterdir())
+    assert sorted(p.name for p in published) == sorted([done.result["build_id"][:12], "latest"])
+
+
+def test_killed_in_every_stage_of_a_worker(
+    copies: Callable[[Workplace], Workplace], worker: Workplace
+) -> None:
+    workplace = copies(worker)
+    workplace.forget(*WORKER_STAGES, *LAST)
+    for stage in WORKER_STAGES:
+        assert _kill_when(workplace, _starts(stage), 1.0), stage
+        workplace.restore(worker, stage)
 
 
 def test_killed_at_random(workplace: Workplace) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    last = ("seal", "verify", "disk", "convert")
-    for n in range(RANDOM_KILLS):
-        if n % 5 == 0:
-            workplace.forget(*last)
-        _kill_when(workplace, lambda _line: True, chance.uniform(0.0, 8.0))
+    killed = tries = 0
+    while killed < RANDOM_KILLS:
+        workplace.forget(*LAST)
+        killed += _kill_when(workplace, lambda _line: True, chance.uniform(0.0, 8.0))
+        tries += 1
+        assert tries < 3 * RANDOM_KILLS, "builds end before they can be killed"
     done = workplace.build()
     assert done.status == 0, done.stderr
     assert list((workplace.store / "staging").iterdir()) == []

@@ -12,8 +12,7 @@ BOOTED: dict[str, tuple[int, str]] = {}
 def record_booted(check: str, command: str, *, turn: int = 0) -> None:
     """Record the command (for ``sh -c``) that must turn a check of a running machine red.
 
-    ``turn`` is 1 for what stops the container runtime, which others still need, and 2 for what keeps later
-    commands from finding their way.
+    ``turn`` orders those that take away what other commands still need: 0 comes first.
     """
     if check in BOOTED:
         raise ValueError(f"{check} is recorded twice")
@@ -60,7 +59,7 @@ record_booted(
     "test_root_is_writable",
     # Over the root: running processes hardly notice, but the list of mounts tells it.
     "mount --types tmpfs --options ro tmpfs /",
-    turn=2,
+    turn=4,
 )
 record_booted("test_esp_is_mounted", "umount /boot/efi")
 record_booted(
@@ -88,10 +87,10 @@ record_booted(
 record_booted(
     "test_docker_runs_with_overlay2",
     "sed -i 's/overlay2/vfs/' /etc/docker/daemon.json && systemctl restart docker.service",
-    turn=1,
+    turn=2,
 )
 record_booted(
     "test_runtime_processes_have_the_limits",
     "prlimit --pid $(systemctl show -p MainPID --value containerd.service) --nofile=1024:1024",
-    turn=1,
+    turn=2,
 )

@@ -166,6 +166,6 @@ record_booted(
 record_booted("test_pod_guard_is_in_force", "systemctl stop azure-pod-guard.service")
 record_booted("test_traffic_is_counted", "systemctl stop network-accounting.service")
 record_booted(
-    "test_containerd_answers", "mv /run/containerd/containerd.sock /run/containerd/moved.sock", turn=1
+    "test_containerd_answers", "mv /run/containerd/containerd.sock /run/containerd/moved.sock", turn=3
 )
 record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8", turn=1)
