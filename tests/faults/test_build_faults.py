@@ -205,7 +205,8 @@ def test_a_wrong_definition(
 def _vaulted(password: Path, secret: str) -> str:
     """Return the inventory text of a variable with a vaulted value."""
     program = Path(sys.executable).parent / "ansible-vault"
-    argv = [program, "encrypt_string", "--vault-password-file", password, "--name", "site_secret", secret]
+    argv: list[str | Path] = [program, "encrypt_string", "--vault-password-file", password]
+    argv += ["--name", "site_secret", secret]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
@@ -229,7 +230,7 @@ def test_a_vaulted_value_reaches_no_record_of_a_build(workplace: Workplace, tmp_
     inventory = _inventory(tmp_path, f"{_vaulted(password, secret)}\n{use}")
     done = workplace.build("--vault-password-file", password, "--stop-after", "verify", inventory=inventory)
     assert secret not in done.stderr + done.stdout
-    trees = [p for p in workplace.store.glob("objects/*/product/tree/etc/sysctl.d/90-image.conf")]
+    trees = workplace.store.glob("objects/*/product/tree/etc/sysctl.d/90-image.conf")
     assert any(secret in p.read_text() for p in trees), "the play did not use it"
     for path in workplace.store.rglob("*"):
         if path.is_file() and not path.is_symlink() and "tree" not in path.parts and "debs" not in path.parts:
