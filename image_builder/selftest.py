@@ -168,6 +168,7 @@ def _environment(cache: Path) -> dict[str, str]:
         "IMAGE_BUILDER_RANDOM_KILLS",
         "KUBELET_PROGRAMS",
         "IMAGE_BUILDER_MIRROR",
+        "IMAGE_BUILDER_MOLECULE",
         "NO_COLOR",
         "TERM",
         "PYTHONPYCACHEPREFIX",

@@ -33,7 +33,7 @@ record_booted(
     "test_machine_has_an_id_of_its_own",
     "umount /etc/machine-id 2>/dev/null; echo uninitialized > /etc/machine-id",
 )
-record_booted("test_host_keys_are_of_this_machine", "touch --date=1990-01-01 /etc/ssh/ssh_host_rsa_key")
+record_booted("test_host_keys_are_of_this_machine", "touch --date=1990-01-01 /etc/ssh/ssh_host_*_key")
 record_booted("test_machine_has_a_name", "hostname localhost")
 record_booted(
     "test_root_is_this_builds_partition",
@@ -56,10 +56,9 @@ record_booted(
     "echo $(( $(cat $size) + 2097152 )) > /run/disk-size && mount --bind /run/disk-size $size",
 )
 record_booted(
-    "test_root_is_writable",
-    # Over the root: running processes hardly notice, but the list of mounts tells it.
-    "mount --types tmpfs --options ro tmpfs /",
-    turn=4,
+    "test_root_is_sound",
+    "echo mutation > /sys/fs/ext4/$(basename $(findmnt --noheadings --output SOURCE /))/trigger_fs_error",
+    turn=3,
 )
 record_booted("test_esp_is_mounted", "umount /boot/efi")
 record_booted(

@@ -50,7 +50,7 @@ def test_no_unit_was_restarted(host: Host) -> None:
 def test_journal_has_no_trouble(host: Host) -> None:
     """Neither the kernel nor a service reported a crash, a stall, a lost disk or an ordering cycle."""
     emulated = host.run("systemd-detect-virt").stdout.strip() == "qemu"
-    journal = output(host, "journalctl --boot --output=cat --no-pager")
+    journal = output(host, "journalctl --merge --boot --output=cat --no-pager")
     assert "Linux version" in journal, "the journal doesn't begin with the kernel's start"
     nothing(problems(journal, emulated=emulated))
 
@@ -84,10 +84,12 @@ def test_root_fills_the_disk(host: Host) -> None:
 
 
 @booted
-def test_root_is_writable(host: Host) -> None:
-    """The root filesystem is ext4 and was not remounted read-only."""
-    kind, options = output(host, "findmnt --noheadings --output FSTYPE,OPTIONS /").splitlines()[-1].split()
+def test_root_is_sound(host: Host) -> None:
+    """The root filesystem is ext4, writable, and has met no error."""
+    device, kind, options = output(host, "findmnt --noheadings --output SOURCE,FSTYPE,OPTIONS /").split()
     assert kind == "ext4" and "rw" in options.split(","), f"{kind} {options}"
+    errors = read(host, f"/sys/fs/ext4/{device.rpartition('/')[2]}/errors_count").strip()
+    assert errors == "0", f"{errors} errors"
 
 
 @booted

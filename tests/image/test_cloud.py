@@ -194,7 +194,9 @@ def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> 
 @with_cloud_init
 def test_cloud_init_is_done(host: Host) -> None:
     """cloud-init found a datasource and finished without errors."""
-    status = json.loads(host.run("timeout 300 cloud-init status --wait --format json").stdout)
+    done = host.run("timeout 300 cloud-init status --wait --format json")
+    assert done.stdout, f"cloud-init tells nothing (status {done.rc})"
+    status = json.loads(done.stdout)
     nothing(differences({"status": "done", "errors": []}, status))
     assert status["detail"], "no datasource"
 
