@@ -19,10 +19,11 @@ from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.lock import LockedFile, LockedPackage
 
 _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
-# mmdebstrap's, for hosts without a Debian source of their own, such as Ubuntu.
-_DEFAULT_MIRRORS = {
-    "debian": "http://deb.debian.org/debian",
-    "debian-security": "http://security.debian.org/debian-security",
+# How mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
+_MMDEBSTRAP = Path("/usr/bin/mmdebstrap")
+_DEFAULTS = {
+    "debian": re.compile(r"^ *my \$mirror += '([^']+)';", re.MULTILINE),
+    "debian-security": re.compile(r"^ *my \$secmirror += '([^']+)';", re.MULTILINE),
 }
 
 
@@ -171,6 +172,12 @@ def _configuration(path: Path, architecture: str) -> str:
     )
 
 
+def default_mirrors(program: Path = _MMDEBSTRAP) -> dict[str, str]:
+    """Return the mirrors that mmdebstrap uses when it is told none, as its program text has them; else {}."""
+    text = program.read_text(encoding="utf-8") if program.exists() else ""
+    return {name: found[1] for name, pattern in _DEFAULTS.items() if (found := pattern.search(text))}
+
+
 def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
     """Return the host's own Debian mirrors: {"debian": address, "debian-security": address}.
 
@@ -226,7 +233,7 @@ def debian_sources(
 
     ``mirror`` is the archive's address; the security archive is expected beside it with ``-security``
     appended. Without it the host's own mirrors are used, and where it has none, mmdebstrap's default. Raises
-    HostError for a missing keyring.
+    HostError for a missing keyring, or when no mirror is known.
     """
     if mirror:
         base = mirror.rstrip("/")
@@ -234,7 +241,11 @@ def debian_sources(
     else:
         mirrors = host_mirrors()
     if "debian" not in mirrors:
-        mirrors = _DEFAULT_MIRRORS
+        mirrors = default_mirrors()
+    if "debian" not in mirrors:
+        raise HostError(
+            "no Debian mirror is known", hint="set image_base.mirror or the variable IMAGE_BUILDER_MIRROR"
+        )
     if not keyring.exists():
         raise HostError(f"the keyring {keyring} is missing", hint="apt-get install debian-archive-keyring")
     sources = [

@@ -48,11 +48,19 @@ def test_a_host_that_is_not_debian_has_no_mirror_and_gets_the_default(
     found = apt.host_mirrors(etc)
     assert found == {}
     monkeypatch.setattr(apt, "host_mirrors", lambda: found)
+    monkeypatch.setattr(apt, "default_mirrors", lambda: {"debian": "http://a.example/debian"})
     sources = apt.debian_sources("trixie", ("main",), etc / "os-release", None)
-    assert [s.uri for s in sources] == [
-        "http://deb.debian.org/debian",
-        "http://security.debian.org/debian-security",
-    ]
+    assert [s.uri for s in sources] == ["http://a.example/debian"]
+
+
+def test_the_default_is_mmdebstraps_own(tmp_path: Path) -> None:
+    program = tmp_path / "mmdebstrap"
+    program.write_text(
+        "    my $mirror    = 'http://a.example/debian';\n    my $secmirror = 'http://b.example/security';\n"
+    )
+    found = apt.default_mirrors(program)
+    assert found == {"debian": "http://a.example/debian", "debian-security": "http://b.example/security"}
+    assert apt.default_mirrors(tmp_path / "none") == {}
 
 
 @pytest.mark.parametrize("mirror", ["http://one.example/debian", "http://one.example/debian/"])
