@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ansible_runner
 
@@ -50,43 +50,72 @@ def play(
     """
     private = work / "ansible"
     (private / "env").mkdir(parents=True)
-    failures: list[str] = []
+    arguments = ["--limit", host]
+    for inventory in inventories:
+        arguments += ["-i", os.fspath(inventory)]
+    if vault_password_file:
+        arguments += ["--vault-password-file", os.fspath(vault_password_file)]
+    extra = {**variables, **_connection(root, environment_in_root)}
+    (private / "extra.json").write_text(json.dumps(extra), encoding="utf-8")
+    arguments += ["--extra-vars", f"@{private / 'extra.json'}"]
+    with log.open("a", encoding="utf-8") as sink:
+        sink.write(f"+ ansible-playbook {playbook} --limit {host}\n")
+        failures: list[str] = []
+        status, code, stats = _run(
+            playbook, arguments, private, roles, python, _listener(sink, doing, failures)
+        )
+    if status != "successful":
+        raise CommandError(
+            f"the play {playbook.name} {status} (exit status {code}) on {host}",
+            tail="\n".join(failures) or "no task failed: see the log for Ansible's own message",
+        )
+    return PlayResult(sum(stats.get("ok", {}).values()), sum(stats.get("changed", {}).values()))
 
-    def handle(event: dict[str, Any]) -> bool:
-        with log.open("a", encoding="utf-8") as sink:
-            if event.get("stdout"):
-                sink.write(_plain(event["stdout"]) + "\n")
-        data = event.get("event_data", {})
-        if event["event"] == "playbook_on_task_start":
-            doing(data.get("name") or data.get("task", ""))
-        elif event["event"] in ("runner_on_failed", "runner_on_unreachable") and not data.get(
-            "ignore_errors"
-        ):
-            failures.append(_failure(data))
-        return False
 
-    extra = {
-        **variables,
+def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str, JSON]:
+    """Return the variables that make a host of the inventory the sandbox at ``root``."""
+    return {
         "ansible_connection": "sandbox",
         "ansible_sandbox_root": os.fspath(root),
         "ansible_sandbox_environment": [f"{k}={v}" for k, v in sorted(environment_in_root.items())],
         "ansible_python_interpreter": "/usr/bin/python3",
         "ansible_remote_tmp": "/tmp/.ansible",
     }
-    arguments = ["--limit", host]
-    for inventory in inventories:
-        arguments += ["-i", os.fspath(inventory)]
-    if vault_password_file:
-        arguments += ["--vault-password-file", os.fspath(vault_password_file)]
-    extra_file = private / "extra.json"
-    extra_file.write_text(json.dumps(extra), encoding="utf-8")
-    with log.open("a", encoding="utf-8") as sink:
-        sink.write(f"+ ansible-playbook {playbook} --limit {host}\n")
+
+
+def _listener(
+    sink: TextIO, doing: Callable[[str], None], failures: list[str]
+) -> Callable[[dict[str, Any]], bool]:
+    """Return what the runner calls for each of Ansible's events."""
+
+    def handle(event: dict[str, Any]) -> bool:
+        if event.get("stdout"):
+            sink.write(_plain(event["stdout"]) + "\n")
+        data = event.get("event_data", {})
+        failed = event["event"] in ("runner_on_failed", "runner_on_unreachable")
+        if event["event"] == "playbook_on_task_start":
+            doing(data.get("name") or data.get("task", ""))
+        elif failed and not data.get("ignore_errors"):
+            failures.append(_failure(data))
+        return False
+
+    return handle
+
+
+def _run(
+    playbook: Path,
+    arguments: Sequence[str],
+    private: Path,
+    roles: Path,
+    python: Path,
+    handle: Callable[[dict[str, Any]], bool],
+) -> tuple[str, int, Mapping[str, Mapping[str, int]]]:
+    """Run ansible-playbook to its end; return (the runner's word for it, exit status, counts of tasks)."""
     config = ansible_runner.RunnerConfig(
         private_data_dir=os.fspath(private),
         project_dir=os.fspath(playbook.parent),
         playbook=os.fspath(playbook),
-        cmdline=" ".join([*map(shlex.quote, arguments), "--extra-vars", f"@{extra_file}"]),
+        cmdline=shlex.join(arguments),
         envvars=_environment(private, roles, python),
         quiet=True,
         rotate_artifacts=0,
@@ -95,13 +124,7 @@ def play(
     config.command[0] = os.fspath(python.parent / "ansible-playbook")
     runner = ansible_runner.Runner(config, event_handler=handle, remove_partials=True)
     status, code = runner.run()
-    stats = runner.stats or {}
-    if status != "successful":
-        raise CommandError(
-            f"the play {playbook.name} {status} (exit status {code}) on {host}",
-            tail="\n".join(failures) or "no task failed: see the log for Ansible's own message",
-        )
-    return PlayResult(sum(stats.get("ok", {}).values()), sum(stats.get("changed", {}).values()))
+    return status, code, runner.stats or {}
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
