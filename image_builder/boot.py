@@ -121,7 +121,7 @@ def boot(
         extra_disks=extra_disks,
         secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
         user=str(variables.get("azure_guest_default_user", "debian")),
-        disk_size=_virtual_size(disk) + GROWTH_BYTES,
+        disk_size=virtual_size(disk) + GROWTH_BYTES,
     )
     with store.staging() as work, Vm(options, work) as vm:
         try:
@@ -174,7 +174,7 @@ def _stage(monitor: Monitor, name: str) -> Iterator[None]:
     monitor.stage_finished(name, time.monotonic() - started, False)
 
 
-def _virtual_size(disk: Path) -> int:
+def virtual_size(disk: Path) -> int:
     """Return the size of a disk in bytes: a raw file's own, or what a qcow2 header says (offset 24)."""
     with disk.open("rb") as file:
         header = file.read(32)

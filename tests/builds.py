@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPO = Path(__file__).resolve().parents[1]
 IMAGE = "minimal"
@@ -97,15 +97,33 @@ class Workplace:
 
 
 def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
-    """Read the child's stderr until a line is wanted; False when it ended before. Later lines are drained."""
-    assert child.stderr is not None
+    """Read the child's stderr until a line is wanted; False when it ended before.
+
+    Later lines are drained until nobody holds the pipe any more, then it is closed.
+    """
+    stream = child.stderr
+    assert stream is not None
     deadline = time.monotonic() + seconds
-    for line in child.stderr:
+    for line in stream:
         if wanted(line):
-            threading.Thread(target=child.stderr.read, daemon=True).start()
+            threading.Thread(target=_drain, args=(stream,), daemon=True).start()
             return True
         assert time.monotonic() < deadline, "the build came to a halt"
+    stream.close()
     return False
+
+
+def _drain(stream: IO[str]) -> None:
+    with stream:
+        stream.read()
+
+
+def is_drained(child: subprocess.Popen[str], seconds: float = 10) -> bool:
+    """Wait until the pipe of a dead build is closed: until no process of it is left that could write."""
+    deadline = time.monotonic() + seconds
+    while not (child.stderr and child.stderr.closed) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(child.stderr and child.stderr.closed)
 
 
 def left_behind(store: Path) -> list[str]:

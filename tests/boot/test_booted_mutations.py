@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.boot import GROWTH_BYTES, find_disk, start_pod, wait_for_system
+from image_builder.boot import GROWTH_BYTES, find_disk, start_pod, virtual_size, wait_for_system
 from image_builder.events import NullMonitor
 from image_builder.report.verification import Check, SuiteResult
 from image_builder.stages.verify import SUITE, observe_suite
@@ -60,7 +60,10 @@ def test_every_booted_check_sees_its_mutation(
     variables = json.loads(facts.read_bytes())["variables"]
     disk = find_disk(artefact)
     options = VmOptions(
-        name="mutant", disk=disk, user=variables["image_base"]["distribution"], disk_size=_size(disk)
+        name="mutant",
+        disk=disk,
+        user=variables["image_base"]["distribution"],
+        disk_size=virtual_size(disk) + GROWTH_BYTES,
     )
     machine = tmp_path / "machine"
     machine.mkdir()
@@ -78,7 +81,3 @@ def test_every_booted_check_sees_its_mutation(
                 ssh.run(["sh", "-c", command])
         broken = verify(ssh, facts, tmp_path / "broken", tuple(mutated.values()))
     assert [check.name for check in broken.checks if check.outcome == "passed"] == []
-
-
-def _size(disk: Path) -> int:
-    return disk.stat().st_size + GROWTH_BYTES

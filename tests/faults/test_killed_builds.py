@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builds import Workplace, network_state, wait_for_line, wait_until_clean
+from tests.builds import Workplace, is_drained, network_state, wait_for_line, wait_until_clean
 
 pytestmark = pytest.mark.root
 
@@ -46,6 +46,7 @@ def _kill_when(workplace: Workplace, line: Callable[[str], bool], delay: float) 
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
+    assert is_drained(child)
     assert wait_until_clean(workplace.store) == []
     assert network_state() == network
     assert _outside(workplace) - outside == set()
