@@ -11,6 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class _Build:
     staging: Path
     shell: Callable[[Root], None] | None
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Ids of the stages that were compared with their manifest, or made, in this build: once is enough.
+    sound: set[str] = field(default_factory=set)
 
 
 def obtain_lock(
@@ -130,8 +133,7 @@ def build(
         )
         space.check(lock, todo, store, settings, definition)
         _fetch(work, todo)
-        for stage in todo:
-            _run_stage(work, stage)
+        _run_all(work, todo)
         if not stop_after:
             store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
@@ -187,6 +189,23 @@ def _fetch(work: _Build, todo: Sequence[StagePlan]) -> None:
     monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
 
 
+def _run_all(work: _Build, todo: Sequence[StagePlan]) -> None:
+    """Run the stages in order; those that no other one needs run beside the rest, one at a time.
+
+    So the checks run while the disk is made. What fails first is raised, after what runs beside it has ended.
+    """
+    needed = {i for stage in todo for i in (*stage.lowers, *stage.inputs.values())}
+    with ThreadPoolExecutor(1) as beside:
+        running = []
+        for stage in todo:
+            if stage.id in needed:
+                _run_stage(work, stage)
+            else:
+                running.append(beside.submit(_run_stage, work, stage))
+        for future in running:
+            future.result()
+
+
 def _run_stage(work: _Build, stage: StagePlan) -> None:
     """Run one stage and commit it, unless another build did so in the meantime."""
     monitor, store = work.monitor, work.store
@@ -198,8 +217,9 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
         started = time.monotonic()
         log = work.staging / f"{stage.name}.log"
         try:
-            for needed in (*stage.lowers, *stage.inputs.values()):
+            for needed in {*stage.lowers, *stage.inputs.values()} - work.sound:
                 store.check(needed)
+                work.sound.add(needed)
             context = _context(work, stage, log)
             module = importlib.import_module(f"image_builder.stages.{stage.kind}")
             run: Stage = module.run
@@ -215,6 +235,7 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
                 stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
             ) from error
         work.ran[stage.name] = meta
+        work.sound.add(stage.id)
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
 
 

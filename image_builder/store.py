@@ -129,10 +129,12 @@ class Store:
         """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
 
         The manifest is written from what lies there, one ``syncfs`` makes all of it durable, one rename makes
-        it visible. Returns the stage's meta.
+        it visible. A stage that hashed its files while it wrote them tells so in ``facts["files"]``, items with
+        ``name`` and ``sha256``. Returns the stage's meta.
         """
         started = time.monotonic()
-        entries, size = _write_manifest(staged / "product", staged / "manifest.gz")
+        hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
+        entries, size = _write_manifest(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
             "name": plan.name,
             "id": plan.id,
@@ -278,12 +280,21 @@ def _content(full: Path, info: os.stat_result) -> str:
     return os.readlink(full) if stat.S_ISLNK(info.st_mode) else ""
 
 
-def _write_manifest(root: Path, target: Path) -> tuple[int, int]:
-    """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes."""
+def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
+    files = facts.get("files")
+    return [f for f in files if isinstance(f, Mapping)] if isinstance(files, list) else []
+
+
+def _write_manifest(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int]:
+    """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes.
+
+    ``hashed`` are SHA-256 of files that are known already.
+    """
     count = size = 0
     with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
         for path, info in _entries(root):
-            out.write(json.dumps(_line(path, info, _content(root / path, info))).encode() + b"\n")
+            content = hashed.get(path) or _content(root / path, info)
+            out.write(json.dumps(_line(path, info, content)).encode() + b"\n")
             count += 1
             size += info.st_blocks * 512
     return count, size
