@@ -197,13 +197,17 @@ def _run_all(work: _Build, todo: Sequence[StagePlan]) -> None:
     needed = {i for stage in todo for i in (*stage.lowers, *stage.inputs.values())}
     with ThreadPoolExecutor(1) as beside:
         running = []
-        for stage in todo:
-            if stage.id in needed:
-                _run_stage(work, stage)
-            else:
-                running.append(beside.submit(_run_stage, work, stage))
-        for future in running:
-            future.result()
+        try:
+            for stage in todo:
+                if stage.id in needed:
+                    _run_stage(work, stage)
+                else:
+                    running.append(beside.submit(_run_stage, work, stage))
+            for future in running:
+                future.result()
+        except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
+            beside.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _run_stage(work: _Build, stage: StagePlan) -> None:
