@@ -5,6 +5,7 @@ A file appears under its SHA-256 only when it is whole and right; until then it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -151,12 +152,11 @@ def _chunks(pool: urllib3.PoolManager, url: str) -> Iterable[bytes]:
         return
     # The body as it was sent: a .gz file must not be unpacked because of its Content-Encoding.
     response = pool.request("GET", url, preload_content=False, headers={"Accept-Encoding": "identity"})
-    try:
+    # A body read to its end has given its connection back by then; closing drops only one that was not.
+    with contextlib.closing(response):
         if response.status != 200:
             raise urllib3.exceptions.HTTPError(f"HTTP status {response.status}")
         yield from response.stream(_CHUNK, decode_content=False)
-    finally:
-        response.release_conn()
 
 
 def _reason(error: urllib3.exceptions.HTTPError) -> str:

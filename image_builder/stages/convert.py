@@ -29,6 +29,8 @@ from image_builder.sandbox import open_root
 from image_builder.stages import StageContext
 from image_builder.stages.disk import measure
 
+# qemu's 64 KiB take half as long again to write and give a larger file; beyond this nothing is gained.
+_CLUSTER = "256k"
 _TREE, _DISK, _OUT = "/run/tree", "/run/disk", "/run/out"
 _PERCENT = re.compile(r"\((\d+(?:\.\d+)?)/100%\)")
 # tar tells its position each so many records of 10 KiB.
@@ -95,7 +97,8 @@ def _write_qcow2(ctx: StageContext, target: Path) -> int:
         writable_binds={_OUT: ctx.product},
     ) as tools:
         argv = ["qemu-img", "convert", "-p", "-f", "raw", "-O", "qcow2", "-c"]
-        argv += ["-o", "compression_type=zstd", f"{_DISK}/disk.raw", f"{_OUT}/{target.name}"]
+        argv += ["-o", f"compression_type=zstd,cluster_size={_CLUSTER}"]
+        argv += [f"{_DISK}/disk.raw", f"{_OUT}/{target.name}"]
         tools.run(argv, log=ctx.log, on_line=show)
     return size
 

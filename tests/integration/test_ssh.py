@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import threading
@@ -69,14 +70,15 @@ class _Server:
             transport = paramiko.Transport(connection)
             transport.add_server_key(self.key)
             self.transports.append(transport)
-            try:
+            # A client that doesn't like the host key hangs up, by FIN or by RST.
+            with contextlib.suppress(EOFError, OSError, paramiko.SSHException):
                 transport.start_server(server=_Session(self.allowed))
-            except (EOFError, paramiko.SSHException):
-                transport.close()
 
     def drop(self) -> None:
         for transport in self.transports:
             transport.close()
+            # Transport.close() leaves the socket alone when its thread has ended before.
+            transport.sock.close()
         self.transports.clear()
 
     def close(self) -> None:
