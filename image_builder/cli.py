@@ -127,28 +127,43 @@ def lock(
 
         image-builder lock worker -o worker.lock.json
     """
+    from image_builder.executor import make_lock
     from image_builder.lock import Lock
-    from image_builder.resolve import remembered_lock, resolve_lock
+    from image_builder.resolve import remembered_lock
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
     path = output or Path(f"{image}.lock.json")
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
-        made = resolve_lock(definition, settings, monitor)
+        made = make_lock(definition, settings, monitor)
     made.save(path)
     made.save(remembered_lock(settings, image))
     changes = _changed_packages(before, made) if before else []
     packages = sum(len(g.packages) for g in made.groups.values())
-    text = [f"{path}: {packages} packages, {len(made.archives)} archives", *(f"  {c}" for c in changes)]
-    result = {"image": image, "lock": os.fspath(path), "packages": packages, "changes": changes}
+    images = f", {len(made.images)} container images" if made.images else ""
+    text = [
+        f"{path}: {packages} packages, {len(made.archives)} archives{images}",
+        *(f"  {c}" for c in changes),
+    ]
+    result = {
+        "image": image,
+        "lock": os.fspath(path),
+        "packages": packages,
+        "images": len(made.images),
+        "changes": changes,
+    }
     show(result, "\n".join(text), as_json=as_json)
     return 0
 
 
 def _changed_packages(before: Lock, now: Lock) -> list[str]:
-    """Tell how the versions of two locks differ, one sentence a package."""
-    old, new = ({p.name: p.version for g in x.groups.values() for p in g.packages} for x in (before, now))
+    """Tell how the versions of two locks differ, one sentence a package or container image."""
+    old, new = (
+        {p.name: p.version for g in x.groups.values() for p in g.packages}
+        | {i.ref: i.digest for i in x.images}
+        for x in (before, now)
+    )
     return [
         f"{name} {old.get(name, '(new)')} -> {new.get(name, '(gone)')}"
         for name in sorted(old.keys() | new.keys())

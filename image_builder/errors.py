@@ -13,7 +13,8 @@
     ├── StoreError              11  the store is damaged or unsuitable
     ├── VerifyError             12  a check failed, or none ran
     ├── BootError               13  the VM didn't come up
-    └── PublishError            14  an artefact could not be published
+    ├── PublishError            14  an artefact could not be published
+    └── PullError               15  a container image could not be pulled, or isn't the one that was promised
 
 Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 """
@@ -137,3 +138,7 @@ class BootError(ImageBuilderError):
 
 class PublishError(ImageBuilderError):
     exit_code = 14
+
+
+class PullError(ImageBuilderError):
+    exit_code = 15

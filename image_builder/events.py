@@ -6,7 +6,19 @@ the one for tests and libraries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a stage does beside others, such as one of many pulls; ``done`` and ``total`` are bytes."""
+
+    name: str
+    done: int
+    total: int
+    what: str
 
 
 class Monitor(Protocol):
@@ -22,6 +34,9 @@ class Monitor(Protocol):
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
         """Tell measurable progress; ``unit`` is ``B`` for bytes, else a plural noun."""
+
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
+        """Tell how far each part of a stage is; replaces what was told before."""
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None: ...
 
@@ -44,6 +59,9 @@ class NullMonitor:
         pass
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        pass
+
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
         pass
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:

@@ -9,24 +9,29 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from image_builder import process, publish, space
 from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError, LockError, SpaceError, StageError, UsageError
 from image_builder.events import Monitor
 from image_builder.fetch import Wanted, fetch
+from image_builder.lab.registry import HOST as LAB_HOST
+from image_builder.lab.registry import serve
 from image_builder.lock import Lock
 from image_builder.plan.model import Plan, StagePlan
-from image_builder.plan.resolve import resolve
+from image_builder.plan.resolve import lab_plan, resolve
+from image_builder.pull.registry import Endpoint, Endpoints
 from image_builder.repository import write_repository
-from image_builder.requirements import requirements
-from image_builder.resolve import addresses, remembered_lock, resolve_lock
+from image_builder.requirements import LAB_IMAGES, requirements, uses_lab
+from image_builder.resolve import addresses, lock_images, remembered_lock, resolve_lock
 from image_builder.sandbox import Root
 from image_builder.settings import Settings
 from image_builder.stages import Stage, StageContext
@@ -34,6 +39,8 @@ from image_builder.store import Store, remove_tree
 
 # What `build` is asked for; all other stages run only when one of these needs them.
 _GOALS = ("verify", "convert")
+# Kinds that wait for the network more than they work.
+_BESIDE = ("preload",)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class _Build:
     monitor: Monitor
     staging: Path
     shell: Callable[[Root], None] | None
+    endpoints: Endpoints = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Ids of the stages that were compared with their manifest, or made, in this build: once is enough.
     sound: set[str] = field(default_factory=set)
@@ -72,7 +81,7 @@ class _Build:
 def obtain_lock(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, file: Path | None = None
 ) -> Lock:
-    """Return the lock to build with.
+    """Return the lock to build with: packages and archives, and the container images that it knows already.
 
     ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
     one. Raises LockError when ``file`` doesn't fit.
@@ -80,7 +89,9 @@ def obtain_lock(
     needs = requirements(definition)
     if file:
         lock = Lock.load(file)
-        if reasons := needs.misfit(lock):
+        reasons = needs.misfit(lock)
+        reasons += [f"container image not locked: {ref}" for ref in needs.unlocked_images(lock)]
+        if reasons:
             shown = "\n  ".join(reasons)
             raise LockError(
                 f"the lock {file} doesn't fit the definition:\n  {shown}",
@@ -88,16 +99,81 @@ def obtain_lock(
             )
         return lock
     remembered = remembered_lock(settings, definition.name)
-    try:
-        lock = Lock.load(remembered)
-    except LockError:  # none yet, or one of an older version of this program
-        pass
+    known: Lock | None = None
+    with suppress(LockError):  # none yet, or one of an older version of this program
+        known = Lock.load(remembered)
+    if known and not needs.misfit(known):
+        lock = known
     else:
-        if not needs.misfit(lock):
-            return lock
+        lock = resolve_lock(definition, settings, monitor)
+        if known:  # another package is no reason to ask anew what a tag means
+            lock = lock.model_copy(update={"images": known.images, "left_out": known.left_out})
+        lock.save(remembered)
+    wanted = {image.ref for image in definition.preload}
+    return lock.model_copy(
+        update={
+            "images": [image for image in lock.images if image.ref in wanted],
+            "left_out": [ref for ref in lock.left_out if ref in wanted],
+        }
+    )
+
+
+def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> Lock:
+    """Resolve everything anew, container images too; runs in the namespace, since the lab may have to serve."""
+    store = Store(settings.store)
+    store.prepare()
     lock = resolve_lock(definition, settings, monitor)
-    lock.save(remembered)
-    return lock
+    if not definition.preload:
+        return lock
+    with (
+        store.in_use(),
+        store.staging() as staging,
+        _Lab(definition, lock, settings, monitor, staging) as lab,
+    ):
+        return lock_images(definition, lock, lab.endpoints(), monitor)
+
+
+class _Lab:
+    """The lab's registry for one build: built and started when something is to be asked or pulled there."""
+
+    def __init__(
+        self, definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, staging: Path
+    ) -> None:
+        self.definition, self.lock, self.settings = definition, lock, settings
+        self.monitor, self.staging = monitor, staging
+        self.store = Store(settings.store)
+        self._running = ExitStack()
+        self._endpoints: Endpoints | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
+
+    def endpoints(self) -> Endpoints:
+        """Return where the definition's registries are reached that no DNS knows."""
+        if not uses_lab(self.definition):
+            return {}
+        if self._endpoints is None:
+            plan = lab_plan(self.definition, self.lock, self.settings.repo_root)
+            todo = _missing(plan, self.store, [LAB_IMAGES])
+            work = _Build(
+                self.definition, self.lock, plan, self.settings, self.store, self.monitor, self.staging, None
+            )
+            space.check(self.lock, todo, self.store, self.settings, self.definition)
+            _fetch(work, todo)
+            _run_all(work, todo)
+            tools, images = plan.stages
+            registry = self._running.enter_context(
+                serve(
+                    self.store.product(tools.id) / "tree",
+                    self.store.product(images.id) / "registry",
+                    self.staging / "lab",
+                )
+            )
+            self._endpoints = {LAB_HOST: Endpoint(LAB_HOST, registry.address, registry.port, registry.ca)}
+        return self._endpoints
 
 
 def build(
@@ -118,13 +194,20 @@ def build(
     store = Store(settings.store)
     store.prepare()
     lock = obtain_lock(definition, settings, monitor, locked)
-    plan = resolve(definition, lock, settings.repo_root)
-    names = [s.name for s in plan.stages]
-    if stop_after and stop_after not in names:
-        raise UsageError(
-            f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
-        )
-    with store.in_use(), store.staging() as staging:
+    with (
+        store.in_use(),
+        store.staging() as staging,
+        _Lab(definition, lock, settings, monitor, staging) as lab,
+    ):
+        if requirements(definition).unlocked_images(lock):
+            lock = lock_images(definition, lock, lab.endpoints(), monitor)
+            lock.save(remembered_lock(settings, definition.name))
+        plan = resolve(definition, lock, settings.repo_root)
+        names = [s.name for s in plan.stages]
+        if stop_after and stop_after not in names:
+            raise UsageError(
+                f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
+            )
         work = _Build(definition, lock, plan, settings, store, monitor, staging, shell)
         goals = [stop_after] if stop_after else list(_GOALS)
         todo = _missing(plan, store, goals)
@@ -133,6 +216,8 @@ def build(
         )
         space.check(lock, todo, store, settings, definition)
         _fetch(work, todo)
+        if any(s.kind == "preload" for s in todo):
+            work = replace(work, endpoints=lab.endpoints())
         _run_all(work, todo)
         if not stop_after:
             store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
@@ -153,7 +238,7 @@ def _missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
     for stage in reversed(plan.stages):
         if stage.id in needed and not store.has(stage.id):
             todo.append(stage)
-            needed.update((*stage.lowers, *stage.inputs.values()))
+            needed.update(stage.requires)
     return todo[::-1]
 
 
@@ -190,23 +275,27 @@ def _fetch(work: _Build, todo: Sequence[StagePlan]) -> None:
 
 
 def _run_all(work: _Build, todo: Sequence[StagePlan]) -> None:
-    """Run the stages in order; those that no other one needs run beside the rest, one at a time.
+    """Run the stages in order; those that can wait run beside the rest, one at a time.
 
-    So the checks run while the disk is made. What fails first is raised, after what runs beside it has ended.
+    So the checks run while the disk is made, and images are pulled while layers are. What fails first is
+    raised, after what runs beside it has ended.
     """
-    needed = {i for stage in todo for i in (*stage.lowers, *stage.inputs.values())}
-    with ThreadPoolExecutor(1) as beside:
-        running = []
+    needed = {i for stage in todo for i in stage.requires}
+    beside: dict[str, Future[None]] = {}
+    with ThreadPoolExecutor(1) as pool:
         try:
             for stage in todo:
-                if stage.id in needed:
-                    _run_stage(work, stage)
+                for awaited in beside.keys() & stage.requires:
+                    beside[awaited].result()
+                if stage.kind in _BESIDE or stage.id not in needed:
+                    beside[stage.id] = pool.submit(_run_stage, work, stage)
                 else:
-                    running.append(beside.submit(_run_stage, work, stage))
-            for future in running:
+                    _run_stage(work, stage)
+            for future in beside.values():
                 future.result()
         except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
-            beside.shutdown(wait=False, cancel_futures=True)
+            work.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
@@ -221,7 +310,7 @@ def _run_stage(work: _Build, stage: StagePlan) -> None:
         started = time.monotonic()
         log = work.staging / f"{stage.name}.log"
         try:
-            for needed in {*stage.lowers, *stage.inputs.values()} - work.sound:
+            for needed in stage.requires - work.sound:
                 store.check(needed)
                 work.sound.add(needed)
             context = _context(work, stage, log)
@@ -294,6 +383,7 @@ def _context(work: _Build, stage: StagePlan, log: Path) -> StageContext:
         work=here / "work",
         product=product,
         lowers=tuple(store.product(i) / "tree" for i in stage.lowers),
+        ground=tuple(store.product(i) / "tree" for i in stage.ground),
         inputs=inputs,
         repo=repo,
         archives=archives,
@@ -301,7 +391,22 @@ def _context(work: _Build, stage: StagePlan, log: Path) -> StageContext:
         log=log,
         settings=work.settings,
         shell=work.shell,
+        endpoints=work.endpoints,
+        previous=_previous(work, stage) if stage.kind == "preload" else None,
+        stop=work.stop,
     )
+
+
+def _previous(work: _Build, stage: StagePlan) -> Path | None:
+    """Return the product of the last build's stage of this name, if the same engine made it."""
+    before = work.store.last_build(work.definition.name).get(stage.name)
+    if before is None:
+        return None
+    same = all(
+        before["options"].get(key) == stage.options[key]
+        for key in ("engine", "snapshotter", "packages", "archives")
+    )
+    return work.store.product(before["id"]) if same else None
 
 
 def _summary(work: _Build, stage: StagePlan) -> dict[str, Any]:

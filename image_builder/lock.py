@@ -48,6 +48,37 @@ class LockedArchive(_Frozen):
     sha256: Sha256
 
 
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+class LockedLayer(_Frozen):
+    """A layer of a container image: ``digest`` and ``size`` are of the compressed blob, ``diff_id`` of the tar."""
+
+    digest: Digest
+    size: int = Field(ge=0)
+    diff_id: Digest
+
+
+class LockedImage(_Frozen):
+    """What a tag of a container image meant when it was locked.
+
+    ``digest`` is what the tag named (an index, or a manifest), ``manifest`` the manifest of ``platform``,
+    ``config`` the digest of its configuration, which is Docker's image ID.
+    """
+
+    ref: str
+    platform: str
+    digest: Digest
+    manifest: Digest
+    config: Digest
+    layers: list[LockedLayer]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all layers, compressed."""
+        return sum(layer.size for layer in self.layers)
+
+
 class Question(_Frozen):
     """What is asked of apt for one stage: names, and where they may come from.
 
@@ -89,6 +120,13 @@ class Lock(_Frozen):
     groups: dict[str, LockedGroup]
     sources: dict[str, LockedSource] = {}
     archives: list[LockedArchive] = []
+    images: list[LockedImage] = []
+    # Images that could be done without, and that no registry had.
+    left_out: list[str] = []
+
+    def locked_image(self, ref: str) -> LockedImage | None:
+        """Return what a reference is locked to; None for one that was left out."""
+        return next((image for image in self.images if image.ref == ref), None)
 
     def group(self, name: str) -> LockedGroup:
         """Return a group; raises LockError when the lock was made for other stages."""

@@ -174,6 +174,7 @@ def definition_digest(definition: ImageDefinition) -> str:
             "formats": definition.formats,
             "kernel_args": definition.kernel_args,
             "secure_boot": definition.secure_boot,
+            "preload": [image.model_dump(mode="json") for image in definition.preload],
             "variables": definition.variables,
         }
     )

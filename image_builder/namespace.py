@@ -103,6 +103,23 @@ def mount_dev(target: str) -> list[str]:
     return mounted
 
 
+def show_cgroups(target: str) -> list[str]:
+    """Bind the host's cgroup mounts onto ``target``, a directory of sysfs, read-only; return what was mounted.
+
+    A host has one cgroup2 mount there, or a tmpfs with a mount for each controller of version 1.
+    """
+    source = "/sys/fs/cgroup"
+    with open("/proc/self/mountinfo", encoding="utf-8") as stream:
+        places = [line.split(" ")[4] for line in stream]
+    mounted = []
+    for place in places:
+        if place == source or place.startswith(f"{source}/"):
+            where = target + place.removeprefix(source)
+            bind(place, where, read_only=True)
+            mounted.append(where)
+    return mounted
+
+
 def unmount(target: str) -> None:
     """Unmount ``target``; raises OSError (EBUSY when something still uses it)."""
     if _libc.umount2(target.encode(), 0) != 0:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from image_builder.events import Monitor
+from image_builder.events import Monitor, Part
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,8 @@ State = Literal["waiting", "cached", "running", "done", "failed"]
 # A plain log gets a line for a change of task at most this often, and for progress more rarely.
 _TASK_SECONDS = 1.0
 _PROGRESS_SECONDS = 15.0
+_PART_SECONDS = 5.0
+_BAR_WIDTH = 20
 _REDRAWS_PER_SECOND = 8
 # Wide enough for `container_runtime`.
 _NAME_WIDTH = 17
@@ -68,6 +70,33 @@ def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
     return f"{done} of {total} {unit}"
 
 
+def part_text(part: Part, rate: float) -> str:
+    """Return how far a part is: ``120 MB of 800 MB, 12 MB/s, 3/5 layers, extracting 4f2a…``."""
+    speed = f", {human_bytes(rate)}/s" if rate >= 1 else ""
+    return f"{human_bytes(part.done)} of {human_bytes(part.total)}{speed}, {part.what}"
+
+
+def bar(part: Part) -> str:
+    """Return a part's name and a bar of fixed width."""
+    filled = _BAR_WIDTH * part.done // part.total if part.total else _BAR_WIDTH
+    return f"{part.name.rpartition('/')[2][:24]:24} {'━' * filled}{'─' * (_BAR_WIDTH - filled)}"
+
+
+class _Rates:
+    """How fast each part of a stage moves, over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], list[tuple[float, int]]] = {}
+
+    def rate(self, stage: str, part: Part, now: float) -> float:
+        seen = self._seen.setdefault((stage, part.name), [])
+        seen.append((now, part.done))
+        while len(seen) > 2 and now - seen[1][0] >= _PART_SECONDS:
+            seen.pop(0)
+        (then, before), (_, done) = seen[0], seen[-1]
+        return max(0.0, (done - before) / (now - then)) if now > then else 0.0
+
+
 @dataclass
 class _Row:
     """What is known of one stage."""
@@ -78,6 +107,7 @@ class _Row:
     started: float = 0.0
     seconds: float = 0.0
     progress_since: float | None = None
+    parts: Sequence[tuple[Part, float]] = ()
 
 
 class PlainMonitor:
@@ -88,6 +118,8 @@ class PlainMonitor:
         self._clock = clock
         self._last: dict[str, float] = {}
         self._since: dict[str, float] = {}
+        self._rates = _Rates()
+        self._whats: dict[tuple[str, str], str] = {}
 
     def _line(self, stage: str, text: str) -> None:
         self._write(f"{time.strftime('%H:%M:%S')} {stage:{_NAME_WIDTH}} {text}".rstrip())
@@ -120,6 +152,17 @@ class PlainMonitor:
             seconds = self._clock() - self._since.get(stage, self._clock())
             self._line(stage, progress_text(done, total, unit, seconds))
 
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
+        for part in parts:
+            rate = self._rates.rate(stage, part, self._clock())
+            ended = part.done == part.total and part.what == "done"
+            key = (stage, part.name)
+            if ended and self._whats.get(key) == "done":
+                continue
+            if ended or self._is_due(f"{stage} {part.name}", _PART_SECONDS):
+                self._whats[key] = part.what
+                self._line(stage, f"{part.name}: {part_text(part, rate)}")
+
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
         self._line(stage, "there already" if cached else f"done in {human_seconds(seconds)}")
 
@@ -139,6 +182,7 @@ class LiveMonitor:
         self._rows: dict[str, _Row] = {}
         self._lock = threading.RLock()
         self._started = clock()
+        self._rates = _Rates()
         self.print: Callable[[str], object] = print
         self.live: Live | None = None
 
@@ -166,6 +210,11 @@ class LiveMonitor:
             row.progress_since = row.progress_since or self._clock()
             row.doing = progress_text(done, total, unit, self._clock() - row.progress_since)
 
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
+        with self._lock:
+            now = self._clock()
+            self._row(stage).parts = [(part, self._rates.rate(stage, part, now)) for part in parts]
+
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
         self._end(stage, "cached" if cached else "done", seconds)
 
@@ -175,7 +224,7 @@ class LiveMonitor:
     def _end(self, stage: str, state: State, seconds: float) -> None:
         with self._lock:
             row = self._row(stage)
-            row.state, row.seconds = state, seconds
+            row.state, row.seconds, row.parts = state, seconds, ()
             if state != "failed":
                 row.doing = ""
 
@@ -202,6 +251,8 @@ class LiveMonitor:
                 table.add_row(
                     f"[{style}]{mark}[/]", f"[{style}]{escape(row.name)}[/]", shown, f"[dim]{escape(what)}[/]"
                 )
+                for part, rate in row.parts:
+                    table.add_row("", "", "", f"[dim]{escape(bar(part))} {escape(part_text(part, rate))}[/]")
         return table
 
 

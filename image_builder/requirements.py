@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.definition import ImageDefinition, Repository, layer_needs, resolved_variables
+from image_builder.lab import large, pause
 from image_builder.lock import Lock, LockedArchive, Question
 from image_builder.stages import base, kubelet_build, tools
+
+# The stage that makes the lab's images, and the group of the packages that they are made of.
+LAB_IMAGES = "lab_images"
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,25 @@ class Group:
 @dataclass(frozen=True)
 class Requirements:
     """``groups`` by stage name, in the order in which they are installed; ``sources`` maps a Debian source
-    package to the suite it comes from, ``archives`` a layer to the files that its roles fetch by address."""
+    package to the suite it comes from, ``archives`` a layer to the files that its roles fetch by address,
+    ``preload`` are the references of the container images to preload."""
 
     groups: Mapping[str, Group]
     sources: Mapping[str, str]
     archives: Mapping[str, tuple[LockedArchive, ...]]
+    preload: tuple[str, ...] = ()
 
     @property
     def all_archives(self) -> tuple[LockedArchive, ...]:
         """Return the archives of all layers, each once."""
         return tuple({a.sha256: a for found in self.archives.values() for a in found}.values())
 
+    def unlocked_images(self, lock: Lock) -> list[str]:
+        """Return the references that ``lock`` says nothing of."""
+        return [ref for ref in self.preload if lock.locked_image(ref) is None and ref not in lock.left_out]
+
     def misfit(self, lock: Lock) -> list[str]:
-        """Tell why ``lock`` doesn't answer these requirements: one sentence a difference."""
+        """Tell why ``lock`` doesn't answer these requirements, images apart: one sentence a difference."""
         questions = {name: group.question for name, group in self.groups.items()}
         return lock.misfit(questions, self.sources, self.all_archives)
 
@@ -63,6 +73,9 @@ def requirements(definition: ImageDefinition) -> Requirements:
     if from_source:
         groups["build_root"] = Group(from_source, tuple(kubelet_build.BUILD_PACKAGES))
         sources[kubelet_build.SOURCE_PACKAGE] = from_source
+    if uses_lab(definition):
+        packages = tuple(name for layer in large.LARGE_LAYERS for name in layer)
+        groups[LAB_IMAGES] = Group(large.SUITE, packages)
     suite = definition.base.suite
     groups["base"] = Group(suite, base.PACKAGES, components)
     below = "base"
@@ -74,7 +87,13 @@ def requirements(definition: ImageDefinition) -> Requirements:
         groups[layer] = Group(suite, names, components, below, tuple(repositories.values()))
         archives[layer] = tuple(LockedArchive(url=a.url, sha256=a.sha256) for a in needs.archives)
         below = layer
-    return Requirements(groups, sources, archives)
+    preload = tuple(image.ref for image in definition.preload)
+    return Requirements(groups, sources, archives, preload)
+
+
+def uses_lab(definition: ImageDefinition) -> bool:
+    """Tell whether an image preloads something from the lab's own registry."""
+    return any(image.ref.startswith(f"{pause.HOST}/") for image in definition.preload)
 
 
 def kubelet_from_source(definition: ImageDefinition) -> str | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from image_builder.apt import Apt, Source, debian_sources
 from image_builder.definition import ImageDefinition
-from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem
+from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
 from image_builder.events import Monitor
 from image_builder.lock import Lock, LockedGroup, LockedPackage, LockedSource
+from image_builder.pull.registry import Endpoints, locate
 from image_builder.requirements import Group, Requirements, keyring, requirements
 from image_builder.settings import Settings
 from image_builder.store import Store
@@ -39,6 +40,35 @@ def resolve_lock(definition: ImageDefinition, settings: Settings, monitor: Monit
     return _unless_the_same(lock, remembered_lock(settings, definition.name))
 
 
+def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
+    """Return ``lock`` with what each preloaded image's tag means now; what it knows already stays as it is.
+
+    Raises PullError for a required image that can't be had; any other is left out, and told.
+    """
+    images, left_out = [], []
+    started = time.monotonic()
+    monitor.stage_started("lock")
+    try:
+        for wanted in definition.preload:
+            locked = lock.locked_image(wanted.ref)
+            if locked is None or locked.platform != wanted.platform:
+                monitor.stage_doing("lock", f"asking for {wanted.ref}")
+                try:
+                    locked = locate(wanted.ref, wanted.platform, endpoints)
+                except PullError as error:
+                    if wanted.required:
+                        raise
+                    left_out.append(wanted.ref)
+                    monitor.note(f"left out, it is not required: {error.message}")
+                    continue
+            images.append(locked)
+    except ImageBuilderError:
+        monitor.stage_failed("lock", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
+    return lock.model_copy(update={"images": images, "left_out": left_out})
+
+
 def remembered_lock(settings: Settings, image: str) -> Path:
     """Return where the store keeps the lock of an image's last build."""
     return settings.store / "locks" / f"{image}.lock.json"
@@ -50,8 +80,15 @@ def _unless_the_same(lock: Lock, remembered: Path) -> Lock:
         before = Lock.load(remembered)
     except LockError:
         return lock
-    same = before == lock.model_copy(update={"source_date_epoch": before.source_date_epoch})
-    return before if same else lock
+    same = before == lock.model_copy(
+        update={
+            "source_date_epoch": before.source_date_epoch,
+            "images": before.images,
+            "left_out": before.left_out,
+        }
+    )
+    epoch = before.source_date_epoch if same else lock.source_date_epoch
+    return lock.model_copy(update={"source_date_epoch": epoch})
 
 
 def _resolve(

@@ -41,12 +41,14 @@ class Root:
 
     path: Path
     environment: Mapping[str, str]
+    network: bool = False
 
     def argv(self, argv: Sequence[Arg], env: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command that runs ``argv`` in this root: no network, a clean environment."""
+        """Return the command that runs ``argv`` in this root: a clean environment, no network by default."""
         variables = {**self.environment, **(env or {})}
         return [
-            *("unshare", "--net", "--", "chroot", os.fspath(self.path), "/usr/bin/env", "-i"),
+            *(() if self.network else ("unshare", "--net", "--")),
+            *("chroot", os.fspath(self.path), "/usr/bin/env", "-i"),
             *(f"{name}={value}" for name, value in variables.items()),
             *(os.fspath(a) for a in argv),
         ]
@@ -77,13 +79,15 @@ def open_root(
     binds: Mapping[str, Path] | None = None,
     writable_binds: Mapping[str, Path] | None = None,
     env: Mapping[str, str] | None = None,
+    network: bool = False,
 ) -> Iterator[Root]:
     """Mount a root and unmount it at the end; what still runs in it then is killed.
 
     ``lowers`` are stage trees, topmost first. Changes go to ``upper``, or to a directory in ``work`` that the
     caller drops. ``work`` lies on the same filesystem as ``upper``. ``binds`` and ``writable_binds`` map paths
     in the root to directories or files outside; the ones below /run and /tmp leave no trace in the upper.
-    Raises StoreError when the overlay can't be mounted.
+    With ``network`` its programs have the host's network and see the host's cgroups, as container engines
+    want them, but can't change those. Raises StoreError when the overlay can't be mounted.
     """
     with ExitStack() as mounts:
         merged = mounts.enter_context(open_overlay(lowers, work, upper=upper))
@@ -92,6 +96,9 @@ def open_root(
         _mount(mounts, "proc", merged / "proc")
         _mount(mounts, "sysfs", merged / "sys")
         namespace.make_read_only(os.fspath(merged / "sys"))
+        if network:
+            for mounted in namespace.show_cgroups(os.fspath(merged / "sys/fs/cgroup")):
+                mounts.callback(namespace.unmount, mounted)
         for mounted in namespace.mount_dev(os.fspath(merged / "dev")):
             mounts.callback(namespace.unmount, mounted)
         _mount(mounts, "tmpfs", merged / "run", "mode=755")
@@ -101,7 +108,7 @@ def open_root(
         for where, source in (writable_binds or {}).items():
             _bind(mounts, source, merged / where.lstrip("/"), read_only=False)
         mounts.callback(_kill_inhabitants, merged)
-        yield Root(merged, {**ENVIRONMENT, **(env or {})})
+        yield Root(merged, {**ENVIRONMENT, **(env or {})}, network)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from image_builder.definition.inventory import Inventory, load_inventory
-from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
+from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
 from image_builder.definition.references import referenced_names
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ __all__ = [
     "ImageBase",
     "ImageDefinition",
     "ImageDisk",
+    "ImagePull",
     "Inventory",
     "LayerNeeds",
+    "PreloadedImage",
     "Repository",
     "layer_needs",
     "layer_sources",

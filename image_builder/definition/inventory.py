@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from image_builder.definition.model import (
     BUILDER_NAMES,
+    NOT_FOR_ROLES,
     BuilderVariables,
     ImageBase,
     ImageDefinition,
     ImageDisk,
+    ImagePull,
+    PreloadedImage,
     parse_builder_variables,
 )
 from image_builder.definition.suggest import did_you_mean
@@ -123,9 +126,13 @@ class Inventory:
             formats=builder.image_formats,
             kernel_args=builder.image_kernel_args,
             secure_boot=builder.image_secure_boot,
-            variables=MappingProxyType({**variables.plain, **builder.for_roles()}),
+            variables=MappingProxyType(
+                {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES} | builder.for_roles()
+            ),
             inventory_paths=self.paths,
             repo_root=self.repo_root,
+            preload=builder.image_preload,
+            pull=builder.image_pull,
         )
         problems += role_problems(definition, variables)
         return definition, tuple(problems)
@@ -235,6 +242,11 @@ def builder_variables(
 
 
 def _key_suggestion(path: Sequence[str | int]) -> str:
-    models = {"image_base": ImageBase.model_fields, "image_disk": ImageDisk.model_fields}
+    models = {
+        "image_base": ImageBase.model_fields,
+        "image_disk": ImageDisk.model_fields,
+        "image_preload": PreloadedImage.model_fields,
+        "image_pull": ImagePull.model_fields,
+    }
     fields = models.get(str(path[0]), {})
     return did_you_mean(str(path[-1]), fields)

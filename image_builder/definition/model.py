@@ -96,6 +96,44 @@ class ImageDisk(_Strict):
     filesystem: Literal["ext4"] = Field("ext4", description="The root filesystem.")
 
 
+# registry/name:tag, the registry with a dot, a port, or "localhost": never a short name, which each runtime
+# completes in its own way.
+_REFERENCE = (
+    r"^(?:[a-z0-9.-]*\.[a-z0-9.-]+|localhost)(?::[0-9]+)?"
+    r"/[a-z0-9]+(?:[._/-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+)
+Reference = Annotated[str, Field(pattern=_REFERENCE, max_length=255)]
+
+
+class PreloadedImage(_Strict):
+    """A container image that nodes have before their first pod."""
+
+    ref: Reference = Field(
+        description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest."
+    )
+    pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it (containerd).")
+    required: bool = Field(True, description="The build fails without it; otherwise it is left out, and said.")
+    platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
+        "linux/amd64", description="The platform to take; the image's own, anything else is refused."
+    )
+
+
+class ImagePull(_Strict):
+    """How container images are pulled during a bake."""
+
+    parallel: int = Field(10, ge=1, le=64, description="Images pulled at once.")
+    progress_seconds: float = Field(
+        1800, gt=0, description="A pull without a new byte downloaded or extracted for this long is given up."
+    )
+    min_bytes_per_second: int = Field(
+        16384, ge=0, description="A pull that downloads more slowly, over five minutes, is given up; 0: never."
+    )
+    overall_seconds: float = Field(
+        14400, gt=0, description="One image's deadline, with all attempts; waiting in a queue doesn't count."
+    )
+    attempts: int = Field(5, ge=1, le=20, description="Attempts for each image; permanent errors get one.")
+
+
 class BuilderVariables(_Strict):
     """The variables that the builder itself reads. Everything else in the inventory belongs to a role."""
 
@@ -114,11 +152,24 @@ class BuilderVariables(_Strict):
         False,
         description="Declares that the image boots with UEFI Secure Boot. The build proves it or fails.",
     )
+    image_preload: tuple[PreloadedImage, ...] = Field(
+        (), description="Container images that are pulled during the bake and are on a node at its first boot."
+    )
+    image_pull: ImagePull = Field(
+        default_factory=lambda: ImagePull.model_validate({}),
+        description="Limits of these pulls; not part of what is pulled.",
+    )
 
     @field_validator("image_layers", "image_formats")
     @classmethod
     def _once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         return _distinct(values)
+
+    @field_validator("image_preload")
+    @classmethod
+    def _each_once(cls, images: tuple[PreloadedImage, ...]) -> tuple[PreloadedImage, ...]:
+        _distinct(tuple(image.ref for image in images))
+        return images
 
     @field_validator("image_kernel_args")
     @classmethod
@@ -135,18 +186,27 @@ class BuilderVariables(_Strict):
         size = 0 if disk.root_size_mib == "auto" else disk.root_size_mib + disk.esp_size_mib
         if "vhd" in self.image_formats and size > MAX_VHD_MIB:
             raise ValueError(f"image_disk: a VHD for Azure holds at most {MAX_VHD_MIB} MiB")
+        if self.image_preload and "container_runtime" not in self.image_layers:
+            raise ValueError("image_preload: needs an engine, so the layer container_runtime")
+        own = f"linux/{self.image_base.architecture}"
+        if other := [i.ref for i in self.image_preload if i.platform != own]:
+            raise ValueError(f"image_preload: this image runs {own}, not the platform of {', '.join(other)}")
         return self
 
     def for_roles(self) -> dict[str, JSON]:
         """Return the variables as roles see them: with all defaults, without where packages come from.
 
-        A mirror's name must not reach an image, nor the id of one.
+        A mirror's name must not reach an image, nor the id of one; what is preloaded must not reach a layer's.
         """
-        values: dict[str, JSON] = self.model_dump(mode="json", exclude={"image_base": {"mirror", "keyring"}})
+        kept = dict.fromkeys(BUILDER_NAMES - NOT_FOR_ROLES, True)
+        values: dict[str, JSON] = self.model_dump(
+            mode="json", include={**kept, "image_base": {"distribution", "suite", "components", "architecture"}}
+        )
         return values
 
 
 BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
+NOT_FOR_ROLES = frozenset({"image_preload", "image_pull"})
 
 
 @dataclass(frozen=True)
@@ -156,7 +216,7 @@ class ImageDefinition:
     ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
     the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
-    variables). ``repo_root`` holds ``roles/`` and ``playbooks/``.
+    variables), without those that roles never see. ``repo_root`` holds ``roles/`` and ``playbooks/``.
     """
 
     name: str
@@ -169,13 +229,15 @@ class ImageDefinition:
     variables: Mapping[str, JSON]
     inventory_paths: tuple[Path, ...]
     repo_root: Path = field(default=REPO_ROOT)
+    preload: tuple[PreloadedImage, ...] = ()
+    pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
     # What was evaluated already, by layer; see evaluate.evaluated_layer.
     evaluated: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def play_variables(self) -> dict[str, JSON]:
         """Return the ``image_*`` variables that every play gets as extra variables, checked and complete."""
-        return {name: self.variables[name] for name in sorted(BUILDER_NAMES)}
+        return {name: self.variables[name] for name in sorted(BUILDER_NAMES - NOT_FOR_ROLES)}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ import struct
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-# `lab.internal` is the lab's own domain (.internal is reserved for private use): no such registry exists, so
-# a node that tries to pull this image instead of having it fails at once.
-REFERENCE = "registry.lab.internal/pause:1.0"
+# `lab.internal` is the lab's own domain (.internal is reserved for private use): it resolves to a registry
+# only where the lab's own is written into /etc/hosts. A node that tries to pull instead of having what it
+# needs fails at once.
+HOST = "registry.lab.internal"
+REFERENCE = f"{HOST}/pause:1.0"
 
 _BASE = 0x400000  # where the file is mapped; a page boundary below 2 GiB, so addresses fit 32 bits
 _HEADERS = 64 + 56  # ELF header and one program header
@@ -115,28 +118,36 @@ def _short(distance: int) -> bytes:
     return struct.pack("<b", distance)
 
 
+def layer() -> bytes:
+    """Return the image's only layer, a tar."""
+    return _tar({"pause": (0o755, program())})
+
+
+def configuration() -> dict[str, Any]:
+    """Return the image's configuration; the digest of its encoding is the image's id."""
+    return {
+        "architecture": "amd64",
+        "config": {"Entrypoint": ["/pause"], "Env": [], "User": "65535:65535", "WorkingDir": "/"},
+        "created": "1970-01-01T00:00:00Z",
+        "history": [{"created": "1970-01-01T00:00:00Z", "created_by": "image-builder lab pause"}],
+        "os": "linux",
+        "rootfs": {"diff_ids": [f"sha256:{hashlib.sha256(layer()).hexdigest()}"], "type": "layers"},
+    }
+
+
 def archive(reference: str = REFERENCE) -> bytes:
     """Return the image archive (``manifest.json``, configuration, one layer) that bears ``reference``."""
-    layer = _tar({"pause": (0o755, program())})
-    layer_digest = hashlib.sha256(layer).hexdigest()
-    config = _json(
-        {
-            "architecture": "amd64",
-            "config": {"Entrypoint": ["/pause"], "Env": [], "User": "65535:65535", "WorkingDir": "/"},
-            "created": "1970-01-01T00:00:00Z",
-            "history": [{"created": "1970-01-01T00:00:00Z", "created_by": "image-builder lab pause"}],
-            "os": "linux",
-            "rootfs": {"diff_ids": [f"sha256:{layer_digest}"], "type": "layers"},
-        }
-    )
+    content = layer()
+    layer_digest = hashlib.sha256(content).hexdigest()
+    config = encode(configuration())
     config_name = f"{hashlib.sha256(config).hexdigest()}.json"
     layer_name = f"{layer_digest}/layer.tar"
     manifest = [{"Config": config_name, "Layers": [layer_name], "RepoTags": [reference]}]
     return _tar(
         {
             config_name: (0o644, config),
-            layer_name: (0o644, layer),
-            "manifest.json": (0o644, _json(manifest)),
+            layer_name: (0o644, content),
+            "manifest.json": (0o644, encode(manifest)),
         }
     )
 
@@ -149,7 +160,8 @@ def write_archive(path: Path, reference: str = REFERENCE) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _json(value: object) -> bytes:
+def encode(value: object) -> bytes:
+    """Return a configuration or a manifest as the bytes that its digest is over."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 

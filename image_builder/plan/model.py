@@ -37,6 +37,11 @@ class StagePlan:
     ``options`` is everything the stage is told, ``code`` maps each file that its result depends on to that
     file's SHA-256, ``lowers`` are the ids of the trees it is mounted on (topmost first), ``inputs`` names
     the other stages whose products it reads.
+
+    ``ground`` are trees (topmost first) that a stage works in and ``needs`` are further stages that must be there
+    for it to run, without deciding its result: what counts of them stands in ``options``. The container engine
+    that pulls the preloaded images runs in the image's own tree, yet only its packages count. They are not part
+    of the id.
     """
 
     name: str
@@ -45,6 +50,13 @@ class StagePlan:
     code: Mapping[str, str] = field(default_factory=dict)
     lowers: tuple[str, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
+    ground: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Return the ids of all stages that must be finished before this one runs."""
+        return frozenset((*self.lowers, *self.inputs.values(), *self.ground, *self.needs))
 
     @property
     def parts(self) -> dict[str, JSON]:

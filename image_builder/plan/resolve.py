@@ -1,7 +1,8 @@
 """Resolve a definition and its lock to a plan. The order of the stages stands here, once.
 
     tools ─┬─────────> base ─> (a stage for each entry of image_layers) ─> seal ─> verify ─> disk ─> convert
-           └─> build_root ─> kubelet_build ──────────^
+           ├─> build_root ─> kubelet_build ──────────^                      ^
+           └─> lab_images ··> preload (runs in the tree of container_runtime) ┘
 
 No network, no clock, no root: only the definition, the lock and the files of this program are read.
 """
@@ -19,15 +20,19 @@ from image_builder.definition import (
     referenced_names,
     resolved_variables,
 )
+from image_builder.errors import LockError
 from image_builder.lock import Lock
 from image_builder.plan.digest import file_digests
 from image_builder.plan.model import JSON, Plan, StagePlan, digest
-from image_builder.requirements import kubelet_from_source
+from image_builder.requirements import LAB_IMAGES, kubelet_from_source, uses_lab
 from image_builder.stages import base, kubelet_build, seal, tools
 
 # Trees that aren't part of an image get a fixed date, so that they are shared by images and locks.
 _FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
 _PACKAGE = "image_builder"
+# The layer that installs the container engine, and the snapshotters that are baked for.
+ENGINE_LAYER = "container_runtime"
+_SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
 # The files of this program that decide a stage's bytes, by the stage's kind.
 _CODE: Mapping[str, tuple[str, ...]] = {
     "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
@@ -40,6 +45,8 @@ _CODE: Mapping[str, tuple[str, ...]] = {
         "sandbox.py",
         "plugins/connection/sandbox.py",
     ),
+    "lab_images": ("stages/lab_images.py", "lab", "sandbox.py"),
+    "preload": ("stages/preload.py", "pull", "sandbox.py"),
     "seal": (
         "stages/seal.py",
         "stages/layer.py",
@@ -76,15 +83,32 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
     stages = [maker.tools()]
     if kubelet_from_source(definition):
         stages += maker.kubelet(stages[0])
+    if uses_lab(definition):
+        stages.append(maker.lab_images(stages[0]))
     trees = [maker.base(stages[0])]
     inputs = {s.name: s.id for s in stages if s.kind == "kubelet_build"}
+    preload = []
     for layer in definition.layers:
         trees.append(maker.layer(layer, trees, inputs if layer == "kubernetes" else {}))
+        if layer == ENGINE_LAYER and definition.preload and maker.preloaded():
+            needs = [s.id for s in stages if s.kind == "lab_images"]
+            preload.append(maker.preload(trees, needs))
+    # The preload's stage comes where it can begin; its tree is below the seal's, and no layer's.
+    below, trees = trees, [*trees, *preload]
     trees.append(maker.seal(trees))
     verify = maker.verify(trees)
     disk = maker.disk(trees, stages[0])
     convert = maker.convert(trees, disk, stages[0])
-    return Plan(definition.name, (*stages, *trees, verify, disk, convert))
+    at = next((n for n, s in enumerate(below, 1) if s.name == ENGINE_LAYER), len(below))
+    ordered = (*below[:at], *preload, *below[at:], trees[-1])
+    return Plan(definition.name, (*stages, *ordered, verify, disk, convert))
+
+
+def lab_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
+    """Return the stages that the lab's registry needs, before it is known what its images' tags mean."""
+    maker = _Maker(definition, lock, repo_root)
+    tools_stage = maker.tools()
+    return Plan(definition.name, (tools_stage, maker.lab_images(tools_stage)))
 
 
 def _ids(trees: Iterable[StagePlan]) -> tuple[str, ...]:
@@ -149,6 +173,41 @@ class _Maker:
         )
         return [root, build]
 
+    def lab_images(self, tools_stage: StagePlan) -> StagePlan:
+        """Return the stage that makes the lab's own images and the storage of its registry."""
+        options: dict[str, JSON] = {"packages": self.lock.group(LAB_IMAGES).digest}
+        return StagePlan(
+            LAB_IMAGES, "lab_images", options, self._code("lab_images"), inputs={"tools": tools_stage.id}
+        )
+
+    def preloaded(self) -> list[dict[str, JSON]]:
+        """Return the images to preload as they are locked; raises LockError for one that isn't."""
+        found: list[dict[str, JSON]] = []
+        for wanted in self.definition.preload:
+            locked = self.lock.locked_image(wanted.ref)
+            if locked is not None:
+                found.append({**locked.model_dump(mode="json"), "pin": wanted.pin})
+            elif wanted.ref not in self.lock.left_out:
+                raise LockError(
+                    f"the lock of {self.definition.name} has no digest for {wanted.ref}",
+                    hint="image-builder lock asks the registry",
+                )
+        return found
+
+    def preload(self, trees: list[StagePlan], needs: Iterable[str]) -> StagePlan:
+        """Return the stage that pulls; its id covers the engine's packages and the images, no role."""
+        engine = str(resolved_variables(self.definition)["container_runtime_engine"])
+        options: dict[str, JSON] = {
+            "engine": engine,
+            "snapshotter": _SNAPSHOTTERS[engine],
+            "packages": self.lock.group(ENGINE_LAYER).digest,
+            "archives": sorted(a.sha256 for a in layer_needs(self.definition, ENGINE_LAYER).archives),
+            "images": self.preloaded(),
+        }
+        return StagePlan(
+            "preload", "preload", options, self._code("preload"), ground=_ids(trees), needs=tuple(needs)
+        )
+
     def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
         sources = file_digests(self.repo_root, layer_sources(self.definition, name))
         return StagePlan(
@@ -185,6 +244,7 @@ class _Maker:
         options: dict[str, JSON] = {
             "build_id": trees[-1].id,
             "facts": digest(resolved_variables(self.definition)),
+            "preload": [image.model_dump(mode="json") for image in self.definition.preload],
             "pytest": importlib.metadata.version("pytest"),
             "testinfra": importlib.metadata.version("pytest-testinfra"),
         }

@@ -66,7 +66,10 @@ def definition_facts(
     return {
         "image": definition.name,
         "build_id": build_id,
-        "variables": resolved_variables(definition),
+        "variables": {
+            **resolved_variables(definition),
+            "image_preload": [image.model_dump(mode="json") for image in definition.preload],
+        },
         "packages": packages,
         "partitions": {
             "root": identity.partition_uuid(build_id, "root"),

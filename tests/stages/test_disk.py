@@ -91,6 +91,7 @@ def _context(
         definition=cast("ImageDefinition", SimpleNamespace(name="lab")),
         work=base / "work",
         product=base / "product",
+        ground=(),
         lowers=(tree,),
         inputs={"tools": base / "tools", **inputs},
         repo=None,

@@ -1,0 +1,1 @@
+"""Pulls of container images by an image's own runtime, under progress deadlines."""

@@ -1,0 +1,300 @@
+"""An image's own containerd, run in a sandbox for the length of a bake, with its own ``ctr`` to pull.
+
+Progress is read from where containerd keeps it: a blob that comes is a directory below the content store's
+``ingest``, with its reference, its size so far and its total. Unpacking has no such place; there the bytes that the
+daemon has written tell that something moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from image_builder import process
+from image_builder.errors import CommandError, PullError
+from image_builder.lock import LockedImage
+from image_builder.pull.attempt import Attempt, now
+from image_builder.pull.model import Seen
+from image_builder.pull.reference import parse as parse_reference
+from image_builder.pull.registry import Endpoints, authorization
+from image_builder.sandbox import Root
+from image_builder.store import remove_tree
+
+DATA_ROOT = "/var/lib/containerd"
+NAMESPACE = "k8s.io"
+SNAPSHOTTER = "overlayfs"
+_RUN = "run/image-builder"
+_CONTENT = "io.containerd.content.v1.content"
+_DATABASES = (
+    "io.containerd.metadata.v1.bolt/meta.db",
+    "io.containerd.snapshotter.v1.overlayfs/metadata.db",
+)
+_KEPT = (_CONTENT, *(name.partition("/")[0] for name in _DATABASES))
+_START_SECONDS, _STOP_SECONDS = 60.0, 60.0
+_POLL_SECONDS = 0.5
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# Fewer bytes than this are the daemon's own housekeeping, not the files of a layer.
+_STEP = 1 << 16
+# What CRI's image store looks for, so that the kubelet sees the image at once.
+_MANAGED = "io.cri-containerd.image=managed"
+_PINNED = "io.cri-containerd.pinned=pinned"
+# The CRI plugin wants a network and pods; the bake wants neither.
+_CONFIGURATION = f"""\
+version = 2
+root = "{DATA_ROOT}"
+state = "/run/containerd"
+disabled_plugins = [
+  "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime",
+]
+[grpc]
+  address = "/run/containerd/containerd.sock"
+"""
+
+
+@contextmanager
+def running(root: Root, *, downloads: int, endpoints: Endpoints, log: Path) -> Iterator[ContainerdEngine]:
+    """Run containerd in ``root``, which has a network and a data root; yields it when it answers.
+
+    ``downloads`` is how many layers of one image come at once. Raises PullError with the end of its log.
+    """
+    run = root.path / _RUN
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "containerd.toml").write_text(_CONFIGURATION, encoding="utf-8")
+    argv = root.argv(["containerd", "--config", f"/{_RUN}/containerd.toml"])
+    with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
+        engine = ContainerdEngine(root, downloads, endpoints, daemon.pid, lambda: daemon.poll() is None, log)
+        engine.wait_until_it_answers()
+        yield engine
+
+
+class ContainerdEngine:
+    """A running containerd. Methods may be called from several threads and raise PullError."""
+
+    name = "containerd"
+    binary = "/usr/bin/containerd"
+
+    def __init__(
+        self,
+        root: Root,
+        downloads: int,
+        endpoints: Endpoints,
+        pid: int,
+        alive: Callable[[], bool],
+        log: Path,
+    ) -> None:
+        self.root, self.downloads, self.endpoints = root, downloads, endpoints
+        self.pid, self.alive, self.log = pid, alive, log
+        self.data_root = root.path / DATA_ROOT.lstrip("/")
+
+    def _ctr(self, *words: str) -> str:
+        try:
+            return self.root.run(["ctr", "-n", NAMESPACE, *words]).stdout
+        except CommandError as error:
+            raise PullError(error.tail or error.message) from error
+
+    def wait_until_it_answers(self) -> None:
+        """Wait for the daemon's socket; raises PullError with the end of its log."""
+        deadline = now() + _START_SECONDS
+        while now() < deadline and self.alive():
+            try:
+                self._ctr("version")
+                return
+            except PullError:
+                time.sleep(0.05)
+        lines = self.log.read_text("utf-8", "replace").splitlines()[-process.TAIL_LINES :]
+        raise PullError("containerd does not start\n" + "\n".join(f"  {line}" for line in lines))
+
+    def version(self) -> str:
+        """Return the daemon's version, without the name of who built it."""
+        words = self.root.run(["containerd", "--version"]).stdout.split()
+        return words[2] if len(words) > 2 else ""
+
+    def has(self, image: LockedImage) -> bool:
+        """Tell whether an image is there as it was locked, by digest and tag, complete and unpacked."""
+        reference = parse_reference(image.ref)
+        names = (reference.at(image.digest), image.ref)
+        return all(self._is_complete(name, image.digest) for name in names)
+
+    def _is_complete(self, name: str, digest: str) -> bool:
+        rows = [line.split() for line in self._ctr("images", "check", f"name=={name}").splitlines()[1:]]
+        return any(
+            row[0] == name and row[2] == digest and row[3] == "complete" and row[-1] == "true" for row in rows
+        )
+
+    def pull(self, image: LockedImage, attempt: Attempt) -> None:
+        """Pull by digest and tag it; raises PullError with ctr's words."""
+        reference = parse_reference(image.ref)
+        name = reference.at(image.digest)
+        hosts = self._write_hosts(image)
+        log = self.log.with_name(f"{self.log.stem}-{image.config[7:19]}.log")
+        argv = ["ctr", "-n", NAMESPACE, "images", "pull", "--snapshotter", SNAPSHOTTER]
+        argv += ["--platform", image.platform, "--max-concurrent-downloads", str(self.downloads)]
+        argv += ["--hosts-dir", f"/{hosts.relative_to(self.root.path)}", name]
+        log.unlink(missing_ok=True)
+        try:
+            with process.background(self.root.argv(argv), log=log) as child:
+                attempt.ended_by(child.terminate)
+                while child.poll() is None:
+                    for seen in self._observe(image):
+                        attempt.seen(seen)
+                    attempt.check()
+                    time.sleep(_POLL_SECONDS)
+            attempt.check()
+            if child.returncode != 0:
+                raise PullError(_said(log))
+        finally:
+            remove_tree(hosts)
+            log.unlink(missing_ok=True)
+        self._ctr("images", "tag", "--force", name, image.ref)
+        for known in (name, image.ref):
+            if not self._is_complete(known, image.digest):
+                raise PullError(f"{known} is not complete after it was pulled")
+        for layer in image.layers:
+            attempt.seen(Seen(now(), layer.digest, "done"))
+
+    def _observe(self, image: LockedImage) -> Iterator[Seen]:
+        """Yield what the content store shows of an image's layers."""
+        at = now()
+        coming = dict(self._ingests())
+        layers = {layer.digest: layer.size for layer in image.layers}
+        for digest, (got, total) in coming.items():
+            if digest in layers:
+                yield Seen(at, digest, "downloading", got, total or layers[digest])
+        there = [d for d in layers if d not in coming and self._has_blob(d)]
+        if len(there) == len(layers):
+            # Nothing is left to come: what the daemon writes now are the files of layers.
+            yield Seen(at, image.layers[-1].digest, "extracting", self._written())
+            there.pop()
+        for digest in there:
+            yield Seen(at, digest, "downloaded", layers[digest], layers[digest])
+
+    def _has_blob(self, digest: str) -> bool:
+        return (self.data_root / _CONTENT / "blobs/sha256" / digest.removeprefix("sha256:")).exists()
+
+    def _ingests(self) -> Iterator[tuple[str, tuple[int, int | None]]]:
+        """Yield (digest, (bytes so far, bytes in all)) of the blobs that are coming."""
+        for path in (self.data_root / _CONTENT / "ingest").glob("*"):
+            try:
+                digest = _DIGEST.search((path / "ref").read_text())
+                got = (path / "data").stat().st_size
+                total = (path / "total").read_text() if (path / "total").exists() else ""
+            except FileNotFoundError:  # it came to its end meanwhile
+                continue
+            if digest:
+                yield digest[0], (got, int(total) if total.isdigit() else None)
+
+    def _written(self) -> int:
+        """Return the bytes that the daemon wrote since it started, in steps that are more than a log line."""
+        try:
+            fields = Path(f"/proc/{self.pid}/io").read_text().split()
+        except FileNotFoundError:
+            return 0
+        written = int(fields[fields.index("wchar:") + 1])
+        return written // _STEP * _STEP
+
+    def _write_hosts(self, image: LockedImage) -> Path:
+        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs; return the directory."""
+        registry = parse_reference(image.ref).registry
+        endpoint = self.endpoints.get(registry)
+        token = authorization(image.ref, self.endpoints)
+        folder = self.root.path / _RUN / f"hosts-{image.config[7:19]}"
+        place = folder / registry
+        place.mkdir(parents=True, mode=0o700, exist_ok=True)
+        server = f"https://{parse_reference(image.ref).api_host}"
+        lines = [f"server = {_toml(server)}", f"[host.{_toml(server)}]", 'capabilities = ["pull", "resolve"]']
+        if endpoint:
+            shutil.copyfile(endpoint.ca, place / "ca.pem")
+            ca = place.relative_to(self.root.path) / "ca.pem"
+            lines.append(f"ca = {_toml(f'/{ca}')}")
+        if token:
+            lines += [f"[host.{_toml(server)}.header]", f"Authorization = [{_toml(token)}]"]
+        (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (place / "hosts.toml").chmod(0o600)
+        return folder
+
+    def mark(self, image: LockedImage, *, pin: bool) -> None:
+        """Label an image as the kubelet's plugin does, and protect it from the kubelet if wanted."""
+        reference = parse_reference(image.ref)
+        for name in (reference.at(image.digest), image.ref):
+            self._ctr("images", "label", name, _MANAGED, *([_PINNED] if pin else []))
+
+    def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
+        """Remove every reference to other images; return what was removed."""
+        wanted = {i.ref for i in images} | {parse_reference(i.ref).at(i.digest) for i in images}
+        removed = [name for name in self._ctr("images", "ls", "-q").split() if name not in wanted]
+        if removed:
+            self._ctr("images", "rm", "--sync", *removed)
+        return removed
+
+    def unpacked_bytes(self, image: LockedImage) -> int:
+        """Return the bytes of an image's files."""
+        size, chain = 0, ""
+        for layer in image.layers:
+            chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
+            told = self._ctr("snapshots", "--snapshotter", SNAPSHOTTER, "usage", "-b", chain)
+            size += int(told.splitlines()[-1].split()[1])
+        return size
+
+    def save(
+        self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]
+    ) -> tuple[int, str]:
+        """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
+        made = self.root.path / _RUN / "out" / target.name
+        platform = images[0].platform
+        self._ctr(
+            "images",
+            "export",
+            "--platform",
+            platform,
+            f"/{made.relative_to(self.root.path)}",
+            *(image.ref for image in images),
+        )
+        digest, size = hashlib.sha256(), 0
+        with target.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+                size += len(chunk)
+                told(size)
+        return size, digest.hexdigest()
+
+
+def _said(log: Path) -> str:
+    """Return ctr's error: its last line that is one."""
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ctr:")]
+    return (errors or lines or ["ctr failed and said nothing"])[-1].removeprefix("ctr: ")
+
+
+def _toml(text: str) -> str:
+    """Return ``text`` as a TOML string: JSON's escapes are TOML's."""
+    return json.dumps(text)
+
+
+def _digest(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def strip(data_root: Path) -> None:
+    """Leave of a stopped daemon's data root what belongs to its images."""
+    for path in data_root.iterdir():
+        if path.name not in _KEPT:
+            remove_tree(path) if path.is_dir() else path.unlink()
+    for path in (data_root / _CONTENT / "ingest").glob("*"):
+        remove_tree(path)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Give a new bake the data root of an earlier one. Files are shared, except the databases."""
+    process.run(["cp", "-al", "--", f"{source}/.", target])
+    for name in _DATABASES:
+        path = target / name
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+        path.chmod(0o600)

@@ -1,0 +1,70 @@
+"""The vocabulary of a pull: what a runtime tells, what it is held to, and what is found against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "retrying"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a runtime told of one layer of one image at one moment.
+
+    ``at`` is in seconds of a monotonic clock. ``layer`` is a digest or a short id (12 hex digits), empty for
+    the image as a whole. ``current`` and ``total`` are the bytes of this phase, done and in all; ``text`` is
+    what the runtime said, for people.
+    """
+
+    at: float
+    layer: str
+    phase: Phase
+    current: int = 0
+    total: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pull is held to. Time in which the whole image is queued counts against none of these.
+
+    ``progress_seconds`` may pass without a new byte downloaded or extracted. ``min_rate`` is in bytes per
+    second, the mean over the last ``rate_seconds`` of downloading; 0 asks for none. ``overall_seconds`` may
+    pass in all.
+    """
+
+    progress_seconds: float = 1800.0
+    min_rate: float = 16384.0
+    rate_seconds: float = 300.0
+    overall_seconds: float = 4 * 3600.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a pull is to be given up.
+
+    ``layer`` is the one that was last seen moving, or that should have been; empty for the image as a whole.
+    ``last`` is what was last seen of it, in words: ``downloading, 12.3 MB of 800 MB``. ``seconds`` is for
+    how long nothing came, for how long the rate was too low, or what it took in all.
+    """
+
+    kind: Literal["stalled", "too slow", "too long"]
+    layer: str
+    last: str
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return a sentence: ``no progress for 30:00 min; layer 3f2a…: downloading, 12.3 MB of 800 MB``."""
+        what = {"stalled": "no progress for", "too slow": "too slow for", "too long": "not finished after"}
+        short = self.layer.removeprefix("sha256:")[:12]
+        where = f"layer {short}: " if short else ""
+        return f"{what[self.kind]} {_duration(self.seconds)}; {where}{self.last}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration: ``0:42 min``, ``30:00 min``, ``4:00:00 h``."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"

@@ -1,0 +1,69 @@
+"""Whether a failed pull is worth another attempt, and when: pure, from the words of the runtimes.
+
+The words are those of Docker 20.10 to 29 (``distribution/errors.go``) and containerd 1.6 to 2.3
+(``remotes/docker``), and of Go's net/http and crypto/x509, which both of them hand on.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Class = Literal["transient", "limited", "corrupt", "full", "permanent"]
+
+# The first that matches. What none matches is transient: an attempt more does no harm, the deadlines hold.
+_CLASSES: tuple[tuple[Class, str], ...] = (
+    ("full", r"no space left on device|disk quota exceeded"),
+    ("limited", r"toomanyrequests|too many requests|\b429\b|rate limit"),
+    (
+        "corrupt",
+        r"verification failed for digest|unexpected commit digest|failed size validation|digest mismatch"
+        r"|content digest .* does not match|invalid (checksum|gzip|tar) header|flate: corrupt|gzip: invalid",
+    ),
+    (
+        "permanent",
+        r"manifest unknown|manifest for .* not found|name unknown|repository .* not found|\bnot found\b",
+    ),
+    ("permanent", r"unauthorized|authentication required|access.* denied|pull access denied|\b(401|403)\b"),
+    (
+        "permanent",
+        r"no matching manifest|does not match the specified platform|unsupported media type|schema version",
+    ),
+    ("permanent", r"x509:|certificate (has expired|is not|signed by)|tls: (bad|unknown) certificate"),
+    ("permanent", r"stopped after \d+ redirects|invalid reference"),
+)
+_FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 60.0
+# Bytes that are wrong twice are wrong at the registry.
+_CORRUPT_ATTEMPTS = 2
+
+
+def classify(message: str) -> Class:
+    """Return the class of a failure by what the runtime said."""
+    words = message.lower()
+    return next((kind for kind, pattern in _CLASSES if re.search(pattern, words)), "transient")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``attempts`` in all; ``longest_wait`` is how many seconds of Retry-After are obeyed."""
+
+    attempts: int = 5
+    longest_wait: float = 600.0
+
+
+def pause_before_next(
+    policy: Policy, kind: Class, attempt: int, chance: float, wanted_by_registry: float = 0.0
+) -> float | None:
+    """Return the seconds to wait after failed attempt number ``attempt`` (from 1); None: it was the last one.
+
+    ``chance`` in [0, 1) spreads the waits of many (full jitter in the upper half), ``wanted_by_registry`` is
+    its Retry-After, which is never cut short: a registry that asks for more than ``longest_wait`` has refused.
+    """
+    last = _CORRUPT_ATTEMPTS if kind == "corrupt" else policy.attempts
+    if kind in ("permanent", "full") or attempt >= min(last, policy.attempts):
+        return None
+    if wanted_by_registry > policy.longest_wait:
+        return None
+    backoff = min(_LONGEST_SECONDS, _FIRST_SECONDS * 2.0 ** (attempt - 1)) * (0.5 + chance / 2)
+    return max(backoff, wanted_by_registry * (1 + chance / 10))

@@ -1,0 +1,239 @@
+"""Mutations for test_preload.py: the list's JSON and the archive's bytes are changed in place."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mutations import Mutation, both, change, chmod, chown, given, outside, record, remove, write
+from mutations_booted import record_booted
+
+LIST = "/opt/preloaded_docker_images.json"
+ARCHIVE = "/opt/preloaded_docker_images.tar"
+UNIT = "/etc/systemd/system/image-preload.service"
+KUBELET = "/etc/systemd/system/kubelet.service.d/10-image-preload.conf"
+PROGRAM = "/usr/local/libexec/image-preload"
+
+
+def edit(change_list: Callable[[dict[str, Any]], None]) -> Mutation:
+    """Change the list of images."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        place = outside(root, LIST)
+        content = json.loads(place.read_text(encoding="utf-8"))
+        change_list(content)
+        place.write_text(json.dumps(content), encoding="utf-8")
+
+    return mutate
+
+
+def of_last(key: str, value: Any) -> Mutation:
+    """Give the last image of the list another value."""
+    return edit(lambda content: content["images"][-1].update({key: value}))
+
+
+def _without(variables: dict[str, Any]) -> Mutation:
+    """Take a required image out of the list."""
+    required = next(image["ref"] for image in variables["image_preload"] if image["required"])
+    return _unlist(required)
+
+
+def _unlist(ref: str) -> Mutation:
+    return edit(lambda content: content.update(images=[i for i in content["images"] if i["ref"] != ref]))
+
+
+def _listed_as_well(content: dict[str, Any]) -> None:
+    content["images"].append({**content["images"][0], "ref": "registry.invalid/other:1"})
+
+
+def overwrite(place: Path, offset: int, data: bytes) -> None:
+    """Write over bytes of a file; a negative offset counts from its end."""
+    with place.open("r+b") as stream:
+        stream.seek(offset, 0 if offset >= 0 else 2)
+        stream.write(data)
+
+
+def flip(place: Path, offset: int) -> None:
+    """Give one byte of a file another value."""
+    with place.open("rb") as stream:
+        stream.seek(offset, 0 if offset >= 0 else 2)
+        found = stream.read(1)
+    overwrite(place, offset, bytes([found[0] ^ 0x55]))
+
+
+def last_byte(root: Path, _variables: dict[str, Any]) -> None:
+    """Change the archive's last byte, which lies behind the end of the tar."""
+    flip(outside(root, ARCHIVE), -1)
+
+
+def longer(root: Path, _variables: dict[str, Any]) -> None:
+    with outside(root, ARCHIVE).open("ab") as stream:
+        stream.write(bytes(512))
+
+
+def _manifest(tar: tarfile.TarFile) -> list[dict[str, Any]]:
+    stream = tar.extractfile("manifest.json")
+    assert stream is not None
+    manifest: list[dict[str, Any]] = json.load(stream)
+    return manifest
+
+
+def renamed_tag(root: Path, _variables: dict[str, Any]) -> None:
+    """Let the archive's manifest.json name an image otherwise, by as many bytes."""
+    place = outside(root, ARCHIVE)
+    with tarfile.open(place) as tar:
+        tag = next(tag for entry in _manifest(tar) for tag in entry["RepoTags"] or []).encode()
+        info = tar.getmember("manifest.json")
+    with place.open("rb") as stream:
+        stream.seek(info.offset_data)
+        at = info.offset_data + stream.read(info.size).index(b'"' + tag + b'"')
+    overwrite(place, at + 1, b"x" * len(tag))
+
+
+def _layer(place: Path) -> tarfile.TarInfo:
+    """Return the first image's last layer that is no link."""
+    with tarfile.open(place) as tar:
+        layers = [tar.getmember(name) for name in _manifest(tar)[0]["Layers"]]
+    return next(info for info in reversed(layers) if info.isreg())
+
+
+def damaged_layer(root: Path, _variables: dict[str, Any]) -> None:
+    place = outside(root, ARCHIVE)
+    info = _layer(place)
+    flip(place, info.offset_data + info.size // 2)
+
+
+def renamed_layer(root: Path, _variables: dict[str, Any]) -> None:
+    """Take a layer away by giving its header another name, and a checksum that fits."""
+    place = outside(root, ARCHIVE)
+    info = _layer(place)
+    info.name = "x" * min(len(info.name), 90)
+    overwrite(place, info.offset, info.tobuf(tarfile.USTAR_FORMAT)[:512])
+
+
+def _other_pause(variables: dict[str, Any]) -> Mutation:
+    """Tell the engine of another pause image."""
+    if variables["container_runtime_engine"] == "containerd":
+        other = r'\1 = "registry.invalid/pause:1"'
+        return change("/etc/containerd/config.toml", "(sandbox(_image)?) = .*", other)
+    name = "cri-docker" if variables["__container_runtime_with_cri_dockerd"] else "kubelet"
+    return change(
+        f"/etc/systemd/system/{name}.service",
+        r"--pod-infra-container-image=\S+",
+        "--pod-infra-container-image=registry.invalid/pause:1",
+    )
+
+
+def _other_bond(variables: dict[str, Any]) -> str:
+    """Return how the kubelet must not wait for the unit: Wants= is content with a failure."""
+    return "Wants" if variables["image_preload_gates_kubelet"] else "BindsTo"
+
+
+def _unpinned(content: dict[str, Any]) -> None:
+    for image in content["images"]:
+        image["pin"] = False
+
+
+record(
+    "test_preload_lists_what_is_declared",
+    given(_without),
+    edit(_listed_as_well),
+    edit(lambda content: content["images"][0].update(pin=not content["images"][0]["pin"])),
+    of_last("platform", "linux/s390x"),
+    edit(lambda content: content.update(engine="podman")),
+    write(LIST, "[]"),
+)
+record("test_preload_archive_is_the_recorded_one", last_byte, longer, damaged_layer, remove(ARCHIVE))
+record("test_preload_archive_holds_every_image", renamed_tag, of_last("id", f"sha256:{'0' * 64}"))
+record(
+    "test_preload_images_are_complete",
+    damaged_layer,
+    renamed_layer,
+    of_last("diff_ids", [f"sha256:{'0' * 64}"]),
+)
+record("test_preload_images_are_of_their_platform", of_last("platform", "linux/s390x"))
+record(
+    "test_preloaded_pause_image_is_the_one_in_use",
+    given(_other_pause),
+    given(lambda v: _unlist(v["container_runtime_pause_image"])),
+    both(edit(_unpinned), change(UNIT, r"--pause=\S+", "--pause=registry.invalid/pause:1")),
+)
+record(
+    "test_preload_comes_before_the_kubelet",
+    remove("/etc/systemd/system/multi-user.target.wants/image-preload.service"),
+    change(UNIT, "^Before=.*", "Before=network.target"),
+    change(UNIT, "^After=.*\n", ""),
+    change(UNIT, "^TimeoutStartSec=.*\n", ""),
+    change(UNIT, r"--engine=\S+", "--engine=podman"),
+    change(KUBELET, "^(Requires|Wants)=.*\n", ""),
+    given(lambda v: change(KUBELET, "^(Requires|Wants)=", f"{_other_bond(v)}=")),
+    remove(KUBELET),
+)
+record(
+    "test_preload_program_runs",
+    chmod(PROGRAM, 0o775),
+    chown(PROGRAM, 1, 0),
+    write(PROGRAM, "#!/usr/bin/python3\nimport nothing_of_this_name\n", 0o755),
+)
+
+# The last image of the list, which is not the pause image, as shell variables for the commands below.
+LAST = (
+    "eval $(python3 -c 'import json; "
+    f'c = json.load(open("{LIST}")); i = c["images"]; '
+    'l = [x for x in i if "/pause:" not in x["ref"]] or i; '
+    'print("ref=%s manifest=%s id=%s digest=%s" % tuple(l[-1][k] for k in ("ref", "manifest", "id", "digest")))'
+    "'); "
+)
+ALL_PINNED = "for n in $(ctr -n k8s.io images list --quiet | grep -v ^sha256); do "
+
+record_booted(
+    "test_preload_succeeded",
+    """sed -i 's/"problems": \\[\\]/"problems": ["mutation"]/' /run/image-preload/status.json""",
+)
+record_booted(
+    "test_preloaded_images_are_pinned",
+    f"{ALL_PINNED} ctr -n k8s.io images label $n io.cri-containerd.pinned= ; done",
+)
+record_booted(
+    "test_preloaded_layers_are_in_containerd",
+    LAST
+    + "layer=$(ctr -n k8s.io content get $manifest | "
+    + """python3 -c 'import json, sys; print(json.load(sys.stdin)["layers"][-1]["digest"])'); """
+    + "ctr -n k8s.io content rm $layer",
+)
+record_booted(
+    "test_preloaded_layers_are_in_docker",
+    LAST
+    + "folder=$(docker image inspect --format '{{.GraphDriver.Data.UpperDir}}' $id); mv $folder $folder.gone",
+)
+record_booted(
+    "test_preloaded_images_run",
+    "chmod 0644 $(command -v runc)",
+    turn=1,
+)
+record_booted(
+    "test_preloaded_images_are_in_containerd",
+    LAST + "ctr -n k8s.io images rm ${ref%:*}@$digest",
+    turn=1,
+)
+record_booted(
+    "test_preloaded_images_are_in_docker",
+    LAST + "docker image rm --force $ref",
+    turn=1,
+)
+record_booted(
+    "test_preloaded_pause_image_is_spared",
+    "for unit in kubelet cri-docker; do file=/etc/systemd/system/$unit.service; if test -e $file; then "
+    "sed -i 's/--pod-infra-container-image=[^ ]*/--pod-infra-container-image=registry.invalid:1/' $file; "
+    "fi; done; systemctl daemon-reload",
+    turn=1,
+)
+record_booted(
+    "test_preloaded_images_need_no_registry",
+    LAST
+    + "host=${ref%%/*}; port=${host#*:}; test $port != $host || port=443; echo 127.0.0.1 ${host%%:*} >> /etc/hosts; "
+    "systemd-run --quiet --unit=mutation-registry python3 -m http.server $port; sleep 3",
+)

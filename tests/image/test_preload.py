@@ -1,0 +1,429 @@
+"""Preloaded images: what was declared is in the archive, whole, and on a running machine in the engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from suite import (
+    Tree,
+    assignments,
+    booted,
+    differences,
+    load,
+    needs,
+    nothing,
+    offline,
+    output,
+    read,
+    starts_at_boot,
+)
+from testinfra.host import Host
+
+V = dict[str, Any]
+LIST = "/opt/preloaded_docker_images.json"
+ARCHIVE = "/opt/preloaded_docker_images.tar"
+STATUS = "/run/image-preload/status.json"
+UNIT = "image-preload.service"
+# The lab's registries exist only while the lab bakes.
+LAB = ".lab.internal"
+
+with_unit = needs("container_runtime")
+preloaded = needs("container_runtime", image_preload=bool)
+with_docker = needs("container_runtime", image_preload=bool, container_runtime_engine="docker")
+with_containerd = needs("container_runtime", image_preload=bool, container_runtime_engine="containerd")
+
+# Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,
+# where a link leads, and what small members hold.
+_READER = """
+import gzip, hashlib, json, sys, tarfile, zlib
+
+class Archive:
+    def __init__(self, path):
+        self.file, self.size, self.digest = open(path, "rb"), 0, hashlib.sha256()
+    def read(self, number=1 << 20):
+        data = self.file.read(number)
+        self.size += len(data)
+        self.digest.update(data)
+        return data
+
+def member(stream, small):
+    raw, plain, text = hashlib.sha256(), hashlib.sha256(), b""
+    head = data = stream.read(1 << 20)
+    unzip = zlib.decompressobj(31) if head[:2] == b"\\x1f\\x8b" else None
+    while data:
+        raw.update(data)
+        text += data if small else b""
+        while data:
+            plain.update(unzip.decompress(data) if unzip else data)
+            data = unzip.unused_data if unzip and unzip.eof else b""
+            unzip = zlib.decompressobj(31) if data else unzip
+        data = stream.read(1 << 20)
+    return {"sha256": raw.hexdigest(), "plain": plain.hexdigest(), "text": text.decode("utf-8", "replace")}
+
+archive, members = Archive(sys.argv[1]), {}
+problem = ""
+try:
+    with tarfile.open(fileobj=archive, mode="r|") as tar:
+        for info in tar:
+            if info.isreg():
+                members[info.name] = member(tar.extractfile(info), info.size < 1 << 20)
+            elif info.issym() or info.islnk():
+                members[info.name] = {"link": info.linkname, "hard": info.islnk()}
+except (tarfile.TarError, zlib.error, OSError) as error:
+    problem = f"{type(error).__name__}: {error}"
+while archive.read():
+    pass
+print(json.dumps({"bytes": archive.size, "sha256": archive.digest.hexdigest(), "members": members,
+                  "problem": problem}))
+"""
+
+
+def _list(host: Host) -> dict[str, Any]:
+    """Return the list of preloaded images."""
+    content = load(host, LIST)
+    assert isinstance(content, dict) and content.get("format") == 1, f"{LIST} holds {content!r:.80}"
+    return content
+
+
+def _images(host: Host) -> list[dict[str, Any]]:
+    images: list[dict[str, Any]] = _list(host)["images"]
+    return images
+
+
+def _archive(host: Host) -> dict[str, Any]:
+    """Return what is in the archive; read once for all checks of a target."""
+    if not hasattr(host, "preload_archive"):
+        host.preload_archive = json.loads(output(host, "python3 -c %s %s", _READER, ARCHIVE))
+    found: dict[str, Any] = host.preload_archive
+    return found
+
+
+def _member(archive: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a member, a link's target for a link (old versions of Docker store a shared layer so)."""
+    members = archive["members"]
+    for _ in range(8):
+        assert name in members, f"the archive has no {name} {archive['problem']}"
+        found: dict[str, Any] = members[name]
+        if "link" not in found:
+            return found
+        name = found["link"] if found["hard"] else _relative(name, found["link"])
+    raise AssertionError(f"links of the archive lead nowhere: {name}")
+
+
+def _relative(name: str, link: str) -> str:
+    parts: list[str] = []
+    for part in (PurePosixPath(name).parent / link).parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts)
+
+
+def _json(archive: dict[str, Any], name: str) -> Any:
+    text = _member(archive, name)["text"]
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise AssertionError(f"{name} of the archive is not JSON: {error}") from error
+
+
+def _saved(archive: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of the archive's manifest.json by reference."""
+    entries = _json(archive, "manifest.json")
+    return {tag: entry for entry in entries for tag in entry["RepoTags"] or []}
+
+
+def _saved_image(archive: dict[str, Any], image: dict[str, Any]) -> dict[str, Any]:
+    saved = _saved(archive)
+    names = {image["ref"], _familiar(image["ref"])} & saved.keys()
+    assert names, f"the archive has no {image['ref']}, only {', '.join(saved) or 'nothing'}"
+    return saved[names.pop()]
+
+
+def _familiar(ref: str) -> str:
+    """Return a reference as Docker writes it: its own registry goes without saying."""
+    return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
+
+
+def _plain(digest: str) -> str:
+    return digest.removeprefix("sha256:")
+
+
+def _unit(host: Host, name: str) -> list[str]:
+    """Return the lines of a unit with its drop-ins, continued ones joined."""
+    text = output(host, "systemd-analyze cat-config %s", f"systemd/system/{name}")
+    return text.replace("\\\n", " ").splitlines()
+
+
+def _named(lines: list[str], key: str) -> set[str]:
+    """Return the units that a unit names under a key."""
+    return {word for line in lines if line.startswith(f"{key}=") for word in line.partition("=")[2].split()}
+
+
+@offline
+@booted
+@preloaded
+def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
+    """The list has every required image of the definition, for its platform, pinned as declared; no others."""
+    declared = {image["ref"]: image for image in v["image_preload"]}
+    content = _list(host)
+    listed = {image["ref"]: image for image in content["images"]}
+    assert len(listed) == len(content["images"]), "an image is listed twice"
+    nothing(differences({"engine": v["container_runtime_engine"]}, content))
+    nothing(f"{ref} is not listed" for ref in declared if declared[ref]["required"] and ref not in listed)
+    nothing(f"{ref} is listed, not declared" for ref in listed if ref not in declared)
+    for ref, image in listed.items():
+        wanted = {key: declared[ref][key] for key in ("pin", "platform")}
+        nothing(f"{ref}: {difference}" for difference in differences(wanted, image))
+
+
+@offline
+@preloaded
+def test_preload_archive_is_the_recorded_one(host: Host) -> None:
+    """The archive has the recorded size and sha256, and is a readable tar."""
+    recorded, found = _list(host)["archive"], _archive(host)
+    assert found["problem"] == "", found["problem"]
+    wanted = {"bytes": recorded["bytes"], "sha256": _plain(recorded["sha256"])}
+    nothing(differences(wanted, found))
+    assert recorded["path"] == ARCHIVE
+
+
+@offline
+@preloaded
+def test_preload_archive_holds_every_image(host: Host) -> None:
+    """Every listed reference is in the archive and means the listed image id there."""
+    archive = _archive(host)
+    for image in _images(host):
+        config = _saved_image(archive, image)["Config"]
+        found = _member(archive, config)["sha256"]
+        assert found == _plain(image["id"]), f"{image['ref']} is {found}, not {image['id']}"
+
+
+@offline
+@preloaded
+def test_preload_images_are_complete(host: Host) -> None:
+    """Every layer of every image is in the archive, unpacks, and is what the image's configuration names."""
+    archive = _archive(host)
+    for image in _images(host):
+        saved = _saved_image(archive, image)
+        config = _json(archive, saved["Config"])
+        named = config["rootfs"]["diff_ids"]
+        assert named == image["diff_ids"], f"{image['ref']}: the list has other layers than the image"
+        found = [_member(archive, layer)["plain"] for layer in saved["Layers"]]
+        assert found == [_plain(diff_id) for diff_id in named], f"{image['ref']} has damaged layers: {found}"
+
+
+@offline
+@preloaded
+def test_preload_images_are_of_their_platform(host: Host) -> None:
+    """Every image is for the operating system and the processor that the list names."""
+    archive = _archive(host)
+    for image in _images(host):
+        config = _json(archive, _saved_image(archive, image)["Config"])
+        found = f"{config['os']}/{config['architecture']}"
+        wanted = "/".join(image["platform"].split("/")[:2])
+        assert found == wanted, f"{image['ref']} is for {found}, not {wanted}"
+
+
+@offline
+@booted
+@preloaded
+def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
+    """The engine and the kubelet take the same pause image, and it is preloaded and pinned."""
+    pause = v["container_runtime_pause_image"]
+    found = dict(_told_of_pause(host, v))
+    assert found, "nothing was told of a pause image"
+    nothing(f"{who} takes {ref}, not {pause}" for who, ref in found.items() if ref != pause)
+    listed = {image["ref"]: image for image in _images(host)}
+    assert pause in listed, f"{pause} is not preloaded"
+    assert listed[pause]["pin"] or f"--pause={pause}" in " ".join(_unit(host, UNIT)), f"{pause} is not pinned"
+
+
+def _told_of_pause(host: Host, v: V) -> Iterator[tuple[str, str]]:
+    """Yield who was told which pause image, from the files that tell them."""
+    if v["container_runtime_engine"] == "containerd":
+        dump = output(host, "containerd config dump")
+        told = re.findall(r"^\s*sandbox(?:_image)? = [\"'](.*)[\"']$", dump, flags=re.MULTILINE)
+        yield "containerd", ", ".join(sorted(set(told)))
+    else:
+        told = _unit_flags(host, "cri-docker.service") if v["__container_runtime_with_cri_dockerd"] else []
+        yield from (("cri-dockerd", ref) for ref in told)
+    if v.get("__kubelet_has_pause_image_flag"):
+        yield "the kubelet", ", ".join(_unit_flags(host, "kubelet.service")) or "none"
+
+
+def _unit_flags(host: Host, unit: str) -> list[str]:
+    text = " ".join(_unit(host, unit))
+    return re.findall(r"--pod-infra-container-image[= ](\S+)", text)
+
+
+@offline
+@booted
+@with_unit
+def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
+    """The unit starts at boot, after the engine; the kubelet waits for it and, where declared, requires it."""
+    assert starts_at_boot(tree, UNIT), f"{UNIT} does not start at boot"
+    unit, kubelet = _unit(host, UNIT), _drop_in(host, tree)
+    engine = f"{v['container_runtime_engine']}.service"
+    assert engine in _named(unit, "After") & _named(unit, "Wants"), f"{UNIT} does not wait for {engine}"
+    assert "kubelet.service" in _named(unit, "Before"), f"{UNIT} is not before the kubelet"
+    assert f"ConditionPathExists={LIST}" in unit
+    assert "TimeoutStartSec=infinity" in unit
+    key = "Requires" if v["image_preload_gates_kubelet"] else "Wants"
+    assert UNIT in _named(kubelet, key) & _named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
+    start = " ".join(line for line in unit if line.startswith("ExecStart="))
+    assert f"--engine={v['container_runtime_engine']} " in start, start
+
+
+def _drop_in(host: Host, tree: Tree) -> list[str]:
+    """Return what is added to the kubelet's unit, whether that is in this image or not."""
+    path = "/etc/systemd/system/kubelet.service.d/10-image-preload.conf"
+    assert path in tree, f"{path} does not exist"
+    return read(host, path).splitlines()
+
+
+@offline
+@booted
+@with_unit
+def test_preload_program_runs(host: Host, tree: Tree, v: V) -> None:
+    """The program is root's, and runs with the image's Python."""
+    program = v["__image_preload_program"]
+    entry = tree[program]
+    assert (entry.uid, entry.gid, entry.mode) == (0, 0, 0o755), f"{program} {entry}"
+    assert "--engine {docker,containerd}" in output(host, "%s --help", program)
+
+
+@booted
+@preloaded
+def test_preload_succeeded(host: Host) -> None:
+    """The unit ran, is active, and found every image after it."""
+    found = assignments(output(host, "systemctl show -p ActiveState,Result %s", UNIT))
+    nothing(differences({"ActiveState": "active", "Result": "success"}, found))
+    status = load(host, STATUS)
+    nothing(status["problems"])
+    nothing(differences({"images": len(_images(host))}, status))
+
+
+@booted
+@with_docker
+def test_preloaded_images_are_in_docker(host: Host) -> None:
+    """Docker has every reference, with the recorded image id."""
+    found = _docker_images(host)
+    nothing(
+        f"{image['ref']} is {found.get(_familiar(image['ref']), 'missing')}"
+        for image in _images(host)
+        if found.get(_familiar(image["ref"])) != image["id"]
+    )
+
+
+def _docker_images(host: Host) -> dict[str, str]:
+    form = "{{.Repository}}:{{.Tag}} {{.ID}}"
+    lines = output(host, "docker image ls --no-trunc --format %s", form).splitlines()
+    return {line.split()[0]: line.split()[1] for line in lines}
+
+
+@booted
+@with_docker
+def test_preloaded_layers_are_in_docker(host: Host) -> None:
+    """Docker has all layers of every image, and their directories are on the disk."""
+    for image in _images(host):
+        (found,) = json.loads(output(host, "docker image inspect %s", image["id"]))
+        assert found["RootFS"]["Layers"] == image["diff_ids"], f"{image['ref']}: {found['RootFS']}"
+        data = found["GraphDriver"]["Data"] or {}
+        folders = [f for key in ("UpperDir", "LowerDir") for f in data.get(key, "").split(":") if f]
+        assert len(folders) == len(image["diff_ids"]), f"{image['ref']}: {folders}"
+        lost = [folder for folder in folders if not host.file(folder).is_directory]
+        nothing(f"{image['ref']} has lost {folder}" for folder in lost)
+
+
+@booted
+@with_containerd
+def test_preloaded_images_are_in_containerd(host: Host, v: V) -> None:
+    """containerd has every image by its tag and by its digest, with the recorded image id."""
+    names = _names(host, v)
+    for image in _images(host):
+        for name in (image["ref"], _by_digest(image)):
+            assert name in names, f"{name} is missing"
+            assert names[name]["digest"] in (image["digest"], image["manifest"]), f"{name}: {names[name]}"
+        manifest = json.loads(output(host, _ctr(v, "content get %s"), image["manifest"]))
+        assert manifest["config"]["digest"] == image["id"], f"{image['ref']} is {manifest['config']}"
+
+
+@booted
+@with_containerd
+def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
+    """containerd has the whole content of every image, and it is unpacked in the snapshotter in use."""
+    lines = output(host, _ctr(v, "images check --snapshotter overlayfs")).splitlines()[1:]
+    checked = {line.split()[0]: line for line in lines}
+    for image in _images(host):
+        line = checked.get(image["ref"], "is missing")
+        assert " complete (" in line and line.split()[-1] == "true", f"{image['ref']}: {line}"
+
+
+@booted
+@with_containerd
+def test_preloaded_images_are_pinned(host: Host, v: V) -> None:
+    """What is pinned has the label that keeps it from garbage collection, and the pause image is pinned."""
+    names = _names(host, v)
+    pinned = {image["ref"] for image in _images(host) if image["pin"]}
+    for ref in pinned | {v["container_runtime_pause_image"]}:
+        labels = names.get(ref, {}).get("labels", "")
+        assert "io.cri-containerd.pinned=pinned" in labels.split(","), f"{ref}: {labels}"
+
+
+@booted
+@with_docker
+def test_preloaded_pause_image_is_spared(host: Host, v: V) -> None:
+    """The shim in use was started with the preloaded pause image, the only one that can be spared with Docker."""
+    unit = "cri-docker.service" if v["__container_runtime_with_cri_dockerd"] else "kubelet.service"
+    command = output(host, "systemctl show -p ExecStart %s", unit)
+    assert f"--pod-infra-container-image={v['container_runtime_pause_image']} " in command, command
+
+
+@booted
+@preloaded
+def test_preloaded_images_run(host: Host, v: V) -> None:
+    """A container of every image but pause's starts without any network, and a shell in it speaks."""
+    for number, image in enumerate(_images(host)):
+        if image["ref"] == v["container_runtime_pause_image"]:
+            continue
+        if v["container_runtime_engine"] == "docker":
+            alone = "docker run --rm --pull never --network none"
+            done = host.run(f"{alone} --entrypoint /bin/sh %s -c 'echo preloaded'", image["ref"])
+        else:
+            command = _ctr(v, "run --rm --snapshotter overlayfs %s %s /bin/sh -c 'echo preloaded'")
+            done = host.run(command, image["ref"], f"preload-check-{number}")
+        # An image without a shell got as far as looking for one: its layers were put together.
+        shell_less = re.search(r'exec: \\?"/bin/sh\\?": stat /bin/sh: no such file', done.stderr)
+        assert done.stdout.strip() == "preloaded" or shell_less, f"{image['ref']}: {done.stderr[-500:]}"
+
+
+@booted
+@needs(
+    "container_runtime",
+    image_preload=lambda images: any(image["ref"].partition("/")[0].endswith(LAB) for image in images),
+)
+def test_preloaded_images_need_no_registry(host: Host) -> None:
+    """The lab's registry can't be reached from the machine, so all this holds without it."""
+    for address in sorted({image["ref"].partition("/")[0] for image in _images(host)}):
+        name, _, port = address.partition(":")
+        if name.endswith(LAB):
+            reach = "getent hosts %s && timeout 5 bash -c %s"
+            done = host.run(reach, name, f"echo > /dev/tcp/{name}/{port or 443}")
+            assert done.rc != 0, f"{address} answers"
+
+
+def _ctr(v: V, command: str) -> str:
+    return f"ctr --namespace {v['image_preload_namespace']} {command}"
+
+
+def _by_digest(image: dict[str, Any]) -> str:
+    return f"{image['ref'].rpartition(':')[0]}@{image['digest']}"
+
+
+def _names(host: Host, v: V) -> dict[str, dict[str, str]]:
+    """Return containerd's images by name: REF TYPE DIGEST SIZE PLATFORMS LABELS, the size in two words."""
+    rows = [line.split() for line in output(host, _ctr(v, "images list")).splitlines()[1:]]
+    return {row[0]: {"digest": row[2], "labels": row[-1]} for row in rows}
