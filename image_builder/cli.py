@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder import __version__, checks, failure, render
+from image_builder import __version__, checks, failure, lab_commands, render
 from image_builder.command import host_settings, register, show
 from image_builder.options import (
     AsJson,
@@ -127,7 +127,7 @@ def lock(
 
         image-builder lock worker -o worker.lock.json
     """
-    from image_builder.executor import make_lock
+    from image_builder.build import make_lock
     from image_builder.lock import Lock
     from image_builder.resolve import remembered_lock
 
@@ -190,7 +190,7 @@ def plan(
 
         image-builder plan worker --explain
     """
-    from image_builder.executor import obtain_lock
+    from image_builder.build import obtain_lock
     from image_builder.plan.explain import explain as reasons
     from image_builder.plan.resolve import resolve
     from image_builder.store import Store
@@ -241,7 +241,8 @@ def build(
 
         image-builder build worker --output /srv/images
     """
-    from image_builder import executor, host
+    from image_builder import build as building
+    from image_builder import host
 
     host.check_host(store)
     settings = host_settings(
@@ -253,9 +254,9 @@ def build(
         def shell(root: Root) -> None:
             with render.paused(monitor):
                 print(f"a shell in {root.path}; leave it to go on tearing down", file=sys.stderr)
-                executor.open_shell(root)
+                building.open_shell(root)
 
-        made = executor.build(
+        made = building.build(
             definition,
             settings,
             monitor,
@@ -272,6 +273,7 @@ def build(
     return 0
 
 
+app.add_typer(lab_commands.app, name="lab")
 app.add_typer(checks.app)
 app.add_typer(checks.store_app, name="store")
 

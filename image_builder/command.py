@@ -22,12 +22,13 @@ def register(
     *,
     name: str | None = None,
     isolated: Callable[..., bool] | bool = False,
+    hidden: bool = False,
     context_settings: dict[str, Any] | None = None,
 ) -> Callable[[Callable[P, int]], Callable[P, None]]:
     """Register a function as a command: what it returns is the exit status, what it raises is shown.
 
     With ``isolated`` (or where that function of the command's arguments says so) the command runs in
-    namespaces of its own that nothing outlives; that needs root.
+    namespaces of its own that nothing outlives; that needs root. A ``hidden`` one is not in the help.
     """
 
     def decorate(function: Callable[P, int]) -> Callable[P, None]:
@@ -50,7 +51,7 @@ def register(
             alone = isolated(**options) if callable(isolated) else isolated
             raise typer.Exit(guard(isolated_work) if alone else work())
 
-        app.command(name or function.__name__, context_settings=context_settings)(run)
+        app.command(name or function.__name__, hidden=hidden, context_settings=context_settings)(run)
         return run
 
     return decorate

@@ -196,6 +196,18 @@ def background(
                 child.wait()
 
 
+def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
+    """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            [os.fspath(a) for a in argv],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def shell(argv: Sequence[Arg]) -> int:
     """Give the terminal to an interactive program; return its status."""
     sys.stdout.flush()

@@ -112,7 +112,9 @@ class PreloadedImage(_Strict):
         description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest."
     )
     pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it (containerd).")
-    required: bool = Field(True, description="The build fails without it; otherwise it is left out, and said.")
+    required: bool = Field(
+        True, description="The build fails without it; otherwise it is left out, and said."
+    )
     platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
         "linux/amd64", description="The platform to take; the image's own, anything else is refused."
     )
@@ -126,7 +128,9 @@ class ImagePull(_Strict):
         1800, gt=0, description="A pull without a new byte downloaded or extracted for this long is given up."
     )
     min_bytes_per_second: int = Field(
-        16384, ge=0, description="A pull that downloads more slowly, over five minutes, is given up; 0: never."
+        16384,
+        ge=0,
+        description="A pull that downloads more slowly, over five minutes, is given up; 0: never.",
     )
     overall_seconds: float = Field(
         14400, gt=0, description="One image's deadline, with all attempts; waiting in a queue doesn't count."
@@ -153,7 +157,8 @@ class BuilderVariables(_Strict):
         description="Declares that the image boots with UEFI Secure Boot. The build proves it or fails.",
     )
     image_preload: tuple[PreloadedImage, ...] = Field(
-        (), description="Container images that are pulled during the bake and are on a node at its first boot."
+        (),
+        description="Container images that are pulled during the bake and are on a node at its first boot.",
     )
     image_pull: ImagePull = Field(
         default_factory=lambda: ImagePull.model_validate({}),
@@ -200,7 +205,8 @@ class BuilderVariables(_Strict):
         """
         kept = dict.fromkeys(BUILDER_NAMES - NOT_FOR_ROLES, True)
         values: dict[str, JSON] = self.model_dump(
-            mode="json", include={**kept, "image_base": {"distribution", "suite", "components", "architecture"}}
+            mode="json",
+            include={**kept, "image_base": {"distribution", "suite", "components", "architecture"}},
         )
         return values
 

@@ -244,7 +244,11 @@ class _Maker:
         options: dict[str, JSON] = {
             "build_id": trees[-1].id,
             "facts": digest(resolved_variables(self.definition)),
-            "preload": [image.model_dump(mode="json") for image in self.definition.preload],
+            "preload": [
+                image.model_dump(mode="json")
+                for image in self.definition.preload
+                if self.lock.locked_image(image.ref)
+            ],
             "pytest": importlib.metadata.version("pytest"),
             "testinfra": importlib.metadata.version("pytest-testinfra"),
         }

@@ -41,7 +41,9 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         ctx.doing("reading what is installed")
         facts = ctx.product / "facts.json"
         build_id = str(ctx.plan.options.get("build_id", ctx.plan.id))
-        write_facts(facts, definition_facts(ctx.definition, build_id, installed_packages(root)))
+        preload = ctx.plan.options.get("preload", [])
+        told = definition_facts(ctx.definition, build_id, installed_packages(root), preload)
+        write_facts(facts, told)
         result = run_suite(
             f"sandbox:{root.path}",
             facts,
@@ -58,9 +60,12 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 
 def definition_facts(
-    definition: ImageDefinition, build_id: str, packages: list[dict[str, str]]
+    definition: ImageDefinition, build_id: str, packages: list[dict[str, str]], preload: JSON
 ) -> dict[str, JSON]:
-    """Return what the suite is driven by, for an image that was built with ``build_id``."""
+    """Return what the suite is driven by, for an image that was built with ``build_id``.
+
+    ``preload`` are the items of ``image_preload`` that the lock has; others were left out.
+    """
     from image_builder.definition import resolved_variables
 
     return {
@@ -68,7 +73,7 @@ def definition_facts(
         "build_id": build_id,
         "variables": {
             **resolved_variables(definition),
-            "image_preload": [image.model_dump(mode="json") for image in definition.preload],
+            "image_preload": preload,
         },
         "packages": packages,
         "partitions": {

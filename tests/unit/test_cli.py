@@ -24,6 +24,9 @@ COMMANDS = [
     ("boot",),
     ("verify",),
     ("test",),
+    ("lab", "up"),
+    ("lab", "down"),
+    ("lab", "status"),
     ("store", "gc"),
     ("store", "verify"),
 ]
@@ -47,7 +50,7 @@ def test_the_list_of_commands_is_whole() -> None:
     found: set[tuple[str, ...]] = set()
     for name, command in top.commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", None)
-        found |= {(name, n) for n in inner} if inner else {(name,)}
+        found |= {(name, n) for n, c in inner.items() if not c.hidden} if inner else {(name,)}
     assert found == set(COMMANDS)
 
 

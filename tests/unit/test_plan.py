@@ -10,7 +10,7 @@ import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedGroup, LockedPackage
+from image_builder.lock import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
 from image_builder.plan.model import Plan
 from image_builder.plan.resolve import resolve
 
@@ -254,3 +254,117 @@ def test_a_lock_for_other_layers_is_refused(root: Path) -> None:
     groups = {n: g for n, g in _lock().groups.items() if n != "system"}
     with pytest.raises(LockError, match="no packages for stage system"):
         _plan(root, _lock(groups=groups))
+
+
+# -- preload ---------------------------------------------------------------------------------------------------
+
+FROM_PRELOAD = {"preload", "seal", "verify", "disk", "convert"}
+_PRELOAD = """image_formats: [qcow2]
+        image_preload:
+          - ref: registry.example/pause:3.10
+            pin: true
+          - ref: registry.example/large:1"""
+
+
+def _image(ref: str, digit: str = "1") -> LockedImage:
+    digest = f"sha256:{digit * 64}"
+    layer = LockedLayer(digest=digest, size=10, diff_id=digest)
+    return LockedImage(
+        ref=ref, platform="linux/amd64", digest=digest, manifest=digest, config=digest, layers=[layer]
+    )
+
+
+@pytest.fixture
+def preloading(root: Path) -> Path:
+    """The same repository with two images to preload."""
+    _replace("image_formats: [qcow2]", _PRELOAD)(root)
+    return root
+
+
+def _images(large: str = "2") -> list[LockedImage]:
+    return [_image("registry.example/pause:3.10"), _image("registry.example/large:1", large)]
+
+
+def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: Path) -> None:
+    plan = _plan(preloading, _lock(images=_images()))
+    preload, runtime, seal = (plan.stage(name) for name in ("preload", "container_runtime", "seal"))
+    assert preload.ground[0] == runtime.id
+    assert preload.lowers == ()
+    assert seal.lowers[:2] == (preload.id, runtime.id)
+    assert runtime.id in preload.requires
+    names = [stage.name for stage in plan.stages]
+    assert names.index("container_runtime") < names.index("preload") < names.index("seal")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_append("roles/container_runtime/tasks/main.yml"), id="the engine's role"),
+        pytest.param(_append("roles/system/templates/a.conf.j2"), id="a role below"),
+        pytest.param(_append("playbooks/layers/container_runtime.yml"), id="the engine's playbook"),
+        pytest.param(_append("image_builder/stages/layer.py"), id="how layers are made"),
+        pytest.param(_append("image_builder/stages/base.py"), id="how the base is made"),
+        pytest.param(
+            _replace("image_preload:", "image_pull: {parallel: 2}\n        image_preload:"), id="pull limits"
+        ),
+    ],
+)
+def test_no_role_reaches_the_preload(preloading: Path, change: Callable[[Path], None]) -> None:
+    lock = _lock(images=_images())
+    before = _plan(preloading, lock)
+    change(preloading)
+    assert "preload" not in _changed(before, _plan(preloading, lock))
+
+
+def test_a_base_package_does_not_reach_the_preload_and_an_engine_package_does(preloading: Path) -> None:
+    before = _plan(preloading, _lock(images=_images()))
+    for group, reached in (("base", False), ("system", False), ("container_runtime", True)):
+        groups = dict(_lock().groups)
+        groups[group] = LockedGroup(
+            suite="trixie", components=["main"], requested=[group], packages=[_package("f" * 64)]
+        )
+        after = _plan(preloading, _lock(groups=groups, images=_images()))
+        assert ("preload" in _changed(before, after)) == reached, group
+
+
+def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
+    before = _plan(preloading, _lock(images=_images()))
+    assert _changed(before, _plan(preloading, _lock(images=_images("3")))) == FROM_PRELOAD
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(_replace("pin: true", "pin: false"), FROM_PRELOAD, id="a pin"),
+        pytest.param(_append("image_builder/pull/docker_engine.py"), FROM_PRELOAD, id="how is pulled"),
+        pytest.param(_append("image_builder/stages/preload.py"), FROM_PRELOAD, id="the preload stage"),
+        pytest.param(
+            _replace("site_engine: docker", "site_engine: containerd"),
+            FROM_PRELOAD | {"container_runtime"},
+            id="the engine",
+        ),
+    ],
+)
+def test_what_reaches_the_preload(
+    preloading: Path, change: Callable[[Path], None], expected: set[str]
+) -> None:
+    lock = _lock(images=_images())
+    before = _plan(preloading, lock)
+    change(preloading)
+    assert _changed(before, _plan(preloading, lock)) == expected
+
+
+def test_an_image_without_a_digest_is_refused(preloading: Path) -> None:
+    with pytest.raises(LockError, match=r"no digest for registry\.example/large:1"):
+        _plan(preloading, _lock(images=_images()[:1]))
+
+
+def test_an_image_that_was_left_out_is_not_pulled(preloading: Path) -> None:
+    lock = _lock(images=_images()[:1], left_out=["registry.example/large:1"])
+    images = _plan(preloading, lock).stage("preload").options["images"]
+    assert [i["ref"] for i in images] == ["registry.example/pause:3.10"]  # type: ignore[index,union-attr,call-overload]
+
+
+def test_without_any_image_left_there_is_no_preload(preloading: Path) -> None:
+    lock = _lock(left_out=["registry.example/large:1", "registry.example/pause:3.10"])
+    assert "preload" not in {stage.name for stage in _plan(preloading, lock).stages}

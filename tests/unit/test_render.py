@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
+from image_builder.events import Part
 from image_builder.render import (
     LiveMonitor,
     PlainMonitor,
@@ -138,3 +139,41 @@ def test_redrawing_is_for_terminals(terminal: bool, environment: dict[str, str],
 def test_columns_are_aligned_and_never_cut() -> None:
     assert columns([("a", "b"), ("longer", "c")]) == "a       b\nlonger  c"
     assert columns([]) == ""
+
+
+def _pulls(done: int, what: str = "1/5 layers") -> list[Part]:
+    return [Part("registry.example/large:1", done, 800_000_000, what)]
+
+
+def test_a_log_has_a_line_a_part_every_few_seconds() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    monitor = PlainMonitor(lines.append, clock)
+    for second in range(11):
+        monitor.stage_parts("preload", _pulls(second * 10_000_000))
+        clock.now += 1
+    monitor.stage_parts("preload", _pulls(800_000_000, "done"))
+    monitor.stage_parts("preload", _pulls(800_000_000, "done"))
+    texts = [line.partition(" preload ")[2].strip() for line in lines]
+    assert texts == [
+        "registry.example/large:1: 0 B of 800 MB, 1/5 layers",
+        "registry.example/large:1: 50 MB of 800 MB, 10 MB/s, 1/5 layers",
+        "registry.example/large:1: 100 MB of 800 MB, 10 MB/s, 1/5 layers",
+        texts[3],
+    ]
+    assert texts[3].startswith("registry.example/large:1: 800 MB of 800 MB") and texts[3].endswith(", done")
+
+
+def test_a_terminal_shows_a_bar_for_each_part_while_the_stage_runs() -> None:
+    clock = Clock()
+    monitor = LiveMonitor("build worker", clock)
+    monitor.stage_started("preload")
+    monitor.stage_parts("preload", [*_pulls(400_000_000), Part("registry.example/pause:3.10", 9, 9, "done")])
+    out = io.StringIO()
+    Console(file=out, width=120).print(monitor)
+    assert re.search(r"large:1 +━{10}─{10} 400 MB of 800 MB, 1/5 layers", out.getvalue())
+    assert re.search(r"pause:3\.10 +━{20} 9 B of 9 B, done", out.getvalue())
+    monitor.stage_finished("preload", 3.0, cached=False)
+    out = io.StringIO()
+    Console(file=out, width=120).print(monitor)
+    assert "━" not in out.getvalue()

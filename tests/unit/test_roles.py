@@ -215,7 +215,7 @@ def test_role_speaks_of_its_own_variables_only(role: Path) -> None:
         made |= set(task.get("vars") or {}) | loop_variables(task)
         for text in texts(task):
             used |= dict.fromkeys(free_names(text), path)
-    own = re.compile(rf"(__)?{role.name}_\w+|image_(?!preload_|seal_)\w+|node_(?!agent_|health_)\w+")
+    own = re.compile(rf"(__)?{role.name}_\w+|image_(?!preload|seal_)\w+|node_(?!agent_|health_)\w+")
     foreign = {n: p for n, p in used.items() if not own.fullmatch(n) and n not in OFFERED | made}
     assert not foreign
 

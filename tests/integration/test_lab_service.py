@@ -1,0 +1,67 @@
+"""`lab up`, `status` and `down` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.builds import REPO, Workplace, left_behind, wait_until_clean
+
+pytestmark = pytest.mark.root
+
+
+def _lab(*words: str, store: Path | None = None) -> subprocess.CompletedProcess[str]:
+    argv = [os.fspath(REPO / "image-builder"), "lab", *words, "--json"]
+    if store:
+        argv += ["--store", os.fspath(store)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "CI": "true"})
+
+
+@pytest.fixture
+def no_lab() -> Iterator[None]:
+    _lab("down")
+    yield
+    _lab("down")
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
+    up = _lab("up", store=worker.store)
+    assert up.returncode == 0, up.stderr
+    state = json.loads(up.stdout)
+    assert state["address"].startswith("127.") and state["port"] == 443
+    assert _lab("up", store=worker.store).stdout == up.stdout  # there is one
+    assert json.loads(_lab("status").stdout)["answers"] is True
+    trust = ssl.create_default_context(cafile=state["ca"])
+    trust.check_hostname = False  # asked by its address here; whoever pulls has it in /etc/hosts
+    with urllib.request.urlopen(f"https://{state['address']}/v2/_catalog", context=trust) as answer:
+        assert json.load(answer)["repositories"] == ["large", "pause"]
+    assert json.loads(_lab("down").stdout) == {"stopped": True}
+    status = _lab("status")
+    assert (status.returncode, json.loads(status.stdout)) == (1, {"running": False})
+    assert json.loads(_lab("down").stdout) == {"stopped": False}
+    assert not Path("/run/image-builder-lab").exists()
+    assert wait_until_clean(worker.store) == []
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_one_that_was_killed_is_not_taken_for_a_running_one(worker: Workplace) -> None:
+    state = json.loads(_lab("up", store=worker.store).stdout)
+    os.kill(state["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while left_behind(worker.store) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_behind(worker.store) == []
+    assert _lab("status").returncode == 1
+    again = json.loads(_lab("up", store=worker.store).stdout)
+    assert again["pid"] != state["pid"]
+    assert _lab("status").returncode == 0

@@ -1,0 +1,316 @@
+"""Pulls by a baked image's own engines: the lab's registry, a proxy before it that goes wrong, small images.
+
+A scenario is a function of a test module that gets a ``Lab`` and returns what it saw, as JSON. It runs in a process
+and namespaces of its own, and asserts nothing: the tests do, in the process that can show what was compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from image_builder import namespace, process
+from image_builder.events import NullMonitor, Part
+from image_builder.lab import certificate, images, registry
+from image_builder.lab.registry import HOST, PORT
+from image_builder.lock import LockedImage
+from image_builder.pull import containerd_engine, docker_engine, retry
+from image_builder.pull.model import Limits
+from image_builder.pull.puller import Puller, PullFailedError, Wanted
+from image_builder.pull.registry import Endpoint, locate
+from image_builder.sandbox import Root, open_root
+from image_builder.stages.preload import _write_names
+from image_builder.store import Store
+from tests.builds import REPO, Workplace
+from tests.faults.registry_proxy import RegistryProxy, Request, Upstream
+
+ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
+PLATFORM = "linux/amd64"
+MB = 1_000_000
+# Of the stages of a worker, those whose trees hold the engines, topmost first.
+_TREES = ("container_runtime", "system", "base")
+_OUT = "/run/image-builder/out"
+_CHILD = "import sys; from tests import pulls; sys.exit(pulls.child(sys.argv[1]))"
+
+Result = dict[str, Any]
+
+
+def isolated(
+    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
+) -> Any:
+    """Run ``scenario(lab, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk."""
+    # Beside the store: the data root of an engine needs a real filesystem, which a directory for tests may not be.
+    base = worker.store.parent / f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
+    base.mkdir()
+    told = {
+        "module": scenario.__module__,
+        "name": scenario.__qualname__,
+        "words": words,
+        "engine": engine,
+        "store": os.fspath(worker.store),
+        "tools": os.fspath(worker.object("tools") / "product/tree"),
+        "trees": [os.fspath(worker.object(name) / "product/tree") for name in _TREES],
+        "base": os.fspath(base),
+    }
+    try:
+        (base / "scenario.json").write_text(json.dumps(told))
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, base / "scenario.json"],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        if done.returncode:
+            logs = [f"-- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in base.glob("*.log")]
+            raise AssertionError("\n".join([done.stdout, *logs]))
+        return json.loads((base / "result.json").read_text())
+    finally:
+        subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+
+
+def child(path: str) -> int:
+    """Be the process of one scenario."""
+    told = json.loads(Path(path).read_text())
+    base = Path(told["base"])
+
+    def work() -> int:
+        # A call of the tests may be inside of a build's own variables: none of them is meant for this one.
+        for name in ("http_proxy", "https_proxy", "no_proxy"):
+            os.environ.pop(name, None)
+        scenario = getattr(importlib.import_module(told["module"]), told["name"])
+        trees = [Path(t) for t in told["trees"]]
+        with (
+            Store(Path(told["store"])).in_use(),
+            Lab(base, Path(told["tools"]), trees, told["engine"]) as lab,
+        ):
+            result = scenario(lab, *told["words"])
+        (base / "result.json").write_text(json.dumps(result))
+        return 0
+
+    return namespace.run_isolated(work)
+
+
+class Pictures(NullMonitor):
+    """Keeps what was shown of each pull: for each image its lines, without repetitions."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, list[Part]] = {}
+
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
+        for part in parts:
+            lines = self.shown.setdefault(part.name, [])
+            if not lines or lines[-1] != part:
+                lines.append(part)
+
+
+class Lab:
+    """A registry with storage of its own, and a proxy before it under the registry's name.
+
+    ``endpoints`` leads to the proxy, ``behind`` past it. All is random but made of the names it is given: the same
+    scenario has the same bytes.
+    """
+
+    def __init__(self, base: Path, tools: Path, trees: Sequence[Path], engine: str) -> None:
+        self.base, self.tools, self.trees, self.engine = base, tools, list(trees), engine
+        self.module = ENGINES[engine]
+        self.endpoints: dict[str, Endpoint] = {}
+        self.log = base / f"{engine}.log"
+        self.root: Root | None = None
+        self._stack = ExitStack()
+        self._numbers = iter(range(1000))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            storage = self.folder("storage")
+            self.registry = stack.enter_context(
+                registry.serve(self.tools, storage, self.folder("registry"), writable=True)
+            )
+            self.upstream = Upstream(
+                self.registry.address,
+                self.registry.port,
+                HOST,
+                ssl.create_default_context(cafile=os.fspath(self.registry.ca)),
+            )
+            self._stack = stack.pop_all()
+            self.proxy = self.serve_proxy(HOST)
+            self.behind = {HOST: Endpoint(HOST, self.registry.address, PORT, self.registry.ca)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def folder(self, name: str) -> Path:
+        """Make a new directory on the filesystem of the store."""
+        path = self.base / f"{name}-{next(self._numbers)}"
+        path.mkdir()
+        return path
+
+    def serve_proxy(
+        self, host: str, *, rate: float | None = None, not_after: datetime.datetime | None = None
+    ) -> RegistryProxy:
+        """Put a proxy before the registry as ``host``, on a loopback address of its own."""
+        folder = self.folder("certificate")
+        before = not_after - datetime.timedelta(days=2) if not_after else None
+        made = certificate.make(host, folder, not_before=before, not_after=not_after)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(made.server, made.key)
+        address = loopback_address()
+        proxy = RegistryProxy((address, PORT), context, self.upstream, rate=rate)
+        self._stack.enter_context(proxy)
+        self.endpoints[host] = Endpoint(host, address, PORT, made.ca)
+        return proxy
+
+    # -- images ---------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        name: str,
+        *sizes: int,
+        tag: str = "1",
+        zeros: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> LockedImage:
+        """Make and push an image: a small layer of text, a layer of random bytes for each size; lock it.
+
+        ``zeros`` is a further layer that unpacks to so many bytes.
+        """
+        work = self.folder("image")
+        files: list[tuple[str, bytes]] = [("etc/name", f"{name}:{tag}\n".encode())]
+        for number, size in enumerate(sizes):
+            files.append((f"srv/data{number}", random.Random(f"{name}:{tag}/{number}").randbytes(size)))
+        if zeros:
+            files.append(("srv/zeros", bytes(zeros)))
+        layers = []
+        for number, (path, data) in enumerate(files):
+            tree = work / f"tree{number}"
+            (tree / path).parent.mkdir(parents=True)
+            (tree / path).write_bytes(data)
+            layers.append(images.layer_from_tree(tree, work / f"{number}.tar.gz", process.run))
+        image = images.make_image(layers, {}, [path for path, _ in files])
+        if settings:
+            image = images.Image(image.layers, {**image.config, **settings})
+        images.push(self.registry, name, tag, image)
+        shutil.rmtree(work)
+        return self.locate(f"{HOST}/{name}:{tag}")
+
+    def locate(self, ref: str) -> LockedImage:
+        """Lock ``ref``, past the proxy."""
+        return locate(ref, PLATFORM, self.behind)
+
+    # -- the engine -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, state: Path, *, downloads: int = 64) -> Iterator[Any]:
+        """Run the engine on a data root in the worker's tree, as the stage ``preload`` does."""
+        self.out = self.folder("out")
+        with open_root(
+            self.trees,
+            self.folder("root"),
+            writable_binds={self.module.DATA_ROOT: state, _OUT: self.out},
+            network=True,
+        ) as root:
+            _write_names(root.path, self.endpoints)
+            self.root = root
+            with self.module.running(
+                root, downloads=downloads, endpoints=self.endpoints, log=self.log
+            ) as engine:
+                yield engine
+
+    def pull(
+        self,
+        engine: Any,
+        wanted: Sequence[LockedImage | Wanted],
+        *,
+        limits: Limits | None = None,
+        attempts: int = 3,
+        longest_wait: float = 600.0,
+        parallel: int = 8,
+        stop: threading.Event | None = None,
+        monitor: NullMonitor | None = None,
+    ) -> Result:
+        """Pull; return ``error``, ``failed``, ``records`` and ``seconds``, or ``bug`` for what is no PullError."""
+        puller = Puller(
+            engine,
+            limits=limits or Limits(progress_seconds=30.0),
+            policy=retry.Policy(attempts=attempts, longest_wait=longest_wait),
+            parallel=parallel,
+            endpoints=self.endpoints,
+            stage="preload",
+            monitor=monitor or NullMonitor(),
+            stop=stop,
+        )
+        result: Result = {"error": "", "failed": {}, "records": [], "bug": ""}
+        started = time.monotonic()
+        try:
+            pulled = puller.pull([w if isinstance(w, Wanted) else Wanted(w) for w in wanted])
+            result.update(failed=dict(pulled.failed), records=list(pulled.records))
+        except PullFailedError as error:
+            result.update(error=error.message, records=list(error.records))
+        except Exception:
+            result["bug"] = traceback.format_exc()
+        result["seconds"] = time.monotonic() - started
+        return result
+
+
+def loopback_address() -> str:
+    """Return a loopback address that nobody else has."""
+    return f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
+
+
+def requests_of(proxy: RegistryProxy, path: str) -> list[Result]:
+    """Return the requests for paths that begin with ``path``, as JSON."""
+    return [dataclasses.asdict(r) for r in proxy.requests if r.path.startswith(path)]
+
+
+def layer_bytes(found: Sequence[Request], image: LockedImage) -> int:
+    """Return the bytes of layers' blobs among ``found``."""
+    return sum(r.sent for r in found if any(layer.digest in r.path for layer in image.layers))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this PID namespace."""
+
+    pid: int
+    words: list[str]
+
+
+def processes() -> list[Process]:
+    """Return all processes of this PID namespace but this one."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                data = Path("/proc", name, "cmdline").read_bytes()
+            except OSError:
+                continue
+            found.append(Process(int(name), data.decode(errors="replace").split("\0")))
+    return found
+
+
+def kill(program: str) -> None:
+    """SIGKILL the processes of a program, as an OOM killer would."""
+    pids = [p.pid for p in processes() if Path(p.words[0]).name == program]
+    assert pids, f"no {program} is running"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,75 @@
+"""Where credentials come from, and that they don't show."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import PullError
+from image_builder.pull.credentials import VARIABLE, Credentials, credentials_for, docker_header
+from image_builder.pull.reference import parse
+
+SECRET = "s3cret-canary"
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+
+
+def test_without_any_it_is_anonymous() -> None:
+    assert credentials_for("registry.example") is None
+    assert docker_header(None) == {}
+
+
+def test_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    auth = base64.b64encode(b"file:other").decode()
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {"registry.example": {"auth": auth}}}))
+    assert credentials_for("registry.example") == Credentials("file", "other")
+    told = {"registry.example": {"username": "robot", "password": SECRET}}
+    monkeypatch.setenv(VARIABLE, json.dumps(told))
+    assert credentials_for("registry.example") == Credentials("robot", SECRET)
+    assert credentials_for("registry2.example") is None
+
+
+@pytest.mark.parametrize(
+    "text", [f"no json {SECRET}", f'{{"registry.example": {{"password": "{SECRET}"}}}}', "[1]"]
+)
+def test_a_malformed_variable_is_refused_without_showing_it(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(PullError) as caught:
+        credentials_for("registry.example")
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_password_does_not_show_in_a_repr() -> None:
+    assert SECRET not in repr(Credentials("robot", SECRET, SECRET))
+
+
+def test_dockers_header_holds_them() -> None:
+    header = docker_header(Credentials("robot", SECRET))["X-Registry-Auth"]
+    assert json.loads(base64.urlsafe_b64decode(header)) == {"username": "robot", "password": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("text", "registry", "name", "tag", "host", "path"),
+    [
+        ("registry.k8s.io/pause:3.10", "registry.k8s.io", "pause", "3.10", "registry.k8s.io", "pause"),
+        ("localhost:5000/a/b:1", "localhost:5000", "a/b", "1", "localhost:5000", "a/b"),
+        ("docker.io/busybox:1", "docker.io", "busybox", "1", "registry-1.docker.io", "library/busybox"),
+        ("docker.io/a/b:1", "docker.io", "a/b", "1", "registry-1.docker.io", "a/b"),
+    ],
+)
+def test_references(text: str, registry: str, name: str, tag: str, host: str, path: str) -> None:
+    found = parse(text)
+    assert (found.registry, found.name, found.tag) == (registry, name, tag)
+    assert (found.api_host, found.api_name) == (host, path)
+    assert str(found) == text
+    assert found.at("sha256:1") == f"{registry}/{name}@sha256:1"

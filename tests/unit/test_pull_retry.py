@@ -1,0 +1,66 @@
+"""Which failures are tried again, and when, by the words that runtimes really use."""
+
+from __future__ import annotations
+
+import pytest
+
+from image_builder.pull.retry import Class, Policy, classify, pause_before_next
+
+# Each as Docker or containerd says it.
+SAID: list[tuple[str, Class]] = [
+    ("write /var/lib/docker/tmp/GetImageBlob123: no space left on device", "full"),
+    ("failed to register layer: Error processing tar file(exit status 1): no space left on device", "full"),
+    ("toomanyrequests: You have reached your (unauthenticated) pull rate limit.", "limited"),
+    ("unexpected status from HEAD request to https://r/v2/a/manifests/1: 429 Too Many Requests", "limited"),
+    ("filesystem layer verification failed for digest sha256:0123", "corrupt"),
+    (
+        'failed commit on ref "layer-sha256:1": unexpected commit digest sha256:2, expected sha256:1',
+        "corrupt",
+    ),
+    ("manifest for r/a@sha256:1 not found: manifest unknown: manifest unknown", "permanent"),
+    ('failed to resolve reference "r/a@sha256:1": r/a@sha256:1: not found', "permanent"),
+    ("pull access denied for r/a, repository does not exist or may require 'docker login'", "permanent"),
+    ('Get "https://r/v2/": unauthorized: authentication required', "permanent"),
+    ("no matching manifest for linux/arm64 in the manifest list entries", "permanent"),
+    ("tls: failed to verify certificate: x509: certificate has expired or is not yet valid", "permanent"),
+    ('Get "https://r/v2/a/blobs/sha256:1": stopped after 10 redirects', "permanent"),
+    ("received unexpected HTTP status: 503 Service Unavailable", "transient"),
+    ("read tcp 127.0.0.1:1->127.0.0.1:443: read: connection reset by peer", "transient"),
+    ("unexpected EOF", "transient"),
+    ("something that nobody has said before", "transient"),
+]
+
+
+@pytest.mark.parametrize(("message", "kind"), SAID)
+def test_class_of_a_failure(message: str, kind: Class) -> None:
+    assert classify(message) == kind
+
+
+def test_waits_grow_and_are_spread() -> None:
+    waits = [pause_before_next(Policy(attempts=9), "transient", n, 0.0) for n in range(1, 9)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert pause_before_next(Policy(), "transient", 1, 0.999) == pytest.approx(1.0, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempt", "ends"),
+    [
+        ("permanent", 1, True),
+        ("full", 1, True),
+        ("corrupt", 1, False),
+        ("corrupt", 2, True),
+        ("transient", 4, False),
+        ("transient", 5, True),
+        ("limited", 5, True),
+    ],
+)
+def test_last_attempt(kind: Class, attempt: int, ends: bool) -> None:
+    assert (pause_before_next(Policy(attempts=5), kind, attempt, 0.5) is None) == ends
+
+
+def test_what_the_registry_asks_for_is_never_cut_short() -> None:
+    wait = pause_before_next(Policy(), "limited", 1, 0.0, wanted_by_registry=42)
+    assert wait == 42
+    later = pause_before_next(Policy(), "limited", 1, 0.9, wanted_by_registry=42)
+    assert later is not None and 42 < later < 47
+    assert pause_before_next(Policy(longest_wait=60), "limited", 1, 0.0, wanted_by_registry=61) is None
