@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,7 @@ def boot(
     keep: bool = False,
     secure_boot: bool | None = None,
     extra_disks: tuple[ExtraDisk, ...] = (),
+    then: Callable[[SshTarget], None] | None = None,
 ) -> BootResult:
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
 
@@ -102,7 +103,8 @@ def boot(
     ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
     the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
-    image declares (``image_secure_boot``). Raises BootError, CommandError, HostError, and VerifyError for a
+    image declares (``image_secure_boot``). ``then`` is called with the machine, after the result was written and
+    before it is switched off. Raises BootError, CommandError, HostError, and VerifyError for a
     run of the suite that proves nothing.
     """
     disk = find_disk(artefact)
@@ -140,6 +142,8 @@ def boot(
             result = _result(vm, state, system_seconds, pod_seconds, suite)
             record = json.dumps(result.as_json(), indent=1) + "\n"
             (out_dir / "boot.json").write_text(record, encoding="utf-8")
+            if then:
+                then(ssh)
             if keep or not verify:
                 _stay(vm, ssh, monitor)
         finally:

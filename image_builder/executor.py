@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,18 +215,26 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         settings=work.settings,
         shell=work.shell,
         endpoints=work.endpoints,
-        previous=_previous(work, stage) if stage.kind == "preload" else None,
+        previous=_previous(store, stage) if stage.kind == "preload" else None,
         stop=work.stop,
     )
 
 
-def _previous(work: Build, stage: StagePlan) -> Path | None:
-    """Return the product of the last build's stage of this name, if the same engine made it."""
-    before = work.store.last_build(work.definition.name).get(stage.name)
-    if before is None:
-        return None
-    same = all(
-        before["options"].get(key) == stage.options[key]
-        for key in ("engine", "snapshotter", "packages", "archives")
-    )
-    return work.store.product(before["id"]) if same else None
+def _previous(store: Store, stage: StagePlan) -> Path | None:
+    """Return the product of a finished preload by the same engine that has most of the wanted images."""
+    wanted = {str(image["digest"]) for image in _images(stage.options)}
+    best: tuple[int, str] = (0, "")
+    for stage_id in store.ids():
+        found = store.meta(stage_id)
+        if found["name"] == stage.name and all(
+            found["options"].get(key) == stage.options[key]
+            for key in ("engine", "snapshotter", "packages", "archives")
+        ):
+            shared = len(wanted & {str(image["digest"]) for image in _images(found["options"])})
+            best = max(best, (shared, stage_id))
+    return store.product(best[1]) if best[0] else None
+
+
+def _images(options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = options["images"]
+    return found

@@ -114,6 +114,26 @@ class Verification(_Frozen):
     seconds: float = Field(ge=0)
 
 
+class PreloadedImage(_Frozen):
+    """A container image that a node of this image has before its first pod."""
+
+    ref: str
+    digest: str = Field(description="What the tag named when it was locked: a manifest, or an index of them.")
+    platform: str
+    pin: bool
+
+
+class Preload(_Frozen):
+    """The container images in the image, and the program that pulled them."""
+
+    engine: str
+    version: str
+    binary: str = Field(description="Its path in the image.")
+    binary_sha256: Sha256
+    images: tuple[PreloadedImage, ...]
+    left_out: Mapping[str, str] = Field(description="Images that are not required, and why they are missing.")
+
+
 class Manifest(_Frozen):
     """The manifest of one publication."""
 
@@ -132,6 +152,7 @@ class Manifest(_Frozen):
     artefacts: tuple[Artefact, ...]
     documents: tuple[Document, ...]
     disk: Disk
+    preload: Preload | None = Field(None, description="null when nothing is preloaded.")
     verification: Verification
     stages: tuple[Stage, ...]
     packages: tuple[Package, ...]

@@ -1,7 +1,7 @@
 """Publish what a build made, so that a reader meets a whole artefact or none.
 
     OUTPUT/<image>/<build id, 12 digits>/   the artefacts, manifest.json, lock.json, facts.json, junit.xml,
-                                            verify.json
+                                            verify.json, pulls.json with images that were preloaded
     OUTPUT/<image>/latest                   a link to the newest of them
 
 Everything is written into a staging directory beside its place, synced, read back from the disk and hashed;
@@ -33,7 +33,7 @@ from image_builder.errors import ImageBuilderError, PublishError, SpaceError
 from image_builder.events import Monitor, NullMonitor
 from image_builder.lock import Lock
 from image_builder.manifest import Artefact, Document, Manifest
-from image_builder.plan.model import Plan, digest
+from image_builder.plan.model import Plan, StagePlan, digest
 from image_builder.report import verification
 from image_builder.settings import Settings
 from image_builder.store import Store, remove_tree
@@ -79,6 +79,9 @@ def publish(
         "lock.json": (json.dumps(lock.as_json(), indent=1, sort_keys=True) + "\n").encode(),
         **{name: (verified / name).read_bytes() for name in ("facts.json", "junit.xml", "verify.json")},
     }
+    preloads = [stage for stage in plan.stages if stage.kind == "preload"]
+    for stage in preloads:
+        documents["pulls.json"] = (store.product(stage.id) / "pulls.json").read_bytes()
     disk = _facts(store, plan.stage("disk").id)
     kinds = {s.name: s.kind for s in plan.stages}
     made = Manifest(
@@ -93,6 +96,7 @@ def publish(
         disk=manifests.Disk.model_validate_json(
             json.dumps({k: disk[k] for k in manifests.Disk.model_fields})
         ),
+        preload=_preload(preloads[0], _facts(store, preloads[0].id)) if preloads else None,
         verification=result,
         stages=tuple(
             manifests.Stage(
@@ -159,6 +163,24 @@ def _shown(monitor: Monitor) -> Iterator[None]:
 def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
     facts: Mapping[str, Any] = store.meta(stage_id)["facts"]
     return facts
+
+
+def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
+    """Return what the manifest tells of a finished preload."""
+    options: Mapping[str, Any] = stage.options
+    engine = facts["engine"]
+    return manifests.Preload(
+        engine=engine["name"],
+        version=engine["version"],
+        binary=engine["binary"],
+        binary_sha256=engine["binary_sha256"],
+        images=tuple(
+            manifests.PreloadedImage(**{key: image[key] for key in ("ref", "digest", "platform", "pin")})
+            for image in options["images"]
+            if image["ref"] in facts["images"]
+        ),
+        left_out=facts["left_out"],
+    )
 
 
 def _document(name: str, data: bytes) -> Document:

@@ -82,6 +82,10 @@ class Workplace:
             if meta["name"] in names:
                 subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
 
+    def forget_id(self, stage_id: str) -> None:
+        """Remove one stage from the store."""
+        subprocess.run(["rm", "-rf", "--one-file-system", self.store / "objects" / stage_id], check=True)
+
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""
         builds: list[list[str]] = json.loads((self.store / "locks" / f"{self.image}.builds").read_text())

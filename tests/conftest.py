@@ -24,10 +24,12 @@ from tests.guard import guarded
 
 pytest_plugins = ["tests.images"]
 
-PARTS = ("unit", "root", "e2e", "boot")
+PARTS = ("unit", "root", "preload", "e2e", "boot")
 UNIT = Path(__file__).with_name("unit")
 # tests/image verifies an image: it is run on a target, with options and markers of its own.
 collect_ignore = ["image"]
+# Words of the file names of what counts as preload: pulls, and the registry that they need.
+_OF_PRELOAD = ("preload", "pull", "registry", "lab_")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
@@ -37,6 +39,8 @@ def part_of(item: pytest.Item) -> str:
         return "boot"
     if UNIT in item.path.parents:
         return "unit"
+    if any(word in item.path.stem for word in _OF_PRELOAD):
+        return "preload"
     return "e2e" if "e2e" in item.path.parts else "root"
 
 
@@ -45,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--parts",
         metavar="FILE",
-        help="stop after the first part (unit, root, e2e, boot) in which something failed; write each part's seconds",
+        help="stop after the first part (unit, root, preload, e2e, boot) in which something failed; write each part's seconds",
     )
 
 

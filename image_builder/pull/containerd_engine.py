@@ -207,13 +207,15 @@ class ContainerdEngine:
         place = folder / registry
         place.mkdir(parents=True, mode=0o700, exist_ok=True)
         server = f"https://{parse_reference(image.ref).api_host}"
-        lines = [f"server = {_toml(server)}", f"[host.{_toml(server)}]", 'capabilities = ["pull", "resolve"]']
+        # The registry itself, no mirror of it: after a mirror's refusal containerd would ask the registry once more,
+        # without this certificate and this header, and tell of that alone.
+        lines = [f"server = {_toml(server)}", 'capabilities = ["pull", "resolve"]']
         if endpoint:
             shutil.copyfile(endpoint.ca, place / "ca.pem")
             ca = place.relative_to(self.root.path) / "ca.pem"
             lines.append(f"ca = {_toml(f'/{ca}')}")
         if token:
-            lines += [f"[host.{_toml(server)}.header]", f"Authorization = [{_toml(token)}]"]
+            lines += ["[header]", f"Authorization = [{_toml(token)}]"]
         (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (place / "hosts.toml").chmod(0o600)
         return folder

@@ -223,9 +223,12 @@ def _recent(state: State, limits: Limits) -> int:
 
 
 def _unfinished(state: State) -> list[str]:
-    """Return the ids of the layers that ought to move; if all that are unfinished are queued, of those."""
+    """Return the ids of the layers that ought to move; if none ought to, of those that wait for others."""
     unfinished = [name for name, layer in state.layers.items() if name and not layer.finished]
-    return [name for name in unfinished if not state.layers[name].queued] or unfinished
+    running = [name for name in unfinished if not state.layers[name].queued]
+    # What is downloaded may wait for the layer below it, which may be the one that doesn't come.
+    coming = [name for name in running if state.layers[name].phase != "downloaded"]
+    return coming or running or unfinished
 
 
 def _suspect(state: State, names: Iterable[str]) -> str:

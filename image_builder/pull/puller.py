@@ -262,7 +262,7 @@ def _part(job: _Job) -> Part:
     unpacking = [s for s in latest.values() if s.phase == "extracting"]
     words = f"{unpacked}/{len(image.layers)} layers"
     if unpacking:
-        words += f", extracting {unpacking[0].layer[:12]}"
+        words += f", extracting {unpacking[0].layer.removeprefix('sha256:')[:12]}"
     elif latest and all(s.phase in ("waiting", "done") for s in latest.values()):
         words += ", queued"
     return Part(image.ref, sum(got.values()), image.size, words)

@@ -43,6 +43,7 @@ _RETRIES = urllib3.Retry(
     raise_on_status=False,
     retry_after_max=120,
 )
+_NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
@@ -111,7 +112,7 @@ def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
         return 0.0
     if answer.status != 429:
         return 0.0
-    seconds: float | None = urllib3.Retry().get_retry_after(answer)
+    seconds: float | None = urllib3.Retry(retry_after_max=_NO_LIMIT).get_retry_after(answer)
     return float(seconds or 0.0)
 
 
@@ -204,7 +205,7 @@ class _Client:
             words = answer.reason or ""
         return f"{self.image.registry} says {answer.status} {words}".rstrip()
 
-    def _log_in(self, challenge: str) -> None:
+    def _log_in(self, challenge: str, *, retries: bool = True) -> None:
         """Get what the registry asks for: the password itself, or a token for it."""
         kind = challenge.partition(" ")[0].lower()
         asked = dict(_CHALLENGE.findall(challenge))
@@ -216,7 +217,7 @@ class _Client:
         fields = {"service": asked.get("service", ""), "scope": f"repository:{self.image.api_name}:pull"}
         headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
         url = f"{asked['realm']}?{urllib.parse.urlencode(fields)}"
-        answer = _pool(url).request("GET", url, headers=headers, retries=_RETRIES)
+        answer = _pool(url).request("GET", url, headers=headers, retries=_RETRIES if retries else False)
         if answer.status != 200:
             raise PullError(f"{self.image}: {asked['realm']} says {answer.status}: not let in")
         told = self._json(answer.data)
@@ -231,12 +232,18 @@ _HINTS = {
 
 
 def authorization(ref: str, endpoints: Endpoints) -> str | None:
-    """Return the value of the header ``Authorization`` that lets a pull of ``ref`` in; None for anonymous."""
+    """Return the value of the header ``Authorization`` that lets a pull of ``ref`` in; None for anonymous.
+
+    Asks once: the pull that follows sees any other refusal itself. Raises PullError.
+    """
     image = parse(ref)
     client = _Client(image, endpoints.get(image.registry), credentials_for(image.registry))
-    answer = client.ask("HEAD", f"manifests/{image.tag}")
-    if answer.status == 401:
-        client._log_in(answer.headers.get("WWW-Authenticate", ""))
+    try:
+        answer = client.ask("HEAD", f"manifests/{image.tag}", retries=False)
+        if answer.status == 401:
+            client._log_in(answer.headers.get("WWW-Authenticate", ""), retries=False)
+    except urllib3.exceptions.HTTPError as error:
+        raise PullError(f"{image.registry} can't be reached: {_reason(error)}") from error
     return client.headers.get("Authorization")
 
 

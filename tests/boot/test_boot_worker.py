@@ -1,4 +1,5 @@
-"""The published worker disk, booted: the verification suite, a static pod, a clean console.
+"""The published worker disk, booted once: the verification suite, a static pod, a clean console; then everything
+broken that the suite's booted checks are about, and the suite again.
 
 ``IMAGE_BUILDER_ARTEFACT`` names the directory of one build (by default the worker is built).
 """
@@ -6,18 +7,35 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from image_builder.boot import BootResult, boot, find_disk
 from image_builder.events import NullMonitor
+from image_builder.report.verification import SuiteResult
 from image_builder.settings import Settings
+from image_builder.stages.verify import SUITE, observe_suite
+from image_builder.target.ssh import SshTarget
 from tests.builds import Workplace
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
+
+
+@dataclass(frozen=True)
+class Booted:
+    """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine."""
+
+    result: BootResult
+    records: Path
+    digest: str
+    broken: SuiteResult
+    mutated: frozenset[str]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +47,57 @@ def artefact(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[BootResult, Path, str]:
-    """The result of one boot, where its records are, and the disk's digest before it."""
-    out_dir = tmp_path_factory.mktemp("boot")
-    digest = _sha256(find_disk(artefact))
+def mutations() -> dict[str, str]:
+    """The suite's commands that break a machine, by the check that must see them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUITE))
+        found: dict[str, str] = importlib.import_module("mutations_booted").all_booted()
+    return found
+
+
+@pytest.fixture(scope="module")
+def booted(artefact: Path, mutations: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Booted:
+    records, digest = tmp_path_factory.mktemp("boot"), _sha256(find_disk(artefact))
     settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
-    result = boot(artefact, verify=True, out_dir=out_dir, settings=settings, monitor=NullMonitor())
+    again = tmp_path_factory.mktemp("broken")
+    broken: list[SuiteResult] = []
+    mutated: set[str] = set()
+
+    def mutate_and_verify(ssh: SshTarget) -> None:
+        checks = {name.partition("::")[2]: name for name in _names(records)}
+        mutated.update(name for name in checks if name in mutations)
+        for name, command in mutations.items():
+            if name in mutated:
+                ssh.run(["sh", "-c", command])
+        select = tuple(checks[name] for name in sorted(mutated))
+        broken.append(
+            observe_suite(
+                ssh.url,
+                artefact / "facts.json",
+                again,
+                marker="booted",
+                python=Path(sys.executable),
+                log=again / "log",
+                select=select,
+                timeout=3600,
+            )
+        )
+
+    result = boot(
+        artefact,
+        verify=True,
+        out_dir=records,
+        settings=settings,
+        monitor=NullMonitor(),
+        then=mutate_and_verify,
+    )
     assert not list((settings.store / "staging").iterdir()), "the machine left files behind"
-    return result, out_dir, digest
+    return Booted(result, records, digest, broken[0], frozenset(mutated))
+
+
+def _names(records: Path) -> list[str]:
+    """Return the checks of the run whose records these are."""
+    return [str(check["name"]) for check in json.loads((records / "verify.json").read_bytes())["checks"]]
 
 
 def _sha256(path: Path) -> str:
@@ -44,24 +105,36 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def test_every_check_passes(booted: tuple[BootResult, Path, str]) -> None:
-    result, out_dir, _ = booted
-    result.require_passed()
-    assert result.suite is not None and len(result.suite.checks) >= 30
-    assert {p.name for p in out_dir.iterdir()} >= {"boot.json", "console.log", "junit.xml", "verify.json"}
+def test_every_check_passes(booted: Booted) -> None:
+    booted.result.require_passed()
+    assert booted.result.suite is not None and len(booted.result.suite.checks) >= 30
+    names = {p.name for p in booted.records.iterdir()}
+    assert names >= {"boot.json", "console.log", "junit.xml", "verify.json"}
 
 
-def test_system_is_running(booted: tuple[BootResult, Path, str]) -> None:
-    assert booted[0].system_state == "running"
+def test_system_is_running(booted: Booted) -> None:
+    assert booted.result.system_state == "running"
 
 
-def test_static_pod_ran(booted: tuple[BootResult, Path, str]) -> None:
-    assert booted[0].pod_seconds is not None and booted[0].pod_seconds > booted[0].ssh_seconds > 0
+def test_static_pod_ran(booted: Booted) -> None:
+    result = booted.result
+    assert result.pod_seconds is not None and result.pod_seconds > result.ssh_seconds > 0
 
 
-def test_console_is_clean(booted: tuple[BootResult, Path, str]) -> None:
-    assert booted[0].console_problems == ()
+def test_console_is_clean(booted: Booted) -> None:
+    assert booted.result.console_problems == ()
 
 
-def test_artefact_is_untouched(booted: tuple[BootResult, Path, str], artefact: Path) -> None:
-    assert _sha256(find_disk(artefact)) == booted[2]
+def test_preloaded_images_were_loaded_with_progress_on_the_console(booted: Booted) -> None:
+    console = (booted.records / "console.log").read_text(errors="replace")
+    assert "image-preload: loading: " in console
+
+
+def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:
+    assert len(booted.mutated) >= 20
+    assert len(booted.broken.checks) >= len(booted.mutated)
+    assert [check.name for check in booted.broken.checks if check.outcome == "passed"] == []
+
+
+def test_artefact_is_untouched(booted: Booted, artefact: Path) -> None:
+    assert _sha256(find_disk(artefact)) == booted.digest

@@ -6,40 +6,22 @@ proxy's books tell them apart by the repository's name.
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import datetime
-import json
-import os
-import re
-import secrets
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import bcrypt
 import pytest
 
-from image_builder import process
-from image_builder.errors import PullError
-from image_builder.lab import certificate, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.lock import LockedImage
-from image_builder.pull.credentials import VARIABLE
 from image_builder.pull.model import Limits
-from image_builder.pull.puller import Wanted
-from image_builder.pull.registry import Endpoint, locate
-from image_builder.sandbox import open_root
-from tests.builds import Workplace
+from image_builder.pull.registry import Endpoint
 from tests.faults.registry_proxy import Fault
-from tests.pulls import ENGINES, MB, PLATFORM, Lab, Result, isolated, kill, loopback_address, processes
+from tests.pulls import MB, Lab, Result, new_address
 
 pytestmark = pytest.mark.root
 
@@ -119,7 +101,7 @@ def meet_faults(lab: Lab) -> Result:
     """Pull one image for each case, all at once; then once more without faults."""
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     proxies = {HOST: lab.proxy, EXPIRED: lab.serve_proxy(EXPIRED, not_after=yesterday)}
-    lab.endpoints[REFUSED] = Endpoint(REFUSED, loopback_address(), PORT, lab.endpoints[HOST].ca)
+    lab.endpoints[REFUSED] = Endpoint(REFUSED, new_address(), PORT, lab.endpoints[HOST].ca)
     pushed = {name: lab.push(name, SIZE) for name in CASES}
     wanted = dict(pushed)
     wanted["unknown"] = _unknown(pushed["unknown"])
