@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path

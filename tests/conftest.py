@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--parts",
         metavar="FILE",
-        help="stop after the first part (unit, root, preload, e2e, boot) in which something failed; write each part's seconds",
+        help=f"stop after the first part ({', '.join(PARTS)}) in which something failed; write each part's seconds",
     )
 
 

@@ -131,8 +131,16 @@ def _leave_the_network() -> None:
         # struct ifreq: a name, then flags or a sockaddr. On a loopback interface a whole network is local.
         for name, number, value in (
             (b"lo", _SIOCSIFFLAGS, struct.pack("=h", _IFF_UP | _IFF_RUNNING)),
-            (b"lo:0", _SIOCSIFADDR, struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton(f"{NETWORK}.0.1"))),
-            (b"lo:0", _SIOCSIFNETMASK, struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton("255.255.0.0"))),
+            (
+                b"lo:0",
+                _SIOCSIFADDR,
+                struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton(f"{NETWORK}.0.1")),
+            ),
+            (
+                b"lo:0",
+                _SIOCSIFNETMASK,
+                struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton("255.255.0.0")),
+            ),
         ):
             fcntl.ioctl(control, number, struct.pack("16s24s", name, value))
 

@@ -96,20 +96,20 @@ class ImageDisk(_Strict):
     filesystem: Literal["ext4"] = Field("ext4", description="The root filesystem.")
 
 
-# registry/name:tag, the registry with a dot, a port, or "localhost": never a short name, which each runtime
-# completes in its own way.
-_REFERENCE = (
-    r"^(?:[a-z0-9.-]*\.[a-z0-9.-]+|localhost)(?::[0-9]+)?"
-    r"/[a-z0-9]+(?:[._/-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+# registry/name:tag, the registry with a dot or a port, or "localhost": what has neither is a short name, which each
+# runtime completes in its own way (docker/distribution reference grammar).
+_REFERENCE = re.compile(
+    r"(?:(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::[0-9]+)?|[a-z0-9-]+:[0-9]+|localhost)"
+    r"/[a-z0-9]+(?:[._/-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 )
-Reference = Annotated[str, Field(pattern=_REFERENCE, max_length=255)]
 
 
 class PreloadedImage(_Strict):
     """A container image that nodes have before their first pod."""
 
-    ref: Reference = Field(
-        description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest."
+    ref: str = Field(
+        max_length=255,
+        description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest.",
     )
     pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it (containerd).")
     required: bool = Field(
@@ -118,6 +118,15 @@ class PreloadedImage(_Strict):
     platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
         "linux/amd64", description="The platform to take; the image's own, anything else is refused."
     )
+
+    @field_validator("ref")
+    @classmethod
+    def _qualified(cls, ref: str) -> str:
+        if not _REFERENCE.fullmatch(ref):
+            raise ValueError(
+                f"must name registry, image and tag, such as registry.k8s.io/pause:3.10, got `{ref}`"
+            )
+        return ref
 
 
 class ImagePull(_Strict):

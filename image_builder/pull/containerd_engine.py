@@ -207,8 +207,8 @@ class ContainerdEngine:
         place = folder / registry
         place.mkdir(parents=True, mode=0o700, exist_ok=True)
         server = f"https://{parse_reference(image.ref).api_host}"
-        # The registry itself, no mirror of it: after a mirror's refusal containerd would ask the registry once more,
-        # without this certificate and this header, and tell of that alone.
+        # For the registry itself, not in a table of `host`: what is refused there is asked for once more at `server`,
+        # without this certificate and this header, and only that refusal is told.
         lines = [f"server = {_toml(server)}", 'capabilities = ["pull", "resolve"]']
         if endpoint:
             shutil.copyfile(endpoint.ca, place / "ca.pem")
@@ -216,6 +216,7 @@ class ContainerdEngine:
             lines.append(f"ca = {_toml(f'/{ca}')}")
         if token:
             lines += ["[header]", f"Authorization = [{_toml(token)}]"]
+        lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
         (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (place / "hosts.toml").chmod(0o600)
         return folder

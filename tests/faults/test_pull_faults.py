@@ -110,9 +110,7 @@ def meet_faults(lab: Lab) -> Result:
         wanted[name] = wanted[name].model_copy(update={"ref": ref})
     moved = lab.push("moved", MB)
     lab.push("moved", 2 * MB)
-    lab.proxy.faults = [
-        _placed(f, name, wanted[name]) for name, case in CASES.items() for f in case.faults
-    ]
+    lab.proxy.faults = [_placed(f, name, wanted[name]) for name, case in CASES.items() for f in case.faults]
     state = lab.folder("state")
     result: Result = {}
     with lab.running(state) as engine:

@@ -120,6 +120,40 @@ def lines(inventory: Inventory) -> list[str]:
             id="too large for Azure",
         ),
         pytest.param(
+            "image_preload:\n  - ref: pause:3.10\n",
+            "group_vars/workers.yml:2  image_preload[0].ref: must name registry, image and tag, such as "
+            "registry.k8s.io/pause:3.10, got `pause:3.10`",
+            id="a short name",
+        ),
+        pytest.param(
+            "image_preload:\n  - ref: registry.example/a\n",
+            "group_vars/workers.yml:2  image_preload[0].ref: must name registry, image and tag, such as "
+            "registry.k8s.io/pause:3.10, got `registry.example/a`",
+            id="an image without a tag",
+        ),
+        pytest.param(
+            "image_preload:\n  - ref: registry.example/a:1\n    pinned: true\n",
+            "group_vars/workers.yml:3  image_preload[0].pinned: unknown key, did you mean `pin`?",
+            id="an unknown key of an image",
+        ),
+        pytest.param(
+            "image_pull: {parallel: 0}\n",
+            "group_vars/workers.yml:1  image_pull.parallel: should be greater than or equal to 1, got 0",
+            id="no pulls at all",
+        ),
+        pytest.param(
+            "image_preload:\n  - ref: registry.example/a:1\n",
+            "group_vars/workers.yml:1  image_preload: needs an engine, so the layer container_runtime",
+            id="images without an engine",
+        ),
+        pytest.param(
+            "image_layers: [system, container_runtime]\n"
+            "image_preload:\n  - ref: registry.example/a:1\n    platform: linux/arm64\n",
+            "group_vars/workers.yml:2  image_preload: this image runs linux/amd64, not the platform of "
+            "registry.example/a:1",
+            id="another platform",
+        ),
+        pytest.param(
             "image_kernel_args: [root=/dev/sda1]\n",
             "group_vars/workers.yml:1  image_kernel_args: set by the builder itself: root=/dev/sda1",
             id="the builder's kernel argument",
