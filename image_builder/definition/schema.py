@@ -64,14 +64,17 @@ def _builder_lines() -> list[str]:
     schema = BuilderVariables.model_json_schema()
     rows = []
     for name, spec in schema["properties"].items():
-        target = _resolve(spec, schema)
+        of_list = spec.get("type") == "array"
+        target = _resolve(spec["items"] if of_list else spec, schema)
         required = name in schema.get("required", ())
         inner = target.get("properties")
         rows.append((name, _kind(spec, schema), "required" if required else _default(spec), _describe(spec)))
         for key, sub in (inner or {}).items():
             needed = key in target.get("required", ())
             default = "required" if needed else _default(sub)
-            rows.append((f"{name}.{key}", _kind(sub, schema), default, _describe(sub)))
+            rows.append(
+                (f"{name}{'[]' if of_list else ''}.{key}", _kind(sub, schema), default, _describe(sub))
+            )
     return _table(iter(rows))
 
 

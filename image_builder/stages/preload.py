@@ -119,18 +119,19 @@ def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapp
         if i not in missing
     ]
     records: list[Mapping[str, JSON]] = []
+    pulled = None
     try:
         pulled = puller.pull([Wanted(image, required.get(image.ref, True)) for image in missing])
         records = list(pulled.records)
     except PullFailedError as error:
         records = list(error.records)
-        lines = error.message
-        raise PullError(
-            f"images that can't be pulled:\n  {lines}", hint=f"the engine's log: {ctx.log}"
-        ) from error
+        raise PullError(f"images that can't be pulled:\n  {error.message}") from error
     finally:
         text = json.dumps({"images": [*present, *records]}, indent=1) + "\n"
         (ctx.product / "pulls.json").write_text(text, encoding="utf-8")
+        if not pulled:  # the product goes with the failed stage, its log stays
+            with ctx.log.open("a", encoding="utf-8") as log:
+                log.write(f"pulls.json:\n{text}")
     for ref, why in pulled.failed.items():
         ctx.monitor.note(f"left out, it is not required: {ref}: {why}")
     return pulled.failed
