@@ -21,7 +21,7 @@ from image_builder.events import Monitor
 from image_builder.executor import Build, fetch_locked, missing, run_all
 from image_builder.lab.registry import HOST as LAB_HOST
 from image_builder.lab.registry import serve
-from image_builder.lock import Lock
+from image_builder.lock import Lock, LockedImage
 from image_builder.plan.model import StagePlan
 from image_builder.plan.resolve import lab_plan, resolve
 from image_builder.pull.registry import Endpoint, Endpoints
@@ -54,7 +54,7 @@ class BuildResult:
 def obtain_lock(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, file: Path | None = None
 ) -> Lock:
-    """Return the lock to build with: packages and archives, and the container images that it knows already.
+    """Return the lock to build with: packages, archives and container images, the lab's own where it knows them.
 
     ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
     one. Raises LockError when ``file`` doesn't fit.
@@ -80,7 +80,11 @@ def obtain_lock(
     else:
         lock = resolve_lock(definition, settings, monitor)
         if known:  # another package is no reason to ask anew what a tag means
-            lock = lock.model_copy(update={"images": known.images, "left_out": known.left_out})
+            images = _still_meant(known, lock)
+            lock = lock.model_copy(update={"images": images, "left_out": known.left_out})
+        lock.save(remembered)
+    if needs.unlocked_images(lock) and not uses_lab(definition):
+        lock = lock_images(definition, lock, {}, monitor)
         lock.save(remembered)
     wanted = {image.ref for image in definition.preload}
     return lock.model_copy(
@@ -89,6 +93,12 @@ def obtain_lock(
             "left_out": [ref for ref in lock.left_out if ref in wanted],
         }
     )
+
+
+def _still_meant(known: Lock, lock: Lock) -> list[LockedImage]:
+    """Return the known images; the lab's are made of packages, and new ones make new images."""
+    same = known.groups.get(LAB_IMAGES) == lock.groups.get(LAB_IMAGES)
+    return [image for image in known.images if same or not image.ref.startswith(f"{LAB_HOST}/")]
 
 
 def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> Lock:
