@@ -125,6 +125,7 @@ class Lab:
         self.definition, self.lock, self.settings = definition, lock, settings
         self.monitor, self.staging = monitor, staging
         self.store = Store(settings.store)
+        self.ran: dict[str, dict[str, Any]] = {}
         self._running = ExitStack()
         self._endpoints: Endpoints | None = None
 
@@ -142,7 +143,15 @@ class Lab:
             plan = lab_plan(self.definition, self.lock, self.settings.repo_root)
             todo = missing(plan, self.store, [LAB_IMAGES])
             work = Build(
-                self.definition, self.lock, plan, self.settings, self.store, self.monitor, self.staging, None
+                self.definition,
+                self.lock,
+                plan,
+                self.settings,
+                self.store,
+                self.monitor,
+                self.staging,
+                None,
+                ran=self.ran,
             )
             space.check(self.lock, todo, self.store, self.settings, self.definition)
             fetch_locked(work, todo)
@@ -191,7 +200,7 @@ def build(
             raise UsageError(
                 f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
             )
-        work = Build(definition, lock, plan, settings, store, monitor, staging, shell)
+        work = Build(definition, lock, plan, settings, store, monitor, staging, shell, ran=lab.ran)
         goals = [stop_after] if stop_after else list(_GOALS)
         todo = missing(plan, store, goals)
         monitor.stages_planned(

@@ -31,6 +31,7 @@ _BAR_WIDTH = 20
 _REDRAWS_PER_SECOND = 8
 # Wide enough for `container_runtime`.
 _NAME_WIDTH = 17
+_TIME_WIDTH = 8
 _MARKS: Mapping[State, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "cached": ("=", "dim"),
@@ -236,9 +237,10 @@ class LiveMonitor:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
+        # Only the last column gives way on a narrow terminal.
+        table.add_column(no_wrap=True, min_width=1)
+        table.add_column(no_wrap=True, min_width=_NAME_WIDTH)
+        table.add_column(justify="right", no_wrap=True, min_width=_TIME_WIDTH)
         table.add_column(no_wrap=True, overflow="ellipsis")
         with self._lock:
             total = human_seconds(self._clock() - self._started)

@@ -44,7 +44,7 @@ from image_builder.sandbox import Root, open_root
 from image_builder.stages.preload import _write_names
 from image_builder.store import Store
 from tests.builds import REPO, Workplace
-from tests.faults.registry_proxy import RegistryProxy, Request, Upstream
+from tests.faults.registry_proxy import RegistryProxy, Upstream
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 PLATFORM = "linux/amd64"
@@ -151,7 +151,7 @@ class Pictures(NullMonitor):
     def __init__(self) -> None:
         self.shown: dict[str, list[Part]] = {}
 
-    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:  # noqa: ARG002
         for part in parts:
             lines = self.shown.setdefault(part.name, [])
             if not lines or lines[-1] != part:
@@ -317,9 +317,12 @@ def requests_of(proxy: RegistryProxy, path: str) -> list[Result]:
     return [dataclasses.asdict(r) for r in proxy.requests if r.path.startswith(path)]
 
 
-def layer_bytes(found: Sequence[Request], image: LockedImage) -> int:
-    """Return the bytes of layers' blobs among ``found``."""
-    return sum(r.sent for r in found if any(layer.digest in r.path for layer in image.layers))
+def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
+    """Wait until ``what`` holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (holds := what()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds
 
 
 @dataclass(frozen=True)
@@ -328,6 +331,7 @@ class Process:
 
     pid: int
     words: list[str]
+    environment: list[str]
 
 
 def processes() -> list[Process]:
@@ -336,10 +340,11 @@ def processes() -> list[Process]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                data = Path("/proc", name, "cmdline").read_bytes()
+                parts = [Path("/proc", name, file).read_bytes() for file in ("cmdline", "environ")]
             except OSError:
                 continue
-            found.append(Process(int(name), data.decode(errors="replace").split("\0")))
+            words, environment = (data.decode(errors="replace").split("\0") for data in parts)
+            found.append(Process(int(name), words, environment))
     return found
 
 
