@@ -3,7 +3,8 @@
     .venv/bin/python tests/bench/bake.py [--image worker] [--store DIR] [--json]
 
 Needs root, and a store in which the image was built once: packages, tools tree and the kubelet's build are
-taken from there (they are cached in daily use), everything else is built anew in a store beside it.
+taken from there (they are cached in daily use), everything else is built anew in a store beside it. Nothing is
+preloaded: pulls have a bench of their own.
 
     cold_ratio       our cold build / (mmdebstrap of all packages in one go + systemd-repart + qemu-img), goal <= 2
     warm_seconds     a build in which nothing changed, the whole command, goal <= 2
@@ -40,11 +41,22 @@ _KEPT = ("tools", "build_root", "kubelet_build")
 _GOALS = {"cold_ratio": 2.0, "warm_seconds": 2.0, "last_role_ratio": 0.2, "peak_mib": 300.0}
 
 
-def build(repo: Path, image: str, store: Path, output: Path) -> tuple[float, dict[str, Any]]:
+def without_preload(folder: Path) -> Path:
+    """Return a copy of the lab's inventory whose images preload nothing."""
+    inventory = folder / "inventory"
+    shutil.copytree(REPO / "inventories/lab", inventory)
+    variables = inventory / "group_vars/workers.yml"
+    head, _, rest = variables.read_text().partition("image_preload:\n")
+    variables.write_text(head + rest.partition("\n\n")[2])
+    return inventory
+
+
+def build(repo: Path, image: str, work: Path) -> tuple[float, dict[str, Any]]:
     """Run the command as a user does; return (wall seconds, its JSON)."""
+    places = ["--store", work / "store", "--output", work / "output", "-i", work / "inventory"]
     started = time.monotonic()
     done = subprocess.run(
-        [repo / "image-builder", "build", image, "--store", store, "--output", output, "--json"],
+        [repo / "image-builder", "build", image, *places, "--json"],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -62,9 +74,14 @@ def seed_store(source: Path, image: str, target: Path) -> Lock:
             subprocess.run(["cp", "-al", kept.object(stage_id), store.object(stage_id)], check=True)
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", target / folder], check=True)
-    name = f"{image}.lock.json"
-    shutil.copyfile(source / "locks" / name, target / "locks" / name)
-    return Lock.load(target / "locks" / name)
+    lock = target / "locks" / f"{image}.lock.json"
+    inventory = without_preload(target.parent)
+    subprocess.run(
+        [REPO / "image-builder", "lock", image, "-o", lock, "--store", target, "-i", inventory],
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    return Lock.load(lock)
 
 
 def reference(lock: Lock, store: Store, definition_formats: list[str], work: Path) -> float:
@@ -152,9 +169,9 @@ def measure(image: str, source: Path) -> dict[str, Any]:
     work = Path(tempfile.mkdtemp(prefix="bench-bake-", dir=source.parent))
     try:
         lock = seed_store(source, image, work / "store")
-        cold, told = build(REPO, image, work / "store", work / "output")
-        warm, _ = build(REPO, image, work / "store", work / "output")
-        role, _ = build(changed_checkout(work), image, work / "store", work / "output")
+        cold, told = build(REPO, image, work)
+        warm, _ = build(REPO, image, work)
+        role, _ = build(changed_checkout(work), image, work)
         formats = [
             f["format"]
             for f in json.loads((Path(told["artefact"]) / "manifest.json").read_text())["artefacts"]
