@@ -24,6 +24,7 @@ from image_builder.target.vm import ExtraDisk, Vm, VmOptions
 
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
 SYSTEM_SECONDS = 1200.0
+_SYSTEM_STEP = 5.0
 POD_SECONDS = 300.0
 SUITE_SECONDS = 3600.0
 # What a cloud gives is larger than the image, and the root must grow into it. Loading an archive takes three times
@@ -132,7 +133,7 @@ def boot(
             with _stage(monitor, "boot"):
                 ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
                 _require_secure_boot(ssh, options.secure_boot)
-                state = wait_for_system(ssh)
+                state = wait_for_system(ssh, on_wait=lambda: monitor.stage_doing("boot", vm.last_line()))
                 system_seconds = round(vm.seconds, 1)
             pod_seconds, suite = None, None
             if verify:
@@ -201,10 +202,22 @@ def _require_secure_boot(ssh: SshTarget, wanted: bool) -> None:
         )
 
 
-def wait_for_system(ssh: SshTarget, seconds: float = SYSTEM_SECONDS) -> str:
-    """Wait until systemd has started everything; return its state (``running``, ``degraded``, …)."""
-    argv = ["timeout", f"{seconds:g}", "systemctl", "is-system-running", "--wait"]
-    return ssh.run(argv, ok=range(256), timeout=seconds + 30).stdout.strip() or "unknown"
+def wait_for_system(
+    ssh: SshTarget, seconds: float = SYSTEM_SECONDS, on_wait: Callable[[], None] | None = None
+) -> str:
+    """Wait until systemd has started everything; return its state (``running``, ``degraded``, …).
+
+    ``on_wait`` is called every few seconds.
+    """
+    # What timeout(1) ends says nothing: systemd is still starting things.
+    argv = ["timeout", f"{_SYSTEM_STEP:g}", "systemctl", "is-system-running", "--wait"]
+    deadline = time.monotonic() + seconds
+    while not (state := ssh.run(argv, ok=range(256)).stdout.strip()):
+        if time.monotonic() > deadline:
+            return "starting"
+        if on_wait:
+            on_wait()
+    return state
 
 
 def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor) -> float | None:

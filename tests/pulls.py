@@ -41,7 +41,7 @@ from image_builder.pull.model import Limits
 from image_builder.pull.puller import Puller, PullFailedError, Wanted
 from image_builder.pull.registry import Endpoint, locate
 from image_builder.sandbox import Root, open_root
-from image_builder.stages.preload import _write_names
+from image_builder.stages.preload import write_names
 from image_builder.store import Store
 from tests.builds import REPO, Workplace
 from tests.faults.registry_proxy import RegistryProxy, Upstream
@@ -264,7 +264,7 @@ class Lab:
             writable_binds={self.module.DATA_ROOT: state, _OUT: self.out},
             network=True,
         ) as root:
-            _write_names(root.path, self.endpoints)
+            write_names(root.path, self.endpoints)
             self.root = root
             with self.module.running(
                 root, downloads=downloads, endpoints=self.endpoints, log=self.log

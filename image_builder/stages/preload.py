@@ -56,7 +56,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         writable_binds={module.DATA_ROOT: state, _OUT: opt},
         network=True,
     ) as root:
-        _write_names(root.path, ctx.endpoints)
+        write_names(root.path, ctx.endpoints)
         downloads = max(_DOWNLOADS, ctx.definition.pull.parallel)
         with module.running(root, downloads=downloads, endpoints=ctx.endpoints, log=ctx.log) as engine:
             engine.keep_only(images)
@@ -151,7 +151,7 @@ def _entry(engine: Any, image: LockedImage, pin: bool) -> dict[str, JSON]:
     }
 
 
-def _write_names(root: Path, endpoints: Endpoints) -> None:
+def write_names(root: Path, endpoints: Endpoints) -> None:
     """Give the sandbox the host's resolver, and the registries that no DNS knows. Nothing of it is kept."""
     lines = ["127.0.0.1 localhost", *(f"{e.address} {e.host}" for e in endpoints.values())]
     files = {"hosts": "\n".join(lines) + "\n", "resolv.conf": ""}

@@ -202,6 +202,11 @@ class Vm:
             file.seek(self._console_start)
             return file.read().decode("utf-8", "replace")
 
+    def last_line(self) -> str:
+        """Return the last line of the console that says something."""
+        lines = console.plain(self.console()).split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
     def problems(self) -> list[str]:
         """Return what the console shows and must not show."""
         return console.problems(self.console(), emulated=self.accelerator == "tcg")
@@ -234,8 +239,8 @@ class Vm:
             text = self.console()
             if len(text) != size:
                 size, grown_at = len(text), time.monotonic()
-                if on_line and (lines := console.plain(text).split("\n")):
-                    on_line(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+                if on_line:
+                    on_line(self.last_line())
                 if (trouble := console.fatal(text)) is not None:
                     raise self._failure(f"it can't come up any more: {trouble}")
             try:
