@@ -21,9 +21,9 @@ Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -141,4 +141,12 @@ class PublishError(ImageBuilderError):
 
 
 class PullError(ImageBuilderError):
+    """A container image could not be had. ``records`` tell how each pull of a set went, as in pulls.json."""
+
     exit_code = 15
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, records: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.records = tuple(records)

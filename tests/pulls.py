@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from image_builder import namespace, process
+from image_builder.errors import PullError
 from image_builder.events import NullMonitor, Part
 from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.lock import LockedImage
 from image_builder.pull import containerd_engine, docker_engine, retry
 from image_builder.pull.model import Limits
-from image_builder.pull.puller import Puller, PullFailedError, Wanted
+from image_builder.pull.puller import Puller, Wanted
 from image_builder.pull.registry import Endpoint, locate
 from image_builder.sandbox import Root, open_root
 from image_builder.stages.preload import write_names
@@ -299,7 +300,7 @@ class Lab:
         try:
             pulled = puller.pull([w if isinstance(w, Wanted) else Wanted(w) for w in wanted])
             result.update(failed=dict(pulled.failed), records=list(pulled.records))
-        except PullFailedError as error:
+        except PullError as error:
             result.update(error=error.message, records=list(error.records))
         except Exception:
             result["bug"] = traceback.format_exc()

@@ -13,10 +13,6 @@ from image_builder.pull import deadline
 from image_builder.pull.model import Limits, Seen, Verdict
 
 
-class GivenUpError(PullError):
-    """A pull that was ended by its deadlines, or because the whole bake ends."""
-
-
 @dataclass
 class LayerRecord:
     """A layer's way through its phases: for each the seconds when it was first and last seen, and its bytes."""
@@ -79,7 +75,7 @@ class Attempt:
             _quietly(end)
 
     def give_up(self, why: str) -> None:
-        """End it, from any thread; the pulling thread then raises GivenUpError."""
+        """End it, from any thread; the pulling thread then raises PullError."""
         with self._lock:
             if self._why is not None:
                 return
@@ -89,9 +85,9 @@ class Attempt:
             _quietly(end)
 
     def check(self) -> None:
-        """Raise GivenUpError once it was ended."""
+        """Raise PullError once it was ended."""
         if self._why is not None:
-            raise GivenUpError(self._why)
+            raise PullError(self._why)
 
     @property
     def given_up(self) -> str | None:

@@ -14,7 +14,7 @@ from image_builder.events import Monitor, Part
 from image_builder.lock import LockedImage
 from image_builder.plan.model import JSON
 from image_builder.pull import retry
-from image_builder.pull.attempt import Attempt, GivenUpError, now
+from image_builder.pull.attempt import Attempt, now
 from image_builder.pull.model import Limits, Seen
 from image_builder.pull.registry import Endpoints, retry_after
 
@@ -111,7 +111,7 @@ class Puller:
             lost = [j for j in jobs if j.state != "done"]
         if lost:
             lines = [f"{j.wanted.image.ref}: {j.error or 'the build ends'}" for j in lost]
-            raise PullFailedError("\n  ".join(lines), records)
+            raise PullError("\n  ".join(lines), records=records)
         return Pulled({j.wanted.image.ref: j.error for j in jobs if j.error}, records)
 
     def _watch(self, running: Mapping[Future[None], _Job]) -> None:
@@ -178,9 +178,7 @@ class Puller:
             job.state = "stopped" if self._over.is_set() else "failed"
             return True
         # A deadline has run out: what stalls once may come at the second try, but the time is gone for good.
-        kind: retry.Class = (
-            "transient" if isinstance(error, GivenUpError) or attempt.given_up else retry.classify(why)
-        )
+        kind: retry.Class = "transient" if attempt.given_up else retry.classify(why)
         asked = 0.0
         if kind == "limited":
             asked = retry_after(job.wanted.image.ref, job.wanted.image.digest, self.endpoints)
@@ -194,14 +192,6 @@ class Puller:
         job.state = f"tries again in {pause:.0f} s: {why}"
         self._over.wait(pause)
         return False
-
-
-class PullFailedError(PullError):
-    """Some required image could not be had; ``records`` tell how each pull went."""
-
-    def __init__(self, message: str, records: Sequence[Mapping[str, JSON]]) -> None:
-        super().__init__(message)
-        self.records = records
 
 
 def _with_last_seen(why: str, attempt: Attempt) -> str:

@@ -22,7 +22,7 @@ from image_builder.lock import LockedImage
 from image_builder.plan.model import JSON
 from image_builder.pull import containerd_engine, docker_engine, retry
 from image_builder.pull.model import Limits
-from image_builder.pull.puller import Puller, PullFailedError, Wanted
+from image_builder.pull.puller import Puller, Wanted
 from image_builder.pull.registry import Endpoints
 from image_builder.sandbox import Root, open_root
 from image_builder.stages import StageContext
@@ -123,7 +123,7 @@ def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapp
     try:
         pulled = puller.pull([Wanted(image, required.get(image.ref, True)) for image in missing])
         records = list(pulled.records)
-    except PullFailedError as error:
+    except PullError as error:
         records = list(error.records)
         raise PullError(f"images that can't be pulled:\n  {error.message}") from error
     finally:

@@ -53,7 +53,14 @@ def without_preload(folder: Path) -> Path:
 
 def build(repo: Path, image: str, work: Path) -> tuple[float, dict[str, Any]]:
     """Run the command as a user does; return (wall seconds, its JSON)."""
-    places = ["--store", work / "store", "--output", work / "output", "-i", work / "inventory"]
+    places: list[str | Path] = [
+        "--store",
+        work / "store",
+        "--output",
+        work / "output",
+        "-i",
+        work / "inventory",
+    ]
     started = time.monotonic()
     done = subprocess.run(
         [repo / "image-builder", "build", image, *places, "--json"],

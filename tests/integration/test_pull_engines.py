@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tarfile
-from typing import Any
 
 import pytest
 
@@ -114,7 +113,7 @@ def test_every_layer_was_seen_on_its_way(used: Result, engine: str) -> None:
             name = layer["digest"] if engine == "containerd" else layer["digest"][7:19]
             phases = attempt["layers"][name]["phases"]
             assert "done" in phases
-            if layer["size"] > 2 * MB:
+            if layer["size"] > 4 * MB:
                 assert "downloading" in phases, phases
                 assert attempt["layers"][name]["downloaded_bytes"] > layer["size"] / 4
                 first, last = phases["downloading"]
@@ -133,9 +132,9 @@ def test_progress_is_shown_in_bytes(used: Result) -> None:
     assert shown[-1] == [size, size, "done"]
 
 
-def lock_another_platform(lab: Lab) -> Any:
+def lock_another_platform(lab: Lab) -> Result:
     """Lock an image for another processor, alone and as a part of an index."""
-    found = {}
+    found: Result = {}
     try:
         lab.push("arm", MB, settings={"architecture": "arm64"})
     except PullError as error:
@@ -184,8 +183,6 @@ def lock_another_platform(lab: Lab) -> Any:
         # By the index' digest: the engine chooses the platform itself.
         found["pulled"] = lab.pull(engine, [both], attempts=1)
         found["has"] = engine.has(both)
-        lied = arm.model_copy(update={"ref": f"{HOST}/arm:1", "platform": PLATFORM})
-        found["lied"] = lab.pull(engine, [lied], attempts=1)
     return found
 
 
@@ -195,5 +192,3 @@ def test_another_platform_is_refused_and_named(worker: Workplace, engine: str) -
     assert found["index"] == f"{HOST}/arm:other: none for {PLATFORM}; the registry has linux/arm64"
     assert found["chosen"] == [True, True, True]
     assert not found["pulled"]["error"] and not found["pulled"]["bug"] and found["has"], found["pulled"]
-    assert not found["lied"]["bug"]
-    assert found["lied"]["error"].startswith(f"{HOST}/arm:1: ")
