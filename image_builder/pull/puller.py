@@ -155,6 +155,8 @@ class Puller:
         job.started = now()
         while not self._over.is_set():
             job.state, job.attempt = "pulling", Attempt(now())
+            if self._over.is_set():  # since just now: who ended all others may not have seen this one
+                job.attempt.give_up("the build ends")
             try:
                 self.engine.pull(job.wanted.image, job.attempt)
             except PullError as error:
@@ -166,6 +168,10 @@ class Puller:
             break
         else:
             job.state = "stopped"
+        # One that dies breaks the pull off a moment before it can be seen dead.
+        gone = f"{self.engine.name} is gone"
+        if job.state != "done" and not self.engine.alive() and not job.error.startswith(gone):
+            job.error = f"{gone}: {job.error}" if job.error else gone
         job.ended = now()
 
     def _failed(self, job: _Job, attempt: Attempt, error: PullError) -> bool:

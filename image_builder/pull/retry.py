@@ -25,7 +25,10 @@ _CLASSES: tuple[tuple[Class, str], ...] = (
         "permanent",
         r"manifest unknown|manifest for .* not found|name unknown|repository .* not found|\bnot found\b",
     ),
-    ("permanent", r"unauthorized|authentication required|access.* denied|pull access denied|\b(401|403)\b"),
+    (
+        "permanent",
+        r"unauthorized|authentication required|no basic auth credentials|access.* denied|\b(401|403)\b",
+    ),
     (
         "permanent",
         r"no matching manifest|does not match the specified platform|unsupported media type|schema version",

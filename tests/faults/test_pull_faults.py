@@ -10,6 +10,7 @@ import base64
 import datetime
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -110,7 +111,10 @@ def permanent(engine: str) -> Mapping[str, Case]:
     redirects = "stopped after 10 redirects"
     return {
         "stall_always": Case(
-            (_layer("stall"),), HASTY, words="no progress for 0:04 min; layer {layer}: downloading"
+            # containerd goes on where the attempt before ended: all of them get less than the whole.
+            (_layer("stall", after=1_500_000),),
+            HASTY,
+            words="no progress for 0:04 min; layer {layer}: downloading",
         ),
         "silent": Case((_layer("stall", after=0),), HASTY, words="no progress for 0:04 min; layer {layer}: "),
         "slow": Case((_layer("drip", rate=600_000, after=0),), PACED, words="; layer {layer}: downloading, "),
@@ -270,7 +274,8 @@ def test_permanent_fault_is_reported(met: Result, engine: str, name: str) -> Non
     # Every attempt ends by its deadline, with a moment more for a busy machine; then there are the pauses.
     assert case["seconds"] < planned.attempts * (planned.limits.progress_seconds + 5) + 5
     if name == "stall_always":
-        assert "MB of 6 MB" in case["error"], "what was seen last"
+        # Docker tells of what came in a burst only in part.
+        assert re.search(r"downloading, [\d.]+ [kM]B of 6 MB", case["error"]), case["error"]
     if name == "slow":
         assert case["error"].split(": ")[1].startswith("too slow for 0:0")
         assert case["error"].endswith("B/s (attempt 3)")
@@ -302,10 +307,13 @@ def lock_what_fails(lab: Lab) -> Result:
         "expired": f"{EXPIRED}/good:1",
         "wrong": good.ref,
     }
-    return {
-        name: told(lambda ref=ref: locate(ref, PLATFORM, lab.endpoints))[0]  # type: ignore[misc]
-        for name, ref in refs.items()
-    }
+
+    def message(ref: str) -> str:
+        return told(lambda: locate(ref, PLATFORM, lab.endpoints))[0]
+
+    # What is not reached is tried for some 15 s.
+    with ThreadPoolExecutor(len(refs)) as threads:
+        return dict(zip(refs, threads.map(message, refs.values()), strict=True))
 
 
 def told(work: Callable[[], object]) -> list[str]:

@@ -1,0 +1,155 @@
+"""How long pulls take, one by one and side by side, beside `docker pull` by hand; and what a bad network costs.
+
+    .venv/bin/python tests/bench/pull.py [--store DIR] [--json]
+
+Needs root, and a store in which the image `worker` was built: its own dockerd pulls here, from the lab's registry,
+over a link that gives each connection so many bytes per second.
+
+    parallel_ratio   our pulls one by one / our pulls side by side, goal >= 1.5
+    hand_ratio       our pulls side by side / as many `docker pull` by hand at once, same daemon, goal <= 1.05
+    wire_ratio       bytes on the wire / bytes of the layers, where every second layer's connection is reset in
+                     the middle, goal <= 1.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder.lock import LockedImage  # noqa: E402
+from image_builder.pull.model import Limits  # noqa: E402
+from image_builder.pull.reference import parse  # noqa: E402
+from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from tests.builds import Workplace  # noqa: E402
+from tests.faults.registry_proxy import Fault  # noqa: E402
+from tests.pulls import MB, Lab, isolated  # noqa: E402
+
+IMAGES, LAYERS, LAYER_BYTES = 8, 2, 12 * MB
+RATE = 6 * MB
+ROUNDS = 2
+# Those of the stage: a daemon's layers at once.
+DOWNLOADS = 10
+_LIMITS = Limits(progress_seconds=60.0)
+_GOALS = {"parallel_ratio": (">=", 1.5), "hand_ratio": ("<=", 1.05), "wire_ratio": ("<=", 1.2)}
+
+
+def scenario(lab: Lab) -> dict[str, Any]:
+    """Measure everything, with one registry; each measurement has a daemon and a data root of its own."""
+    images = [lab.push(f"image{n}", *[LAYER_BYTES] * LAYERS) for n in range(IMAGES)]
+    lab.proxy.rate = float(RATE)
+
+    def timed(pull: Callable[[Any], None]) -> float:
+        with lab.running(lab.folder("state"), downloads=DOWNLOADS) as engine:
+            started = time.monotonic()
+            pull(engine)
+            seconds = time.monotonic() - started
+            assert all(engine.has(image) for image in images)
+        return seconds
+
+    def ours(parallel: int) -> Callable[[Any], None]:
+        def pull(engine: Any) -> None:
+            found = lab.pull(engine, images, parallel=parallel, limits=_LIMITS)
+            assert not found["error"] and not found["bug"], found
+
+        return pull
+
+    ways: dict[str, Callable[[Any], None]] = {
+        "serial": ours(1),
+        "parallel": ours(IMAGES),
+        "hand_parallel": lambda _engine: by_hand(lab, images, at_once=True),
+        "hand_serial": lambda _engine: by_hand(lab, images, at_once=False),
+    }
+    # Taken in turns, the best of each: what else the machine does hits them all alike.
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            seconds[name].append(timed(way))
+    lab.proxy.rate = None
+    large = [image.layers[-1].digest for image in images[::2]] + [
+        image.layers[-2].digest for image in images[1::2]
+    ]
+    lab.proxy.faults = [Fault("reset", path=digest, after=LAYER_BYTES // 2, times=1) for digest in large]
+    before = lab.proxy.bytes_sent(r"/blobs/")
+    timed(ours(IMAGES))
+    wire = lab.proxy.bytes_sent(r"/blobs/") - before
+    return {
+        **{f"{name}_seconds": round(min(taken), 2) for name, taken in seconds.items()},
+        "wire_bytes": wire,
+        "image_bytes": sum(image.size for image in images),
+        "resets": len(large),
+    }
+
+
+def by_hand(lab: Lab, images: Sequence[LockedImage], *, at_once: bool) -> None:
+    """Pull with the docker command, by digest, and tag as we do."""
+    assert lab.root
+    root = lab.root
+    pulls = []
+    for image in images:
+        reference = parse(image.ref)
+        argv = root.argv(["docker", "pull", "--quiet", reference.at(image.digest)])
+        pulls.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+        if not at_once:
+            pulls[-1].wait()
+    for pull in pulls:
+        assert pull.wait() == 0
+    for image in images:
+        root.run(["docker", "tag", parse(image.ref).at(image.digest), image.ref])
+
+
+def measure(store: Path) -> dict[str, Any]:
+    # Another process has to find it, so it must not be called __main__.
+    from tests.bench.pull import scenario
+
+    found: dict[str, Any] = isolated(
+        scenario, Workplace(store, Path(os.devnull), "worker"), "docker", seconds=900
+    )
+    return {
+        **found,
+        "parallel_ratio": round(found["serial_seconds"] / found["parallel_seconds"], 2),
+        "hand_ratio": round(found["parallel_seconds"] / found["hand_parallel_seconds"], 2),
+        "hand_serial_ratio": round(found["parallel_seconds"] / found["hand_serial_seconds"], 2),
+        "wire_ratio": round(found["wire_bytes"] / found["image_bytes"], 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    parser.add_argument("--json", action="store_true")
+    found = measure(parser.parse_args().store)
+    if parser.parse_args().json:
+        print(json.dumps(found))
+    else:
+        ours = f"{found['parallel_seconds']} s"
+        rows = [
+            ("one by one", f"{found['serial_seconds']} s", ours, "parallel_ratio"),
+            ("docker pull, at once", ours, f"{found['hand_parallel_seconds']} s", "hand_ratio"),
+            ("docker pull, in turn", ours, f"{found['hand_serial_seconds']} s", "hand_serial_ratio"),
+            (
+                f"{found['resets']} resets, bytes",
+                f"{found['wire_bytes'] / MB:.0f} MB",
+                f"{found['image_bytes'] / MB:.0f} MB",
+                "wire_ratio",
+            ),
+        ]
+        print(f"{'name':<22}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
+        for name, mine, other, key in rows:
+            goal = " ".join(str(word) for word in _GOALS.get(key, ("-",)))
+            print(f"{name:<22}{mine:>12}{other:>12}{found[key]:>10}{goal:>10}")
+    met = [found[key] <= goal if sign == "<=" else found[key] >= goal for key, (sign, goal) in _GOALS.items()]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
