@@ -164,7 +164,7 @@ class Puller:
                     break
                 continue
             job.attempts.append(_attempt(job.attempt, "pulled"))
-            job.state, job.error = "done", ""
+            job.state, job.error, job.attempt = "done", "", None
             break
         else:
             job.state = "stopped"

@@ -86,7 +86,7 @@ def scenario(lab: Lab) -> dict[str, Any]:
         **{f"{name}_seconds": round(min(taken), 2) for name, taken in seconds.items()},
         "wire_bytes": wire,
         "image_bytes": sum(image.size for image in images),
-        "resets": len(large),
+        "resets": len([r for r in lab.proxy.requests if r.fault == "reset"]),
     }
 
 

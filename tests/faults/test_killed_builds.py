@@ -17,7 +17,7 @@ pytestmark = pytest.mark.root
 
 STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
 # Those that only a worker has, and what stands on them.
-WORKER_STAGES = ("build_root", "kubelet_build", "container_runtime", "preload", "kubernetes")
+WORKER_STAGES = ("lab_images", "build_root", "kubelet_build", "container_runtime", "preload", "kubernetes")
 LAST = ("seal", "verify", "disk", "convert")
 RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "20"))
 
