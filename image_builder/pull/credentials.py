@@ -49,8 +49,10 @@ def credentials_for(registry: str) -> Credentials | None:
             "https://index.docker.io/v1/" if registry == "docker.io" else registry
         )
     except (DockerException, OSError) as error:
+        # The library puts what the helper printed into its words, and that may be the secret.
         raise PullError(
-            f"the credential helper for {registry} failed: {type(error).__name__}: {error}"
+            f"the credential helper for {registry} failed: {type(error).__name__}",
+            hint=f"see what it says: echo {registry} | docker-credential-NAME get",
         ) from None
     if not entry:
         return None

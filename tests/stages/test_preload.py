@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.errors import PullError
 from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
@@ -18,14 +19,15 @@ pytestmark = pytest.mark.root
 PAUSE, LARGE = "registry.lab.internal/pause:1.0", "registry.lab.internal/large:1.0"
 
 
-def _inventory(folder: Path, refs: list[str]) -> Path:
-    """Return a copy of the lab's inventory that preloads ``refs``."""
-    target = folder / f"inventory-{len(refs)}"
+def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
+    """Return a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had."""
+    target = folder / f"inventory-{len(refs)}-{len(optional)}"
     shutil.copytree(REPO / "inventories/lab", target)
     variables = target / "group_vars/workers.yml"
     head, _, rest = variables.read_text().partition("image_preload:\n")
     kept = rest.partition("\n\n")[2]
     items = "".join(f"  - ref: {ref}\n" for ref in refs)
+    items += "".join(f"  - ref: {ref}\n    required: false\n" for ref in optional)
     variables.write_text(f"{head}image_preload:\n{items}\n{kept}")
     return target
 
@@ -57,6 +59,22 @@ def test_a_change_of_the_list_pulls_what_is_new(
     workplace.forget_id(original.name)
     # One more: that one alone is pulled. (Without its pin the list is another one than the original's.)
     assert _pulls(workplace, both) == {PAUSE: "there already", LARGE: "done"}
+
+
+def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
+    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+) -> None:
+    workplace = copies(worker)
+    none = "registry.lab.internal/none:1"
+    done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, none]))
+    assert done.status == PullError.exit_code
+    assert f"{none}: registry.lab.internal says 404" in done.stderr
+    assert not workplace.output.exists()
+    assert list((workplace.store / "staging").iterdir()) == []
+    inventory = _inventory(tmp_path, [PAUSE], optional=(none,))
+    assert _pulls(workplace, inventory) == {PAUSE: "there already"}
+    lock = json.loads((workplace.store / "locks/worker.lock.json").read_text())
+    assert lock["left_out"] == [none]
 
 
 def _state(stage: Path) -> dict[str, tuple[int, int, int]]:
