@@ -202,7 +202,7 @@ def definition_digest(definition: ImageDefinition) -> str:
 
 
 def installed(lock: Lock, present: list[Mapping[str, str]]) -> tuple[Package, ...]:
-    """Join dpkg's list (name, version, architecture) with the digests of the lock."""
+    """Join the packages that the checks found installed (name, version, architecture) with the lock's digests."""
     locked = {
         (p.name, p.version, p.architecture): p.sha256
         for group in lock.groups.values()

@@ -244,6 +244,7 @@ class _Maker:
         options: dict[str, JSON] = {
             "build_id": trees[-1].id,
             "facts": digest(resolved_variables(self.definition)),
+            "packages": self._packages(),
             "preload": [
                 image.model_dump(mode="json")
                 for image in self.definition.preload
@@ -253,6 +254,14 @@ class _Maker:
             "testinfra": importlib.metadata.version("pytest-testinfra"),
         }
         return StagePlan("verify", "verify", options, code, _ids(trees))
+
+    def _packages(self) -> list[dict[str, JSON]]:
+        """Return what must be installed in the image: every package that the lock has for its stages."""
+        found = [p for name in ("base", *self.definition.layers) for p in self.lock.group(name).packages]
+        return [
+            {"name": p.name, "version": p.version, "architecture": p.architecture}
+            for p in sorted(found, key=lambda p: (p.name, p.architecture))
+        ]
 
     def disk(self, trees: list[StagePlan], tools_stage: StagePlan) -> StagePlan:
         options: dict[str, JSON] = {

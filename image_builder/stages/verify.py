@@ -12,13 +12,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from image_builder import identity, process
 from image_builder.errors import CommandError, VerifyError
 from image_builder.plan.model import JSON
 from image_builder.report.verification import SuiteResult, read_run, require_passed
-from image_builder.sandbox import Root, open_root
+from image_builder.sandbox import open_root
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.stages import StageContext
 
@@ -38,11 +38,9 @@ OnProgress = Callable[[str, int, int], None]
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
     with open_root(ctx.lowers, ctx.work) as root:
-        ctx.doing("reading what is installed")
         facts = ctx.product / "facts.json"
-        build_id = str(ctx.plan.options.get("build_id", ctx.plan.id))
-        preload = ctx.plan.options.get("preload", [])
-        told = definition_facts(ctx.definition, build_id, installed_packages(root), preload)
+        options: Mapping[str, Any] = ctx.plan.options
+        told = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
         write_facts(facts, told)
         result = run_suite(
             f"sandbox:{root.path}",
@@ -60,11 +58,12 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 
 def definition_facts(
-    definition: ImageDefinition, build_id: str, packages: list[dict[str, str]], preload: JSON
+    definition: ImageDefinition, build_id: str, packages: JSON, preload: JSON
 ) -> dict[str, JSON]:
     """Return what the suite is driven by, for an image that was built with ``build_id``.
 
-    ``preload`` are the items of ``image_preload`` that the lock has; others were left out.
+    ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` are the items
+    of ``image_preload`` that the lock has; others were left out.
     """
     from image_builder.definition import resolved_variables
 
@@ -86,14 +85,6 @@ def definition_facts(
 def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
     """Write facts.json."""
     path.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def installed_packages(root: Root) -> list[dict[str, str]]:
-    """Return every package of the root's dpkg database, sorted by name."""
-    form = r"${binary:Package}\t${Version}\t${Architecture}\n"
-    lines = root.run(["dpkg-query", "--show", f"--showformat={form}"]).stdout.splitlines()
-    fields = (line.split("\t") for line in sorted(lines))
-    return [{"name": name, "version": version, "architecture": arch} for name, version, arch in fields]
 
 
 def run_suite(

@@ -61,12 +61,12 @@ def test_roles_packages_are_installed(host: Host, v: V) -> None:
 @offline
 @booted
 def test_packages_are_the_listed_ones(host: Host, facts: Facts) -> None:
-    """Installed are exactly the packages and versions that the build recorded."""
+    """Installed are exactly the packages and versions that the lock has for this image."""
     listed = {package["name"].partition(":")[0]: package["version"] for package in facts.packages}
     installed = {name: version for name, (_, version) in _status(host).items()}
-    assert listed, "the build recorded no packages"
+    assert listed, "the lock has no packages"
     nothing(
-        f"{name} is {installed.get(name, 'missing')}, recorded {listed.get(name, 'not at all')}"
+        f"{name} is {installed.get(name, 'missing')}, locked {listed.get(name, 'not at all')}"
         for name in sorted(set(listed) | set(installed))
         if listed.get(name) != installed.get(name)
     )
