@@ -113,7 +113,13 @@ def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor)
         store.staging() as staging,
         Lab(definition, lock, settings, monitor, staging) as lab,
     ):
+        _keep_temporary_files_in(staging)
         return lock_images(definition, lock, lab.endpoints(), monitor)
+
+
+def _keep_temporary_files_in(staging: Path) -> None:
+    """Let programs put their temporary files where the next start removes what a killed build left."""
+    os.environ["TMPDIR"] = os.fspath(staging)
 
 
 class Lab:
@@ -191,6 +197,7 @@ def build(
         store.staging() as staging,
         Lab(definition, lock, settings, monitor, staging) as lab,
     ):
+        _keep_temporary_files_in(staging)
         if requirements(definition).unlocked_images(lock):
             lock = lock_images(definition, lock, lab.endpoints(), monitor)
             lock.save(remembered_lock(settings, definition.name))

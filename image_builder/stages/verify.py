@@ -152,6 +152,8 @@ def observe_suite(
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": os.fspath(REPO_ROOT),
+        # Commands in the tree get it too, and there is no staging area in there.
+        "TMPDIR": "/tmp",
     }
     started = time.monotonic()
     try:
