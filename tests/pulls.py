@@ -45,7 +45,8 @@ from image_builder.sandbox import Root, open_root
 from image_builder.stages.preload import write_names
 from image_builder.store import Store
 from tests.builds import REPO, Workplace
-from tests.faults.registry_proxy import RegistryProxy, Upstream
+from tests.faults.registry_plan import Upstream
+from tests.faults.registry_proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 PLATFORM = "linux/amd64"

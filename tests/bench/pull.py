@@ -31,7 +31,7 @@ from image_builder.pull.model import Limits  # noqa: E402
 from image_builder.pull.reference import parse  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
-from tests.faults.registry_proxy import Fault  # noqa: E402
+from tests.faults.registry_plan import Fault  # noqa: E402
 from tests.pulls import MB, Lab, isolated  # noqa: E402
 
 IMAGES, LAYERS, LAYER_BYTES = 8, 2, 12 * MB

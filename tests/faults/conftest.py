@@ -1,4 +1,4 @@
-"""A copy of a store with a finished build of the small image, which a test may break."""
+"""A copy of a store with a finished build of the small image, which a test may break; the engines that pull."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from tests.builds import Workplace
+from tests.pulls import ENGINES
 
 
 @pytest.fixture
 def workplace(copies: Callable[[Workplace], Workplace], minimal: Workplace) -> Workplace:
     """A copy of the small image's store."""
     return copies(minimal)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

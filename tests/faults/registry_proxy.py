@@ -20,76 +20,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Self
+
+from tests.faults.registry_plan import Fault, Request, Upstream
 
 BLOCK = 64 * 1024
 FLIPPED = bytes(255 - byte for byte in range(256))
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 CODES = {401: "UNAUTHORIZED", 403: "DENIED", 404: "BLOB_UNKNOWN", 429: "TOOMANYREQUESTS"}
-
-Kind = Literal["stall", "reset", "status", "short", "wrong", "redirect_loop", "drip", "drop"]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way of going wrong, for requests whose path matches.
-
-    - ``stall``: the right headers, ``after`` bytes, then nothing until the client leaves;
-    - ``reset``: the same, then RST; ``short``: the same, then an orderly end of the connection;
-    - ``wrong``: the right length, but every bit from byte ``after`` on is turned over;
-    - ``drip``: from byte ``after`` on ``rate`` bytes per second;
-    - ``status``: ``status``, ``headers`` and a registry's error as the body, without asking the registry;
-    - ``redirect_loop``: 307 to the same URL; ``drop``: the connection is closed without an answer.
-
-    A body that isn't longer than ``after`` comes through whole, and uses up one of ``times`` all the same.
-    """
-
-    kind: Kind
-    path: str = "/blobs/"  # a regular expression, searched in the request's path (with its query)
-    after: int = 0  # bytes of this answer's body, also when it is a part (206)
-    times: int | None = None  # how many matching requests get it; None for all
-    status: int = 503
-    headers: tuple[tuple[str, str], ...] = ()  # of `status`, such as ("Retry-After", "2")
-    rate: float = 0.0  # bytes per second
-    skip: int = 0  # matching requests let through before the first fault
-    method: str = "GET"
-
-    def __post_init__(self) -> None:
-        re.compile(self.path)
-        if self.kind == "drip" and self.rate <= 0:
-            raise ValueError("drip needs a rate above 0")
-        if self.method == "HEAD" and self.kind not in ("status", "redirect_loop", "drop"):
-            raise ValueError(f"the answer to HEAD has no body for {self.kind} to spoil")
-
-
-@dataclass(frozen=True)
-class Upstream:
-    """The registry; ``tls`` is None for plain HTTP, ``host`` (with its port if need be) is the Host and SNI.
-
-    A registry builds its absolute ``Location`` from ``host``; the proxy passes it on as it is.
-    """
-
-    ip: str
-    port: int
-    host: str
-    tls: ssl.SSLContext | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What became of one request; times are of ``time.monotonic``."""
-
-    method: str
-    path: str
-    range: str | None  # the header's value
-    fault: Kind | None
-    started: float
-    status: int = 0  # 0: no answer (yet)
-    sent: int = 0  # bytes of the answer's body put on the wire
-    ended: float | None = None  # just before its last bytes were sent, or when it was given up
 
 
 class RegistryProxy:

@@ -25,7 +25,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.faults.registry_proxy import Fault, Kind, RegistryProxy, Upstream
+from tests.faults.registry_plan import Fault, Kind, Upstream
+from tests.faults.registry_proxy import RegistryProxy
 
 pytestmark = pytest.mark.root
 
