@@ -36,6 +36,7 @@ _TIMEOUT = urllib3.Timeout(connect=20, read=30)
 # Retry-After is honoured, up to the longest wait that makes sense before anything was started.
 _RETRIES = urllib3.Retry(
     total=5,
+    other=0,  # a certificate that is refused once is refused again
     backoff_factor=0.5,
     backoff_jitter=0.5,
     status_forcelist=(429, 500, 502, 503, 504),
