@@ -211,7 +211,6 @@ record_booted(
 )
 record_booted(
     "test_preloaded_images_run",
-    # After Docker was restarted for another check: it doesn't start without a runtime.
     "chmod 0644 $(command -v runc)",
     turn=2,
 )
