@@ -118,8 +118,7 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
             monitor.stage_doing("lab", last)
         time.sleep(0.2)
     monitor.stage_failed("lab", time.monotonic() - started)
-    tail = "\n  ".join(log.read_text("utf-8", "replace").splitlines()[-process.TAIL_LINES :])
-    raise ImageBuilderError(f"the lab does not start:\n  {tail}", hint=f"its log: {log}")
+    raise ImageBuilderError(f"the lab does not start:\n{process.tail(log)}", hint=f"its log: {log}")
 
 
 def _last_line(log: Path) -> str:

@@ -196,6 +196,12 @@ def background(
                 child.wait()
 
 
+def tail(log: Path) -> str:
+    """Return the last lines of a program's log, indented; empty when there is none."""
+    lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
+    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+
+
 def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
     """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
     with log.open("ab") as sink:

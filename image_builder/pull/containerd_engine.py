@@ -107,8 +107,7 @@ class ContainerdEngine:
                 return
             except PullError:
                 time.sleep(0.05)
-        lines = self.log.read_text("utf-8", "replace").splitlines()[-process.TAIL_LINES :]
-        raise PullError("containerd does not start\n" + "\n".join(f"  {line}" for line in lines))
+        raise PullError(f"containerd does not start\n{process.tail(self.log)}")
 
     def version(self) -> str:
         """Return the daemon's version, without the name of who built it."""

@@ -102,13 +102,7 @@ def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> No
             return
         except (DockerException, requests.RequestException, OSError):
             time.sleep(0.05)
-    raise PullError(f"dockerd does not start\n{tail(log)}")
-
-
-def tail(log: Path) -> str:
-    """Return the end of a daemon's log."""
-    lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
-    return "\n".join(f"  {line}" for line in lines[-process.TAIL_LINES :])
+    raise PullError(f"dockerd does not start\n{process.tail(log)}")
 
 
 @contextmanager
