@@ -1,0 +1,25 @@
+"""What the node agent can fail with. Each error has a code that tells its kind, for programs and for people."""
+
+from __future__ import annotations
+
+
+class NodeError(Exception):
+    """Something that an operator must see.
+
+    ``code`` is stable: lower-case words with dots, such as ``disk.foreign`` or ``store.verity``; they are listed in
+    docs/reference/node-agent.md.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class ProgramError(NodeError):
+    """A program ended with a status that its caller did not expect. ``tail`` is the end of what it said."""
+
+    def __init__(self, message: str, status: int, tail: str) -> None:
+        super().__init__("program", message)
+        self.status = status
+        self.tail = tail

@@ -1,0 +1,99 @@
+"""What happened to the node since it was booted, in one file: ``/run/node/status.json``.
+
+    {"format": 1, "ready": false,
+     "disk": {"state": "degraded", "code": "disk.foreign", "reason": "...", ...},
+     "seed": {...}, "preload": {...}, "promotion": {...}}
+
+Each section has ``state``: ``ok``, ``degraded`` (the node works, slower or with less room) or ``failed``. A state
+other than ``ok`` has a ``code`` and a ``reason``. The kubelet is told by ``kubelet.env`` beside it: a label for
+each section, and a taint for each that failed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = Path("/run/node")
+FORMAT = 1
+SECTIONS = ("disk", "seed", "preload", "promotion")
+OK, DEGRADED, FAILED = "ok", "degraded", "failed"
+# Labels and taints of the kubelet: a prefix of our own, which NodeRestriction lets a kubelet set.
+PREFIX = "image-builder"
+_LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
+
+
+def tell(text: str) -> None:
+    """Say something to people: the journal, and the console by the unit's StandardOutput."""
+    sys.stdout.write(f"node-agent: {text}\n")
+    sys.stdout.flush()
+
+
+def read(directory: Path = DIRECTORY) -> dict[str, Any]:
+    """Return all that is known, also before anything was."""
+    try:
+        found: dict[str, Any] = json.loads((directory / "status.json").read_bytes())
+    except FileNotFoundError:
+        return {"format": FORMAT, "ready": False}
+    return found
+
+
+def update(
+    section: str,
+    value: Mapping[str, Any],
+    *,
+    directory: Path = DIRECTORY,
+    taints: Sequence[str] = (),
+) -> None:
+    """Set a section, and what the kubelet is told.
+
+    ``taints`` are those that the kubelet is configured with, as ``key=value:effect``: a flag replaces them, so the
+    flag must repeat them. Safe for several processes at once.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        found = {**read(directory), section: dict(value)}
+        found["ready"] = all(found.get(name, {}).get("state") != FAILED for name in SECTIONS)
+        _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
+        _write(directory / "kubelet.env", kubelet_environment(found, taints))
+
+
+def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = ()) -> str:
+    """Return an environment file with the kubelet's further arguments."""
+    states = {
+        label: (str(found[section]["state"]), str(found[section].get("code", "")))
+        for section, label in _LABELLED.items()
+        if section in found
+    }
+    labels = ",".join(f"{PREFIX}/{label}={state}" for label, (state, _) in states.items())
+    failed = [
+        f"{PREFIX}/{label}={code or FAILED}:NoSchedule"
+        for label, (state, code) in states.items()
+        if state == FAILED
+    ]
+    arguments = [f"--node-labels={labels}"] if labels else []
+    if failed:
+        arguments.append(f"--register-with-taints={','.join([*taints, *failed])}")
+    return f"NODE_AGENT_KUBELET_ARGS={' '.join(arguments)}\n"
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
