@@ -31,8 +31,8 @@ from image_builder.settings import Settings
 from image_builder.stages import Stage, StageContext
 from image_builder.store import Store, remove_tree
 
-# Kinds that wait for the network more than they work.
-_BESIDE = ("preload",)
+# Preload is a branch beside the layers: its stages wait for the network, and for nothing that a layer makes.
+_BESIDE = ("preload", "preload_store", "rehearsal")
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,23 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
     with ThreadPoolExecutor(1) as pool:
         try:
             for stage in todo:
-                for awaited in beside.keys() & stage.requires:
-                    beside[awaited].result()
+                awaited = [beside[i] for i in beside.keys() & stage.requires]
                 if stage.kind in _BESIDE or stage.id not in needed:
-                    beside[stage.id] = pool.submit(_run_stage, work, stage)
+                    beside[stage.id] = pool.submit(_run_after, awaited, work, stage)
                 else:
-                    _run_stage(work, stage)
+                    _run_after(awaited, work, stage)
             for future in beside.values():
                 future.result()
         except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
             work.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _run_after(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -> None:
+    for future in awaited:
+        future.result()
+    _run_stage(work, stage)
 
 
 def _run_stage(work: Build, stage: StagePlan) -> None:

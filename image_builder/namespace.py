@@ -103,8 +103,8 @@ def mount_dev(target: str) -> list[str]:
     return mounted
 
 
-def show_cgroups(target: str) -> list[str]:
-    """Bind the host's cgroup mounts onto ``target``, a directory of sysfs, read-only; return what was mounted.
+def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
+    """Bind the host's cgroup mounts onto ``target``, a directory of sysfs; return what was mounted.
 
     A host has one cgroup2 mount there, or a tmpfs with a mount for each controller of version 1.
     """
@@ -115,7 +115,7 @@ def show_cgroups(target: str) -> list[str]:
     for place in places:
         if place == source or place.startswith(f"{source}/"):
             where = target + place.removeprefix(source)
-            bind(place, where, read_only=True)
+            bind(place, where, read_only=read_only)
             mounted.append(where)
     return mounted
 

@@ -80,6 +80,7 @@ def open_root(
     writable_binds: Mapping[str, Path] | None = None,
     env: Mapping[str, str] | None = None,
     network: bool = False,
+    writable_cgroups: bool = False,
 ) -> Iterator[Root]:
     """Mount a root and unmount it at the end; what still runs in it then is killed.
 
@@ -87,7 +88,8 @@ def open_root(
     caller drops. ``work`` lies on the same filesystem as ``upper``. ``binds`` and ``writable_binds`` map paths
     in the root to directories or files outside; the ones below /run and /tmp leave no trace in the upper.
     With ``network`` its programs have the host's network and see the host's cgroups, as container engines
-    want them, but can't change those. Raises StoreError when the overlay can't be mounted.
+    want them, but can't change those, unless ``writable_cgroups``: who starts containers takes their groups away
+    again (``cgroups.reap``). Raises StoreError when the overlay can't be mounted.
     """
     with ExitStack() as mounts:
         merged = mounts.enter_context(open_overlay(lowers, work, upper=upper))
@@ -97,7 +99,9 @@ def open_root(
         _mount(mounts, "sysfs", merged / "sys")
         namespace.make_read_only(os.fspath(merged / "sys"))
         if network:
-            for mounted in namespace.show_cgroups(os.fspath(merged / "sys/fs/cgroup")):
+            for mounted in namespace.show_cgroups(
+                os.fspath(merged / "sys/fs/cgroup"), read_only=not writable_cgroups
+            ):
                 mounts.callback(namespace.unmount, mounted)
         for mounted in namespace.mount_dev(os.fspath(merged / "dev")):
             mounts.callback(namespace.unmount, mounted)

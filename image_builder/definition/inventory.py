@@ -132,6 +132,8 @@ class Inventory:
             inventory_paths=self.paths,
             repo_root=self.repo_root,
             preload=builder.image_preload,
+            preload_mode=builder.image_preload_mode,
+            preload_verity=builder.image_preload_verity,
             pull=builder.image_pull,
         )
         problems += role_problems(definition, variables)

@@ -34,6 +34,7 @@ Format = Literal["raw", "qcow2", "vhd", "tar"]
 Component = Literal["main", "contrib", "non-free", "non-free-firmware"]
 LayerName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 KernelArg = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:/=@%+*\[\]-]+$")]
+PreloadMode = Literal["reference", "copy", "archive"]
 Url = Annotated[str, StringConstraints(pattern=r"^(https?|file|copy)://?[^\s]+$")]
 
 
@@ -115,6 +116,9 @@ class PreloadedImage(_Strict):
     required: bool = Field(
         True, description="The build fails without it; otherwise it is left out, and said."
     )
+    mode: PreloadMode | None = Field(
+        None, description="How it gets to the local disk, instead of what `image_preload_mode` says."
+    )
     platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
         "linux/amd64", description="The platform to take; the image's own, anything else is refused."
     )
@@ -169,6 +173,16 @@ class BuilderVariables(_Strict):
         (),
         description="Container images that are pulled during the bake and are on a node at its first boot.",
     )
+    image_preload_mode: PreloadMode = Field(
+        "reference",
+        description="How preloaded images get to a blank local disk: `reference` links their layers and copies them "
+        "later, `copy` copies them before the engine starts, `archive` has the engine load them.",
+    )
+    image_preload_verity: bool = Field(
+        True,
+        description="The kernel checks the preload store by dm-verity; one without it fails the build. False: it "
+        "isn't checked.",
+    )
     image_pull: ImagePull = Field(
         default_factory=lambda: ImagePull.model_validate({}),
         description="Limits of these pulls; not part of what is pulled.",
@@ -221,7 +235,7 @@ class BuilderVariables(_Strict):
 
 
 BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
-NOT_FOR_ROLES = frozenset({"image_preload", "image_pull"})
+NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_preload_verity", "image_pull"})
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,8 @@ class ImageDefinition:
     inventory_paths: tuple[Path, ...]
     repo_root: Path = field(default=REPO_ROOT)
     preload: tuple[PreloadedImage, ...] = ()
+    preload_mode: PreloadMode = "reference"
+    preload_verity: bool = True
     pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
     # What was evaluated already, by layer; see evaluate.evaluated_layer.
     evaluated: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

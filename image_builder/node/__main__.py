@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from image_builder.node.errors import NodeError
 
@@ -19,6 +20,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("promote", help="copy seeded layers to the local disk")
     status = commands.add_parser("status", help="what happened, and why")
     status.add_argument("--json", action="store_true", help="for programs")
+    compile_ = commands.add_parser("compile", help="write this agent to a file that starts faster")
+    compile_.add_argument("target", type=Path)
     return parser.parse_args(argv)
 
 
@@ -41,6 +44,12 @@ def run(options: argparse.Namespace) -> int:
             from image_builder.node.promote.command import run as promote
 
             return promote()
+        case "compile":
+            from image_builder.node.zipapp import install
+
+            changed = install(Path(sys.argv[0]), options.target)
+            sys.stdout.write("changed\n" if changed else "unchanged\n")
+            return 0
         case _:
             from image_builder.node.report import run as report
 

@@ -2,7 +2,8 @@
 
     tools ─┬─────────> base ─> (a stage for each entry of image_layers) ─> seal ─> verify ─> disk ─> convert
            ├─> build_root ─> kubelet_build ──────────^                      ^
-           └─> lab_images ··> preload (runs in the tree of container_runtime) ┘
+           └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
+                              (in the tree of container_runtime)
 
 No network, no clock, no root: only the definition, the lock and the files of this program are read.
 """
@@ -47,6 +48,8 @@ _CODE: Mapping[str, tuple[str, ...]] = {
     ),
     "lab_images": ("stages/lab_images.py", "lab", "sandbox.py"),
     "preload": ("stages/preload.py", "pull", "sandbox.py"),
+    "preload_store": ("stages/preload_store.py", "node/layout.py", "node/store.py", "pull", "sandbox.py"),
+    "rehearsal": ("stages/rehearsal.py", "cgroups.py", "node", "pull", "sandbox.py"),
     "seal": (
         "stages/seal.py",
         "stages/layer.py",
@@ -87,13 +90,13 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
         stages.append(maker.lab_images(stages[0]))
     trees = [maker.base(stages[0])]
     inputs = {s.name: s.id for s in stages if s.kind == "kubelet_build"}
-    preload = []
+    preload: list[StagePlan] = []
     for layer in definition.layers:
         trees.append(maker.layer(layer, trees, inputs if layer == "kubernetes" else {}))
         if layer == ENGINE_LAYER and definition.preload and maker.preloaded():
             needs = [s.id for s in stages if s.kind == "lab_images"]
-            preload.append(maker.preload(trees, needs))
-    # The preload's stage comes where it can begin; its tree is below the seal's, and no layer's.
+            preload = maker.preload_branch(trees, needs, stages[0])
+    # The preload's stages come where they can begin; their trees are below the seal's, and no layer's.
     below, trees = trees, [*trees, *preload]
     trees.append(maker.seal(trees))
     verify = maker.verify(trees)
@@ -207,6 +210,39 @@ class _Maker:
         return StagePlan(
             "preload", "preload", options, self._code("preload"), ground=_ids(trees), needs=tuple(needs)
         )
+
+    def preload_branch(
+        self, trees: list[StagePlan], needs: Iterable[str], tools_stage: StagePlan
+    ) -> list[StagePlan]:
+        """Return the stages that pull, pack and rehearse; no role's change reaches them."""
+        preload = self.preload(trees, needs)
+        engine = str(preload.options["engine"])
+        modes = {i.ref: i.mode or self.definition.preload_mode for i in self.definition.preload}
+        required = {i.ref: i.required for i in self.definition.preload}
+        images = [
+            {**i, "mode": modes[str(i["ref"])], "required": required[str(i["ref"])]} for i in self.preloaded()
+        ]
+        store = StagePlan(
+            "preload_store",
+            "preload_store",
+            {
+                "images": images,
+                "verity": self.definition.preload_verity,
+                "source_date_epoch": _FIXED_EPOCH,
+            },
+            self._code("preload_store"),
+            inputs={engine: preload.id, "tools": tools_stage.id},
+            ground=_ids(trees),
+        )
+        rehearsal = StagePlan(
+            "rehearsal",
+            "rehearsal",
+            {"images": images, "engines": [engine]},
+            self._code("rehearsal"),
+            inputs={"preload_store": store.id},
+            ground=_ids(trees),
+        )
+        return [preload, store, rehearsal]
 
     def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
         sources = file_digests(self.repo_root, layer_sources(self.definition, name))

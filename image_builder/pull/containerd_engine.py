@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-from image_builder import process
+from image_builder import cgroups, process
 from image_builder.errors import CommandError, PullError
 from image_builder.lock import LockedImage
 from image_builder.pull.attempt import Attempt, now
 from image_builder.pull.model import Seen
+from image_builder.pull.reference import names_of
 from image_builder.pull.reference import parse as parse_reference
 from image_builder.pull.registry import Endpoints, authorization
 from image_builder.sandbox import Root
@@ -228,11 +230,37 @@ class ContainerdEngine:
 
     def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
         """Remove every reference to other images; return what was removed."""
-        wanted = {i.ref for i in images} | {parse_reference(i.ref).at(i.digest) for i in images}
+        return self.keep_only_names(names_of(images))
+
+    def keep_only_names(self, wanted: Set[str]) -> list[str]:
+        """Remove every other reference; return what was removed."""
         removed = [name for name in self._ctr("images", "ls", "-q").split() if name not in wanted]
         if removed:
             self._ctr("images", "rm", "--sync", *removed)
         return removed
+
+    def try_out(self, image: LockedImage) -> float | None:
+        """Start a container and end it; return the seconds until it ran, None for an image without a command.
+
+        What the command then does is its own affair: without a GPU or a network it may well fail.
+        """
+        name = f"rehearsal-{image.config[7:19]}"
+        config = json.loads(self._ctr("content", "get", image.config)).get("config", {})
+        runs = bool(config.get("Cmd") or config.get("Entrypoint"))
+        words = ("--snapshotter", SNAPSHOTTER, image.ref, name)
+        started = time.monotonic()
+        try:
+            if not runs:
+                self._ctr("containers", "create", *words, "/nothing")
+                return None
+            self._ctr("run", "--detach", "--null-io", "--cgroup", f"{cgroups.PARENT}/{name}", *words)
+            return round(time.monotonic() - started, 3)
+        except PullError as error:
+            raise PullError(f"no container of {image.ref} starts: {error.message}") from error
+        finally:
+            if runs:
+                self.root.run(["ctr", "-n", NAMESPACE, "tasks", "rm", "--force", name], ok=range(256))
+            self.root.run(["ctr", "-n", NAMESPACE, "containers", "rm", name], ok=range(256))
 
     def unpacked_bytes(self, image: LockedImage) -> int:
         """Return the bytes of an image's files."""
@@ -242,6 +270,20 @@ class ContainerdEngine:
             told = self._ctr("snapshots", "--snapshotter", SNAPSHOTTER, "usage", "-b", chain)
             size += int(told.splitlines()[-1].split()[1])
         return size
+
+    def layer_folders(self, image: LockedImage) -> list[str]:
+        """Return where the files of an image's layers are, the lowest first, relative to the data root.
+
+        Only a mount tells where a snapshot's files are, and only a view or a writable one can be mounted.
+        """
+        chain = ""
+        for layer in image.layers:
+            chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
+        view = f"layers-of-{image.config[7:19]}"
+        snapshots = ("snapshots", "--snapshotter", SNAPSHOTTER)
+        told = self._ctr(*snapshots, "view", "--mounts", "/mnt", view, chain)
+        self._ctr(*snapshots, "rm", view)
+        return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(_lowers(told))]
 
     def save(
         self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]
@@ -264,6 +306,19 @@ class ContainerdEngine:
                 size += len(chunk)
                 told(size)
         return size, digest.hexdigest()
+
+
+def _lowers(mount: str) -> list[str]:
+    """Return the directories of a ``mount`` command as ctr prints it, the uppermost first.
+
+    A single layer is bound as it is: ``mount -t bind /…/snapshots/1/fs /mnt -o ro,rbind``; several are an overlay:
+    ``mount -t overlay overlay /mnt -o lowerdir=/…/2/fs:/…/1/fs``.
+    """
+    words = mount.split()
+    if "overlay" in words:
+        options = words[words.index("-o") + 1].split(",")
+        return next(o.removeprefix("lowerdir=") for o in options if o.startswith("lowerdir=")).split(":")
+    return [words[words.index("-t") + 2]]
 
 
 def _said(log: Path) -> str:

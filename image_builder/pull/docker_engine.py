@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound
 from docker.utils.json_stream import json_stream
 
-from image_builder import process
+from image_builder import cgroups, process
 from image_builder.errors import PullError
 from image_builder.lock import LockedImage
 from image_builder.pull.attempt import Attempt
 from image_builder.pull.credentials import credentials_for, docker_header
 from image_builder.pull.docker_events import Failed, parse
 from image_builder.pull.model import Seen
+from image_builder.pull.reference import names_of
 from image_builder.pull.reference import parse as parse_reference
 from image_builder.pull.registry import Endpoints
 from image_builder.sandbox import Root
@@ -52,7 +53,7 @@ def configuration(downloads: int) -> dict[str, Any]:
         # Never left to the daemon: Docker 29 takes containerd's store for a blank data root.
         "storage-driver": "overlay2",
         "exec-opts": ["native.cgroupdriver=cgroupfs"],
-        "cgroup-parent": "/image-builder",
+        "cgroup-parent": cgroups.PARENT,
         "bridge": "none",
         "iptables": False,
         "ip-forward": False,
@@ -193,7 +194,10 @@ class DockerEngine:
 
     def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
         """Remove every reference to other images; return what was removed."""
-        wanted = {i.ref for i in images} | {parse_reference(i.ref).at(i.digest) for i in images}
+        return self.keep_only_names(names_of(images))
+
+    def keep_only_names(self, wanted: Set[str]) -> list[str]:
+        """Remove every other reference; return what was removed."""
         removed = []
         with _connected(self.url) as client:
             for image in client.images(all=False):
@@ -206,10 +210,39 @@ class DockerEngine:
                         removed.append(name)
         return removed
 
+    def try_out(self, image: LockedImage) -> float | None:
+        """Start a container and end it; return the seconds until it ran, None for an image without a command.
+
+        What the command then does is its own affair: without a GPU or a network it may well fail.
+        """
+        with _connected(self.url) as client:
+            config = _inspect(client, image.ref)["Config"]
+            command = None if config.get("Cmd") or config.get("Entrypoint") else ["/nothing"]
+            started = time.monotonic()
+            try:
+                host = client.create_host_config(network_mode="none")
+                made = client.create_container(image.ref, command, host_config=host)["Id"]
+                if command is None:
+                    client.start(made)
+                seconds = time.monotonic() - started
+                client.remove_container(made, force=True)
+            except (DockerException, requests.RequestException) as error:
+                raise PullError(
+                    f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}"
+                ) from error
+        return round(seconds, 3) if command is None else None
+
     def unpacked_bytes(self, image: LockedImage) -> int:
         """Return the bytes of an image's files."""
         with _connected(self.url) as client:
             return int(_inspect(client, image.ref)["Size"])
+
+    def layer_folders(self, image: LockedImage) -> list[str]:
+        """Return where the files of an image's layers are, the lowest first, relative to the data root."""
+        with _connected(self.url) as client:
+            data = _inspect(client, image.ref)["GraphDriver"]["Data"]
+        folders = [data["UpperDir"], *(data["LowerDir"].split(":") if data.get("LowerDir") else ())]
+        return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(folders)]
 
     def save(
         self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from image_builder.lock import LockedImage
 
 _DOCKER_HUB = ("docker.io", "index.docker.io")
 
@@ -44,3 +47,8 @@ def parse(text: str) -> Reference:
     path, _, tag = text.rpartition(":")
     registry, _, name = path.partition("/")
     return Reference(registry, name, tag)
+
+
+def names_of(images: Iterable[LockedImage]) -> set[str]:
+    """Return what images are called: by tag and by digest."""
+    return {name for i in images for name in (i.ref, parse(i.ref).at(i.digest))}

@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder import boot_partition, identity
+from image_builder import boot_partition, identity, sparse
 from image_builder.errors import ImageBuilderError
 from image_builder.formats import gpt
 from image_builder.plan.model import JSON
@@ -31,7 +32,8 @@ _BYTES_PER_INODE = 16384
 # Room for the table and its backup; also aligns the partitions.
 _MARGIN_MIB = 1
 _TREE, _ESP, _OUT, _WORK = "/run/tree", "/run/esp", "/run/out", "/run/work"
-_DISK = f"{_OUT}/disk.raw"
+_DISK_NAME = "disk.raw"
+_DISK = f"{_OUT}/{_DISK_NAME}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,6 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             identity.partition_uuid(build_id, "root"), options["kernel_args"]
         )
         config = boot_partition.grub_config(f"{ctx.definition.name} {build_id[:12]}", arguments)
-        files = boot_partition.assemble(sealed.path, esp, kernel, config, epoch)
         with open_root(
             [ctx.inputs["tools"] / "tree"],
             ctx.work,
@@ -158,25 +159,30 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             writable_binds={_OUT: ctx.product, _WORK: work},
             env={"SOURCE_DATE_EPOCH": str(epoch), "MTOOLS_SKIP_CHECK": "1"},
         ) as tools:
-            proof = None
-            if options["secure_boot"]:
-                ctx.doing("proving the signatures")
-                proof = boot_partition.prove_secure_boot(tools, esp, _ESP, work, _WORK)
             _make_table(ctx, tools, layout, work)
-            _fill_esp(ctx, tools, layout, [f.as_posix() for f in files])
-            _fill_root(ctx, tools, layout, content)
-            ctx.doing("reading the disk back")
-            table = check(ctx.product / "disk.raw", layout)
-            _check_filesystems(ctx, tools, layout)
+            # The root filesystem takes longest, and no byte of the disk belongs to both partitions.
+            with ThreadPoolExecutor(1) as pool:
+                filled = pool.submit(_fill_root, ctx, tools, layout, content)
+                files = boot_partition.assemble(sealed.path, esp, kernel, config, epoch)
+                proof = None
+                if options["secure_boot"]:
+                    proof = boot_partition.prove_secure_boot(tools, esp, _ESP, work, _WORK)
+                _fill_esp(ctx, tools, layout, [f.as_posix() for f in files])
+                filled.result()
+                ctx.doing("reading the disk back")
+                hashed = pool.submit(sparse.sha256, ctx.product / _DISK_NAME)
+                table = check(ctx.product / _DISK_NAME, layout)
+                _check_filesystems(ctx, tools, layout)
     return {
         "bytes": table.size,
-        "allocated_bytes": (ctx.product / "disk.raw").stat().st_blocks * 512,
+        "allocated_bytes": (ctx.product / _DISK_NAME).stat().st_blocks * 512,
         "disk_uuid": table.disk_uuid,
         "partitions": [asdict(p) for p in table.partitions],
         "kernel": kernel.version,
         "kernel_args": arguments,
         "content_bytes": content.bytes,
         "secure_boot": asdict(proof) if proof else None,
+        "files": [{"name": _DISK_NAME, "sha256": hashed.result()}],
     }
 
 
@@ -191,7 +197,6 @@ def _make_table(ctx: StageContext, tools: Root, layout: Layout, work: Path) -> N
 
 
 def _fill_esp(ctx: StageContext, tools: Root, layout: Layout, files: list[str]) -> None:
-    ctx.doing("filling the EFI system partition")
     esp = layout.partitions()[0]
     volume_id = identity.filesystem_uuid(layout.build_id, "esp")[:8]
     # FAT32 with 512-byte sectors: smaller FATs and larger sectors are refused by some firmware.
@@ -208,7 +213,7 @@ def _fill_esp(ctx: StageContext, tools: Root, layout: Layout, files: list[str]) 
 
 
 def _fill_root(ctx: StageContext, tools: Root, layout: Layout, content: Content) -> None:
-    ctx.doing(f"filling the root filesystem ({content.bytes // MIB} MiB)")
+    ctx.doing(f"filling both partitions, with {content.bytes // MIB} MiB for the root filesystem")
     root = layout.partitions()[1]
     uuid = identity.filesystem_uuid(layout.build_id, "root")
     # The partition is a hole: mke2fs need not write zeros, and the kernel need not do so after boot.

@@ -5,7 +5,8 @@ The engine is the one of the layer ``container_runtime``, run in that layer's tr
 is taken over, so that one more image in the list means one more pull.
 
 Product: ``tree/opt/preloaded_docker_images.tar`` and ``.json``, which go into the image; ``state``, the engine's
-data root with all images unpacked; ``pulls.json``, how each pull went.
+data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``pulls.json``, how each
+pull went.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from image_builder.stages import StageContext
 
 ARCHIVE = "opt/preloaded_docker_images.tar"
 LIST = "opt/preloaded_docker_images.json"
+LAYERS = "layers.json"
 FORMAT = 1
 _OUT = "/run/image-builder/out"
 _ENGINES = {"docker": docker_engine, "containerd": containerd_engine}
@@ -40,9 +42,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
     options: Mapping[str, Any] = ctx.plan.options
     module = _ENGINES[options["engine"]]
-    images = [
-        LockedImage.model_validate({k: v for k, v in i.items() if k != "pin"}) for i in options["images"]
-    ]
+    images = locked_images(options["images"])
     pins = {i["ref"]: bool(i["pin"]) for i in options["images"]}
     state, opt = ctx.product / "state", ctx.product / "tree" / "opt"
     state.mkdir()
@@ -65,6 +65,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             for image in here:
                 engine.mark(image, pin=pins[image.ref])
             listed = [_entry(engine, image, pins[image.ref]) for image in here]
+            _write_layers(ctx, engine, here)
             ctx.doing("packing the archive")
             total = sum(int(str(entry["bytes"])) for entry in listed)
             size, sha256 = engine.save(
@@ -91,6 +92,12 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         # The store need not hash the archive a second time.
         "files": [{"name": f"tree/{ARCHIVE}", "sha256": sha256}],
     }
+
+
+def locked_images(options: Sequence[Mapping[str, JSON]]) -> list[LockedImage]:
+    """Return the images of a stage's options as they are locked."""
+    known = LockedImage.model_fields
+    return [LockedImage.model_validate({k: v for k, v in i.items() if k in known}) for i in options]
 
 
 def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapping[str, str]:
@@ -149,6 +156,17 @@ def _entry(engine: Any, image: LockedImage, pin: bool) -> dict[str, JSON]:
         "bytes": engine.unpacked_bytes(image),
         "diff_ids": [layer.diff_id for layer in image.layers],
     }
+
+
+def _write_layers(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> None:
+    """Write ``layers.json``: {path relative to the data root: diff id}."""
+    found: dict[str, str] = {}
+    for image in images:
+        folders = engine.layer_folders(image)
+        if len(folders) != len(image.layers):
+            raise PullError(f"{image.ref} has {len(image.layers)} layers, the engine shows {len(folders)}")
+        found |= zip(folders, (layer.diff_id for layer in image.layers), strict=True)
+    (ctx.product / LAYERS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def write_names(root: Path, endpoints: Endpoints) -> None:

@@ -26,8 +26,8 @@ _EMPTIED = ("tmp", "var/tmp")
 _REMOVED = ("root/.ansible", "home/*/.ansible")
 # Where files are made during a bake; the rest of the tree is packages' files, whose bytes the lock knows.
 _SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
-# Files of registries, known by digest, and a gigabyte of them.
-_FOREIGN = ("opt/preloaded_docker_images.tar",)
+# Files of registries, known by digest, and gigabytes of them.
+_FOREIGN = ("opt/preloaded_docker_images.tar", "opt/preload/store.erofs")
 # A shorter path would be found by chance; so would the host's name, which tests/image looks for in its places.
 _SHORTEST_TRACE = 6
 _FSTAB = """\

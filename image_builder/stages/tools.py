@@ -16,10 +16,11 @@ from image_builder.stages import StageContext
 
 # The first Debian with e2fsprogs >= 1.47.1 (SOURCE_DATE_EPOCH) and a systemd-repart that works offline.
 SUITE = "trixie"
-# What the stages base, disk, convert and preload run. systemd-repart makes the disk and calls mkfs.ext4
-# (e2fsprogs), mkfs.vfat (dosfstools) and mcopy (mtools); sbverify proves signatures; fsck.* read back;
-# docker-registry is the lab's.
+# What the stages base, preload_store, disk, convert and lab_images run. systemd-repart makes the disk and calls
+# mkfs.ext4 (e2fsprogs), mkfs.vfat (dosfstools) and mcopy (mtools); sbverify proves signatures; fsck.* read back;
+# veritysetup (cryptsetup-bin) makes hash trees; docker-registry is the lab's.
 TOOLS_PACKAGES = (
+    "cryptsetup-bin",
     "docker-registry",
     "dosfstools",
     "e2fsprogs",

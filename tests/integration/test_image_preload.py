@@ -1,4 +1,4 @@
-"""The program of the role image_preload, with real engines: Docker 20.10 and 26.1, containerd 1.6 and 1.7.
+"""``node-agent preload`` with real engines: Docker 20.10 and 26.1, containerd 1.6 and 1.7.
 
 Their packages are Debian's, unpacked into a scratch directory. Each scenario is one script in namespaces of its
 own, without a network: a first engine makes the archive, a second one with a blank disk gets it loaded.
@@ -11,6 +11,8 @@ import hashlib
 import io
 import json
 import random
+import shutil
+import sys
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from image_builder.settings import REPO_ROOT
 
 pytestmark = pytest.mark.root
 
-PROGRAM = REPO_ROOT / "roles/image_preload/files/image_preload.py"
+NODE = REPO_ROOT / "image_builder/node"
 GOLDEN = REPO_ROOT / "tests/unit/golden/container_runtime"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TWO = "registry.lab.internal/two/layers:2.0"
@@ -36,39 +38,52 @@ RELEASES = {
     "trixie": ("26.1", "1.7", ["docker.io", "docker-cli", "containerd", "runc"]),
 }
 
-# $1 scratch, $2 containerd's configuration, $3 Docker's, $4 the program. The engines' disk is /mnt: `blank` gives
-# them another one. What the program says goes to $1/<name>, its status and exit status beside it.
+# $1 scratch, $2 containerd's configuration, $3 Docker's, $4 the engines' tree, $5 Python, $6 the pause image, $7 the
+# other one. The engines' disk is /mnt, in memory: `blank` gives them another one. What the program says goes to
+# $scratch/<name>, its status and exit status beside it. The program finds engines by a fixed PATH, whose first
+# directory is filled here.
 _COMMON = """
 set -e
-scratch=$1 containerd_config=$2 docker_config=$3 program=$4
+scratch=$1 containerd_config=$2 docker_config=$3 tree=$4 python=$5 pause=$6 two=$7
 mount -t overlay -o "lowerdir=/etc,upperdir=$scratch/etc,workdir=$scratch/work" overlay /etc
 mount -t tmpfs tmpfs /opt
+mount -t tmpfs tmpfs /usr/local/sbin
+for name in "$tree"/usr/sbin/* "$tree"/usr/bin/*; do ln -sf "$name" /usr/local/sbin; done
+mkdir -p /etc/node-agent /opt/preload
 wait_for() { i=0; until "$@" >/dev/null 2>&1; do i=$((i + 1)); test $i -lt 150; sleep 0.1; done; }
+settings() {
+  cat >/etc/node-agent/preload.json <<END
+{"engine": "$engine", "namespace": "k8s.io", "pause": "$1", "data_root": "${2:-/mnt/local/$engine}"}
+END
+}
+start_docker() {
+  dockerd --config-file "$docker_config" --containerd /run/containerd/containerd.sock \\
+    --pidfile /run/docker.pid --bridge=none --iptables=false --ip6tables=false >>"$scratch/docker$1.log" 2>&1 &
+  dockerd=$!
+  wait_for docker info
+}
+stop_docker() { kill $dockerd; wait $dockerd || true; }
 start() {
   mount -t tmpfs tmpfs /run
-  mkdir -p "$scratch/disk$1"; mount --bind "$scratch/disk$1" /mnt
+  mount -t tmpfs -o size=512m tmpfs /mnt
   containerd --config "$containerd_config" >"$scratch/containerd$1.log" 2>&1 &
   containerd=$!
   wait_for ctr version
-  if test $engine = docker; then
-    dockerd --config-file "$docker_config" --containerd /run/containerd/containerd.sock \\
-      --pidfile /run/docker.pid --bridge=none --iptables=false --ip6tables=false >"$scratch/docker$1.log" 2>&1 &
-    dockerd=$!
-    wait_for docker info
-  fi
+  if test $engine = docker; then start_docker $1; fi
 }
 blank() {
-  if test $engine = docker; then kill $dockerd; wait $dockerd || true; fi
+  if test $engine = docker; then stop_docker; fi
   kill $containerd; wait $containerd || true
   umount --recursive /mnt; umount /run
   start 2
 }
 preload() {
-  name=$1; shift; status=0
-  python3 "$program" --engine=$engine --list=/opt/list.json --status="$scratch/$name.status" --interval=0.02 "$@" \\
-    >"$scratch/$name" 2>&1 || status=$?
-  echo $status >"$scratch/$name.rc"
+  status=0
+  (cd "$scratch/agent" && "$python" -m image_builder.node preload) >"$scratch/$1" 2>&1 || status=$?
+  echo $status >"$scratch/$1.rc"
+  cp /run/node/status.json "$scratch/$1.status"
 }
+attempt() { name=$1; shift; status=0; "$@" >"$scratch/$name" 2>&1 || status=$?; echo $status >"$scratch/$name.rc"; }
 """
 
 _DOCKER = """
@@ -76,25 +91,109 @@ engine=docker
 start 1
 docker image load --input "$scratch/pause.tar" >/dev/null
 docker image load --input "$scratch/two.docker.tar" >/dev/null
-docker image save --output /opt/images.tar "$5" "$6"
-python3 "$scratch/list.py" docker
+docker image save --output /opt/images.tar "$pause" "$two"
+"$python" "$scratch/list.py" docker
 blank
+settings ""
 preload first
 preload second
-docker image rm "$6" >/dev/null
-docker image tag "$5" "$6"
+docker image rm "$two" >/dev/null
+docker image tag "$pause" "$two"
 preload moved
-docker image inspect "$5" "$6" >"$scratch/inspect.json"
-folder=$(docker image inspect --format '{{.GraphDriver.Data.UpperDir}}' "$6")
+docker image inspect "$pause" "$two" >"$scratch/inspect.json"
+folder=$(docker image inspect --format '{{.GraphDriver.Data.UpperDir}}' "$two")
 mv "$folder" "$folder.gone"
+ln -s /nowhere "$folder"
+preload dangling
+rm "$folder"
 preload lost
-mv "$folder.gone" "$folder"
-docker image rm "$6" >/dev/null
+mv "$folder.gone" /mnt/elsewhere
+ln -s /mnt/elsewhere "$folder"
+preload linked
+rm "$folder"
+mv /mnt/elsewhere "$folder"
+docker image rm "$two" >/dev/null
+settings "" /
+"$python" "$scratch/list.py" docker huge
+preload full
+"$python" "$scratch/list.py" docker
+settings ""
+docker image ls --format '{{.Repository}}:{{.Tag}}' >"$scratch/after-full"
 printf x | dd of=/opt/images.tar conv=notrunc status=none
 preload damaged
 docker image ls --format '{{.Repository}}:{{.Tag}}' >"$scratch/after-damage"
-kill $dockerd; wait $dockerd || true
+stop_docker
 preload dead
+"""
+
+# The seed is played: what it gives is what a load and, for digests, an entry in Docker's repositories.json give.
+_SEEDED = """
+engine=docker
+start 1
+docker image load --input "$scratch/pause.tar" >/dev/null
+docker image load --input "$scratch/two.docker.tar" >/dev/null
+docker image save --output /opt/images.tar "$pause" "$two"
+"$python" "$scratch/list.py" docker
+blank
+settings "$pause"
+"$python" "$scratch/store.py"
+preload unseeded
+"$python" "$scratch/store.py" degraded
+docker image rm "$two" >/dev/null
+preload fallback
+"$python" "$scratch/store.py" ok
+preload digestless
+stop_docker
+"$python" "$scratch/digests.py"
+start_docker 2
+preload seeded
+"""
+
+_GUARDS = """
+engine=docker
+start 1
+docker image load --input "$scratch/pause.tar" >/dev/null
+docker image load --input "$scratch/two.docker.tar" >/dev/null
+docker image save --output /opt/images.tar "$pause" "$two"
+"$python" "$scratch/list.py" docker pinned
+blank
+settings "$pause"
+preload first
+docker container ls --all --no-trunc --format '{{json .}}' >"$scratch/guards"
+docker volume ls --quiet >"$scratch/volumes"
+grep -c /mnt/ /proc/self/mountinfo >"$scratch/mounts" || true
+grep merged /proc/self/mountinfo >"$scratch/merged" || true
+preload second
+id=$(docker image inspect --format '{{.Id}}' "$two")
+attempt rm-tag docker image rm "$two"
+attempt rm-id docker image rm "$id"
+attempt prune docker image prune --all --force
+attempt inspect docker image inspect "$two"
+docker image tag "$two" registry.lab.internal/two/layers:other
+attempt rm-second-tag docker image rm "$two"
+attempt rm-last-tag docker image rm registry.lab.internal/two/layers:other
+docker image ls --no-trunc --format '{{.Repository}}:{{.Tag}} {{.ID}}' >"$scratch/left"
+preload retagged
+docker image rm registry.lab.internal/two/layers:other >/dev/null
+docker image tag "$two" registry.invalid/elsewhere:1
+attempt rm-other-repository docker image rm "$two"
+docker image tag registry.invalid/elsewhere:1 "$two"
+docker image rm registry.invalid/elsewhere:1 >/dev/null
+stop_docker
+start_docker 2
+preload restarted
+docker container rm $(docker container ls --all --quiet) >/dev/null
+preload unguarded
+docker system prune --force >"$scratch/system-prune"
+docker container ls --all --quiet >"$scratch/after-system-prune"
+preload pruned
+attempt system-prune-all docker system prune --all --force
+attempt inspect-pruned docker image inspect "$two"
+preload lost
+"$python" "$scratch/list.py" docker
+preload unpinned
+docker container ls --all --quiet >"$scratch/after-unpinned"
+attempt forced docker image rm --force "$two"
 """
 
 _CONTAINERD = """
@@ -103,24 +202,34 @@ start 1
 alias ctr='ctr --namespace k8s.io'
 ctr images import "$scratch/pause.tar" >/dev/null
 ctr images import "$scratch/two.oci.tar" >/dev/null
-ctr images export --platform linux/amd64 /opt/images.tar "$5" "$6"
-pause_digest=$(ctr images list | awk -v ref="$5" '$1 == ref {print $3}')
-python3 "$scratch/list.py" containerd "$pause_digest"
+ctr images export --platform linux/amd64 /opt/images.tar "$pause" "$two"
+pause_digest=$(ctr images list | awk -v ref="$pause" '$1 == ref {print $3}')
+"$python" "$scratch/list.py" containerd "$pause_digest"
 blank
-preload first --pause="$5"
+settings "$pause"
+preload first
 sleep 1
 ctr images list >"$scratch/list"
 ctr images check >"$scratch/check"
-preload second --pause="$5"
+preload second
 ctr content rm $(cat "$scratch/layer") >/dev/null
-preload incomplete --pause="$5"
-ctr images rm --sync "$6" >/dev/null
-ctr images tag "$5" "$6" >/dev/null
-preload moved --pause="$5"
+preload incomplete
+ctr images rm --sync "$two" >/dev/null
+ctr images tag "$pause" "$two" >/dev/null
+preload moved
 for name in $(ctr images list --quiet); do ctr images label "$name" io.cri-containerd.pinned= >/dev/null; done
-preload unpinned --pause="$5"
+preload unpinned
 ctr images list >"$scratch/list-unpinned"
-ctr images rm --sync "$6" >/dev/null
+settings "$pause" /nowhere
+preload elsewhere
+settings "$pause"
+ctr images rm --sync "$two" >/dev/null
+settings "$pause" /
+"$python" "$scratch/list.py" containerd "$pause_digest" huge
+preload full
+ctr images list --quiet >"$scratch/after-full"
+"$python" "$scratch/list.py" containerd "$pause_digest"
+settings "$pause"
 printf x | dd of=/opt/images.tar conv=notrunc status=none
 preload damaged
 ctr images list --quiet >"$scratch/after-damage"
@@ -128,18 +237,51 @@ kill $containerd; wait $containerd || true
 preload dead
 """
 
-# Run in the scenario: the archive exists there alone. Arguments: the engine, for containerd the pause image's
-# digest, which that engine makes up when it takes an archive in Docker's form.
+# Run in the scenario: the archive exists there alone. Arguments: the engine; for containerd the pause image's
+# digest, which that engine makes up when it takes an archive in Docker's form; `huge` for images that fit on no
+# disk, `pinned` for pins on all.
 _LIST = """
 import hashlib, json, pathlib, sys
 here = pathlib.Path(__file__).parent
 archive = pathlib.Path("/opt/images.tar").read_bytes()
 images = json.loads((here / "images.json").read_text())
-if len(sys.argv) > 2:
-    images[0]["digest"] = images[0]["manifest"] = sys.argv[2]
-recorded = {"path": "/opt/images.tar", "bytes": len(archive), "sha256": hashlib.sha256(archive).hexdigest()}
-pathlib.Path("/opt/list.json").write_text(
+for word in sys.argv[2:]:
+    for image in images:
+        image.update({"huge": {"bytes": 10**16}, "pinned": {"pin": True}}.get(word, {}))
+    if word.startswith("sha256:"):
+        images[0]["digest"] = images[0]["manifest"] = word
+size = 10**16 if "huge" in sys.argv else len(archive)
+recorded = {"path": "/opt/images.tar", "bytes": size, "sha256": hashlib.sha256(archive).hexdigest()}
+pathlib.Path("/opt/preloaded_docker_images.json").write_text(
     json.dumps({"format": 1, "engine": sys.argv[1], "archive": recorded, "images": images}))
+"""
+
+# The description of a preload store that has both images; the argument is the state of the seed's section.
+_STORE = """
+import json, pathlib, sys
+images = json.loads((pathlib.Path(__file__).parent / "images.json").read_text())
+described = [{**image, "mode": "reference", "required": True} for image in images]
+layers = [{"diff_id": d, "bytes": 1, "entries": 1} for image in images for d in image["diff_ids"]]
+pathlib.Path("/opt/preload/store.json").write_text(
+    json.dumps({"format": 1, "id": "0", "images": described, "layers": layers}))
+if len(sys.argv) > 1:
+    place = pathlib.Path("/run/node/status.json")
+    section = {"state": sys.argv[1]}
+    if sys.argv[1] != "ok":
+        section |= {"code": "store.verity", "reason": "block 7 is not what was baked"}
+    place.write_text(json.dumps({**json.loads(place.read_text()), "seed": section}))
+"""
+
+# What a pull by digest leaves beside the tags, and `docker image load` does not.
+_DIGESTS = """
+import json, pathlib
+images = json.loads((pathlib.Path(__file__).parent / "images.json").read_text())
+place = pathlib.Path("/mnt/local/docker/image/overlay2/repositories.json")
+known = json.loads(place.read_text())
+for image in images:
+    repository = image["ref"].rpartition(":")[0]
+    known["Repositories"][repository][f"{repository}@{image['digest']}"] = image["id"]
+place.write_text(json.dumps(known))
 """
 
 
@@ -165,7 +307,7 @@ class Ran:
         return int(self.text(f"{name}.rc"))
 
     def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.text(f"{name}.status"))
+        found: dict[str, Any] = json.loads(self.text(f"{name}.status"))["preload"]
         return found
 
 
@@ -210,7 +352,12 @@ def _write_images(scratch: Path) -> None:
     zipped = [gzip.compress(layer, 1, mtime=0) for layer in layers]
     diff_ids = [_sha256(layer) for layer in layers]
     config = pause.encode(
-        {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids}}
+        {
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {"Volumes": {"/data": {}}},
+            "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        }
     )
     manifest = pause.encode(
         {
@@ -264,45 +411,64 @@ def _write_images(scratch: Path) -> None:
         },
     ]
     (scratch / "images.json").write_text(json.dumps(images))
-    (scratch / "list.py").write_text(_LIST)
+    for name, program in (("list", _LIST), ("store", _STORE), ("digests", _DIGESTS)):
+        (scratch / f"{name}.py").write_text(program)
 
 
 def _run(engines: Engines, scratch: Path, script: str) -> Ran:
-    for name in ("etc", "work"):
-        (scratch / name).mkdir()
+    for name in ("etc", "work", "agent/image_builder"):
+        (scratch / name).mkdir(parents=True)
+    # The node has nothing else of this program.
+    shutil.copytree(NODE, scratch / "agent/image_builder/node", ignore=shutil.ignore_patterns("__pycache__"))
+    (scratch / "agent/image_builder/__init__.py").write_text("")
     _write_images(scratch)
-    path = f"{engines.tree}/usr/sbin:{engines.tree}/usr/bin:{process.environment()['PATH']}"
+    path = f"/usr/local/sbin:{engines.tree}/usr/sbin:{engines.tree}/usr/bin:{process.environment()['PATH']}"
     process.run(
         [
             *("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"),
             *("--propagation", "private", "--mount-proc"),
             *("sh", "-c", _COMMON + script, "sh", scratch),
             *(GOLDEN / f"containerd-{engines.containerd}.toml", GOLDEN / f"docker-{engines.docker}.json"),
-            *(PROGRAM, pause.REFERENCE, TWO),
+            *(engines.tree, sys.executable, pause.REFERENCE, TWO),
         ],
         env={"PATH": path},
-        timeout=120,
+        timeout=180,
     )
     return Ran(scratch)
 
 
 def _loaded(ran: Ran, name: str, *refs: str) -> None:
     assert ran.rc(name) == 0, ran.text(name)
-    assert ran.status(name)["loaded"] == list(refs)
+    assert list(ran.status(name)["loaded"]) == list(refs)
     assert ran.status(name)["problems"] == []
+    assert ran.status(name)["state"] == "ok"
 
 
 def _loaded_nothing(ran: Ran, name: str) -> None:
     _loaded(ran, name)
     assert ran.status(name)["bytes"] == 0
+    assert ran.status(name)["there"] == 2
     assert "nothing was loaded" in ran.text(name)
     assert len(ran.text(name).splitlines()) == 1
 
 
-def _refused(ran: Ran, name: str) -> None:
+def _failed(ran: Ran, name: str, code: str) -> str:
+    """Return the reason of a run that failed, which people are told as well."""
     assert ran.rc(name) == 1
-    assert "/opt/images.tar is damaged: its sha256 is" in ran.text(name)
+    status = ran.status(name)
+    assert (status["state"], status["code"]) == ("failed", code), ran.text(name)
+    assert f"node-agent: FAILED: {status['problems'][0]}" in ran.text(name)
+    return str(status["reason"])
+
+
+def _refused(ran: Ran, name: str) -> None:
+    assert "/opt/images.tar is damaged: its sha256 is" in _failed(ran, name, "preload.archive")
     assert TWO not in ran.text("after-damage").splitlines()
+
+
+def _had_no_room(ran: Ran, name: str) -> None:
+    assert "/ is on the root filesystem, which would be " in _failed(ran, name, "preload.space")
+    assert TWO not in ran.text("after-full").splitlines()
 
 
 def test_docker_gets_its_images(engines: Engines, tmp_path: Path) -> None:
@@ -317,11 +483,85 @@ def test_docker_gets_its_images(engines: Engines, tmp_path: Path) -> None:
     assert {ref: image["Id"] for ref, image in found.items()} == {i["ref"]: i["id"] for i in images}
     assert found[TWO]["RootFS"]["Layers"] == images[1]["diff_ids"]
 
-    assert ran.rc("lost") == 1  # Docker believes that it has the layer, and can't be told otherwise
-    assert f"{TWO} has lost layers" in ran.status("lost")["problems"][0]
+    for name in ("lost", "dangling"):  # Docker believes that it has the layer, and can't be told otherwise
+        assert f"{TWO} has lost layers" in _failed(ran, name, "preload.missing")
+    _loaded_nothing(ran, "linked")
+    _had_no_room(ran, "full")
     _refused(ran, "damaged")
-    assert ran.rc("dead") == 1
-    assert f"`docker image inspect {pause.REFERENCE}` ended with 1" in ran.text("dead")
+    reason = _failed(ran, "dead", "preload.engine")
+    assert f"`docker image inspect {pause.REFERENCE} {TWO}` ended with 1" in reason
+
+
+def test_docker_seeded_or_not_is_told(engines: Engines, tmp_path: Path) -> None:
+    ran = _run(engines, tmp_path, _SEEDED)
+    images = json.loads(ran.text("images.json"))
+
+    def degraded(name: str, code: str) -> dict[str, Any]:
+        assert ran.rc(name) == 0, ran.text(name)
+        status = ran.status(name)
+        assert (status["state"], status["code"]) == ("degraded", code), status
+        assert f"node-agent: DEGRADED: {code}: {status['reason']}" in ran.text(name)
+        return status
+
+    unseeded = degraded("unseeded", "preload.fallback")
+    assert "the seed did not run" in unseeded["reason"]
+    assert unseeded["reasons"] == [f"{pause.REFERENCE} is missing", f"{TWO} is missing"]
+    assert (unseeded["seeded"], list(unseeded["loaded"])) == (0, [pause.REFERENCE, TWO])
+    fallback = degraded("fallback", "preload.fallback")
+    assert "store.verity: block 7 is not what was baked" in fallback["reason"]
+    # The other image is there, from the load before, and that is seen by its digest.
+    assert fallback["reasons"] == [
+        f"{TWO} is missing",
+        f"{pause.REFERENCE} has no digest {images[0]['digest']}, only its tag",
+    ]
+    assert (fallback["seeded"], fallback["loaded"]) == (1, {TWO: "is missing"})
+    digestless = degraded("digestless", "preload.digest")
+    assert [reason.split()[0] for reason in digestless["reasons"]] == [pause.REFERENCE, TWO]
+    assert digestless["bytes"] == 0
+    _loaded(ran, "seeded")
+    assert (ran.status("seeded")["seeded"], ran.status("seeded")["there"]) == (2, 0)
+
+
+def test_docker_keeps_what_is_guarded(engines: Engines, tmp_path: Path) -> None:
+    """What deletes a pinned image of Docker's and what does not, as README.md and the how-to say."""
+    ran = _run(engines, tmp_path, _GUARDS)
+    identity = json.loads(ran.text("images.json"))[1]["id"]
+    guard = f"preload-pin-{identity.removeprefix('sha256:')[:12]}"
+
+    (made,) = [json.loads(line) for line in ran.text("guards").splitlines()]  # none for the pause image
+    assert (made["Names"], made["State"]) == (guard, "created")
+    assert "image-builder.pin=1" in made["Labels"]
+    assert ran.status("first")["named"] == [TWO]
+    assert ran.text("volumes") == ""  # the image declares one
+    assert ran.text("merged") == ""  # nothing is mounted for a guard
+    _loaded_nothing(ran, "second")
+    assert ran.status("second")["named"] == []
+
+    for name in ("rm-tag", "rm-id"):
+        assert ran.rc(name) == 1
+        assert "conflict: unable to" in ran.text(name), ran.text(name)
+    assert ran.rc("prune") == 0  # it deletes what no container has: the pause image
+    assert identity not in ran.text("prune") and ran.rc("inspect") == 0
+    # With a second tag the first can be taken away, the last one can not.
+    assert (ran.rc("rm-second-tag"), ran.rc("rm-last-tag")) == (0, 1)
+    assert ran.text("left").splitlines() == [f"registry.lab.internal/two/layers:other {identity}"]
+    _loaded(ran, "retagged", pause.REFERENCE, TWO)
+    assert ran.rc("rm-other-repository") == 0  # likewise
+    _loaded_nothing(ran, "restarted")
+    assert ran.status("restarted")["named"] == []
+
+    _loaded_nothing(ran, "unguarded")
+    assert ran.status("unguarded")["named"] == [TWO]
+    assert (
+        guard in ran.text("unguarded") or ran.text("after-system-prune") == ""
+    )  # it removes stopped containers
+    assert ran.status("pruned")["named"] == [TWO]
+    assert ran.rc("inspect-pruned") == 1  # and with --all the images that they kept
+    _loaded(ran, "lost", pause.REFERENCE, TWO)
+    _loaded_nothing(ran, "unpinned")
+    assert ran.status("unpinned")["named"] == [guard]
+    assert ran.text("after-unpinned") == ""
+    assert ran.rc("forced") == 0
 
 
 def test_containerd_gets_its_images(engines: Engines, tmp_path: Path) -> None:
@@ -341,12 +581,16 @@ def test_containerd_gets_its_images(engines: Engines, tmp_path: Path) -> None:
     assert all(" complete (" in line and line.split()[-1] == "true" for line in checked), checked
 
     _loaded_nothing(ran, "second")
+    assert ran.status("second")["named"] == []
     _loaded(ran, "incomplete", TWO)
     assert f"{TWO} has not all its content: incomplete (2/3)" in ran.text("incomplete")
     _loaded(ran, "moved", TWO)
     _loaded_nothing(ran, "unpinned")
+    assert ran.status("unpinned")["named"] == [pause.REFERENCE]
     rows = {line.split()[0]: line.split() for line in ran.text("list-unpinned").splitlines()[1:]}
     assert "io.cri-containerd.pinned=pinned" in rows[pause.REFERENCE][-1].split(",")
+    _loaded_nothing(ran, "elsewhere")  # its content is asked for where it is not found on the disk
+    _had_no_room(ran, "full")
     _refused(ran, "damaged")
-    assert ran.rc("dead") == 1
-    assert "`ctr --namespace k8s.io images list` ended with 1" in ran.text("dead")
+    reason = _failed(ran, "dead", "preload.engine")
+    assert "`ctr --namespace k8s.io images list` ended with 1" in reason

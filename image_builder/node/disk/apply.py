@@ -1,0 +1,210 @@
+"""Carry a decision out: the only module that writes to a disk.
+
+Each disk is looked at again, under a lock, right before the first byte is written. A crash at any moment leaves a
+disk that the next run knows for ours or for blank: an erasure begins with a page that says so and ends by
+taking it away, an array and a filesystem bear our UUID from their first sector on, and the marker comes last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from image_builder.node import durable, programs
+from image_builder.node.disk import layout, mounts, probe
+from image_builder.node.disk.decide import nature
+from image_builder.node.disk.model import Decision, Disk, Observation, Places, Seen, Volume
+from image_builder.node.disk.settings import Settings
+from image_builder.node.errors import NodeError
+
+_BLKRRPART = 0x125F
+_PROJECT = 1
+# Making a filesystem writes a few hundred MB at most; a slow disk gets its time.
+_MKFS_SECONDS = 600
+
+
+def carry_out(decision: Decision, seen: Seen, settings: Settings, build: str, places: Places) -> Volume:
+    """Format and mount, or mount; return the volume that is mounted. Raises NodeError, OSError."""
+    volume = decision.volume
+    if volume is None:
+        volume = _make(decision.disks, seen, settings, places)
+    root = Path(settings.mount_point)
+    if not volume.mounted:
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        mounts.mount(volume.path, root, volume.filesystem, mounts.NOATIME, options(settings))
+        root.chmod(0o755)
+    if decision.action != "mount":
+        try:
+            _mark(decision, volume, settings, build)
+        except BaseException:
+            # Files without a marker are foreign at the next boot: nobody may put any there.
+            mounts.unmount(root)
+            raise
+    return volume
+
+
+def options(settings: Settings) -> str:
+    """Return what the filesystem is mounted with; nothing is discarded while it runs, fstrim does that."""
+    return "prjquota" if settings.cache and settings.cache.quota_bytes else ""
+
+
+def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) -> None:
+    """Write the marker, after all that it stands for is on the disk."""
+    root = Path(settings.mount_point)
+    state = root / ".node"
+    state.mkdir(mode=0o700, exist_ok=True)
+    durable.syncfs(root)
+    marker = {
+        "format": 1,
+        "uuid": volume.uuid,
+        "label": settings.label,
+        "filesystem": volume.filesystem,
+        "image": build,
+        "members": [disk.member.as_json() for disk in decision.disks],
+    }
+    durable.write_json(root / probe.MARKER, marker)
+    durable.sync_directory(root)
+
+
+def _make(disks: Sequence[Disk], seen: Seen, settings: Settings, places: Places) -> Volume:
+    """Make one filesystem of disks; raises NodeError where one of them changed since it was looked at."""
+    with ExitStack() as stack:
+        for array in seen.arrays.values():
+            if array.device:
+                programs.run(["mdadm", "--stop", os.fspath(places.dev / array.device)])
+        for disk in disks:
+            stack.enter_context(_held(disk))
+        for one in _again(disks, settings, places):
+            if not _is_blank(one, settings):
+                erase(one)
+        left = [one for one in _again(disks, settings, places) if not _is_blank(one, settings)]
+        if left:
+            raise NodeError("disk.busy", f"{left[0].disk} is not blank after it was erased")
+        return _filesystem(disks, settings, places)
+
+
+def _again(disks: Sequence[Disk], settings: Settings, places: Places) -> list[Observation]:
+    """Look again at disks that are to be written to; raises NodeError unless each is still blank or ours."""
+    found = probe.observe_disks(disks, settings, places)
+    for one in found:
+        kind = nature(settings, one, {})
+        if kind.kind in ("foreign", "busy", "error"):
+            raise NodeError("disk.changed", f"{one.disk} changed since it was looked at: {kind.content}")
+    return found
+
+
+def _is_blank(seen: Observation, settings: Settings) -> bool:
+    return nature(settings, seen, {}).kind == "blank"
+
+
+@contextmanager
+def _held(disk: Disk) -> Iterator[None]:
+    """Keep udev from looking at a disk that changes (systemd, "Locking Block Device Access")."""
+    fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def erase(seen: Observation) -> None:
+    """Make a disk blank: the first and the last MiB, in an order that a crash can't turn into something foreign.
+
+    Raises OSError (EBUSY) where somebody uses it.
+    """
+    disk = seen.disk
+    fd = os.open(disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        for offset, data in layout.erasure(disk.bytes):
+            os.pwrite(fd, data, offset)
+            os.fsync(fd)
+        if seen.partitions:
+            fcntl.ioctl(fd, _BLKRRPART)
+    finally:
+        os.close(fd)
+
+
+def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Volume:
+    """Make the filesystem on disks that are blank, on an array of them where they are several."""
+    made = layout.new_uuid()
+    path = disks[0].path
+    if len(disks) > 1:
+        path = _array(disks, made, settings, places)
+    programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
+    return Volume(path, settings.filesystem, made, "empty")
+
+
+def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:
+    """Return the command: never with force, since the device is blank. It isn't discarded, a new one has nothing."""
+    if settings.filesystem == "xfs":
+        words = ["mkfs.xfs", "-q", "-K", "-L", settings.label, "-m", f"crc=1,uuid={uuid}", "-n", "ftype=1"]
+    else:
+        lazy = "nodiscard,lazy_itable_init=1,lazy_journal_init=1"
+        words = ["mkfs.ext4", "-q", "-E", lazy, "-m", "0", "-L", settings.label, "-U", uuid]
+    return [*words, os.fspath(path)]
+
+
+def _array(disks: Sequence[Disk], uuid: str, settings: Settings, places: Places) -> Path:
+    """Make a RAID0 of disks, of any sizes; return its device. Raises ProgramError."""
+    name = probe.array_path(places)
+    programs.run(
+        [
+            *("mdadm", "--create", os.fspath(name), "--run", "--quiet", "--config=none"),
+            *("--level=0", f"--raid-devices={len(disks)}", "--metadata=1.2", "--chunk=512K"),
+            # Where the sizes differ, kernels since 5.4 ask which of two layouts it is.
+            "--layout=alternate",
+            *("--homehost=any", f"--name={settings.label}", f"--uuid={probe.mdadm_uuid(uuid)}"),
+            *(os.fspath(disk.path) for disk in disks),
+        ]
+    )
+    path = name.resolve(strict=True)
+    # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
+    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        size = os.lseek(fd, 0, os.SEEK_END)
+        os.pwrite(fd, bytes(layout.MIB), 0)
+        os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return path
+
+
+def furnish(settings: Settings, *, on_disk: bool) -> None:
+    """Make what others expect below the mount point, on the disk or on the OS disk; raises OSError, NodeError."""
+    root = Path(settings.mount_point)
+    root.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if not on_disk:
+        root.chmod(0o755)
+    (root / ".node").mkdir(mode=0o700, exist_ok=True)
+    for item in settings.directories:
+        path = root / item.path
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(item.mode)
+    if settings.cache:
+        (root / settings.cache.path).mkdir(parents=True, exist_ok=True)
+        if on_disk and settings.cache.quota_bytes:
+            _limit(root, root / settings.cache.path, settings.cache.quota_bytes)
+    if on_disk:
+        _bind(settings)
+
+
+def _limit(root: Path, path: Path, quota: int) -> None:
+    """Give a directory a project of its own and the project a limit; what is in it already belongs to it."""
+    commands = (f"project -s -d 0 -p {path} {_PROJECT}", f"limit -p bhard={quota} {_PROJECT}")
+    programs.run(["xfs_quota", "-x", *(word for text in commands for word in ("-c", text)), os.fspath(root)])
+
+
+def _bind(settings: Settings) -> None:
+    """Show directories of the disk where programs look for them, once."""
+    root = Path(settings.mount_point)
+    there = {mounted.target for mounted in mounts.listed()}
+    for item in settings.binds:
+        (root / item.source).mkdir(parents=True, exist_ok=True)
+        Path(item.target).mkdir(parents=True, exist_ok=True)
+        if os.path.realpath(item.target) not in there:
+            mounts.bind(root / item.source, Path(item.target))

@@ -1,0 +1,222 @@
+"""Which disks are local ones: what the platform says of them, never the kernel's name.
+
+Azure (azure-vm-utils, and the rules of the role azure_guest): a local NVMe disk has the model ``Microsoft NVMe
+Direct Disk`` (with `` v2`` from the sixth generation on) and links below ``/dev/disk/azure/local``, ``by-index``
+from the sixth generation on, ``by-serial`` always. A remote disk has the model ``MSFT NVMe Accelerator`` and is
+never taken, whatever links to it. The SCSI resource disk has the link ``/dev/disk/azure/resource`` and a known
+``device_id``; it is taken where there is no local NVMe disk.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from image_builder.node.disk import mounts
+from image_builder.node.disk.model import Disk, Places
+from image_builder.node.disk.settings import Selector, Settings
+
+LOCAL_MODELS = ("Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v*")
+REMOTE_MODELS = ("MSFT NVMe Accelerator*",)
+# Of a SCSI disk of Hyper-V: the first generation's second IDE channel, the second generation's controller.
+_RESOURCE_IDE = "00000000-0001-"
+_RESOURCE_SCSI, _RESOURCE_LUN = "f8b3781a-1e82-4818-a1c3-63d806ec15bb", "1"
+_SYSTEM_PLACES = ("/", "/usr", "/boot", "/boot/efi", "/efi")
+_NVME_CLASS = "0x0108"
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Kernel names of disks by the links that lead to them."""
+
+    index: Mapping[str, str] = field(default_factory=dict)
+    serial: Mapping[str, str] = field(default_factory=dict)
+    resource: Mapping[str, str] = field(default_factory=dict)
+    path: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def wait(settings: Settings, places: Places, sleep: Callable[[float], None] = time.sleep) -> list[Disk]:
+    """Return the candidates, after the kernel and udev have found all there is or ``wait_seconds`` are over.
+
+    Where a number of disks is expected, that many are enough; without any candidate the whole time is waited.
+    """
+    deadline = time.monotonic() + settings.wait_seconds
+    while True:
+        found = candidates(settings.selector, places)
+        usable = sum(not disk.system for disk in found)
+        enough = usable >= (settings.expected_disks or 1)
+        if (enough and is_settled(places)) or time.monotonic() >= deadline:
+            return found
+        sleep(_POLL_SECONDS)
+
+
+def is_settled(places: Places) -> bool:
+    """Tell whether every NVMe controller has shown its disks and udev has nothing left to do."""
+    if places.udev_queue.exists():
+        return False
+    for device in (places.sys / "bus/pci/devices").glob("*"):
+        if _read(device / "class").startswith(_NVME_CLASS) and not list(device.glob("nvme/nvme*/nvme*n*")):
+            return False
+    return True
+
+
+def candidates(selector: Selector, places: Places) -> list[Disk]:
+    """Return the disks that the selector means, in an order that stays the same, the system's among them."""
+    links = _links(places)
+    system = system_disks(places)
+    found = []
+    for disk in disks(places):
+        chosen = _by_platform(disk, links, places) if selector.kind == "azure" else disk
+        if selector.kind == "configured":
+            chosen = _by_configuration(disk, selector, links, places)
+        if chosen and not _is_remote(disk) and disk.bytes >= selector.minimum_bytes:
+            found.append(replace(chosen, system=disk.name in system))
+    # The resource disk of a machine that has local NVMe disks too is small and slow: it is left alone.
+    if any(disk.transport == "nvme" and not disk.system for disk in found) and selector.kind == "azure":
+        found = [disk for disk in found if disk.transport == "nvme"]
+    return sorted(found, key=lambda disk: (disk.order, disk.serial, disk.name))
+
+
+def disks(places: Places) -> list[Disk]:
+    """Return all whole disks that are of hardware: loops, RAM disks, mappings and arrays have no device."""
+    found = []
+    for entry in sorted((places.sys / "block").iterdir()):
+        device = entry / "device"
+        size = int(_read(entry / "size") or 0)
+        if device.exists() and size and _read(entry / "hidden") != "1":
+            found.append(_disk(entry, device, size * 512, places))
+    return found
+
+
+def _disk(entry: Path, device: Path, size: int, places: Places) -> Disk:
+    subsystem = _target(device / "subsystem")
+    serial = _read(entry / "serial") or _read(device / "serial") or _page_80(device / "vpd_pg80")
+    namespace = _read(entry / "nsid")
+    if serial and namespace not in ("", "1"):
+        serial = f"{serial}_{namespace}"  # the serial is the controller's
+    return Disk(
+        name=entry.name,
+        path=places.dev / entry.name,
+        bytes=size,
+        model=" ".join([*_vendor(device), _read(device / "model")]).strip(),
+        serial=serial,
+        transport=subsystem.removesuffix("-subsystem"),
+        rotational=_read(entry / "queue/rotational") == "1",
+    )
+
+
+def _vendor(device: Path) -> Iterable[str]:
+    """Yield a SCSI disk's vendor; what virtio and NVMe have at that place is a number."""
+    vendor = _read(device / "vendor")
+    if vendor and not vendor.startswith("0x"):
+        yield vendor
+
+
+def _is_remote(disk: Disk) -> bool:
+    return _matches(disk.model, REMOTE_MODELS)
+
+
+def _by_platform(disk: Disk, links: _Links, places: Places) -> Disk | None:
+    if disk.name in links.index:
+        return replace(
+            disk, local=True, found_by="azure/local/by-index", order=links.index[disk.name].zfill(4)
+        )
+    if disk.name in links.serial:
+        return replace(disk, local=True, found_by="azure/local/by-serial", order=f"serial {disk.serial}")
+    if _matches(disk.model, LOCAL_MODELS):
+        return replace(disk, local=True, found_by="model", order=f"serial {disk.serial}")
+    if disk.name in links.resource:
+        return replace(disk, local=True, found_by="azure/resource")
+    if _is_resource(places.sys / "block" / disk.name / "device"):
+        return replace(disk, local=True, found_by="device_id")
+    return None
+
+
+def _by_configuration(disk: Disk, selector: Selector, links: _Links, places: Places) -> Disk | None:
+    paths = links.path.get(disk.name, ())
+    wanted = (
+        not selector.model or fnmatch.fnmatchcase(disk.model, selector.model),
+        not selector.serials or _matches(disk.serial, selector.serials),
+        not selector.by_path or any(_matches(path, selector.by_path) for path in paths),
+    )
+    if not all(wanted):
+        return None
+    # Whether it is ephemeral is for the platform to say, not for who chose it.
+    local = _by_platform(disk, links, places) is not None
+    return replace(disk, local=local, found_by="configuration", order=f"serial {disk.serial}")
+
+
+def _matches(word: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(word, pattern) for pattern in patterns)
+
+
+def _is_resource(device: Path) -> bool:
+    """Tell whether a SCSI disk is Hyper-V's resource disk, by the ``device_id`` of the bus above it."""
+    if not _target(device / "subsystem").startswith("scsi"):
+        return False
+    where = device.resolve()
+    for above in where.parents:
+        known = _read(above / "device_id").strip("{}")
+        if known:
+            lun = where.name.rpartition(":")[2]
+            return known.startswith(_RESOURCE_IDE) or (known == _RESOURCE_SCSI and lun == _RESOURCE_LUN)
+    return False
+
+
+def _links(places: Places) -> _Links:
+    azure = places.dev / "disk/azure"
+    paths: dict[str, tuple[str, ...]] = {}
+    for link in sorted((places.dev / "disk/by-path").glob("*")):
+        paths[_target(link)] = (*paths.get(_target(link), ()), link.name)
+    return _Links(
+        index={_target(link): link.name for link in (azure / "local/by-index").glob("*")},
+        serial={_target(link): link.name for link in (azure / "local/by-serial").glob("*")},
+        resource={_target(link): link.name for link in azure.glob("resource")},
+        path=paths,
+    )
+
+
+def system_disks(places: Places) -> frozenset[str]:
+    """Return the names of the disks that the running system is on, through partitions, mappings and arrays."""
+    found: set[str] = set()
+    for mounted in mounts.listed(places.proc):
+        if mounted.target in _SYSTEM_PLACES:
+            entry = places.sys / "dev/block" / mounted.device
+            if not entry.exists() and mounted.source.startswith("/dev/"):
+                entry = places.sys / "class/block" / Path(mounted.source).resolve().name
+            if entry.exists():
+                found |= whole_disks(entry)
+    return frozenset(found)
+
+
+def whole_disks(entry: Path) -> set[str]:
+    """Return the names of the disks below a block device of sysfs, its own where it is one."""
+    where = entry.resolve()
+    below = list((where / "slaves").glob("*"))
+    if below:
+        return set().union(*(whole_disks(slave) for slave in below))
+    return {where.parent.name if (where / "partition").exists() else where.name}
+
+
+def _target(link: Path) -> str:
+    return os.path.basename(os.path.realpath(link)) if link.is_symlink() else ""
+
+
+def _page_80(path: Path) -> str:
+    """Return a SCSI disk's serial, from its page of vital product data (SPC: four bytes before it)."""
+    try:
+        return path.read_bytes()[4:].decode("ascii", errors="replace").strip(" \0")
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""Bytes on disks: the UUIDs that are ours, a RAID member's superblock, the page of an erasure that was begun."""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+
+from image_builder.node.disk.model import Raid
+
+MIB = 1 << 20
+PAGE = 4096
+# The namespace: an UUID of version 8 (RFC 9562: the maker's own) whose first eight bytes are these is one that
+# this program made. What follows is random. So one superblock alone, also that of an array's last member, tells
+# that nobody else made what it heads.
+_NAMESPACE = bytes.fromhex("6e6f64652d648000")
+_VERSION_8 = 0x80
+# The first bytes of a disk that is being erased, until the very end of that.
+_ERASING = b"node-agent: this disk is being erased\n"
+# linux/raid/md_p.h, version 1.2: 4 KiB from the begin.
+_RAID_OFFSET, _RAID_MAGIC = 4096, 0xA92B4EFC
+
+
+def new_uuid() -> str:
+    """Return a new UUID of ours."""
+    made = bytearray(_NAMESPACE + os.urandom(8))
+    made[6] = _VERSION_8 | made[6] & 0x0F
+    made[8] = 0x80 | made[8] & 0x3F
+    return str(uuid.UUID(bytes=bytes(made)))
+
+
+def is_ours(text: str) -> bool:
+    """Tell whether an UUID is one of ours, however it is written."""
+    try:
+        found = uuid.UUID(text.replace(":", "").replace("-", ""))
+    except ValueError:
+        return False
+    return found.bytes[:8] == _NAMESPACE
+
+
+def normal(text: str) -> str:
+    """Return an UUID as RFC 9562 writes it; mdadm has colons at other places."""
+    return str(uuid.UUID(text.replace(":", "").replace("-", "")))
+
+
+def erasure(size: int) -> list[tuple[int, bytes]]:
+    """Return the writes, as offset and data, that make a disk blank; each must be durable before the next.
+
+    The first says that the disk is being erased, in one sector, so no half of it is ever written. The last takes
+    that away.
+    """
+    return [
+        (0, _ERASING.ljust(PAGE, b"\0")),
+        (max(PAGE, size - MIB), bytes(min(MIB, size - PAGE))),
+        (PAGE, bytes(MIB - PAGE)),
+        (0, bytes(PAGE)),
+    ]
+
+
+def is_erasing(head: bytes) -> bool:
+    return head.startswith(_ERASING)
+
+
+def raid(head: bytes) -> Raid | None:
+    """Return what the superblock of a RAID member says, None where there is none of version 1.2.
+
+    ``head`` begins with the disk's first byte and is 8 KiB or longer.
+    """
+    data = head[_RAID_OFFSET : _RAID_OFFSET + PAGE]
+    if len(data) < PAGE:
+        return None
+    magic, major = struct.unpack_from("<II", data, 0)
+    if (magic, major) != (_RAID_MAGIC, 1):
+        return None
+    level, _layout = struct.unpack_from("<iI", data, 72)
+    (devices,) = struct.unpack_from("<I", data, 92)
+    (number,) = struct.unpack_from("<I", data, 160)
+    (most,) = struct.unpack_from("<I", data, 220)
+    if number >= most or 256 + 2 * number + 2 > len(data):
+        return None
+    (role,) = struct.unpack_from("<H", data, 256 + 2 * number)
+    name = data[32:64].rstrip(b"\0").decode(errors="replace").rpartition(":")[2]
+    return Raid(str(uuid.UUID(bytes=data[16:32])), name, level, devices, role)

@@ -1,0 +1,164 @@
+"""What is known of disks, and what was decided. Nothing here does anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Action = Literal["format", "mount", "reuse", "rebuild", "none"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the kernel and the system keep things; tests have trees of their own. ``run`` is the agent's."""
+
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+    proc: Path = Path("/proc")
+    run: Path = Path("/run/node")
+    udev_queue: Path = Path("/run/udev/queue")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A whole disk. ``name`` is the kernel's and good for messages alone: it changes from boot to boot.
+
+    ``found_by`` says what made it a candidate, ``order`` sorts candidates. ``local``: the platform says that its
+    content doesn't outlive the machine's allocation. ``system``: the running system is on it.
+    """
+
+    name: str
+    path: Path
+    bytes: int
+    model: str = ""
+    serial: str = ""
+    transport: str = ""
+    rotational: bool = False
+    found_by: str = ""
+    order: str = ""
+    local: bool = False
+    system: bool = False
+
+    @property
+    def member(self) -> Member:
+        return Member(self.serial, self.model, self.bytes)
+
+    def __str__(self) -> str:
+        known = " ".join(word for word in (self.model, self.serial) if word)
+        return f"{self.name} ({known or 'no model'}, {self.bytes} bytes)"
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """A disk as the marker names it: what stays the same when names change."""
+
+    serial: str
+    model: str
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"serial": self.serial, "model": self.model, "bytes": self.bytes}
+
+
+@dataclass(frozen=True)
+class Marker:
+    """``.node/disk.json`` on the disk: written last, so where it is the filesystem was made to its end."""
+
+    uuid: str
+    image: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Something that ``wipefs`` or ``blkid`` knows: ``type`` is its word, such as ``xfs`` or ``crypto_LUKS``."""
+
+    type: str
+    uuid: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A filesystem with our label and an UUID of ours, on a disk or an array.
+
+    ``state``: ``marked``; ``empty``: no marker and no files, so it was made and nothing more; ``unmarked``: files,
+    but no marker; ``damaged``: the kernel can't mount it. ``mounted`` says where it is mounted already.
+    """
+
+    path: Path
+    filesystem: str
+    uuid: str
+    state: Literal["marked", "empty", "unmarked", "damaged"]
+    marker: Marker | None = None
+    mounted: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Raid:
+    """A member's superblock. ``role`` counts from 0, ``devices`` is how many the array has."""
+
+    uuid: str
+    name: str
+    level: int
+    devices: int
+    role: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was seen of one disk.
+
+    ``mounts`` are the places where it, a part of it or what is made of it is mounted. ``platform``: what the one
+    NTFS partition of a platform's disk holds. ``erasing``: an erasure of ours was begun. ``error``: it can't be read.
+    """
+
+    disk: Disk
+    signatures: tuple[Signature, ...] = ()
+    partitions: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    swap: bool = False
+    ends_zero: bool = False
+    erasing: bool = False
+    platform: Literal["", "blank", "files", "unreadable"] = ""
+    volume: Volume | None = None
+    raid: Raid | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of ours of which every member is here; ``device`` is its kernel name where it is assembled.
+
+    ``foreign`` names what is on it that isn't ours. ``error``: it can't be assembled or read.
+    """
+
+    uuid: str
+    device: str = ""
+    volume: Volume | None = None
+    foreign: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All candidates, and by UUID the arrays of ours that are complete."""
+
+    observations: tuple[Observation, ...] = ()
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``row`` is the line of the table, ``code`` is empty where the disk will be used. ``disks`` are its members."""
+
+    row: str
+    action: Action
+    code: str
+    reason: str
+    disks: tuple[Disk, ...] = ()
+    volume: Volume | None = None

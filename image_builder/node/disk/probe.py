@@ -1,0 +1,335 @@
+"""What is on the candidates. Reads alone; of what is foreign, nothing but the platform's NTFS is ever mounted.
+
+A journal is replayed by mounting, also read-only: so a filesystem is mounted for a look only where its label and
+UUID say that this program made it, and the platform's NTFS on a device that was made read-only before.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import programs
+from image_builder.node.disk import layout, mounts
+from image_builder.node.disk.decide import is_member
+from image_builder.node.disk.model import (
+    Array,
+    Disk,
+    Marker,
+    Member,
+    Observation,
+    Places,
+    Seen,
+    Signature,
+    Volume,
+)
+from image_builder.node.disk.settings import LABEL_BYTES, Settings
+from image_builder.node.errors import ProgramError
+
+MARKER = ".node/disk.json"
+README = "dataloss_warning_readme.txt"
+_BLKROSET, _BLKROGET = 0x125D, 0x125E
+# Tables of partitions in the words of wipefs.
+_TABLES = frozenset({"dos", "gpt", "PMBR"})
+# What mount(2) says of a filesystem that is there but broken; EIO is the disk's.
+_BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.ENODATA, errno.EFAULT})
+
+
+def observe_all(disks: Sequence[Disk], settings: Settings, places: Places) -> Seen:
+    """Return what is on every candidate, and the complete arrays of ours, which are assembled by this."""
+    seen = observe_disks(disks, settings, places)
+    return Seen(tuple(seen), _arrays(seen, settings, places))
+
+
+def observe_disks(disks: Sequence[Disk], settings: Settings, places: Places) -> list[Observation]:
+    """Return what is on every candidate by itself."""
+    mounted = mounts.listed(places.proc)
+    return [_with_content(one, settings, places, mounted) for one in observe(disks, places, mounted)]
+
+
+def observe(disks: Sequence[Disk], places: Places, mounted: Sequence[mounts.Mount]) -> list[Observation]:
+    """Return what can be seen of disks without a mount."""
+    seen = [_first_look(disk, places, mounted) for disk in disks]
+    readable = [one.disk.path for one in seen if not one.error and not one.disk.system]
+    try:
+        signed = signatures(readable)
+    except ProgramError as error:
+        return [replace(one, error=one.error or error.message) for one in seen]
+    return [replace(one, signatures=signed.get(os.fspath(one.disk.path), ())) for one in seen]
+
+
+def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> Observation:
+    entry = places.sys / "block" / disk.name
+    partitions = tuple(sorted(path.parent.name for path in entry.glob("*/partition")))
+    above = _above(entry)
+    numbers = {_text(path / "dev") for path in (entry, *above)}
+    seen = Observation(
+        disk,
+        partitions=partitions,
+        holders=tuple(sorted({path.name for path in above} - set(partitions))),
+        mounts=tuple(sorted({one.target for one in mounted if one.device in numbers})),
+        swap=bool(_swaps(places) & {disk.name, *(path.name for path in above)}),
+    )
+    if disk.system:
+        return seen
+    try:
+        head, tail = read_ends(disk)
+    except OSError as error:
+        return replace(seen, error=f"{error.strerror} while its first and last MiB were read")
+    ends_zero = head == bytes(len(head)) and tail == bytes(len(tail))
+    return replace(seen, ends_zero=ends_zero, erasing=layout.is_erasing(head), raid=layout.raid(head))
+
+
+def _above(entry: Path) -> list[Path]:
+    """Return the partitions of a disk and all that is made of it and them."""
+    found = [path.parent for path in entry.glob("*/partition")]
+    holders = [path for where in (entry, *found) for path in (where / "holders").glob("*")]
+    for holder in holders:
+        found += [holder, *_above(holder.resolve())]
+    return found
+
+
+def _swaps(places: Places) -> set[str]:
+    lines = _text(places.proc / "swaps").splitlines()[1:]
+    return {os.path.basename(os.path.realpath(line.split()[0])) for line in lines if line.split()}
+
+
+def read_ends(disk: Disk) -> tuple[bytes, bytes]:
+    """Return the first and the last MiB of a disk; raises OSError, also where there is less to read."""
+    fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # What was read before, by whom ever, may be another disk's by now.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return _read(fd, 0, layout.MIB), _read(fd, max(0, disk.bytes - layout.MIB), layout.MIB)
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, offset: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data += more
+    return data
+
+
+def signatures(paths: Sequence[Path]) -> dict[str, tuple[Signature, ...]]:
+    """Return the signatures on devices by their paths; raises ProgramError.
+
+    wipefs tells them all; what it knows nothing of, blkid is asked too.
+    """
+    if not paths:
+        return {}
+    names = [os.fspath(path) for path in paths]
+    said = programs.run(["wipefs", "--no-act", "--json", *names]).stdout
+    found: dict[str, list[Signature]] = {name: [] for name in names}
+    # Its device is a name below /dev, whatever was asked for.
+    by_name = {os.path.basename(name): name for name in names}
+    for item in json.loads(said)["signatures"] if said.strip() else []:
+        signature = Signature(str(item["type"]), item.get("uuid") or "", item.get("label") or "")
+        found[by_name[os.path.basename(item["device"])]].append(signature)
+    empty = [name for name in names if not found[name]]
+    if empty:
+        done = programs.run(["blkid", "--probe", "--output", "export", *empty], ok=(0, 2))
+        for name, values in _blocks(done.stdout):
+            kind = values.get("TYPE") or values.get("PTTYPE") or "unknown"
+            found[name].append(Signature(kind, values.get("UUID", ""), values.get("LABEL", "")))
+    return {name: tuple(items) for name, items in found.items()}
+
+
+def _blocks(said: str) -> Iterator[tuple[str, dict[str, str]]]:
+    for block in said.split("\n\n"):
+        values = dict(line.partition("=")[::2] for line in block.strip().splitlines())
+        if "DEVNAME" in values:
+            yield values.pop("DEVNAME"), values
+
+
+def _with_content(
+    seen: Observation, settings: Settings, places: Places, mounted: Sequence[mounts.Mount]
+) -> Observation:
+    """Return an observation with what a mount tells, of a disk that is ours or may be the platform's blank."""
+    if seen.error or seen.disk.system or seen.swap:
+        return seen
+    try:
+        if is_our_filesystem(seen.signatures, settings) and not seen.partitions and not seen.holders:
+            return replace(seen, volume=_volume(seen.disk.path, seen.signatures[0], places, mounted))
+        if may_be_platforms(seen):
+            return replace(seen, platform=_platform(places.dev / seen.partitions[0], places))
+    except OSError as error:
+        return replace(seen, error=f"{error.strerror}")
+    return seen
+
+
+def is_our_filesystem(found: Sequence[Signature], settings: Settings) -> bool:
+    """Tell whether all that is on a device is a filesystem with our label and an UUID of ours."""
+    return (
+        len(found) == 1
+        and found[0].type in LABEL_BYTES
+        and found[0].label == settings.label
+        and layout.is_ours(found[0].uuid)
+    )
+
+
+def _volume(path: Path, found: Signature, places: Places, mounted: Sequence[mounts.Mount]) -> Volume:
+    """Return what a filesystem of ours holds; raises OSError where the disk fails."""
+    number = _number(path)
+    made = Volume(path, found.type, layout.normal(found.uuid), "damaged")
+    for one in mounted:
+        if one.device == number and one.root == "/":
+            return replace(_marked(made, Path(one.target)), mounted=one.target)
+    try:
+        with mounts.read_only(path, found.type, places.run / "look") as root:
+            return _marked(made, root)
+    except OSError as error:
+        if error.errno in _BROKEN:
+            return replace(made, reason=error.strerror or "")
+        raise
+
+
+def _marked(made: Volume, root: Path) -> Volume:
+    try:
+        marker = read_marker((root / MARKER).read_bytes())
+    except FileNotFoundError:
+        marker = None
+    if marker and marker.uuid == made.uuid:
+        return replace(made, state="marked", marker=marker)
+    # The agent's own directory without a marker is what a power cut left; whose files there may be is then plain.
+    files = set(os.listdir(root)) - {"lost+found", ".node"}
+    return replace(made, state="unmarked" if files or marker else "empty")
+
+
+def read_marker(data: bytes) -> Marker | None:
+    """Return a marker, None where this is none."""
+    try:
+        found: dict[str, Any] = json.loads(data)
+        members = tuple(
+            Member(str(item["serial"]), str(item["model"]), int(item["bytes"])) for item in found["members"]
+        )
+        return Marker(str(found["uuid"]), str(found["image"]), members)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def may_be_platforms(seen: Observation) -> bool:
+    """Tell whether a disk may be as Azure hands it out: a local one, one partition, nothing else."""
+    kinds = {word.type for word in seen.signatures}
+    return (
+        seen.disk.local
+        and len(seen.partitions) == 1
+        and bool(kinds)
+        and kinds <= _TABLES
+        and not seen.mounts
+        and not seen.holders
+    )
+
+
+def _platform(partition: Path, places: Places) -> Any:
+    """Return what a partition holds: nothing (``blank``), ``files``, ``unreadable``, or empty where it is no NTFS."""
+    with partition.open("rb") as stream:
+        if stream.read(11)[3:] != b"NTFS    ":
+            return ""
+    try:
+        with _read_only_device(partition), mounts.read_only(partition, "ntfs3", places.run / "look") as root:
+            names = {name.lower() for name in os.listdir(root)}
+            plain = all((root / name).is_file() for name in os.listdir(root))
+    except OSError:
+        return "unreadable"
+    return "blank" if plain and names == {README} else "files"
+
+
+@contextmanager
+def _read_only_device(path: Path) -> Iterator[None]:
+    """Keep everybody from writing to a block device for a while; raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        before = fcntl.ioctl(fd, _BLKROGET, struct.pack("i", 0))
+        fcntl.ioctl(fd, _BLKROSET, struct.pack("i", 1))
+        try:
+            yield
+        finally:
+            fcntl.ioctl(fd, _BLKROSET, before)
+    finally:
+        os.close(fd)
+
+
+def _arrays(seen: Iterable[Observation], settings: Settings, places: Places) -> dict[str, Array]:
+    """Return the arrays of ours that are complete, assembled."""
+    groups: dict[str, dict[int, Observation]] = {}
+    wanted: dict[str, int] = {}
+    for one in seen:
+        if one.raid and not one.error and not one.disk.system and is_member(settings, one):
+            groups.setdefault(one.raid.uuid, {})[one.raid.role] = one
+            wanted[one.raid.uuid] = one.raid.devices
+    return {
+        uuid: _array(uuid, list(members.values()), settings, places)
+        for uuid, members in groups.items()
+        if set(members) == set(range(wanted[uuid]))
+    }
+
+
+def _array(uuid: str, members: Sequence[Observation], settings: Settings, places: Places) -> Array:
+    try:
+        device = array_device(uuid, members, places)
+        path = places.dev / device
+        found = signatures([path])[os.fspath(path)]
+        if is_our_filesystem(found, settings):
+            return Array(uuid, device, _volume(path, found[0], places, mounts.listed(places.proc)))
+        return Array(uuid, device, foreign=" and ".join(sorted({word.type for word in found})))
+    except ProgramError as error:
+        return Array(uuid, error=error.message)
+    except OSError as error:
+        return Array(uuid, error=str(error))
+
+
+def array_device(uuid: str, members: Sequence[Observation], places: Places) -> str:
+    """Return the kernel's name of an array, which is assembled unless it is already; raises ProgramError, OSError."""
+    common = set.intersection(*(set(member.holders) for member in members))
+    if common:
+        return min(common)
+    name = array_path(places)
+    paths = [os.fspath(member.disk.path) for member in members]
+    programs.run(
+        [
+            "mdadm",
+            "--assemble",
+            os.fspath(name),
+            f"--uuid={mdadm_uuid(uuid)}",
+            "--config=none",
+            "--run",
+            *paths,
+        ]
+    )
+    return name.resolve(strict=True).name
+
+
+def array_path(places: Places) -> Path:
+    """Return the name that mdadm is told for an array of ours; the kernel's is another one."""
+    return places.dev / "md/node-local"
+
+
+def mdadm_uuid(uuid: str) -> str:
+    """Return an UUID as mdadm writes it."""
+    digits = uuid.replace("-", "")
+    return ":".join(digits[at : at + 8] for at in range(0, 32, 8))
+
+
+def _number(path: Path) -> str:
+    number = os.stat(path).st_rdev
+    return f"{os.major(number)}:{os.minor(number)}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except OSError:
+        return ""

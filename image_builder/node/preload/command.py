@@ -1,0 +1,150 @@
+"""``node-agent preload``: ask the engine for every image, load the archive where one is missing, ask again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import settings, status
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.preload import archive, images, outcome
+from image_builder.node.preload.containerd import Containerd
+from image_builder.node.preload.docker import Docker
+from image_builder.node.preload.engine import Engine
+from image_builder.node.preload.images import Preload, Store
+from image_builder.node.preload.outcome import Done
+from image_builder.node.preload.watch import watch
+
+# Seconds between two lines of progress.
+_INTERVAL = 3.0
+_ENGINES = ("docker", "containerd")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is."""
+
+    list: Path = images.LIST
+    store: Path = images.STORE
+    settings: Path = settings.DIRECTORY
+    status: Path = status.DIRECTORY
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the role image_preload wrote: the engine, its data root, containerd's namespace, the pause image."""
+
+    engine: str
+    namespace: str
+    pause: str
+    data_root: Path
+
+
+def parse(found: Mapping[str, Any]) -> Settings:
+    """Read the settings ``preload``; raises NodeError (``settings``)."""
+    engine = str(found.get("engine", ""))
+    if engine not in _ENGINES:
+        raise NodeError("settings", f"preload.json names the engine {engine!r}, not one of {_ENGINES}")
+    if not found.get("data_root"):
+        raise NodeError("settings", "preload.json names no data_root")
+    return Settings(
+        engine,
+        str(found.get("namespace", "k8s.io")),
+        str(found.get("pause", "")),
+        Path(found["data_root"]),
+    )
+
+
+def run(places: Places | None = None) -> int:
+    """Return 0 when every image is there, whole and under its names. Raises no error that is expected."""
+    places = places or Places()
+    started = time.monotonic()
+    engine = ""
+    try:
+        chosen = parse(settings.load("preload", places.settings))
+        engine = chosen.engine
+        section = _work(places, chosen)
+    except ProgramError as error:
+        section = outcome.failed(engine, "preload.engine", error.message)
+    except NodeError as error:
+        section = outcome.failed(engine, error.code, error.message)
+    seconds = round(time.monotonic() - started, 3)
+    status.update(
+        "preload",
+        {**section, "seconds": seconds},
+        directory=places.status,
+        taints=_taints(places.settings),
+    )
+    for line in summary(section, seconds):
+        status.tell(line)
+    return 1 if section["state"] == status.FAILED else 0
+
+
+def _work(places: Places, chosen: Settings) -> dict[str, Any]:
+    preload = images.read_list(places.list, chosen.pause)
+    if preload.engine != chosen.engine:
+        message = f"{places.list} is for {preload.engine}, this node has {chosen.engine}"
+        raise NodeError("preload.list", message)
+    engine: Engine = (
+        Docker(chosen.pause) if chosen.engine == "docker" else Containerd(chosen.namespace, chosen.data_root)
+    )
+    store = images.read_store(places.store, preload.images)
+    done = bring(preload, store, engine, chosen.data_root, status.tell, _INTERVAL)
+    return outcome.section(preload, store, status.read(places.status).get("seed", {}), done)
+
+
+def _taints(directory: Path) -> list[str]:
+    """Return the kubelet's own taints. Settings that can't be read are told by their own section."""
+    try:
+        return settings.kubelet_taints(directory)
+    except NodeError:
+        return []
+
+
+def bring(
+    preload: Preload,
+    store: Store,
+    engine: Engine,
+    data_root: Path,
+    tell: Callable[[str], None],
+    interval: float,
+) -> Done:
+    """Load what is missing, name what is unnamed, and return what was done. Raises NodeError."""
+    found = engine.look(preload.images)
+    lacking = found.faults
+    for ref, fault in lacking.items():
+        tell(f"{ref} {fault}")
+    if lacking:
+        tell(f"{len(lacking)} of {len(preload.images)} images are loaded from {preload.archive}")
+        wanted = [image for image in preload.images if image.ref in lacking]
+        archive.check_room(preload, wanted, store.layers, data_root)
+        archive.check(preload, tell, interval)
+        watch(engine.load(preload.archive), preload.archive, tell, interval)
+        found = engine.look(preload.images)
+    faults, named = dict(found.faults), dict(found.misnamed)
+    sound = [image for image in preload.images if image.ref not in faults]
+    if misnamed := {key: fault for key, fault in named.items() if key not in faults}:
+        engine.name(sound, misnamed)
+        left = {key: fault for key, fault in engine.look(preload.images).misnamed.items() if key in misnamed}
+        faults |= left
+        named = {key: fault for key, fault in misnamed.items() if key not in left}
+    return Done(lacking, faults, found.digestless, tuple(named))
+
+
+def summary(section: Mapping[str, Any], seconds: float) -> list[str]:
+    """Return the last lines for people: what went wrong, or what was done."""
+    if section["state"] == status.FAILED:
+        return [f"FAILED: {problem}" for problem in section["problems"]]
+    lines = []
+    if section["state"] == status.DEGRADED:
+        lines.append(f"DEGRADED: {section['code']}: {section['reason']}")
+    if section["loaded"]:
+        lines.append(f"loaded in {seconds:.1f} s: {', '.join(section['loaded'])}")
+    else:
+        lines.append(
+            f"all {section['images']} images are there already, nothing was loaded ({seconds:.1f} s)"
+        )
+    return lines

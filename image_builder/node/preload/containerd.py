@@ -1,0 +1,187 @@
+"""containerd, by ctr.
+
+An image gets a name by tag and one by digest, as after a pull; what is pinned is labelled so on both, and the
+kubelet's garbage collection spares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import programs
+from image_builder.node.errors import ProgramError
+from image_builder.node.preload.engine import PATIENCE, Found
+from image_builder.node.preload.images import Image
+
+MANAGED = "io.cri-containerd.image=managed"
+PINNED = "io.cri-containerd.pinned=pinned"
+_BLOBS = "io.containerd.content.v1.content/blobs/sha256"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A name that containerd has: the digest that it leads to, and its labels as ``key=value``."""
+
+    digest: str
+    labels: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Containerd:
+    """``data_root`` is containerd's ``root``; ``patience`` are the seconds that the CRI plugin gets for new names."""
+
+    namespace: str
+    data_root: Path
+    snapshotter: str = "overlayfs"
+    patience: float = 5.0
+
+    def ctr(self, *arguments: str) -> str:
+        return programs.run(["ctr", "--namespace", self.namespace, *arguments], timeout=PATIENCE).stdout
+
+    def listed(self) -> dict[str, Listed]:
+        return parse_list(self.ctr("images", "list"))
+
+    def look(self, images: Sequence[Image]) -> Found:
+        listed = self.listed()
+        filters = [f'name=="{image.ref}"' for image in images if image.ref in listed]
+        text = self.ctr("images", "check", "--snapshotter", self.snapshotter, *filters) if filters else ""
+        checked = parse_check(text)
+        faults, misnamed = {}, {}
+        for image in images:
+            if fault := containerd_fault(image, listed, checked, self._content):
+                faults[image.ref] = fault
+            elif lacks := list(lacking(image, listed)):
+                misnamed[image.ref] = f"lacks {', '.join(lacks)}"
+        return Found(faults, misnamed)
+
+    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
+        images = [image for image in images if image.ref in misnamed]
+        listed = self.listed()
+        for image in images:
+            if not leads_to(listed, image.by_digest, listed[image.ref].digest):
+                self.ctr("images", "tag", "--force", image.ref, image.by_digest)
+        # The CRI plugin hears of new names, labels them and names the image by its id as well. Where we were
+        # faster it would leave that out, so it goes first.
+        deadline = time.monotonic() + self.patience
+        every = {name for image in images for name in names(image)}
+        while time.monotonic() < deadline:
+            listed = self.listed()
+            if all(name in listed and MANAGED in listed[name].labels for name in every):
+                break
+            time.sleep(0.1)
+        for image in images:
+            for name in names(image):
+                if missing := labels(image) - listed[name].labels:
+                    self.ctr("images", "label", name, *sorted(missing))
+
+    def load(self, archive: Path) -> list[str]:
+        # Without --digests: that makes names like import-2024-01-31@sha256:..., which nobody asks for.
+        return [
+            *("ctr", "--namespace", self.namespace, "images", "import"),
+            *("--snapshotter", self.snapshotter, os.fspath(archive)),
+        ]
+
+    def _content(self, digest: str) -> dict[str, Any] | None:
+        """Return an index or manifest; None where containerd has none.
+
+        Read from the disk: two programs less for each image. That containerd knows of it is what
+        ``images check`` says.
+        """
+        algorithm, _, wanted = digest.partition(":")
+        try:
+            data = (self.data_root / _BLOBS / wanted).read_bytes()
+        except OSError:
+            data = b""
+        if algorithm != "sha256" or hashlib.sha256(data).hexdigest() != wanted:
+            try:
+                data = self.ctr("content", "get", digest).encode()
+            except ProgramError as error:
+                if "not found" in error.tail.lower():
+                    return None
+                raise
+        try:
+            found: dict[str, Any] = json.loads(data)
+        except ValueError:
+            return None  # damaged on the disk, it is no manifest
+        return found
+
+
+def names(image: Image) -> tuple[str, ...]:
+    """Return the names that pods use of an image."""
+    return (image.ref, image.by_digest)
+
+
+def labels(image: Image) -> frozenset[str]:
+    """Return the labels that each of them has."""
+    return frozenset([MANAGED, PINNED] if image.pin else [MANAGED])
+
+
+def leads_to(listed: Mapping[str, Listed], name: str, digest: str) -> bool:
+    """Tell whether containerd has a name and it leads to a digest."""
+    return name in listed and listed[name].digest == digest
+
+
+def lacking(image: Image, listed: Mapping[str, Listed]) -> Iterable[str]:
+    """Yield the names and labels that an image lacks."""
+    target = listed[image.ref].digest if image.ref in listed else image.digest
+    for name in names(image):
+        if not leads_to(listed, name, target):
+            yield f"the name {name}"
+        elif missing := labels(image) - listed[name].labels:
+            yield f"{', '.join(sorted(missing))} on {name}"
+
+
+def parse_list(text: str) -> dict[str, Listed]:
+    """Read ``ctr images list``: REF TYPE DIGEST SIZE PLATFORMS LABELS. A size is two words."""
+    found = {}
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        labelled = words[-1].split(",") if words[-1] != "-" else []
+        found[words[0]] = Listed(words[2], frozenset(labelled))
+    return found
+
+
+def parse_check(text: str) -> dict[str, str]:
+    """Read ``ctr images check``: what is wrong with each image, or nothing.
+
+    REF TYPE DIGEST STATUS SIZE UNPACKED; STATUS is like ``incomplete (1/3)``, UNPACKED true or false.
+    """
+    found = {}
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        if words[3] != "complete":
+            found[words[0]] = f"has not all its content: {' '.join(words[3:5])}"
+        else:
+            found[words[0]] = "" if words[-1] == "true" else f"is not unpacked: {words[-1]}"
+    return found
+
+
+def containerd_fault(
+    image: Image,
+    listed: Mapping[str, Listed],
+    checked: Mapping[str, str],
+    content: Callable[[str], dict[str, Any] | None],
+) -> str:
+    """Return what is wrong with an image, or nothing. ``content`` returns an index or manifest by digest."""
+    if image.ref not in listed:
+        return "is missing"
+    target = listed[image.ref].digest
+    if target not in (image.digest, image.manifest):
+        return f"is another image: {target}, not {image.digest}"
+    if target != image.manifest:
+        index = content(target) or {}
+        if image.manifest not in [entry["digest"] for entry in index.get("manifests", [])]:
+            return f"is without its manifest: {target} does not name {image.manifest}"
+    manifest = content(image.manifest)
+    if manifest is None:
+        return f"is without its manifest: {image.manifest} is not there or damaged"
+    if manifest["config"]["digest"] != image.id:
+        return f"is another image: {manifest['config']['digest']}, not {image.id}"
+    return checked.get(image.ref, "was not checked")

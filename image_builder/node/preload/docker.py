@@ -1,0 +1,106 @@
+"""Docker Engine, by its client.
+
+``docker image load`` restores tags alone: a reference by digest can be had only of what the seed gave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import programs
+from image_builder.node.errors import ProgramError
+from image_builder.node.preload import guards
+from image_builder.node.preload.engine import PATIENCE, Found
+from image_builder.node.preload.images import Image
+
+_ABSENT = "no such image"
+
+
+@dataclass(frozen=True)
+class Docker:
+    """``pause`` is the image that the kubelet's own garbage collection spares: it needs no guard."""
+
+    pause: str = ""
+
+    def look(self, images: Sequence[Image]) -> Found:
+        inspected = inspect([image.ref for image in images])
+        faults, digestless = {}, {}
+        for image in images:
+            one = inspected.get(familiar(image.ref))
+            if fault := "is missing" if one is None else docker_fault(image, one):
+                faults[image.ref] = fault
+            elif one is not None and (fault := digest_fault(image, one)):
+                digestless[image.ref] = fault
+        return Found(faults, guards.faults(images, self.pause, guards.listed()), digestless)
+
+    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
+        for name in misnamed:
+            if name.startswith(guards.PREFIX):
+                guards.remove(name)
+        # Of several references of one image the first brings the guard.
+        wanted = {guards.name(image): image.ref for image in images if image.ref in misnamed}
+        inspected = inspect(list(wanted.values()))
+        for name, ref in wanted.items():
+            guards.create(name, ref, (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {})
+
+    def load(self, archive: Path) -> list[str]:
+        return ["docker", "image", "load", "--input", os.fspath(archive)]
+
+
+def inspect(refs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what Docker says of each image that it has, by every tag of it. Raises ProgramError.
+
+    One program for all: it prints those that are there, and names the others on its standard error.
+    """
+    if not refs:
+        return {}
+    argv = ["docker", "image", "inspect", *refs]
+    done = programs.run(argv, ok=(0, 1), timeout=PATIENCE)
+    others = [line for line in done.stderr.splitlines() if line.strip() and _ABSENT not in line.lower()]
+    if done.status and (others or not done.stderr.strip()):
+        said = "\n".join(others)
+        raise ProgramError(programs.failure(argv, done.status, said), done.status, programs.tail(said))
+    return {tag: image for image in json.loads(done.stdout) for tag in image.get("RepoTags") or []}
+
+
+def familiar(ref: str) -> str:
+    """Return a reference as Docker writes it: its own registry goes without saying."""
+    return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
+
+
+def docker_fault(
+    image: Image, inspected: Mapping[str, Any], exists: Callable[[str], bool] = os.path.isdir
+) -> str:
+    """Return what is wrong with an image by ``docker image inspect``, or nothing.
+
+    Docker knows an image's layers from its configuration; that they are on the disk shows there alone. A seeded
+    layer is a link into the preload store, and lost where the link leads nowhere.
+    """
+    if inspected["Id"] != image.id:
+        return f"is another image: {inspected['Id']}, not {image.id}"
+    layers = tuple(inspected["RootFS"].get("Layers") or ())
+    if layers != image.diff_ids:
+        return f"has other layers: {', '.join(layers) or 'none'}"
+    gone = [folder for folder in layer_folders(inspected) if not exists(folder)]
+    return f"has lost layers: {', '.join(gone)}" if gone else ""
+
+
+def layer_folders(inspected: Mapping[str, Any]) -> list[str]:
+    """Return where an image's layers are, the uppermost first."""
+    data = (inspected.get("GraphDriver") or {}).get("Data") or {}
+    return [
+        folder for key in ("UpperDir", "LowerDir") for folder in (data.get(key) or "").split(":") if folder
+    ]
+
+
+def digest_fault(image: Image, inspected: Mapping[str, Any]) -> str:
+    """Return that an image can't be had by its digest, or nothing."""
+    found = inspected.get("RepoDigests") or []
+    if familiar(image.by_digest) in found:
+        return ""
+    return f"has no digest {image.digest}, only {', '.join(found) or 'its tag'}"

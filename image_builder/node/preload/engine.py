@@ -1,0 +1,38 @@
+"""What an engine is asked and told, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from image_builder.node.preload.images import Image
+
+# Seconds that an engine may take for one answer: it may just have been started, on a disk that others use too.
+PATIENCE = 600.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an engine has, each fault by reference.
+
+    ``faults``: an image is missing or wrong, the archive would help. ``misnamed``: a name, label or guard is
+    missing (or too many, then by its own name), ``Engine.name`` would help. ``digestless``: an image can't be
+    had by its digest, and nothing here would help.
+    """
+
+    faults: Mapping[str, str] = field(default_factory=dict)
+    misnamed: Mapping[str, str] = field(default_factory=dict)
+    digestless: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    def look(self, images: Sequence[Image]) -> Found:
+        """Ask for all images. Raises ProgramError."""
+
+    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
+        """Add what ``misnamed`` says is missing, for images without faults. Raises ProgramError."""
+
+    def load(self, archive: Path) -> list[str]:
+        """Return the command that loads the archive."""

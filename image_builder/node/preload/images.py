@@ -1,0 +1,106 @@
+"""What this node was baked with: the list beside the archive, and the description beside the preload store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from image_builder.node.errors import NodeError
+
+LIST = Path("/opt/preloaded_docker_images.json")
+STORE = Path("/opt/preload/store.json")
+FORMAT = 1
+# Modes of an image that the seed gives to the engine; one of mode `archive` is loaded.
+_SEEDED = frozenset({"reference", "copy"})
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a reference means. Digests begin with ``sha256:``; ``digest`` may be an index's.
+
+    ``size`` is in bytes, unpacked; layers that images share count for each.
+    """
+
+    ref: str
+    digest: str
+    manifest: str
+    id: str
+    pin: bool
+    diff_ids: tuple[str, ...]
+    size: int = 0
+
+    @property
+    def by_digest(self) -> str:
+        return f"{self.ref.rpartition(':')[0]}@{self.digest}"
+
+
+@dataclass(frozen=True)
+class Preload:
+    """The list: where the archive is, its size in bytes, and the images in it."""
+
+    engine: str
+    archive: Path
+    size: int
+    sha256: str
+    images: tuple[Image, ...]
+
+
+@dataclass(frozen=True)
+class Store:
+    """What the seed gives: each reference, and whether it is required; each layer's bytes by its diff id."""
+
+    seeded: Mapping[str, bool] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_list(path: Path, pause: str = "") -> Preload:
+    """Read the list of images; the one called ``pause`` is pinned in any case.
+
+    Raises NodeError (``preload.list``).
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            message = f"{path} has format {found['format']}, this program reads {FORMAT}"
+            raise NodeError("preload.list", message)
+        images = tuple(
+            Image(
+                str(image["ref"]),
+                str(image["digest"]),
+                str(image["manifest"]),
+                str(image["id"]),
+                bool(image["pin"]) or image["ref"] == pause,
+                tuple(image["diff_ids"]),
+                int(image["bytes"]),
+            )
+            for image in found["images"]
+        )
+        archive = found["archive"]
+        return Preload(
+            str(found["engine"]), Path(archive["path"]), int(archive["bytes"]), archive["sha256"], images
+        )
+    except OSError as error:
+        raise NodeError("preload.list", f"{path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"{path} is not a list of preloaded images: {type(error).__name__}: {error}"
+        raise NodeError("preload.list", message) from error
+
+
+def read_store(path: Path, images: Iterable[Image]) -> Store:
+    """Read what the seed should have given; nothing where the image was baked without a store.
+
+    Of a description that can't be read is known that there is a store: every image is expected of the seed,
+    whose own section says what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Store(
+            {str(i["ref"]): bool(i["required"]) for i in found["images"] if i["mode"] in _SEEDED},
+            {str(layer["diff_id"]): int(layer["bytes"]) for layer in found["layers"]},
+        )
+    except FileNotFoundError:
+        return Store()
+    except (OSError, KeyError, TypeError, ValueError):
+        return Store({image.ref: True for image in images})

@@ -1,0 +1,217 @@
+"""``node-agent promote``: what is waited for, what is refused, what is told."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import durable, settings, status, store, trees
+from image_builder.node.errors import NodeError
+from image_builder.node.promote import batches, kubelet, links, plan, trash
+from image_builder.node.promote.batches import Progress
+from image_builder.node.promote.settings import Places, Settings, load
+from image_builder.node.promote.workers import Told, disk_error
+
+Section = dict[str, Any]
+
+
+def run(places: Places | None = None) -> int:
+    """Promote what the seed linked; return the exit status.
+
+    0 also when the disk is full, the disk or the store damaged, or there is no local disk: the node works as before,
+    and the status says why. Raises NodeError for anything else.
+    """
+    places = places or Places()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        wanted = load(places)
+        with _alone(wanted, _no_promotion(wanted, places)) as reason:
+            if reason is None:
+                status.tell("promote: another agent is at it")
+                return 0
+            section = reason or _promote(wanted, places)
+    except NodeError as error:
+        _update(places, _degraded(error.code, error.message))
+        raise
+    _update(places, section)
+    _say(section)
+    return 0
+
+
+def _update(places: Places, section: Mapping[str, Any]) -> None:
+    taints = settings.kubelet_taints(places.settings)
+    status.update("promotion", section, directory=places.status, taints=taints)
+
+
+def _degraded(code: str, reason: str) -> Section:
+    return {"state": status.DEGRADED, "code": code, "reason": reason}
+
+
+def _say(section: Section) -> None:
+    if section["state"] != status.OK:
+        status.tell(f"promote: {section['code']}: {section['reason']}")
+    elif "done" in section:
+        status.tell(
+            f"promote: {section['done']} of {section['total']} copied, {section['bytes'] / 1e6:.0f} MB "
+            f"in {section['seconds']:.1f} s; {len(section['layers_left'])} layers left in the store"
+        )
+
+
+@contextmanager
+def _alone(wanted: Settings, reason: Section) -> Iterator[Section | None]:
+    """Hold the lock of the disk's promotion; None where another agent holds it. Without a disk nothing is locked.
+
+    The workers hold it too: it is free when the last of a dead agent's processes has ended.
+    """
+    if reason:
+        yield reason
+        return
+    fd = os.open(wanted.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield {}
+    except BlockingIOError:
+        yield None
+    finally:
+        os.close(fd)
+
+
+def _no_promotion(wanted: Settings, places: Places) -> Section:
+    """Return what to tell when nothing is to be done or can be, else nothing."""
+    if not wanted.enabled:
+        return {"state": status.OK, "enabled": False, "layers_left": _left(wanted, places)}
+    disk = status.read(places.status).get("disk", {})
+    if disk.get("state") != status.OK:
+        why = disk.get("reason") or disk.get("code") or "node-agent disk told nothing"
+        return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")
+    try:
+        wanted.state.mkdir(mode=0o700, exist_ok=True)
+        if wanted.data_root.exists() and wanted.data_root.stat().st_dev != wanted.state.stat().st_dev:
+            return _degraded("promote.no-disk", f"{wanted.data_root} is not on {wanted.mount_point}")
+    except OSError as error:
+        return _degraded("promote.io", f"{error.filename}: {error.strerror}")
+    return {}
+
+
+def _left(wanted: Settings, places: Places) -> list[str]:
+    return plan.layers_left(links.find(wanted.engine, wanted.data_root, places.store))
+
+
+def _promote(wanted: Settings, places: Places) -> Section:
+    """Wait, copy, and when nothing leads to the store any more give it back. Returns the status section."""
+    _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(wanted, places)})
+    if not kubelet.wait(wanted.healthz, wanted.wait_seconds):
+        status.tell(
+            f"promote: the kubelet did not answer within {wanted.wait_seconds:g} s; going on without it"
+        )
+    time.sleep(wanted.settle_seconds)
+    try:
+        section = _copy(wanted, places)
+        set_aside = _names(wanted.state / "trash")
+        kept = trash.empty(wanted.state / "trash", wanted.bytes_per_second)
+        if section.get("code") == "promote.space" and len(kept) < len(set_aside):
+            section = _copy(wanted, places)
+    except OSError as error:
+        return _degraded(**disk_error(error))
+    if kept:
+        section["trash"] = kept
+    if not section["layers_left"]:
+        section["store"] = _release(places)
+    return section
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def _copy(wanted: Settings, places: Places) -> Section:
+    found = links.find(wanted.engine, wanted.data_root, places.store)
+    if not found:
+        return _earlier(wanted)
+    stored = store.read_manifest(places.manifest)
+    if trees.mounted_at(places.store) is None:
+        told = Told(-1, "promote.store", f"nothing is mounted at {places.store}")
+        return _section(wanted, places, len(found), Progress(failure=told), 0.0)
+    images = [plan.StoredImage(i.ref, i.pin or i.required, i.diff_ids) for i in stored.images]
+    order = plan.ranks(images, _rehearsal(places.rehearsal), wanted.pause)
+    items = plan.items(found, order, stored.layers)
+    began = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        seconds = time.monotonic() - began
+        section = _section(wanted, places, len(items), progress, seconds)
+        _update(places, {**section, "running": True})
+
+    progress = batches.promote(
+        items,
+        wanted.staging,
+        workers=wanted.workers,
+        rate=wanted.bytes_per_second,
+        reserve_percent=wanted.reserve_percent,
+        report=report,
+    )
+    if progress.failure and progress.failure.damaged:
+        _mark_damaged(wanted, stored.id, items[progress.failure.item], progress.failure)
+    section = _section(wanted, places, len(items), progress, time.monotonic() - began)
+    durable.syncfs(wanted.state)
+    durable.write_json(wanted.state / "promote.json", {"store": stored.id, **section})
+    return section
+
+
+def _section(wanted: Settings, places: Places, total: int, progress: Progress, seconds: float) -> Section:
+    counts = {
+        "done": progress.done,
+        "total": total,
+        "bytes": progress.bytes,
+        "seconds": round(seconds, 3),
+        "layers_left": _left(wanted, places),
+    }
+    if progress.failure:
+        return {**_degraded(progress.failure.code, progress.failure.reason), **counts}
+    return {"state": status.OK, **counts}
+
+
+def _earlier(wanted: Settings) -> Section:
+    """Return what is told when nothing is left to do: what an earlier boot did, where that was all."""
+    nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
+    try:
+        found = json.loads((wanted.state / "promote.json").read_bytes())
+    except (OSError, ValueError):
+        return nothing
+    if not isinstance(found, dict) or found.get("state") != status.OK:
+        return nothing
+    return {key: found.get(key, value) for key, value in nothing.items()} | {"layers_left": []}
+
+
+def _rehearsal(path: Path) -> dict[str, Any]:
+    """Return what the bake's rehearsal recorded; nothing where it can't be read: it only decides the order."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _mark_damaged(wanted: Settings, store_id: str, item: plan.Item, told: Told) -> None:
+    """Leave word for the next boot: it takes the archive."""
+    layer = item.link.diff_id or item.link.path.name
+    durable.write_json(
+        wanted.state / "store-damaged.json", {"store": store_id, "layer": layer, "reason": told.reason}
+    )
+
+
+def _release(places: Places) -> str:
+    """Unmount the store. Containers that run keep their private copy of the mount; the file stays for the next boot."""
+    try:
+        store.close_store(places.store)
+    except NodeError as error:
+        return f"{error.code}: {error.message}"
+    return "released"

@@ -1,0 +1,294 @@
+"""Copy a layer exactly as the store has it, as an engine would have unpacked it.
+
+Kept: type, mode, owner, modification time, extended attributes (``trusted.overlay.opaque``, ``security.capability``,
+ACLs), device numbers (a whiteout is a character device 0:0), hard links within the layer. Runs of zeros in big files
+become holes. A directory gets its own attributes when all of its entries are there, so that they aren't changed by
+them and no entry inherits its ACL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK = 4096
+# What is read at once; files below it are copied without a look for zeros.
+CHUNK = 1 << 20
+# How much of a file may wait in memory for the disk while the copy is paced: a burst is what slows a reader.
+_FLUSH = 4 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+_ZEROS = bytes(BLOCK)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = _READ | os.O_DIRECTORY
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FORGOTTEN_BY_CHOWN = stat.S_ISUID | stat.S_ISGID
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+Spend = Callable[[int], None]
+Attributes = dict[str, bytes]
+
+
+class SourceError(Exception):
+    """The store could not be read: ``code`` is the errno, ``path`` is where."""
+
+    def __init__(self, code: int, path: str) -> None:
+        super().__init__(f"{path}: {os.strerror(code)}")
+        self.code = code
+        self.path = path
+
+
+@dataclass
+class _Job:
+    """A tree being copied. ``source`` and ``target`` are open directories, names are relative to them."""
+
+    source: int
+    target: int
+    spend: Spend
+    flush: bool
+    waiting: list[tuple[str, os.stat_result]] = field(default_factory=list)
+    first_names: dict[int, str] = field(default_factory=dict)
+
+
+def free(_cost: int) -> None:
+    """Spend nothing: copy as fast as it goes."""
+
+
+def copy_tree(source: Path, target: Path, spend: Spend = free, *, flush: bool = False) -> None:
+    """Copy the directory ``source`` to ``target``, which must not exist.
+
+    ``spend`` is told of each entry's bytes before they are written, and may wait. ``flush`` starts to write big files
+    out while they are copied. Raises SourceError, or OSError for the target.
+    """
+    before = os.umask(0)
+    try:
+        with _reading(os.fspath(source)):
+            top = os.open(source, _DIRECTORY)
+        try:
+            os.mkdir(target, 0o700)
+            copy = os.open(target, _DIRECTORY)
+            try:
+                _walk(_Job(top, copy, spend, flush), os.fspath(source))
+            finally:
+                os.close(copy)
+        finally:
+            os.close(top)
+    finally:
+        os.umask(before)
+
+
+def copy_file(source: Path, target: Path, spend: Spend = free, *, flush: bool = False) -> None:
+    """Copy one regular file to ``target``, which must not exist. Otherwise as ``copy_tree``."""
+    before = os.umask(0)
+    try:
+        with _reading(os.fspath(source)):
+            folder = os.open(source.parent, _DIRECTORY)
+        try:
+            there = os.open(target.parent, _DIRECTORY)
+            try:
+                with _reading(os.fspath(source)):
+                    found = os.stat(source.name, dir_fd=folder, follow_symlinks=False)
+                _file(folder, source.name, found, (there, target.name), (spend, flush))
+            finally:
+                os.close(there)
+        finally:
+            os.close(folder)
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Make an error of the store one that can't be taken for the disk's."""
+    try:
+        yield
+    except OSError as error:
+        raise _source_error(error, path) from error
+
+
+def _source_error(error: OSError, path: str) -> SourceError:
+    return SourceError(error.errno or errno.EIO, path)
+
+
+def _walk(job: _Job, shown: str) -> None:
+    job.waiting.append((".", os.fstat(job.source)))
+    while job.waiting:
+        name, found = job.waiting.pop()
+        try:
+            _directory(job, name, found)
+        except SourceError as error:
+            raise SourceError(error.code, os.path.normpath(f"{shown}/{name}/{error.path}")) from error
+
+
+def _directory(job: _Job, path: str, found: os.stat_result) -> None:
+    """Fill one directory that was made already, then set what it is itself. What is below it waits for its turn."""
+    with _reading("."):
+        source = os.open(path, _DIRECTORY, dir_fd=job.source)
+    try:
+        target = os.open(path, _DIRECTORY, dir_fd=job.target)
+        try:
+            with _reading("."):
+                names = os.listdir(source)
+                attributes = _attributes(source)
+            for name in names:
+                _entry(job, source, target, path, name)
+            _finish(target, found, attributes)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+
+
+def _entry(job: _Job, source: int, target: int, path: str, name: str) -> None:
+    try:
+        found = os.stat(name, dir_fd=source, follow_symlinks=False)
+    except OSError as error:
+        raise _source_error(error, name) from error
+    mode = found.st_mode
+    if stat.S_ISDIR(mode):
+        job.spend(BLOCK)
+        os.mkdir(name, 0o700, dir_fd=target)
+        job.waiting.append((f"{path}/{name}", found))
+        return
+    if found.st_nlink > 1:
+        first = job.first_names.setdefault(found.st_ino, f"{path}/{name}")
+        if first != f"{path}/{name}":
+            os.link(first, name, src_dir_fd=job.target, dst_dir_fd=target, follow_symlinks=False)
+            return
+    if stat.S_ISREG(mode):
+        _file(source, name, found, (target, name), (job.spend, job.flush))
+    else:
+        job.spend(BLOCK)
+        _special(source, target, name, found)
+
+
+def _special(source: int, target: int, name: str, found: os.stat_result) -> None:
+    """Make a symbolic link, device, whiteout, FIFO or socket."""
+    try:
+        text = os.readlink(name, dir_fd=source) if stat.S_ISLNK(found.st_mode) else ""
+        # There is no system call that takes attributes relative to a directory before Linux 6.13.
+        attributes = _attributes(f"/proc/self/fd/{source}/{name}")
+    except OSError as error:
+        raise _source_error(error, name) from error
+    if text:
+        os.symlink(text, name, dir_fd=target)
+    else:
+        os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
+    if found.st_uid or found.st_gid:
+        os.chown(name, found.st_uid, found.st_gid, dir_fd=target, follow_symlinks=False)
+    for key, value in attributes.items():
+        os.setxattr(f"/proc/self/fd/{target}/{name}", key, value, follow_symlinks=False)
+    if not text and (found.st_uid or found.st_gid or attributes):
+        # Neither a device nor a FIFO is opened by this: the name was made a moment ago, in a private directory.
+        os.chmod(name, stat.S_IMODE(found.st_mode), dir_fd=target)
+    os.utime(name, ns=(found.st_mtime_ns, found.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+
+
+def _file(
+    folder: int, name: str, found: os.stat_result, to: tuple[int, str], how: tuple[Spend, bool]
+) -> None:
+    """Copy a regular file from a directory to (directory, name)."""
+    spend, flush = how
+    size = found.st_size
+    try:
+        source = os.open(name, _READ, dir_fd=folder)
+    except OSError as error:
+        raise _source_error(error, name) from error
+    try:
+        try:
+            attributes = _attributes(source)
+            data = os.read(source, min(size, CHUNK)) if size else b""
+        except OSError as error:
+            raise _source_error(error, name) from error
+        spend(len(data) + BLOCK)
+        target = os.open(to[1], _NEW, stat.S_IMODE(found.st_mode), dir_fd=to[0])
+        try:
+            if size < CHUNK:
+                if len(data) != size or (data and os.write(target, data) != size):
+                    _write_rest(target, data, size, name)
+            else:
+                _big_file(source, target, data, name, size, spend, flush)
+            _finish(target, found, attributes)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+
+
+def _write_rest(target: int, data: bytes, size: int, name: str) -> None:
+    """Write a small file again, after a short read (the store is damaged) or a short write (the disk is full)."""
+    if len(data) != size:
+        raise SourceError(errno.EIO, name)
+    _write(target, data, 0)
+
+
+def _big_file(source: int, target: int, data: bytes, name: str, size: int, spend: Spend, flush: bool) -> None:
+    """Copy from the first chunk on; what is zero becomes a hole."""
+    place = flushed = 0
+    while True:
+        if not data:
+            raise SourceError(errno.EIO, name)
+        for start, end in extents(data):
+            _write(target, data[start:end] if end - start < len(data) else data, place + start)
+        place += len(data)
+        if flush and place - flushed >= _FLUSH:
+            _libc.sync_file_range(target, flushed, place - flushed, _SYNC_FILE_RANGE_WRITE)
+            flushed = place
+        if place >= size:
+            break
+        try:
+            data = os.read(source, min(size - place, CHUNK))
+        except OSError as error:
+            raise _source_error(error, name) from error
+        spend(len(data))
+    os.ftruncate(target, size)
+
+
+def _write(target: int, data: bytes, place: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(target, data[done:] if done else data, place + done)
+
+
+def extents(data: bytes) -> list[tuple[int, int]]:
+    """Return the ranges of ``data`` that are not whole blocks of zeros, in order; adjacent ones are one range."""
+    # One look at the first byte of each block tells that there is none, which is the rule.
+    if data[::BLOCK].find(0) < 0:
+        return [(0, len(data))]
+    found: list[tuple[int, int]] = []
+    for start in range(0, len(data), BLOCK):
+        end = min(start + BLOCK, len(data))
+        if data[start] == 0 and data[start:end] == _ZEROS[: end - start]:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _attributes(of: int | str) -> Attributes:
+    """Return the extended attributes of an open file, or of a path whose last part may be a symbolic link."""
+    follow = isinstance(of, int)
+    return {
+        key: os.getxattr(of, key, follow_symlinks=follow) for key in os.listxattr(of, follow_symlinks=follow)
+    }
+
+
+def _finish(target: int, found: os.stat_result, attributes: Attributes) -> None:
+    """Give an open file or directory its owner, mode, attributes and time, in the order that keeps each."""
+    mode = stat.S_IMODE(found.st_mode)
+    owned = found.st_uid or found.st_gid
+    if owned:
+        os.fchown(target, found.st_uid, found.st_gid)
+    for key, value in attributes.items():
+        os.setxattr(target, key, value)
+    if stat.S_ISDIR(found.st_mode) or attributes or (owned and mode & _FORGOTTEN_BY_CHOWN):
+        os.fchmod(target, mode)
+    os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))

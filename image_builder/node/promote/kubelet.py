@@ -1,0 +1,46 @@
+"""Wait until the kubelet is up: until then every byte of the disk belongs to the boot."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import time
+import urllib.parse
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/bin"
+_BETWEEN_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
+
+
+def wait(healthz: str, seconds: float) -> bool:
+    """Wait for an answer 200 from ``healthz``, at most ``seconds``; tell whether it came.
+
+    A node without a kubelet, or an empty ``healthz``, has nothing to wait for.
+    """
+    if not healthz or shutil.which("kubelet", path=_PATH) is None:
+        return True
+    return wait_for_answer(healthz, seconds)
+
+
+def wait_for_answer(healthz: str, seconds: float) -> bool:
+    """Ask until 200 is answered, at most ``seconds``; tell whether it was. No proxy is asked."""
+    end = time.monotonic() + seconds
+    while not _answers(healthz):
+        if (left := end - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(_BETWEEN_SECONDS, left))
+    return True
+
+
+def _answers(healthz: str) -> bool:
+    parts = urllib.parse.urlsplit(healthz)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "127.0.0.1", parts.port, timeout=_ANSWER_SECONDS
+    )
+    try:
+        connection.request("GET", parts.path or "/")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

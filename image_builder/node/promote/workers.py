@@ -1,0 +1,195 @@
+"""Copy items by several processes. A worker only makes copies; the agent itself syncs and exchanges.
+
+Each worker takes the next item, copies it into the staging directory under the item's number, and says so in one line
+of JSON: ``{"item": 3}``, ``{"item": 3, "code": "promote.space", "reason": "..."}`` or with ``"errno"`` and ``"path"``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import select
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from image_builder.node.errors import NodeError
+from image_builder.node.promote.copy import SourceError, copy_file, copy_tree
+from image_builder.node.promote.plan import Item, Room, refusal
+from image_builder.node.promote.shared import Shared, Stopped
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 19
+_DAMAGED = frozenset([errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA])
+_FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers do. ``flush`` as of ``copy_tree``."""
+
+    items: Sequence[Item]
+    staging: Path
+    reserve_percent: float
+    flush: bool
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker said of an item: an empty ``code`` when it was copied. ``damaged``: the store could not be read."""
+
+    item: int
+    code: str = ""
+    reason: str = ""
+    damaged: bool = False
+
+
+class Workers:
+    """Worker processes, from their start until each has ended."""
+
+    def __init__(self, job: Job, shared: Shared, count: int) -> None:
+        self._shared = shared
+        self._pipes: dict[int, int] = {}  # a pipe's end to read, the worker's process id
+        self._rest: dict[int, bytes] = {}
+        self._ended: list[int] = []
+        for number in range(count):
+            self._start(job, number)
+
+    def _start(self, job: Job, number: int) -> None:
+        mine, theirs = os.pipe()
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            os.close(mine)
+            _work(job, self._shared, number, theirs, parent)
+        os.close(theirs)
+        self._pipes[mine] = child
+        self._rest[mine] = b""
+
+    def told(self, seconds: float) -> list[Told] | None:
+        """Return what was said within that time, maybe nothing; None when all workers have ended.
+
+        Raises NodeError when a worker ended in a way that only a bug or a kill explains.
+        """
+        if not self._pipes:
+            return None
+        found: list[Told] = []
+        for pipe in select.select(list(self._pipes), [], [], seconds)[0]:
+            if data := os.read(pipe, 1 << 16):
+                *lines, self._rest[pipe] = (self._rest[pipe] + data).split(b"\n")
+                found += [Told(**json.loads(line)) for line in lines]
+            else:
+                self._reap(pipe)
+        return found
+
+    def _reap(self, pipe: int) -> None:
+        child = self._pipes.pop(pipe)
+        os.close(pipe)
+        _, status = os.waitpid(child, 0)
+        if status:
+            code = os.waitstatus_to_exitcode(status)
+            raise NodeError("promote.worker", f"a process that copied layers ended with {code}")
+
+    def end(self) -> None:
+        """Stop what runs and wait for it."""
+        self._shared.stop()
+        for child in self._pipes.values():
+            os.kill(child, signal.SIGKILL)
+        for pipe, child in self._pipes.items():
+            os.close(pipe)
+            os.waitpid(child, 0)
+        self._pipes.clear()
+
+
+@contextmanager
+def running(job: Job, count: int, rate: int) -> Iterator[tuple[Workers, Shared]]:
+    """Start ``count`` workers; none is left after the block, however that ends."""
+    with Shared(count, rate) as shared:
+        workers = Workers(job, shared, count)
+        try:
+            yield workers, shared
+        finally:
+            workers.end()
+
+
+def _work(job: Job, shared: Shared, number: int, pipe: int, parent: int) -> NoReturn:
+    """Be a worker. A dead agent takes its workers along: nobody would exchange what they copy."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            os.nice(_NICE)
+            _copy_items(job, shared, number, lambda told: _say(pipe, told))
+            status = 0
+    except Stopped:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _say(pipe: int, told: dict[str, Any]) -> None:
+    os.write(pipe, json.dumps(told).encode() + b"\n")
+
+
+def _copy_items(job: Job, shared: Shared, number: int, say: Callable[[dict[str, Any]], None]) -> None:
+    pacer = shared.pacer()
+    while True:
+        shared.check()
+        shared.set_in_flight(number, 0)
+        with shared.locked():
+            index = shared.next_item()
+            if index >= len(job.items):
+                return
+            item = job.items[index]
+            reason = refusal(room(job.staging), item.bytes, shared.in_flight(), job.reserve_percent)
+            if reason:
+                shared.no_more()
+            else:
+                shared.set_in_flight(number, item.bytes)
+        if reason:
+            say({"item": index, "code": "promote.space", "reason": reason})
+            return
+        copy = copy_tree if item.link.directory else copy_file
+        try:
+            copy(item.link.target, job.staging / str(index), pacer.spend, flush=job.flush)
+        except SourceError as error:
+            say(
+                {
+                    "item": index,
+                    "code": "promote.store",
+                    "reason": str(error),
+                    "damaged": error.code in _DAMAGED,
+                }
+            )
+            return
+        except OSError as error:
+            say({"item": index, **disk_error(error)})
+            return
+        say({"item": index})
+
+
+def disk_error(error: OSError) -> dict[str, str]:
+    """Return the code and the reason of an error of the local disk."""
+    code = "promote.space" if error.errno in _FULL else "promote.io"
+    where = f"{error.filename}: " if error.filename else ""
+    return {"code": code, "reason": f"{where}{os.strerror(error.errno or errno.EIO)}"}
+
+
+def room(path: Path) -> Room:
+    """Return the room of the filesystem that holds ``path``. Raises OSError."""
+    found = os.statvfs(path)
+    return Room(
+        total=found.f_blocks * found.f_frsize,
+        free=found.f_bavail * found.f_frsize,
+        files=found.f_files,
+        free_files=found.f_favail,
+    )

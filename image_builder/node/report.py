@@ -1,0 +1,204 @@
+"""``node-agent status``: what happened since the node was booted, and where its images' layers are served from.
+
+Starts no program: the status file, the store's description, and the names in the data root are all that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import settings, status
+from image_builder.node.errors import NodeError
+
+STORE = Path("/opt/preload/store.json")
+# Below a data root: a directory for each layer, and the name of its files in it.
+_LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "docker": [("overlay2", "diff")],
+    "containerd": [("io.containerd.snapshotter.v1.overlayfs/snapshots", "fs")],
+}
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a data root has: diff ids (hexadecimal) served by the store; of those, links that lead nowhere.
+
+    ``directories`` counts the layers that are on the local disk itself, those of containers included.
+    """
+
+    served: frozenset[str]
+    broken: frozenset[str]
+    directories: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where an image's layers come from: how many from the store, how many from the local disk."""
+
+    ref: str
+    mode: str
+    store: int
+    local: int
+    source: str
+
+
+def scan(data_root: Path, engine: str) -> Links:
+    """Look at each layer's directory of a data root; nothing where there is none."""
+    served, broken, directories = set(), set(), 0
+    for folder, name in _LAYERS.get(engine, []):
+        try:
+            entries = list(os.scandir(data_root / folder))
+        except OSError:
+            continue
+        for entry in entries:
+            place = os.path.join(entry.path, name)
+            if os.path.islink(place):
+                layer = os.path.basename(os.readlink(place))
+                served.add(layer)
+                if not os.path.isdir(place):
+                    broken.add(layer)
+            elif os.path.isdir(place):
+                directories += 1
+    return Links(frozenset(served), frozenset(broken), directories)
+
+
+def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) -> Served:
+    """Return where an image of the store's description is served from.
+
+    ``preload`` is the status section: it alone knows what was loaded from the archive and what is missing.
+    """
+    layers = [str(diff_id).removeprefix("sha256:") for diff_id in image["diff_ids"]]
+    store = sum(layer in links.served for layer in layers)
+    broken = sum(layer in links.broken for layer in layers)
+    ref = str(image["ref"])
+    if broken:
+        source = f"LOST: {broken} layers lead nowhere"
+    elif any(str(problem).startswith(f"{ref} ") for problem in preload.get("problems", [])):
+        source = "MISSING"
+    elif ref in preload.get("loaded", {}):
+        source = "archive"
+    elif not preload:
+        source = "not looked at yet"
+    elif store == len(layers):
+        source = "preload store"
+    else:
+        source = "local disk and preload store" if store else "local disk"
+    return Served(ref, str(image.get("mode", "")), store, len(layers) - store, source)
+
+
+def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:
+    """Return all that is known: the status, ``images`` and ``layers`` in the data root."""
+    preload = found.get("preload", {})
+    return {
+        **found,
+        "images": [asdict(serve(image, links, preload)) for image in images],
+        "layers": {
+            "links": len(links.served),
+            "broken": len(links.broken),
+            "directories": links.directories,
+        },
+    }
+
+
+def text(known: Mapping[str, Any]) -> str:
+    """Return a report for people."""
+    lines = ["ready" if known.get("ready") else "NOT READY", ""]
+    rows = [("", "state", "seconds", "what and why")]
+    rows += [_row(name, known[name]) for name in status.SECTIONS if name in known]
+    lines += table(rows)
+    missing = [name for name in status.SECTIONS if name not in known]
+    if missing:
+        lines.append(f"nothing is known yet of: {', '.join(missing)}")
+    if known["images"]:
+        heads = [("image", "mode", "from the store", "from the disk", "served from")]
+        images = [
+            (i["ref"], i["mode"], str(i["store"]), str(i["local"]), i["source"]) for i in known["images"]
+        ]
+        lines += ["", *table([*heads, *images])]
+    layers = known["layers"]
+    lines += [
+        "",
+        f"layers in the data root: {layers['links']} links into the preload store "
+        f"({layers['broken']} lead nowhere), {layers['directories']} directories",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, section: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    code = f"{section['code']}: " if section.get("code") else ""
+    what = [f"{code}{section.get('reason', '')}".strip(), _DETAILS.get(name, _nothing)(section)]
+    return (name, str(section["state"]), f"{section.get('seconds', '')}", "; ".join(w for w in what if w))
+
+
+def _nothing(_section: Mapping[str, Any]) -> str:
+    return ""
+
+
+def _disk(section: Mapping[str, Any]) -> str:
+    members = [
+        f"{member.get('serial') or member.get('model') or 'disk'} ({int(member.get('bytes', 0)) / 1e9:.0f} GB)"
+        for member in section.get("members", [])
+    ]
+    parts = [section.get("action"), section.get("filesystem"), section.get("mount_point"), *members]
+    return " ".join(str(part) for part in parts if part)
+
+
+def _preload(section: Mapping[str, Any]) -> str:
+    if "images" not in section:
+        return ""
+    return (
+        f"{section['images']} images: {section.get('seeded', 0)} seeded, {section.get('there', 0)} there already, "
+        f"{len(section.get('loaded', {}))} from the archive"
+    )
+
+
+def _promotion(section: Mapping[str, Any]) -> str:
+    if not section.get("total"):
+        return ""
+    return (
+        f"{section.get('done', 0)} of {section['total']} copied to the local disk, "
+        f"{int(section.get('bytes', 0)) / 1e9:.2f} GB"
+    )
+
+
+_DETAILS = {"disk": _disk, "preload": _preload, "promotion": _promotion}
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns begin under each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _images(store: Path) -> list[dict[str, Any]]:
+    """Return the images of the store's description; raises NodeError (``store.manifest``)."""
+    try:
+        images: list[dict[str, Any]] = json.loads(store.read_bytes())["images"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NodeError("store.manifest", f"{store} can't be read: {error}") from error
+    return images
+
+
+def run(
+    *,
+    as_json: bool,
+    store: Path = STORE,
+    etc: Path = settings.DIRECTORY,
+    directory: Path = status.DIRECTORY,
+) -> int:
+    """Print the report; return 0 when the node is ready, else 1. Raises NodeError."""
+    chosen = settings.load("preload", etc)
+    found = status.read(directory)
+    links = scan(Path(chosen.get("data_root", "/nonexistent")), str(chosen.get("engine", "")))
+    known = report(found, _images(store), links)
+    sys.stdout.write(json.dumps(known, indent=1) + "\n" if as_json else text(known))
+    return 0 if known.get("ready") else 1

@@ -1,0 +1,215 @@
+"""The preload store: one read-only EROFS with every layer that a node was baked with, and its manifest.
+
+    /layers/<hex of a diff id>/     a layer's files, as overlay wants them
+    /docker/, /containerd/          what each engine keeps beside them: as in a data root, a layer being a link
+
+The file carries its dm-verity hash tree behind the filesystem. The kernel checks each block when it is read, so a
+damaged block is an I/O error and never a wrong byte, and nothing is hashed at boot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import trees
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.layout import LAYERS, MANIFEST, MOUNT_POINT
+from image_builder.node.programs import run
+
+FORMAT = 1
+BLOCK = 4096
+MAPPING = "preload"
+_MS_RDONLY, _MS_NODEV = 1, 4
+
+
+@dataclass(frozen=True)
+class Verity:
+    """A hash tree: where it begins in the file (bytes), and what leads to it. Blocks are 4 KiB, hashes SHA-256."""
+
+    root_hash: str
+    salt: str
+    hash_offset: int
+
+    def table(self, device: str) -> str:
+        """Return the device-mapper table (Documentation/admin-guide/device-mapper/verity.rst)."""
+        blocks = self.hash_offset // BLOCK
+        words = ("1", device, device, BLOCK, BLOCK, blocks, blocks, "sha256", self.root_hash, self.salt)
+        return f"0 {blocks * (BLOCK // 512)} verity {' '.join(map(str, words))}"
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image of the store; the fields are those of the archive's list (``preload/``), and two more.
+
+    ``mode`` is how it gets to the disk: ``reference`` (links, promoted later), ``copy`` (at boot) or ``archive``.
+    """
+
+    ref: str
+    digest: str
+    manifest: str
+    id: str
+    pin: bool
+    required: bool
+    mode: str
+    diff_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BakedEngine:
+    """The engine that unpacked the layers: its version, and the program by path and size in bytes."""
+
+    version: str
+    binary: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """``store.json``. ``layers`` maps diff ids to the bytes of their files."""
+
+    id: str
+    file: Path
+    bytes: int
+    verity: Verity | None
+    engines: Mapping[str, BakedEngine]
+    images: tuple[StoredImage, ...]
+    layers: Mapping[str, int]
+
+
+def read_manifest(path: Path = MANIFEST) -> Store:
+    """Read ``store.json``. Raises NodeError (``store.manifest``)."""
+    try:
+        return parse_manifest(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise NodeError("store.manifest", f"{path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise NodeError(
+            "store.manifest", f"{path} is no manifest of a preload store: {type(error).__name__}: {error}"
+        ) from error
+
+
+def parse_manifest(found: Mapping[str, Any]) -> Store:
+    """Return what a manifest says. Raises KeyError, TypeError or ValueError."""
+    if found["format"] != FORMAT:
+        raise ValueError(f"format {found['format']}, this program reads {FORMAT}")
+    verity = found["verity"]
+    return Store(
+        id=str(found["id"]),
+        file=Path(found["file"]),
+        bytes=int(found["bytes"]),
+        verity=Verity(str(verity["root_hash"]), str(verity["salt"]), int(verity["hash_offset"]))
+        if verity
+        else None,
+        engines={
+            str(name): BakedEngine(str(e["version"]), str(e["binary"]), int(e["bytes"]))
+            for name, e in found["engines"].items()
+        },
+        images=tuple(
+            StoredImage(
+                **{key: str(image[key]) for key in ("ref", "digest", "manifest", "id", "mode")},
+                pin=bool(image["pin"]),
+                required=bool(image["required"]),
+                diff_ids=tuple(map(str, image["diff_ids"])),
+            )
+            for image in found["images"]
+        ),
+        layers={str(layer["diff_id"]): int(layer["bytes"]) for layer in found["layers"]},
+    )
+
+
+def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
+    """Mount the store, checked by dm-verity; nothing happens when it is mounted already.
+
+    ``verity`` False takes a store without the check, as the node's settings declare. Raises NodeError:
+    ``store.truncated``, ``store.verity``, ``store.mount``, ``store.disagrees``.
+    """
+    if trees.mounted_at(at) is None:
+        try:
+            size = store.file.stat().st_size
+        except OSError as error:
+            raise NodeError("store.truncated", f"{store.file}: {error.strerror}") from error
+        if size != store.bytes:
+            raise NodeError("store.truncated", f"{store.file} has {size} bytes, not {store.bytes}")
+        at.mkdir(parents=True, exist_ok=True)
+        if not verity:
+            _mount_file(store.file, at)
+        elif store.verity is None:
+            raise NodeError(
+                "store.verity", f"{store.file} was baked without dm-verity, this node requires it"
+            )
+        else:
+            _mount_verified(store.file, store.verity, at)
+    try:
+        _compare(store, at)
+    except NodeError:
+        close_store(at)
+        raise
+
+
+def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
+    # A mapping that a killed agent left; without one this fails, and that is all right.
+    run(["dmsetup", "remove", MAPPING], ok=range(256))
+    try:
+        loop = run(["losetup", "--find", "--show", "--read-only", "--direct-io=on", os.fspath(file)])
+    except ProgramError as error:
+        raise NodeError("store.verity", f"no loop device for {file}: {error.message}") from error
+    device = loop.stdout.strip()
+    try:
+        run(["dmsetup", "create", MAPPING, "--readonly", "--table", verity.table(device)])
+        _mount(f"/dev/mapper/{MAPPING}", at)
+    except ProgramError as error:
+        raise NodeError("store.verity", f"dm-verity refuses {file}: {error.message}") from error
+    except OSError as error:
+        run(["dmsetup", "remove", "--retry", MAPPING], ok=range(256))
+        raise NodeError("store.mount", f"{file} can't be mounted: {error.strerror}") from error
+    finally:
+        # It goes by itself with its last user: the mapping, or at once where there is none.
+        run(["losetup", "--detach", device], ok=range(256))
+
+
+def _mount_file(file: Path, at: Path) -> None:
+    """Mount the file itself where the kernel can (6.12), else by a loop device."""
+    try:
+        _mount(os.fspath(file), at)
+    except OSError:
+        try:
+            run(["mount", "-t", "erofs", "-o", "ro,nodev,loop", os.fspath(file), os.fspath(at)])
+        except ProgramError as error:
+            raise NodeError("store.mount", f"{file} can't be mounted: {error.message}") from error
+
+
+def _mount(source: str, at: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = ctypes.c_ulong(_MS_RDONLY | _MS_NODEV)
+    if libc.mount(os.fsencode(source), os.fsencode(at), b"erofs", flags, None) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), source)
+
+
+def _compare(store: Store, at: Path) -> None:
+    """Raise NodeError unless the store has exactly the layers and engines of the manifest."""
+    try:
+        layers = {f"sha256:{name}" for name in os.listdir(at / LAYERS)}
+        engines = {name for name in os.listdir(at) if name != LAYERS}
+    except OSError as error:
+        raise NodeError("store.damaged", f"{error.filename}: {error.strerror}") from error
+    wanted = {diff_id for image in store.images for diff_id in image.diff_ids}
+    if layers != set(store.layers) or not wanted <= layers or engines != set(store.engines):
+        raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
+
+
+def close_store(at: Path = MOUNT_POINT) -> None:
+    """Unmount the store. Containers that run keep what they use of it until they end. Raises NodeError."""
+    if trees.mounted_at(at) is None:
+        return
+    try:
+        run(["umount", os.fspath(at)])
+    except ProgramError as error:
+        raise NodeError("store.busy", error.message) from error
+    run(["dmsetup", "remove", "--deferred", MAPPING], ok=range(256))
