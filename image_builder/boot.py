@@ -30,6 +30,8 @@ SUITE_SECONDS = 3600.0
 # What a cloud gives is larger than the image, and the root must grow into it. Loading an archive takes three times
 # its size: the archive, what Docker unpacks it to first, and the layers.
 GROWTH_BYTES = 8 << 30
+# A blank disk for an image that wants one, as a cloud gives it: every image of the lab fits.
+LOCAL_DISK = ExtraDisk("local0", size=16 << 30)
 POD_NAME = "lab-probe"
 DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
@@ -95,7 +97,7 @@ def boot(
     facts: Path | None = None,
     keep: bool = False,
     secure_boot: bool | None = None,
-    extra_disks: tuple[ExtraDisk, ...] = (),
+    extra_disks: tuple[ExtraDisk, ...] | None = None,
     then: Callable[[SshTarget], None] | None = None,
 ) -> BootResult:
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
@@ -104,7 +106,8 @@ def boot(
     ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
     the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
-    image declares (``image_secure_boot``). ``then`` is called with the machine, after the result was written and
+    image declares (``image_secure_boot``); ``extra_disks`` None: a blank local disk where the image has the layer
+    ``node``. ``then`` is called with the machine, after the result was written and
     before it is switched off. Raises BootError, CommandError, HostError, and VerifyError for a
     run of the suite that proves nothing.
     """
@@ -119,6 +122,8 @@ def boot(
     out_dir.mkdir(parents=True, exist_ok=True)
     store = Store(settings.store)
     store.prepare()
+    if extra_disks is None:
+        extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
     options = VmOptions(
         name=str(told.get("image", disk.stem)),

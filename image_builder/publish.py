@@ -255,14 +255,18 @@ def _fill(
         sparse.copy(source / file.name, staging / file.name, tell("copy"))
         _finish(staging / file.name, file, made.source_date_epoch, tell("hash"))
 
-    # Two at a time: one hashes while the other one copies.
-    with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(place, file) for file in made.artefacts]:
-            future.result()
     by_name = {d.name: d for d in made.documents}
-    for name, data in documents.items():
+
+    def write(name: str, data: bytes) -> None:
         (staging / name).write_bytes(data)
         _finish(staging / name, by_name[name], made.source_date_epoch, None)
+
+    # Two at a time: one hashes, or waits for the disk, while the other one copies.
+    with ThreadPoolExecutor(2) as pool:
+        placed = [pool.submit(place, file) for file in made.artefacts]
+        placed += [pool.submit(write, name, data) for name, data in documents.items()]
+        for future in placed:
+            future.result()
     (staging / MANIFEST).write_bytes(made.render())
     sparse.sync(staging / MANIFEST)
     staging.chmod(0o755)

@@ -33,6 +33,8 @@ _FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
 _PACKAGE = "image_builder"
 # The layer that installs the container engine, and the snapshotters that are baked for.
 ENGINE_LAYER = "container_runtime"
+# The role that installs what image_builder/node holds.
+_NODE_ROLE = "roles/node_agent"
 _SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
 # The files of this program that decide a stage's bytes, by the stage's kind.
 _CODE: Mapping[str, tuple[str, ...]] = {
@@ -246,6 +248,8 @@ class _Maker:
 
     def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
         sources = file_digests(self.repo_root, layer_sources(self.definition, name))
+        if any(path.startswith(f"{_NODE_ROLE}/") for path in sources):
+            sources |= file_digests(self.repo_root, [self.repo_root / _PACKAGE / "node"])
         return StagePlan(
             name,
             "layer",

@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,46 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     stored = json.loads(_manifest(ctx).read_bytes())["images"]
     images = {image["ref"] for image in stored if image["mode"] != "archive"}
     locked = [image for image in locked_images(options["images"]) if image.ref in images]
-    engines: dict[str, JSON] = {}
+    seeds: dict[str, JSON] = {}
+    seconds: dict[str, dict[str, JSON]] = {image.ref: {} for image in locked}
+    read: dict[str, list[str]] = {image.ref: [] for image in locked}
     for name in options["engines"]:
-        engines[name] = _rehearse(ctx, name, locked)
+        done = _rehearse(ctx, name, locked)
+        seeds[name] = done.seed
+        for image in locked:
+            seconds[image.ref][name] = done.seconds[image.ref]
+            read[image.ref] += [layer for layer in done.read[image.ref] if layer not in read[image.ref]]
+    found: dict[str, JSON] = {
+        "format": FORMAT,
+        "seed": seeds,
+        "images": [
+            {"ref": image.ref, "seconds": seconds[image.ref], "read": list(read[image.ref])}
+            for image in locked
+        ],
+    }
     target = ctx.product / "tree" / layout.REHEARSAL.relative_to("/")
     target.parent.mkdir(parents=True)
-    target.write_text(json.dumps({"format": FORMAT, "engines": engines}, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     target.chmod(0o644)
-    return {"engines": engines}
+    return {"seed": seeds, "seconds": dict(seconds)}
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """How it went with one engine: what the agent says of its seed; for each image the seconds until a container
+    ran (None for one without a command), and the layers that were read for it first, by diff id.
+    """
+
+    seed: dict[str, JSON]
+    seconds: Mapping[str, float | None]
+    read: Mapping[str, list[str]]
 
 
 def _manifest(ctx: StageContext) -> Path:
     return ctx.inputs["preload_store"] / "tree" / layout.MANIFEST.relative_to("/")
 
 
-def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> dict[str, JSON]:
+def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> Rehearsed:
     module = _ENGINES[name]
     disk = ctx.work / f"disk-{name}"
     disk.mkdir()
@@ -73,12 +99,12 @@ def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> dict[s
             seeded = _seed(root, name)
             # An engine takes a data root for its own that is a mount, and leaves it mounted.
             with _bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/")):
-                started = _start_all(ctx, name, root, images)
+                seconds, read = _start_all(ctx, name, root, images)
         finally:
             cgroups.reap()
             if os.path.ismount(_store(root)):
                 namespace.unmount(os.fspath(_store(root)))
-    return {"seed": seeded, "images": started}
+    return Rehearsed(seeded, seconds, read)
 
 
 def _store(root: Root) -> Path:
@@ -95,20 +121,22 @@ def _bound(source: Path, target: Path) -> Iterator[None]:
         namespace.unmount(os.fspath(target))
 
 
-def _start_all(ctx: StageContext, name: str, root: Root, images: list[LockedImage]) -> list[JSON]:
-    """Start a container of each image; return how long it took, and the layers that were read for it first."""
-    read: set[str] = set()
-    started: list[JSON] = []
+def _start_all(
+    ctx: StageContext, name: str, root: Root, images: list[LockedImage]
+) -> tuple[dict[str, float | None], dict[str, list[str]]]:
+    """Start a container of each image; return the seconds that took, and the layers read for it first."""
+    before: set[str] = set()
+    seconds: dict[str, float | None] = {}
+    read: dict[str, list[str]] = {}
     with _ENGINES[name].running(root, downloads=1, endpoints={}, log=ctx.log) as engine:
         _require_listed(engine, images)
         for number, image in enumerate(images, 1):
             ctx.doing(f"starting {image.ref} with {name} ({number} of {len(images)})")
-            seconds = engine.try_out(image)
+            seconds[image.ref] = engine.try_out(image)
             now = resident(_store(root) / layout.LAYERS)
-            mine: list[JSON] = [layer.diff_id for layer in image.layers if layer.diff_id in now - read]
-            read |= now
-            started.append({"ref": image.ref, "seconds": seconds, "read": mine})
-    return started
+            read[image.ref] = [layer.diff_id for layer in image.layers if layer.diff_id in now - before]
+            before |= now
+    return seconds, read
 
 
 def _seed(root: Root, engine: str) -> dict[str, JSON]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SUITE = REPO_ROOT / "tests" / "image"
 OFFLINE_TIMEOUT = 600.0
+# As a stage the checks run beside the disk and the conversion, which take longer and get the processors first.
+_NICENESS = 10
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Any end of pytest is judged here, also by a signal.
 _ANY_STATUS = range(-64, 256)
@@ -50,6 +52,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             python=ctx.settings.python,
             log=ctx.log,
             timeout=OFFLINE_TIMEOUT,
+            niceness=_NICENESS,
             on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
                 ctx.plan.name, done, total, "checks"
             ),
@@ -97,6 +100,7 @@ def run_suite(
     log: Path,
     suite: Path = SUITE,
     timeout: float | None = None,
+    niceness: int = 0,
     on_progress: OnProgress | None = None,
 ) -> SuiteResult:
     """Run the suite and require that every check passed; parameters as in ``observe_suite``.
@@ -112,6 +116,7 @@ def run_suite(
         log=log,
         suite=suite,
         timeout=timeout,
+        niceness=niceness,
         on_progress=on_progress,
     )
     require_passed(result)
@@ -129,19 +134,21 @@ def observe_suite(
     suite: Path = SUITE,
     select: tuple[str, ...] = (),
     timeout: float | None = None,
+    niceness: int = 0,
     on_progress: OnProgress | None = None,
 ) -> SuiteResult:
     """Run the suite in a child process and return what it found, failed checks included.
 
     ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra,
-    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run. Writes
-    ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for a run that proves nothing.
+    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run,
+    ``niceness`` how far others come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for a run that proves nothing.
     """
     out_dir = out_dir.resolve()
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
     for stale in (junit, report):
         stale.unlink(missing_ok=True)
     argv: list[process.Arg] = [
+        *("nice", "-n", str(niceness)),
         *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker),
         *(f"--junitxml={junit}", f"--report={report}", f"--target={target}", f"--facts={facts.resolve()}"),
         *(f"--rootdir={suite}", "-c", suite / "pytest.ini"),

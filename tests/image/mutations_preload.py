@@ -15,7 +15,11 @@ LIST = "/opt/preloaded_docker_images.json"
 ARCHIVE = "/opt/preloaded_docker_images.tar"
 UNIT = "/etc/systemd/system/image-preload.service"
 KUBELET = "/etc/systemd/system/kubelet.service.d/10-image-preload.conf"
-PROGRAM = "/usr/local/libexec/image-preload"
+SEED = "/etc/systemd/system/preload-seed.service"
+PROMOTE = "/etc/systemd/system/preload-promote.service"
+SETTINGS = "/etc/node-agent/preload.json"
+MODULES = "/etc/modules-load.d/50-image-preload.conf"
+PROGRAM = "/usr/local/sbin/node-agent"
 
 
 def edit(change_list: Callable[[dict[str, Any]], None]) -> Mutation:
@@ -159,7 +163,7 @@ record(
     "test_preloaded_pause_image_is_the_one_in_use",
     given(_other_pause),
     given(lambda v: _unlist(v["container_runtime_pause_image"])),
-    both(edit(_unpinned), change(UNIT, r"--pause=\S+", "--pause=registry.invalid/pause:1")),
+    both(edit(_unpinned), change(SETTINGS, '"pause": .*', '"pause": "registry.invalid/pause:1",')),
 )
 record(
     "test_preload_comes_before_the_kubelet",
@@ -167,10 +171,43 @@ record(
     change(UNIT, "^Before=.*", "Before=network.target"),
     change(UNIT, "^After=.*\n", ""),
     change(UNIT, "^TimeoutStartSec=.*\n", ""),
-    change(UNIT, r"--engine=\S+", "--engine=podman"),
+    change(UNIT, "preload-seed.service", ""),
+    change(UNIT, "^ExecStart=(.*) preload$", r"ExecStart=\1 promote"),
     change(KUBELET, "^(Requires|Wants)=.*\n", ""),
     given(lambda v: change(KUBELET, "^(Requires|Wants)=", f"{_other_bond(v)}=")),
     remove(KUBELET),
+)
+record(
+    "test_seed_comes_before_the_engines",
+    remove("/etc/systemd/system/multi-user.target.wants/preload-seed.service"),
+    change(SEED, "^Before=.*", "Before=docker.service"),
+    change(SEED, "^After=.*\n", ""),
+    change(SEED, "^ConditionPathExists=.*\n", ""),
+    change(SEED, "^RemainAfterExit=.*\n", ""),
+    change(SEED, "^ExecStart=(.*) seed$", r"ExecStart=\1 status"),
+    remove("/etc/systemd/system/containerd.service.d/10-preload-seed.conf"),
+    change("/etc/systemd/system/docker.service.d/10-preload-seed.conf", "^After=.*\n", ""),
+)
+record(
+    "test_promotion_does_not_delay_the_boot",
+    remove("/etc/systemd/system/multi-user.target.wants/preload-promote.service"),
+    change(PROMOTE, "^Type=exec", "Type=oneshot"),
+    change(PROMOTE, "^After=.*\n", ""),
+    change(PROMOTE, "^ConditionPathExists=.*\n", ""),
+    change(PROMOTE, "^Nice=.*\n", ""),
+    change(PROMOTE, "^ExecStart=(.*) promote$", r"ExecStart=\1 seed"),
+)
+record(
+    "test_preload_settings_are_declared_ones",
+    change(SETTINGS, '"engine": .*', '"engine": "podman",'),
+    change(SETTINGS, '"data_root": .*', '"data_root": "/var/lib/docker",'),
+    change(SETTINGS, '"reserve_percent": [0-9]+', '"reserve_percent": 0'),
+    write(SETTINGS, "{}"),
+)
+record(
+    "test_store_modules_are_loaded_at_boot",
+    change(MODULES, "^erofs\n", ""),
+    remove(MODULES),
 )
 record(
     "test_preload_program_runs",
@@ -191,11 +228,20 @@ ALL_PINNED = "for n in $(ctr -n k8s.io images list --quiet | grep -v ^sha256); d
 
 record_booted(
     "test_preload_succeeded",
-    """sed -i 's/"problems": \\[\\]/"problems": ["mutation"]/' /run/image-preload/status.json""",
+    """sed -i 's/"problems": \\[\\]/"problems": ["mutation"]/' /run/node/status.json""",
 )
 record_booted(
     "test_preloaded_images_are_pinned",
     f"{ALL_PINNED} ctr -n k8s.io images label $n io.cri-containerd.pinned= ; done",
+)
+# Also where the image has no pin: then the guard of another image is one too many.
+record_booted(
+    "test_preloaded_images_are_guarded",
+    "guards=$(docker container ls --all --quiet --filter label=image-builder.pin=1); "
+    'if test -n "$guards"; then docker container rm $guards; else '
+    + LAST
+    + "docker container create --name preload-pin-mutation --label image-builder.pin=1 $ref never-started; fi",
+    turn=1,
 )
 record_booted(
     "test_preloaded_layers_are_in_containerd",

@@ -26,8 +26,9 @@ from testinfra.host import Host
 V = dict[str, Any]
 LIST = "/opt/preloaded_docker_images.json"
 ARCHIVE = "/opt/preloaded_docker_images.tar"
-STATUS = "/run/image-preload/status.json"
-UNIT = "image-preload.service"
+STATUS = "/run/node/status.json"
+SETTINGS = "/etc/node-agent/preload.json"
+UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-promote.service"
 # The lab's registries exist only while the lab bakes.
 LAB = ".lab.internal"
 
@@ -238,7 +239,7 @@ def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
     nothing(f"{who} takes {ref}, not {pause}" for who, ref in found.items() if ref != pause)
     listed = {image["ref"]: image for image in _images(host)}
     assert pause in listed, f"{pause} is not preloaded"
-    assert listed[pause]["pin"] or f"--pause={pause}" in " ".join(_unit(host, UNIT)), f"{pause} is not pinned"
+    assert listed[pause]["pin"] or load(host, SETTINGS).get("pause") == pause, f"{pause} is not pinned"
 
 
 def _told_of_pause(host: Host, v: V) -> Iterator[tuple[str, str]]:
@@ -268,13 +269,91 @@ def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
     unit, kubelet = _unit(host, UNIT), _drop_in(host, tree)
     engine = f"{v['container_runtime_engine']}.service"
     assert engine in _named(unit, "After") & _named(unit, "Wants"), f"{UNIT} does not wait for {engine}"
+    assert SEED in _named(unit, "After"), f"{UNIT} does not wait for {SEED}"
     assert "kubelet.service" in _named(unit, "Before"), f"{UNIT} is not before the kubelet"
     assert f"ConditionPathExists={LIST}" in unit
     assert "TimeoutStartSec=infinity" in unit
     key = "Requires" if v["image_preload_gates_kubelet"] else "Wants"
     assert UNIT in _named(kubelet, key) & _named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
-    start = " ".join(line for line in unit if line.startswith("ExecStart="))
-    assert f"--engine={v['container_runtime_engine']} " in start, start
+    assert _started(unit) == f"{v['__image_preload_program']} preload", unit
+
+
+def _started(unit: list[str]) -> str:
+    """Return what a unit starts."""
+    return " ".join(line.partition("=")[2] for line in unit if line.startswith("ExecStart="))
+
+
+@offline
+@booted
+@with_unit
+def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
+    """The seed starts at boot, after the local disk is there, and both engines wait for it."""
+    assert starts_at_boot(tree, SEED), f"{SEED} does not start at boot"
+    unit = _unit(host, SEED)
+    assert "local-disk.service" in _named(unit, "After"), f"{SEED} does not wait for the local disk"
+    assert "ConditionPathExists=/opt/preload/store.json" in unit
+    assert {"Type=oneshot", "RemainAfterExit=yes"} <= set(unit)
+    assert _started(unit) == f"{v['__image_preload_program']} seed", unit
+    for engine in ("docker", "containerd"):
+        assert f"{engine}.service" in _named(unit, "Before"), f"{SEED} is not before {engine}"
+        drop_in = read(host, f"/etc/systemd/system/{engine}.service.d/10-preload-seed.conf").splitlines()
+        waits = _named(drop_in, "After") & _named(drop_in, "Wants")
+        assert SEED in waits, f"{engine} does not wait for {SEED}"
+
+
+@offline
+@booted
+@with_unit
+def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None:
+    """The promotion starts at boot, after the kubelet; nothing waits until it ends."""
+    assert starts_at_boot(tree, PROMOTE), f"{PROMOTE} does not start at boot"
+    unit = _unit(host, PROMOTE)
+    assert "kubelet.service" in _named(unit, "After"), f"{PROMOTE} does not wait for the kubelet"
+    assert "ConditionPathExists=/opt/preload/store.json" in unit
+    assert {"Type=exec", "Nice=19"} <= set(unit), f"{PROMOTE} holds up the boot"
+    assert _started(unit) == f"{v['__image_preload_program']} promote", unit
+
+
+@offline
+@booted
+@with_unit
+def test_preload_settings_are_declared_ones(host: Host, v: V) -> None:
+    """The node agent is told of the engine, its data root and the pause image, and how to promote."""
+    found = load(host, SETTINGS)
+    wanted = {
+        key: v[f"image_preload_{name}"]
+        for key, name in (
+            ("engine", "engine"),
+            ("namespace", "namespace"),
+            ("pause", "pause_image"),
+            ("data_root", "data_root"),
+            ("mount_point", "mount_point"),
+            ("verity", "verity"),
+        )
+    }
+    nothing(differences(wanted, found))
+    promote = {
+        key: v[f"image_preload_promote{name}"]
+        for key, name in (
+            ("enabled", ""),
+            ("bytes_per_second", "_bytes_per_second"),
+            ("reserve_percent", "_reserve_percent"),
+        )
+    }
+    nothing(differences(promote, found.get("promote", {})))
+    assert found["engine"] == v["container_runtime_engine"], f"this node has {v['container_runtime_engine']}"
+
+
+@offline
+@booted
+@with_unit
+def test_store_modules_are_loaded_at_boot(host: Host, v: V) -> None:
+    """What the preload store is mounted with is asked for at boot: an EROFS in a file, with dm-verity."""
+    wanted = {"erofs", "loop"} | ({"dm_verity"} if v["image_preload_verity"] == "require" else set())
+    lines = read(host, "/etc/modules-load.d/50-image-preload.conf").splitlines()
+    nothing(f"{module} is not asked for" for module in sorted(wanted - set(lines)))
+    if v["image_preload_verity"] == "require":
+        assert host.exists("dmsetup"), "dmsetup is not there"
 
 
 def _drop_in(host: Host, tree: Tree) -> list[str]:
@@ -292,7 +371,7 @@ def test_preload_program_runs(host: Host, tree: Tree, v: V) -> None:
     program = v["__image_preload_program"]
     entry = tree[program]
     assert (entry.uid, entry.gid, entry.mode) == (0, 0, 0o755), f"{program} {entry}"
-    assert "--engine {docker,containerd}" in output(host, "%s --help", program)
+    assert "node-agent preload" in output(host, "%s preload --help", program)
 
 
 @booted
@@ -301,9 +380,9 @@ def test_preload_succeeded(host: Host) -> None:
     """The unit ran, is active, and found every image after it."""
     found = assignments(output(host, "systemctl show -p ActiveState,Result %s", UNIT))
     nothing(differences({"ActiveState": "active", "Result": "success"}, found))
-    status = load(host, STATUS)
-    nothing(status["problems"])
-    nothing(differences({"images": len(_images(host))}, status))
+    status = load(host, STATUS).get("preload", {})
+    nothing(status.get("problems", ["the status has no section preload"]))
+    nothing(differences({"state": "ok", "images": len(_images(host))}, status))
 
 
 @booted
@@ -376,10 +455,24 @@ def test_preloaded_images_are_pinned(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_preloaded_pause_image_is_spared(host: Host, v: V) -> None:
-    """The shim in use was started with the preloaded pause image, the only one that can be spared with Docker."""
+    """The shim in use was started with the preloaded pause image, the only one that can be spared by name."""
     unit = "cri-docker.service" if v["__container_runtime_with_cri_dockerd"] else "kubelet.service"
     command = output(host, "systemctl show -p ExecStart %s", unit)
     assert f"--pod-infra-container-image={v['container_runtime_pause_image']} " in command, command
+
+
+@booted
+@with_docker
+def test_preloaded_images_are_guarded(host: Host, v: V) -> None:
+    """Each pinned image but pause's has a stopped container of its own, which keeps Docker from deleting it."""
+    form = "{{.Names}} {{.State}}"
+    command = "docker container ls --all --filter label=image-builder.pin=1 --format %s"
+    lines = output(host, command, form).splitlines()
+    found = {line.split()[0]: line.split()[1] for line in lines}
+    pinned = [i for i in _images(host) if i["pin"] and i["ref"] != v["container_runtime_pause_image"]]
+    wanted = {f"preload-pin-{_plain(image['id'])[:12]}": "created" for image in pinned}
+    nothing(differences(wanted, found))
+    nothing(f"{name} guards nothing that is pinned" for name in found if name not in wanted)
 
 
 @booted

@@ -7,6 +7,7 @@ taking it away, an array and a filesystem bear our UUID from their first sector 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,12 @@ def carry_out(decision: Decision, seen: Seen, settings: Settings, build: str, pl
     root = Path(settings.mount_point)
     if not volume.mounted:
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
-        mounts.mount(volume.path, root, volume.filesystem, mounts.NOATIME, options(settings))
+        try:
+            mounts.mount(volume.path, root, volume.filesystem, mounts.NOATIME, options(settings))
+        except OSError as error:
+            if error.errno == errno.EINVAL and options(settings):
+                raise NodeError("disk.quota", f"{error.strerror}: has this kernel's xfs no quotas?") from error
+            raise
         root.chmod(0o755)
     if decision.action != "mount":
         try:

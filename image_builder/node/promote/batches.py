@@ -52,7 +52,7 @@ def promote(
         with running(job, min(workers, len(items)), rate) as (crew, shared):
             _follow(crew, job, progress, report, shared.stop)
     except OSError as error:
-        progress.failure = Told(-1, **disk_error(error))
+        progress.failure = Told(-1, *disk_error(error))
     finally:
         trees.remove(staging)
     return progress

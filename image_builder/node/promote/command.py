@@ -21,6 +21,7 @@ from image_builder.node.promote.settings import Places, Settings, load
 from image_builder.node.promote.workers import Told, disk_error
 
 Section = dict[str, Any]
+_LOCK_SECONDS = 3.0
 
 
 def run(places: Places | None = None) -> int:
@@ -76,12 +77,23 @@ def _alone(wanted: Settings, reason: Section) -> Iterator[Section | None]:
         return
     fd = os.open(wanted.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield {}
-    except BlockingIOError:
-        yield None
+        yield {} if _locked(fd) else None
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Take the lock; wait a moment for the workers of an agent that was killed just now."""
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
 
 
 def _no_promotion(wanted: Settings, places: Places) -> Section:
@@ -120,7 +132,7 @@ def _promote(wanted: Settings, places: Places) -> Section:
         if section.get("code") == "promote.space" and len(kept) < len(set_aside):
             section = _copy(wanted, places)
     except OSError as error:
-        return _degraded(**disk_error(error))
+        return _degraded(*disk_error(error))
     if kept:
         section["trash"] = kept
     if not section["layers_left"]:

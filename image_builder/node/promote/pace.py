@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A debt of this many seconds may build up before a worker waits, and credit for this long is kept: the bursts are short.
+# What was not spent is kept for no longer than this: a burst is what slows a reader.
 BURST_SECONDS = 0.05
 # A worker asks the shared bucket once for so many bytes at least, not for each small file.
 QUANTUM = 1 << 18

@@ -1,7 +1,7 @@
 """Copy items by several processes. A worker only makes copies; the agent itself syncs and exchanges.
 
 Each worker takes the next item, copies it into the staging directory under the item's number, and says so in one line
-of JSON: ``{"item": 3}``, ``{"item": 3, "code": "promote.space", "reason": "..."}`` or with ``"errno"`` and ``"path"``.
+of JSON: ``{"item": 3}``, or ``{"item": 3, "code": "promote.space", "reason": "..."}``, with ``"damaged": true`` where the store is.
 """
 
 from __future__ import annotations
@@ -172,16 +172,17 @@ def _copy_items(job: Job, shared: Shared, number: int, say: Callable[[dict[str, 
             )
             return
         except OSError as error:
-            say({"item": index, **disk_error(error)})
+            code, reason = disk_error(error)
+            say({"item": index, "code": code, "reason": reason})
             return
         say({"item": index})
 
 
-def disk_error(error: OSError) -> dict[str, str]:
+def disk_error(error: OSError) -> tuple[str, str]:
     """Return the code and the reason of an error of the local disk."""
     code = "promote.space" if error.errno in _FULL else "promote.io"
     where = f"{error.filename}: " if error.filename else ""
-    return {"code": code, "reason": f"{where}{os.strerror(error.errno or errno.EIO)}"}
+    return code, f"{where}{os.strerror(error.errno or errno.EIO)}"
 
 
 def room(path: Path) -> Room:

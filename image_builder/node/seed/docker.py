@@ -75,20 +75,19 @@ def fill(
     baked = _read(source / _IMAGE / "repositories.json")
     added, layers, files = [], 0, 0
     for image in images:
-        new = 0
+        before, changed = layers, False
         for layer in chain(image.diff_ids):
             if not _has_layer(root, layer):
                 files += _add_layer(source, root, layer, store, copy if image.mode == "copy" else None)
-                new += 1
+                layers += 1
         config = _IMAGE / "imagedb/content/sha256" / image.id.removeprefix("sha256:")
         if not (root / config).exists():
             files += _copy_file(source / config, root / config)
-            new += 1
+            changed = True
         named = _names_of(baked, image.id)
-        if new or not _has(names, named):
+        if changed or layers > before or not _has(names, named):
             _merge(names, named)
             added.append(image.ref)
-            layers += new
     files += _copy_missing(source / _IMAGE / "distribution", root / _IMAGE / "distribution")
     if added:
         durable.write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)

@@ -1,4 +1,4 @@
-"""What is made of containerd's answers. They are recorded ones of 1.7.24 of Debian 13; 1.6 of Debian 12 writes the same."""
+"""What is made of containerd's answers: recorded ones of 1.7.24 of Debian 13, 1.6 of Debian 12 writes the same."""
 
 from __future__ import annotations
 

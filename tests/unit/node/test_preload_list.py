@@ -90,10 +90,10 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
         def look(self, images: Sequence[Image]) -> Found:
             return Found({image.ref: "is missing" for image in images})
 
-        def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
+        def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:  # noqa: ARG002
             raise AssertionError
 
-        def load(self, archive: Path) -> list[str]:
+        def load(self, archive: Path) -> list[str]:  # noqa: ARG002
             raise AssertionError
 
     archive.write_bytes(damage(archive.read_bytes()))

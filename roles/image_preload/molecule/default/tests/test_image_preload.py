@@ -1,4 +1,4 @@
-"""The role's defaults, seen in the sandbox they were applied to: a program that runs, a unit that waits."""
+"""The role's defaults, seen in the sandbox they were applied to: settings, and units that wait for each other."""
 
 from __future__ import annotations
 
@@ -6,18 +6,49 @@ import json
 
 from testinfra.host import Host
 
-PROGRAM = "/usr/local/libexec/image-preload"
-UNIT = "systemd-analyze cat-config systemd/system/image-preload.service"
+PROGRAM = "/usr/local/sbin/node-agent"
+UNITS = {
+    "preload-seed.service": "seed",
+    "image-preload.service": "preload",
+    "preload-promote.service": "promote",
+}
 
 
-def test_unit_is_enabled_and_starts_the_program(host: Host) -> None:
-    assert host.service("image-preload.service").is_enabled
-    lines = host.check_output(UNIT).replace("\\\n", "").splitlines()
-    start = [line for line in lines if line.startswith("ExecStart=")]
-    assert len(start) == 1
-    assert start[0].split()[0] == f"ExecStart={PROGRAM}"
-    assert "--engine=docker" in start[0].split()
-    assert "After=docker.service" in lines
+def lines(host: Host, unit: str) -> list[str]:
+    return str(host.check_output(f"systemd-analyze cat-config systemd/system/{unit}")).splitlines()
+
+
+def test_units_are_enabled_and_start_the_program(host: Host) -> None:
+    for unit, command in UNITS.items():
+        assert host.service(unit).is_enabled
+        start = [line for line in lines(host, unit) if line.startswith("ExecStart=")]
+        assert start == [f"ExecStart={PROGRAM} {command}"]
+    assert "After=docker.service preload-seed.service" in lines(host, "image-preload.service")
+
+
+def test_settings_are_the_defaults(host: Host) -> None:
+    assert json.loads(host.file("/etc/node-agent/preload.json").content_string) == {
+        "engine": "docker",
+        "namespace": "k8s.io",
+        "pause": "registry.k8s.io/pause:3.10",
+        "data_root": "/mnt/local/docker",
+        "mount_point": "/mnt/local",
+        "verity": "require",
+        "promote": {
+            "enabled": True,
+            "bytes_per_second": 67108864,
+            "workers": 2,
+            "reserve_percent": 15,
+            "settle_seconds": 30,
+        },
+        "kubelet_healthz": "http://127.0.0.1:10248/healthz",
+    }
+
+
+def test_engines_wait_for_the_seed(host: Host) -> None:
+    for engine in ("docker", "containerd"):
+        drop_in = host.file(f"/etc/systemd/system/{engine}.service.d/10-preload-seed.conf").content_string
+        assert "After=preload-seed.service" in drop_in.splitlines()
 
 
 def test_kubelet_requires_the_unit(host: Host) -> None:
@@ -26,10 +57,7 @@ def test_kubelet_requires_the_unit(host: Host) -> None:
     assert "After=image-preload.service" in drop_in.splitlines()
 
 
-def test_program_says_what_is_missing(host: Host) -> None:
-    done = host.run(f"{PROGRAM} --engine=docker --list=/nowhere.json --status=/tmp/status.json")
-    assert done.rc == 1
-    assert "/nowhere.json: No such file or directory" in done.stdout
-    status = json.loads(host.file("/tmp/status.json").content_string)
-    assert status["problems"] == ["/nowhere.json: No such file or directory"]
-    assert status["loaded"] == []
+def test_store_can_be_mounted(host: Host) -> None:
+    modules = host.file("/etc/modules-load.d/50-image-preload.conf").content_string.splitlines()
+    assert {"erofs", "loop", "dm_verity"} <= set(modules)
+    assert host.exists("dmsetup")

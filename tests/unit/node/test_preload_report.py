@@ -1,0 +1,128 @@
+"""``node-agent status``: what is said of a node, from its status file and the names in its data root."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.node import report
+from image_builder.node.report import Links
+
+A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+OK = {"state": "ok", "images": 1, "seeded": 1, "there": 0, "loaded": {}, "problems": [], "seconds": 0.07}
+STATUS: dict[str, Any] = {
+    "format": 1,
+    "ready": True,
+    "disk": {
+        "state": "degraded",
+        "code": "disk.foreign",
+        "reason": "an ext4 filesystem that is not ours",
+        "action": "none",
+        "mount_point": "/mnt/local",
+        "members": [],
+        "seconds": 0.2,
+    },
+    "preload": OK,
+    "promotion": {"state": "ok", "done": 3, "total": 9, "bytes": 1_500_000_000, "seconds": 12},
+}
+IMAGE = {"ref": "two:1", "mode": "reference", "diff_ids": [f"sha256:{A}", f"sha256:{B}"]}
+
+
+def links(*served: str, broken: tuple[str, ...] = ()) -> Links:
+    return Links(frozenset(served), frozenset(broken), 5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "folder", "name"),
+    [
+        ("docker", "overlay2", "diff"),
+        ("containerd", "io.containerd.snapshotter.v1.overlayfs/snapshots", "fs"),
+    ],
+)
+def test_links_of_a_data_root_are_counted(tmp_path: Path, engine: str, folder: str, name: str) -> None:
+    store = tmp_path / "store"
+    (store / A).mkdir(parents=True)
+    for number, layer in enumerate((A, B)):
+        (tmp_path / folder / str(number)).mkdir(parents=True)
+        (tmp_path / folder / str(number) / name).symlink_to(store / layer)
+    (tmp_path / folder / "2" / name).mkdir(parents=True)
+    (tmp_path / folder / "l").mkdir()  # Docker's short names: no layer
+    assert report.scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1)
+
+
+def test_there_may_be_no_data_root(tmp_path: Path) -> None:
+    assert report.scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "preload", "source", "from_store"),
+    [
+        pytest.param(links(A, B, C), OK, "preload store", 2, id="all of it linked"),
+        pytest.param(links(A), OK, "local disk and preload store", 1, id="half promoted"),
+        pytest.param(links(C), OK, "local disk", 0, id="promoted"),
+        pytest.param(links(), {**OK, "loaded": {"two:1": "is missing"}}, "archive", 0, id="loaded"),
+        pytest.param(links(), {**OK, "problems": ["two:1 is missing"]}, "MISSING", 0, id="missing"),
+        pytest.param(links(), {**OK, "problems": ["two:10 is missing"]}, "local disk", 0, id="another is"),
+        pytest.param(links(A, B, broken=(B,)), OK, "LOST: 1 layers lead nowhere", 2, id="no store"),
+        pytest.param(links(), {}, "not looked at yet", 0, id="before the engine"),
+    ],
+)
+def test_image_is_served_from(found: Links, preload: dict[str, Any], source: str, from_store: int) -> None:
+    served = report.serve(IMAGE, found, preload)
+    assert (served.source, served.store, served.local) == (source, from_store, 2 - from_store)
+
+
+def test_report_for_people() -> None:
+    text = report.text(report.report(STATUS, [IMAGE], links(A)))
+    assert text == (
+        "ready\n"
+        "\n"
+        "           state     seconds  what and why\n"
+        "disk       degraded  0.2      disk.foreign: an ext4 filesystem that is not ours; none /mnt/local\n"
+        "preload    ok        0.07     1 images: 1 seeded, 0 there already, 0 from the archive\n"
+        "promotion  ok        12       3 of 9 copied to the local disk, 1.50 GB\n"
+        "nothing is known yet of: seed\n"
+        "\n"
+        "image  mode       from the store  from the disk  served from\n"
+        "two:1  reference  1               1              local disk and preload store\n"
+        "\n"
+        "layers in the data root: 1 links into the preload store (0 lead nowhere), 5 directories\n"
+    )
+
+
+def test_report_names_the_disks() -> None:
+    disk = {
+        "state": "ok",
+        "action": "format",
+        "filesystem": "xfs",
+        "mount_point": "/mnt/local",
+        "members": [{"serial": "S1", "bytes": 1_920_000_000_000}],
+    }
+    text = report.text(report.report({"ready": False, "disk": disk}, [], links()))
+    assert text.startswith("NOT READY\n")
+    assert "format xfs /mnt/local S1 (1920 GB)\n" in text
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_status_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], ready: bool) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "ready": ready}))
+    (tmp_path / "store.json").write_text(json.dumps({"images": [IMAGE]}))
+    places = {"store": tmp_path / "store.json", "etc": tmp_path, "directory": tmp_path}
+    assert report.run(as_json=True, **places) == (0 if ready else 1)
+    known = json.loads(capsys.readouterr().out)
+    assert known["ready"] is ready
+    assert known["disk"] == STATUS["disk"]
+    assert known["images"][0]["ref"] == "two:1"
+    assert report.run(as_json=False, **places) == (0 if ready else 1)
+    assert capsys.readouterr().out.startswith("ready\n" if ready else "NOT READY\n")
+
+
+def test_node_of_which_nothing_is_known_is_not_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = report.run(as_json=False, store=tmp_path / "none", etc=tmp_path, directory=tmp_path)
+    assert status == 1
+    assert "nothing is known yet of: disk, seed, preload, promotion" in capsys.readouterr().out
