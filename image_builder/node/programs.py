@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from image_builder.node.errors import ProgramError
 
 _TAIL_LINES = 20
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
     "HOME": "/root",
@@ -47,7 +47,7 @@ def run(
             text=True,
             errors="replace",
             timeout=timeout,
-            env=_ENVIRONMENT,
+            env=ENVIRONMENT,
             check=False,
         )
     except subprocess.TimeoutExpired as error:

@@ -50,18 +50,35 @@ def update(
     *,
     directory: Path = DIRECTORY,
     taints: Sequence[str] = (),
+    wanted: Sequence[str] | None = None,
 ) -> None:
     """Set a section, and what the kubelet is told.
 
+    ``wanted`` are the sections without which the node is not ready, by default those that its settings call for.
     ``taints`` are those that the kubelet is configured with, as ``key=value:effect``: a flag replaces them, so the
     flag must repeat them. Safe for several processes at once.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         found = {**read(directory), section: dict(value)}
-        found["ready"] = all(found.get(name, {}).get("state") != FAILED for name in SECTIONS)
+        found["ready"] = is_ready(found, wanted)
         _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
         _write(directory / "kubelet.env", kubelet_environment(found, taints))
+
+
+def wanted_sections(
+    settings: Path = Path("/etc/node-agent"), listed: Path = Path("/opt/preloaded_docker_images.json")
+) -> list[str]:
+    """Return the sections that a boot of this node fills before the kubelet starts."""
+    needs = {"disk": (settings / "disk.json").exists(), "preload": listed.exists()}
+    return [name for name, needed in needs.items() if needed]
+
+
+def is_ready(found: Mapping[str, Any], wanted: Sequence[str] | None = None) -> bool:
+    """Tell whether all that is wanted was done, and nothing failed."""
+    states = {name: found[name]["state"] for name in SECTIONS if name in found}
+    needed = wanted_sections() if wanted is None else wanted
+    return all(name in states for name in needed) and FAILED not in states.values()
 
 
 def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = ()) -> str:

@@ -88,14 +88,14 @@ def read_manifest(path: Path = MANIFEST) -> Store:
         return parse_manifest(json.loads(path.read_bytes()))
     except OSError as error:
         raise NodeError("store.manifest", f"{path}: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NodeError(
             "store.manifest", f"{path} is no manifest of a preload store: {type(error).__name__}: {error}"
         ) from error
 
 
 def parse_manifest(found: Mapping[str, Any]) -> Store:
-    """Return what a manifest says. Raises KeyError, TypeError or ValueError."""
+    """Return what a manifest says. Raises AttributeError, KeyError, TypeError or ValueError."""
     if found["format"] != FORMAT:
         raise ValueError(f"format {found['format']}, this program reads {FORMAT}")
     verity = found["verity"]

@@ -34,7 +34,7 @@ def archive(package: Path | None = None) -> bytes:
 def compiled(source: bytes) -> bytes:
     """Return an archive with what this Python compiles its sources to."""
     with zipfile.ZipFile(io.BytesIO(source)) as found:
-        files = [(name, found.read(name)) for name in found.namelist()]
+        files = [(name, found.read(name)) for name in found.namelist() if not name.endswith(".pyc")]
     more = [(f"{name}c", _compile(name, text)) for name, text in files if name.endswith(".py")]
     return _SHEBANG + _zip([*files, *more])
 

@@ -140,8 +140,9 @@ def observe_suite(
     """Run the suite in a child process and return what it found, failed checks included.
 
     ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra,
-    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run,
-    ``niceness`` how far others come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for a run that proves nothing.
+    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run, ``niceness`` says
+    how far other programs come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises
+    VerifyError for a run that proves nothing.
     """
     out_dir = out_dir.resolve()
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"

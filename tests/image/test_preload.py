@@ -32,10 +32,13 @@ UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-
 # The lab's registries exist only while the lab bakes.
 LAB = ".lab.internal"
 
-with_unit = needs("container_runtime")
-preloaded = needs("container_runtime", image_preload=bool)
-with_docker = needs("container_runtime", image_preload=bool, container_runtime_engine="docker")
-with_containerd = needs("container_runtime", image_preload=bool, container_runtime_engine="containerd")
+with_unit = needs("container_runtime", "node")
+baked = needs("container_runtime", image_preload=bool)
+preloaded = needs("container_runtime", "node", image_preload=bool)
+with_docker = needs("container_runtime", "node", image_preload=bool, container_runtime_engine="docker")
+with_containerd = needs(
+    "container_runtime", "node", image_preload=bool, container_runtime_engine="containerd"
+)
 
 # Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,
 # where a link leads, and what small members hold.
@@ -165,7 +168,7 @@ def _named(lines: list[str], key: str) -> set[str]:
 
 @offline
 @booted
-@preloaded
+@baked
 def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
     """The list has every required image of the definition, for its platform, pinned as declared; no others."""
     declared = {image["ref"]: image for image in v["image_preload"]}
@@ -181,7 +184,7 @@ def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
 
 
 @offline
-@preloaded
+@baked
 def test_preload_archive_is_the_recorded_one(host: Host) -> None:
     """The archive has the recorded size and sha256, and is a readable tar."""
     recorded, found = _list(host)["archive"], _archive(host)
@@ -192,7 +195,7 @@ def test_preload_archive_is_the_recorded_one(host: Host) -> None:
 
 
 @offline
-@preloaded
+@baked
 def test_preload_archive_holds_every_image(host: Host) -> None:
     """Every listed reference is in the archive and means the listed image id there."""
     archive = _archive(host)
@@ -203,7 +206,7 @@ def test_preload_archive_holds_every_image(host: Host) -> None:
 
 
 @offline
-@preloaded
+@baked
 def test_preload_images_are_complete(host: Host) -> None:
     """Every layer of every image is in the archive, unpacks, and is what the image's configuration names."""
     archive = _archive(host)
@@ -217,7 +220,7 @@ def test_preload_images_are_complete(host: Host) -> None:
 
 
 @offline
-@preloaded
+@baked
 def test_preload_images_are_of_their_platform(host: Host) -> None:
     """Every image is for the operating system and the processor that the list names."""
     archive = _archive(host)

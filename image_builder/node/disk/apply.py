@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from image_builder.node import durable, programs
-from image_builder.node.disk import layout, mounts, probe
+from image_builder.node.disk import arrays, layout, mounts, probe
 from image_builder.node.disk.decide import nature
 from image_builder.node.disk.model import Decision, Disk, Observation, Places, Seen, Volume
 from image_builder.node.disk.settings import Settings
@@ -39,7 +39,9 @@ def carry_out(decision: Decision, seen: Seen, settings: Settings, build: str, pl
             mounts.mount(volume.path, root, volume.filesystem, mounts.NOATIME, options(settings))
         except OSError as error:
             if error.errno == errno.EINVAL and options(settings):
-                raise NodeError("disk.quota", f"{error.strerror}: has this kernel's xfs no quotas?") from error
+                raise NodeError(
+                    "disk.quota", f"{error.strerror}: has this kernel's xfs no quotas?"
+                ) from error
             raise
         root.chmod(0o755)
     if decision.action != "mount":
@@ -80,7 +82,7 @@ def _make(disks: Sequence[Disk], seen: Seen, settings: Settings, places: Places)
     with ExitStack() as stack:
         for array in seen.arrays.values():
             if array.device:
-                programs.run(["mdadm", "--stop", os.fspath(places.dev / array.device)])
+                arrays.stop(array.device, places)
         for disk in disks:
             stack.enter_context(_held(disk))
         for one in _again(disks, settings, places):
@@ -139,7 +141,7 @@ def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Vo
     made = layout.new_uuid()
     path = disks[0].path
     if len(disks) > 1:
-        path = _array(disks, made, settings, places)
+        path = arrays.create(made, settings.label, disks, places)
     programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
     return Volume(path, settings.filesystem, made, "empty")
 
@@ -152,32 +154,6 @@ def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:
         lazy = "nodiscard,lazy_itable_init=1,lazy_journal_init=1"
         words = ["mkfs.ext4", "-q", "-E", lazy, "-m", "0", "-L", settings.label, "-U", uuid]
     return [*words, os.fspath(path)]
-
-
-def _array(disks: Sequence[Disk], uuid: str, settings: Settings, places: Places) -> Path:
-    """Make a RAID0 of disks, of any sizes; return its device. Raises ProgramError."""
-    name = probe.array_path(places)
-    programs.run(
-        [
-            *("mdadm", "--create", os.fspath(name), "--run", "--quiet", "--config=none"),
-            *("--level=0", f"--raid-devices={len(disks)}", "--metadata=1.2", "--chunk=512K"),
-            # Where the sizes differ, kernels since 5.4 ask which of two layouts it is.
-            "--layout=alternate",
-            *("--homehost=any", f"--name={settings.label}", f"--uuid={probe.mdadm_uuid(uuid)}"),
-            *(os.fspath(disk.path) for disk in disks),
-        ]
-    )
-    path = name.resolve(strict=True)
-    # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
-    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-    try:
-        size = os.lseek(fd, 0, os.SEEK_END)
-        os.pwrite(fd, bytes(layout.MIB), 0)
-        os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return path
 
 
 def furnish(settings: Settings, *, on_disk: bool) -> None:

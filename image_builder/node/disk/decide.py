@@ -137,7 +137,7 @@ def _content(seen: Observation) -> str:
     if seen.partitions:
         said += f" with {len(seen.partitions)} partition{'s' * (len(seen.partitions) > 1)}"
     if seen.platform == "files":
-        return f"{said}, with files"
+        return f"{said}, with more or less than the platform's readme"
     if seen.platform == "unreadable":
         return f"{said}, which this kernel can't read"
     return said

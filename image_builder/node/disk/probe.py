@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import programs
-from image_builder.node.disk import layout, mounts
+from image_builder.node.disk import arrays, layout, mounts
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
     Array,
@@ -32,7 +32,7 @@ from image_builder.node.disk.model import (
     Volume,
 )
 from image_builder.node.disk.settings import LABEL_BYTES, Settings
-from image_builder.node.errors import ProgramError
+from image_builder.node.errors import NodeError, ProgramError
 
 MARKER = ".node/disk.json"
 README = "dataloss_warning_readme.txt"
@@ -279,48 +279,16 @@ def _arrays(seen: Iterable[Observation], settings: Settings, places: Places) -> 
 
 def _array(uuid: str, members: Sequence[Observation], settings: Settings, places: Places) -> Array:
     try:
-        device = array_device(uuid, members, places)
+        device = arrays.assemble(uuid, [member.disk for member in members], places)
         path = places.dev / device
         found = signatures([path])[os.fspath(path)]
         if is_our_filesystem(found, settings):
             return Array(uuid, device, _volume(path, found[0], places, mounts.listed(places.proc)))
         return Array(uuid, device, foreign=" and ".join(sorted({word.type for word in found})))
-    except ProgramError as error:
+    except NodeError as error:
         return Array(uuid, error=error.message)
     except OSError as error:
         return Array(uuid, error=str(error))
-
-
-def array_device(uuid: str, members: Sequence[Observation], places: Places) -> str:
-    """Return the kernel's name of an array, which is assembled unless it is already; raises ProgramError, OSError."""
-    common = set.intersection(*(set(member.holders) for member in members))
-    if common:
-        return min(common)
-    name = array_path(places)
-    paths = [os.fspath(member.disk.path) for member in members]
-    programs.run(
-        [
-            "mdadm",
-            "--assemble",
-            os.fspath(name),
-            f"--uuid={mdadm_uuid(uuid)}",
-            "--config=none",
-            "--run",
-            *paths,
-        ]
-    )
-    return name.resolve(strict=True).name
-
-
-def array_path(places: Places) -> Path:
-    """Return the name that mdadm is told for an array of ours; the kernel's is another one."""
-    return places.dev / "md/node-local"
-
-
-def mdadm_uuid(uuid: str) -> str:
-    """Return an UUID as mdadm writes it."""
-    digits = uuid.replace("-", "")
-    return ":".join(digits[at : at + 8] for at in range(0, 32, 8))
 
 
 def _number(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from image_builder.node import programs
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.engine import PATIENCE, Found
+from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
 
 MANAGED = "io.cri-containerd.image=managed"
@@ -49,9 +49,9 @@ class Containerd:
         return parse_list(self.ctr("images", "list"))
 
     def look(self, images: Sequence[Image]) -> Found:
-        listed = self.listed()
-        filters = [f'name=="{image.ref}"' for image in images if image.ref in listed]
-        text = self.ctr("images", "check", "--snapshotter", self.snapshotter, *filters) if filters else ""
+        filters = [f'name=="{image.ref}"' for image in images]
+        check = ("images", "check", "--snapshotter", self.snapshotter, *filters)
+        listed, text = together(self.listed, lambda: self.ctr(*check) if filters else "")
         checked = parse_check(text)
         faults, misnamed = {}, {}
         for image in images:

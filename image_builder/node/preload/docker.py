@@ -15,7 +15,7 @@ from typing import Any
 from image_builder.node import programs
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload import guards
-from image_builder.node.preload.engine import PATIENCE, Found
+from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
 
 _ABSENT = "no such image"
@@ -28,7 +28,7 @@ class Docker:
     pause: str = ""
 
     def look(self, images: Sequence[Image]) -> Found:
-        inspected = inspect([image.ref for image in images])
+        inspected, guarded = together(lambda: inspect([image.ref for image in images]), guards.listed)
         faults, digestless = {}, {}
         for image in images:
             one = inspected.get(familiar(image.ref))
@@ -36,7 +36,7 @@ class Docker:
                 faults[image.ref] = fault
             elif one is not None and (fault := digest_fault(image, one)):
                 digestless[image.ref] = fault
-        return Found(faults, guards.faults(images, self.pause, guards.listed()), digestless)
+        return Found(faults, guards.faults(images, self.pause, guarded), digestless)
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         for name in misnamed:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from image_builder.node.preload.images import Image
 
 # Seconds that an engine may take for one answer: it may just have been started, on a disk that others use too.
 PATIENCE = 600.0
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,10 @@ class Engine(Protocol):
 
     def load(self, archive: Path) -> list[str]:
         """Return the command that loads the archive."""
+
+
+def together(one: Callable[[], _A], other: Callable[[], _B]) -> tuple[_A, _B]:
+    """Ask two questions at once: each is a program, and the kubelet waits. Raises what the first one raises first."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(other)
+        return one(), answer.result()

@@ -34,7 +34,8 @@ def section(preload: Preload, store: Store, seed: Mapping[str, Any], done: Done)
     """
     expected = {image.ref for image in preload.images} & set(store.seeded)
     whole = [image.ref for image in preload.images if image.ref not in done.lacking]
-    seeded = [ref for ref in whole if ref in expected]
+    # What is there although the seed gave up came from the archive, at an earlier boot.
+    seeded = [ref for ref in whole if ref in expected and seed.get("state") == status.OK]
     return {
         **_verdict(store, seed, done, expected),
         "engine": preload.engine,

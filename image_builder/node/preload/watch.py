@@ -24,7 +24,7 @@ def watch(argv: Sequence[str], archive: Path, tell: Callable[[str], None], inter
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=programs._ENVIRONMENT,
+                env=programs.ENVIRONMENT,
             )
         except OSError as error:
             raise ProgramError(f"`{' '.join(argv)}`: {error.strerror}", 127, "") from error

@@ -1,7 +1,7 @@
 """Copy items by several processes. A worker only makes copies; the agent itself syncs and exchanges.
 
 Each worker takes the next item, copies it into the staging directory under the item's number, and says so in one line
-of JSON: ``{"item": 3}``, or ``{"item": 3, "code": "promote.space", "reason": "..."}``, with ``"damaged": true`` where the store is.
+of JSON: ``{"item": 3}``, or ``{"item": 3, "code": "promote.store", "reason": "...", "damaged": true}``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from image_builder.node import durable, layout, status, trees
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import Preload, preload_settings
 from image_builder.node.programs import run as run_program
+from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker
+from image_builder.node.seed.files import directory
 from image_builder.node.settings import kubelet_taints
 from image_builder.node.store import Store, close_store, open_store, read_manifest
 
@@ -46,11 +48,12 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
         raise NodeError("store.damaged", damaged)
     check_version(store, settings.engine)
     marker = _marker(settings)
-    if marker.get("store") == store.id and settings.data_root.is_dir():
+    used = os.path.lexists(settings.data_root) and any(settings.data_root.iterdir())
+    if marker.get("store") == store.id and used:
         return _current(settings, store)
     open_store(store, verity=settings.verity)
     action = "seeded"
-    if os.path.lexists(settings.data_root) and any(settings.data_root.iterdir()):
+    if used:
         # Of another image, of a half load, or of an engine that ran without a store: nothing of it can be told.
         trees.set_aside(settings.data_root, settings.state / "trash")
         action = "reseeded"
@@ -61,7 +64,8 @@ def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
     """Make a data root beside its place, sync, rename, write the marker."""
     settings.marker.unlink(missing_ok=True)
     staging = settings.state / "staging/seed"
-    staging.mkdir(parents=True)
+    # Docker's own mode for its root, and containerd's.
+    directory(staging, 0o710 if settings.engine == "docker" else 0o700)
     wanted = [image for image in store.images if image.mode != "archive"]
     try:
         if settings.engine == "docker":
@@ -77,18 +81,24 @@ def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
         settings.data_root.parent.mkdir(parents=True, exist_ok=True)
         staging.rename(settings.data_root)
         durable.sync_directory(settings.data_root.parent)
+        _mark(settings, store)
     except OSError as error:
         trees.remove(staging)
         raise NodeError("seed.disk", f"{settings.data_root}: {error.strerror}") from error
-    _mark(settings, store)
+    except NodeError:
+        trees.remove(staging)
+        raise
     return {**_section(settings, store), "images": len(wanted), "layers": number, "files": files}
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a layer whole, for images with the mode ``copy``."""
-    from image_builder.node.promote.copy import copy_tree
+    from image_builder.node.promote.copy import SourceError, copy_tree
 
-    copy_tree(source, target)
+    try:
+        copy_tree(source, target)
+    except SourceError as error:
+        raise NodeError("store.damaged", str(error)) from error
 
 
 def _current(settings: Preload, store: Store) -> dict[str, Any]:
@@ -112,13 +122,8 @@ def _current(settings: Preload, store: Store) -> dict[str, Any]:
 
 
 def _has_links(settings: Preload) -> bool:
-    """Tell whether anything in the data root is still a link into the store."""
-    promoted = settings.state / "promote.json"
-    try:
-        done = json.loads(promoted.read_bytes())
-    except (OSError, ValueError):
-        return True
-    return not (done.get("store") == _marker(settings).get("store") and done.get("complete"))
+    """Tell whether anything in the data root is still a link into the store: not after it was all promoted."""
+    return bool(links.find(settings.engine, settings.data_root))
 
 
 def _section(settings: Preload, store: Store) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def _give_up(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
     Nothing is deleted: what was there is set aside.
     """
     code, reason = (
-        ("seed.disk", f"{error.filename}: {error.strerror}")
+        ("seed.disk", f"{error.filename or settings.data_root}: {error.strerror}")
         if isinstance(error, OSError)
         else (
             error.code,
@@ -155,11 +160,17 @@ def _give_up(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
 
 
 def _marker(settings: Preload) -> Mapping[str, Any]:
+    found = _object(settings.marker)
+    return found if found.get("format") == FORMAT else {}
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    """Return a file's JSON object; empty where there is none that is whole."""
     try:
-        found: Mapping[str, Any] = json.loads(settings.marker.read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if found.get("format") == FORMAT else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _mark(settings: Preload, store: Store) -> None:
@@ -169,10 +180,7 @@ def _mark(settings: Preload, store: Store) -> None:
 
 def _damaged(settings: Preload, store: Store) -> str:
     """Return why an earlier boot found this store damaged, or nothing."""
-    try:
-        found = json.loads((settings.state / "store-damaged.json").read_bytes())
-    except (OSError, ValueError):
-        return ""
+    found = _object(settings.state / "store-damaged.json")
     return str(found.get("reason", "damaged")) if found.get("store") == store.id else ""
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.node.layout import LAYERS, MOUNT_POINT
+from image_builder.node.seed.files import copy as copy_file
+from image_builder.node.seed.files import directory, reading
 
 SOURCE = "containerd"
 DATABASES = (
@@ -25,8 +27,8 @@ DATABASES = (
 )
 SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
 BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
-# What describes an image is small and is copied; what is larger is a layer.
-_LARGEST_COPIED = 1 << 20
+# What describes an image is small and is copied; what is larger is a layer, or need not be at hand.
+_LARGEST_COPIED = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,16 @@ def fill(
     copied: frozenset[str] = frozenset(),
     copy: Callable[[Path, Path], None] | None = None,
 ) -> Filled:
-    """Fill a blank root. Layers whose diff ids are in ``copied`` come by ``copy(source, target)``. Raises OSError."""
+    """Fill a blank root. Layers whose diff ids are in ``copied`` come by ``copy(source, target)``.
+
+    Raises OSError, and NodeError (``store.damaged``).
+    """
     source = store / SOURCE
-    _directory(root, 0o711)
     for database in DATABASES:
-        _directory((root / database).parent, 0o700 if "snapshotter" in database.parts[0] else 0o711)
-        _copy_file(source / database, root / database)
+        directory((root / database).parent, 0o700 if "snapshotter" in database.parts[0] else 0o711)
+        copy_file(source / database, root / database)
     snapshots, files = 0, len(DATABASES)
-    _directory(root / SNAPSHOTS, 0o700)
+    directory(root / SNAPSHOTS, 0o700)
     for number, layer in _snapshots(source):
         place = root / SNAPSHOTS / number
         place.mkdir(mode=0o700)
@@ -62,32 +66,27 @@ def fill(
         else:
             (place / "fs").symlink_to(target)
         snapshots += 1
-    _directory((root / BLOBS).parent, 0o755)
-    _directory(root / BLOBS, 0o755)
-    _directory(root / BLOBS.parent.parent / "ingest", 0o777)
-    for entry in os.scandir(source / BLOBS):
-        if entry.stat().st_size > _LARGEST_COPIED:
-            (root / BLOBS / entry.name).symlink_to(entry.path)
+    directory(root / BLOBS.parent.parent, 0o755)
+    directory(root / BLOBS.parent, 0o755)
+    directory(root / BLOBS, 0o755)
+    directory(root / BLOBS.parent.parent / "ingest", 0o755)
+    with reading(source / BLOBS):
+        blobs = [(entry.name, entry.stat().st_size) for entry in os.scandir(source / BLOBS)]
+    for name, size in blobs:
+        if size > _LARGEST_COPIED:
+            (root / BLOBS / name).symlink_to(source / BLOBS / name)
         else:
-            _copy_file(Path(entry.path), root / BLOBS / entry.name)
+            copy_file(source / BLOBS / name, root / BLOBS / name)
         files += 1
     return Filled(snapshots, files)
 
 
 def _snapshots(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield (number, hex of the diff id): in the store ``fs`` is a link to the layer's files."""
-    for name in os.listdir(source / SNAPSHOTS):
-        yield name, os.path.basename(os.readlink(source / SNAPSHOTS / name / "fs"))
+    """Yield (number, hex of the diff id): in the store ``fs`` is a link to the layer's files.
 
-
-def _directory(path: Path, mode: int) -> None:
-    if not path.is_dir():
-        path.mkdir(parents=True)
-        path.chmod(mode)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(source.read_bytes())
-        os.fchmod(fd, source.stat().st_mode & 0o7777)
+    Where it is none, that was no image's: containerd deletes what its database does not know.
+    """
+    with reading(source / SNAPSHOTS):
+        places = [(name, source / SNAPSHOTS / name / "fs") for name in os.listdir(source / SNAPSHOTS)]
+        found = [(name, os.path.basename(os.readlink(fs))) for name, fs in places if fs.is_symlink()]
+    yield from found

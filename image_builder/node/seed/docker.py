@@ -15,13 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable
+from image_builder.node import durable, trees
 from image_builder.node.layout import MOUNT_POINT, layer_path
+from image_builder.node.seed import files as files_of
+from image_builder.node.seed.files import reading
 from image_builder.node.store import StoredImage
 
 SOURCE = "docker"
@@ -67,12 +70,13 @@ def fill(
     """Give a data root whose engine is stopped the images that it lacks; what it has is left alone.
 
     An image with the mode ``copy`` gets its layers by ``copy(source, target)``. ``store`` is where the store is
-    mounted. Raises OSError.
+    mounted. Raises OSError, and NodeError (``store.damaged``).
     """
     source = store / SOURCE
     _directories(root)
-    names = _read(root / _IMAGE / "repositories.json")
-    baked = _read(source / _IMAGE / "repositories.json")
+    names = _names(root)
+    with reading(source):
+        baked = json.loads((source / _IMAGE / "repositories.json").read_bytes())
     added, layers, files = [], 0, 0
     for image in images:
         before, changed = layers, False
@@ -82,13 +86,14 @@ def fill(
                 layers += 1
         config = _IMAGE / "imagedb/content/sha256" / image.id.removeprefix("sha256:")
         if not (root / config).exists():
-            files += _copy_file(source / config, root / config)
+            files += files_of.copy(source / config, root / config)
             changed = True
+        files += _copy_missing(source, root, _IMAGE / "imagedb/metadata/sha256" / config.name)
         named = _names_of(baked, image.id)
         if changed or layers > before or not _has(names, named):
             _merge(names, named)
             added.append(image.ref)
-    files += _copy_missing(source / _IMAGE / "distribution", root / _IMAGE / "distribution")
+    files += _copy_missing(source, root, _IMAGE / "distribution")
     if added:
         durable.write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)
     return Filled(tuple(added), layers, files)
@@ -96,14 +101,7 @@ def fill(
 
 def lacking(images: Iterable[StoredImage], root: Path) -> list[str]:
     """Return the references of the images that a data root has lost, without looking into the store."""
-    try:
-        there = {
-            ref: found
-            for mine in _read(root / _IMAGE / "repositories.json")["Repositories"].values()
-            for ref, found in mine.items()
-        }
-    except (KeyError, ValueError):
-        there = {}
+    there = {ref: found for mine in _names(root)["Repositories"].values() for ref, found in mine.items()}
     return [
         image.ref
         for image in images
@@ -114,7 +112,6 @@ def lacking(images: Iterable[StoredImage], root: Path) -> list[str]:
 
 def _directories(root: Path) -> None:
     for name, mode in (
-        (".", 0o710),
         ("image", 0o700),
         (_IMAGE, 0o700),
         (_IMAGE / "imagedb", 0o700),
@@ -123,14 +120,11 @@ def _directories(root: Path) -> None:
         (_IMAGE / "imagedb/metadata", 0o700),
         (_IMAGE / "imagedb/metadata/sha256", 0o700),
         (_IMAGE / "layerdb", 0o700),
-        (_IMAGE / "layerdb/sha256", 0o700),
+        (_IMAGE / "layerdb/sha256", 0o755),
         ("overlay2", 0o710),
         ("overlay2/l", 0o700),
     ):
-        path = root / name
-        if not path.is_dir():
-            path.mkdir(parents=True)
-            path.chmod(mode)
+        files_of.directory(root / name, mode)
 
 
 def _has_layer(root: Path, layer: Layer) -> bool:
@@ -151,16 +145,17 @@ def _add_layer(
 ) -> int:
     """Add one layer above its parent, files first; return the number of files made."""
     record, target = _record(source, layer.chain), _record(root, layer.chain)
-    cache = (record / "cache-id").read_text()
+    with reading(record):
+        cache, names = (record / "cache-id").read_text(), os.listdir(record)
     files = _add_files(source, root, layer, cache, store, copy)
     draft = target.with_name(f"{target.name}.tmp")
     draft.mkdir(mode=0o700, exist_ok=True)
-    for name in os.listdir(record):
+    for name in names:
         if name == _TAR_SPLIT and copy is None:
             # It has a line for each file of the layer: read when an image is saved or pushed, and linked as well.
-            _link(record / name, draft / name)
+            files_of.link(record / name, draft / name)
         else:
-            _copy_file(record / name, draft / name)
+            files_of.copy(record / name, draft / name)
         files += 1
     if target.is_dir():  # recorded, but its files were gone
         for name in os.listdir(draft):
@@ -181,64 +176,59 @@ def _add_files(
 ) -> int:
     baked, place = source / "overlay2" / cache, root / "overlay2" / cache
     place.mkdir(mode=0o710, exist_ok=True)
-    link = (baked / "link").read_text()
-    _write(place / "link", link)
+    with reading(baked):
+        link, committed = (baked / "link").read_text(), (baked / "committed").exists()
+    files_of.write(place / "link", link.encode())
     if layer.parent:
         # Not as baked: the parent may have been pulled again meanwhile, under another id.
         parent = root / "overlay2" / (_record(root, layer.parent) / "cache-id").read_text()
         lower = f"l/{(parent / 'link').read_text()}"
         if (parent / "lower").exists():
             lower += f":{(parent / 'lower').read_text()}"
-        _write(place / "lower", lower)
+        files_of.write(place / "lower", lower.encode())
         (place / "work").mkdir(mode=0o700, exist_ok=True)
         (parent / "committed").touch(0o600)
-    if (baked / "committed").exists():
+    if committed:
         (place / "committed").touch(0o600)
     if copy:
-        if (place / "diff").is_symlink():
-            (place / "diff").unlink()
-        copy(layer_path(layer.diff_id, store), place / "diff")
+        _copy_layer(layer_path(layer.diff_id, store), place / "diff", copy)
     else:
-        _link(layer_path(layer.diff_id, store), place / "diff")
-    _link(Path("..") / cache / "diff", root / "overlay2/l" / link)
+        # Files of which nothing records that they are whole: an earlier repair was cut short.
+        if (place / "diff").is_dir() and not (place / "diff").is_symlink():
+            trees.remove(place / "diff")
+        files_of.link(layer_path(layer.diff_id, store), place / "diff")
+    files_of.link(Path("..") / cache / "diff", root / "overlay2/l" / link)
     return 6
 
 
-def _link(target: Path, path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    path.symlink_to(target)
-
-
-def _write(path: Path, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
-def _copy_file(source: Path, target: Path) -> int:
-    """Copy a small file whole or, to its reader, not at all."""
+def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
+    """Copy a layer beside its place, then put it there: a name is never that of half a layer."""
     draft = target.with_name(f".{target.name}.new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(source.read_bytes())
-        os.fchmod(fd, source.stat().st_mode & 0o7777)
-    draft.replace(target)
-    return 1
+    trees.remove(draft)
+    copy(source, draft)
+    if target.is_symlink():
+        target.unlink()
+    else:
+        trees.remove(target)
+    draft.rename(target)
 
 
-def _copy_missing(source: Path, target: Path) -> int:
-    """Copy the small files of a tree that ``target`` lacks; return their number."""
+def _copy_missing(source: Path, root: Path, name: Path) -> int:
+    """Copy the small files of the directory ``name`` that ``root`` lacks; return their number."""
     files = 0
-    for folder, _, names in os.walk(source):
-        there = target / Path(folder).relative_to(source)
-        there.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in names:
-            if not (there / name).exists():
-                files += _copy_file(Path(folder, name), there / name)
+    for folder, _, names in os.walk(source / name, onerror=_damaged):
+        there = root / Path(folder).relative_to(source)
+        files_of.directory(there, stat.S_IMODE(os.stat(folder).st_mode))
+        for found in names:
+            if not (there / found).exists():
+                files += files_of.copy(Path(folder, found), there / found)
     return files
+
+
+def _damaged(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        with reading(Path(error.filename)):
+            raise error
 
 
 # -- names -----------------------------------------------------------------------------------------------------
@@ -246,12 +236,14 @@ def _copy_missing(source: Path, target: Path) -> int:
 Names = dict[str, dict[str, str]]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _names(root: Path) -> dict[str, Any]:
+    """Return the names in a data root; none where a power cut left no whole file, on which Docker would not start."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        found = {"Repositories": {}}
-    return found
+        found = json.loads((root / _IMAGE / "repositories.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        found = {}
+    whole = isinstance(found, dict) and isinstance(found.get("Repositories"), dict)
+    return found if whole else {"Repositories": {}}
 
 
 def _names_of(baked: dict[str, Any], image_id: str) -> Names:

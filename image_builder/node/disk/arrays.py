@@ -1,0 +1,83 @@
+"""Several disks as one: RAID0 by mdadm. An array's kernel name is asked of the kernel, with or without udev's links."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from image_builder.node import programs
+from image_builder.node.disk import layout
+from image_builder.node.disk.model import Disk, Places
+from image_builder.node.errors import NodeError
+
+# What is in mdadm.conf is for others: it keeps them from assembling anything.
+_OPTIONS = ("--config=none", "--run")
+
+
+def assemble(uuid: str, disks: Sequence[Disk], places: Places) -> str:
+    """Return the kernel's name of an array, which is assembled unless it is already. Raises NodeError."""
+    if not holder(disks, places):
+        words = ("mdadm", "--assemble", _name(places), f"--uuid={_uuid(uuid)}", *_OPTIONS, *_paths(disks))
+        programs.run(words)
+    return _device(disks, places)
+
+
+def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path:
+    """Make a RAID0 of disks that are blank, of any sizes; return its device, ends zero. Raises NodeError, OSError."""
+    programs.run(
+        [
+            *("mdadm", "--create", _name(places), *_OPTIONS, "--quiet"),
+            *("--level=0", f"--raid-devices={len(disks)}", "--metadata=1.2", "--chunk=512K"),
+            # Where the sizes differ, kernels since 5.4 ask which of two layouts it is.
+            "--layout=alternate",
+            *("--homehost=any", f"--name={label}", f"--uuid={_uuid(uuid)}"),
+            *_paths(disks),
+        ]
+    )
+    path = places.dev / _device(disks, places)
+    # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
+    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        size = os.lseek(fd, 0, os.SEEK_END)
+        os.pwrite(fd, bytes(layout.MIB), 0)
+        os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return path
+
+
+def stop(device: str, places: Places) -> None:
+    """Take an array apart, its members stay as they are. Raises ProgramError."""
+    programs.run(["mdadm", "--stop", os.fspath(places.dev / device)])
+
+
+def holder(disks: Sequence[Disk], places: Places) -> str:
+    """Return the kernel's name of what is made of all of these disks, empty where there is no such."""
+    found = [
+        {path.name for path in (places.sys / "block" / disk.name / "holders").glob("*")} for disk in disks
+    ]
+    common = set.intersection(*found)
+    return min(common) if common else ""
+
+
+def _device(disks: Sequence[Disk], places: Places) -> str:
+    name = holder(disks, places)
+    if not name:
+        raise NodeError("disk.array", f"mdadm made no array of {', '.join(disk.name for disk in disks)}")
+    return name
+
+
+def _name(places: Places) -> str:
+    return os.fspath(places.dev / "md/node-local")
+
+
+def _paths(disks: Sequence[Disk]) -> list[str]:
+    return [os.fspath(disk.path) for disk in disks]
+
+
+def _uuid(uuid: str) -> str:
+    """Return an UUID as mdadm writes it."""
+    digits = uuid.replace("-", "")
+    return ":".join(digits[at : at + 8] for at in range(0, 32, 8))

@@ -1,0 +1,494 @@
+"""How fast a blank disk has its images, beside `docker image load` and `ctr images import`; what promotion costs.
+
+    .venv/bin/python tests/bench/preload.py [--store DIR] [--large-gb N] [--engine NAME] [--json]
+
+Needs root, and a store in which the image `worker` was built: its engines run here, and its agent's Python. The disk
+is a freshly made ext4 on a loop device (direct I/O), blank before each measurement, and all caches are dropped. Each
+pair is measured back to back, and the best of its rounds counts.
+
+    ENGINE_first_run_ratio   daemon start + load of the archive + container running / `node-agent seed` (the whole
+                             process) + daemon start + container running; goals >= 20 (docker), >= 60 (containerd)
+    ENGINE_flatness          ours with the large image / ours with a 0.3 GB image, goal <= 1.2. The budget names
+                             10 GB: `large_gb` tells what was measured
+    cold_read_ratio          the same two ways and then every file of the image read once, through the container's
+                             root, with the OS disk throttled to 100 MB/s (docker), goal >= 1.3. The OS disk is a
+                             loop device that the control group of all these processes may read so fast
+    promote_ratio            `cp -a` of the same layers, two at once, and sync / `node-agent promote` (the whole process)
+                             without a rate, goal >= 0.8
+    seeded_boot_seconds      `node-agent seed` with 50 images of 10 layers, the slower engine, goal <= 0.5
+    seeded_boot_mib          the larger of its peak memory and of what it wrote to the disk, MiB, goal <= 30
+    reader_slowdown          a cold reader of another image while a promotion runs at its default rate / the same
+                             reader alone, goal <= 1.10
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder import namespace, process  # noqa: E402
+from image_builder.lock import LockedImage  # noqa: E402
+from image_builder.node import layout  # noqa: E402
+from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from tests.builds import Workplace  # noqa: E402
+from tests.pulls import ENGINES, MB, Lab, isolated  # noqa: E402
+from tests.seeds import Baked, Node, bake, node, runnable  # noqa: E402
+
+ROUNDS = 3
+SMALL_MB = 300
+LAYERS = 5
+MANY_IMAGES, MANY_LAYERS = 50, 10
+OS_DISK_RATE = 100 * MB
+_ARCHIVE = "/opt/preloaded_docker_images.tar"
+_BLKIO = Path("/sys/fs/cgroup/blkio")
+_LOOP_CTL_GET_FREE = 0x4C82
+_GOALS = {
+    "docker_first_run_ratio": (">=", 20),
+    "containerd_first_run_ratio": (">=", 60),
+    "docker_flatness": ("<=", 1.2),
+    "containerd_flatness": ("<=", 1.2),
+    "cold_read_ratio": (">=", 1.3),
+    "promote_ratio": (">=", 0.8),
+    "seeded_boot_seconds": ("<=", 0.5),
+    "seeded_boot_mib": ("<=", 30),
+    "reader_slowdown": ("<=", 1.10),
+}
+Found = dict[str, Any]
+
+
+# -- disks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A mounted loop device: where, its number as the kernel writes it (``7:3``), and its name."""
+
+    path: Path
+    number: str
+    name: str
+
+    def written(self) -> int:
+        """Return the bytes written to the device so far (Documentation/block/stat.rst: 512-byte sectors)."""
+        return int(Path("/sys/block", self.name, "stat").read_text().split()[6]) * 512
+
+
+@contextmanager
+def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
+    """Make and mount a blank ext4 on a loop device of its own; nothing of it is left afterwards."""
+    file, where = folder / "disk.img", folder / "mnt"
+    where.mkdir()
+    with file.open("wb") as sink:
+        sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
+    process.run(["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1", file])
+    device = _attach(file)
+    try:
+        namespace.mount("ext4", os.fspath(device), os.fspath(where), "noinit_itable")
+        try:
+            number = os.stat(where).st_dev
+            process.run(["sync"])
+            yield Disk(where, f"{os.major(number)}:{os.minor(number)}", device.name)
+        finally:
+            namespace.unmount(os.fspath(where))
+    finally:
+        process.run(["losetup", "--detach", device])
+        file.unlink()
+        where.rmdir()
+
+
+def _attach(file: Path) -> Path:
+    """Return a loop device for a file; /dev is this namespace's own, so its nodes are made here."""
+    control = Path("/dev/loop-control")
+    if not control.exists():
+        os.mknod(control, 0o20600, os.makedev(10, 237))
+    for _ in range(20):  # somebody else may take it meanwhile
+        with control.open("rb") as stream:
+            number = fcntl.ioctl(stream, _LOOP_CTL_GET_FREE)
+        device = Path(f"/dev/loop{number}")
+        if not device.exists():
+            os.mknod(device, 0o60600, os.makedev(7, number))
+        if process.run(["losetup", "--direct-io=on", device, file], ok=range(256)).returncode == 0:
+            return device
+    raise RuntimeError("no loop device is free")
+
+
+@contextmanager
+def throttled(disk: Disk, bytes_per_second: int) -> Iterator[None]:
+    """Let this process and all that it starts read so fast from a disk, and no faster."""
+    group = _BLKIO / f"image-builder-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "blkio.throttle.read_bps_device").write_text(f"{disk.number} {bytes_per_second}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (_BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+        _leave(group)
+
+
+def _leave(group: Path) -> None:
+    """Remove a control group when the last of its processes has ended."""
+    for _ in range(100):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def drop_caches() -> None:
+    process.run(["sync"])
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+# -- images ----------------------------------------------------------------------------------------------------
+
+
+def software(lab: Lab, megabytes: int, layers: int) -> list[Path]:
+    """Return a directory for each layer: hard links to real software, small files and large, in every layer anew."""
+    files = [
+        path
+        for tree in lab.trees
+        for path in sorted((tree / "usr").rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    ]
+    each = megabytes * MB // layers
+    places = []
+    for number in range(layers):
+        place, left, index = lab.folder("software"), each, number * 7919
+        while left > 0:
+            path = files[index % len(files)]
+            target = (
+                place / f"opt/layer{number}/{index // len(files)}/{index % len(files) // 100}/{path.name}"
+            )
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, target)
+                left -= path.stat().st_size
+            index += 1
+        places.append(place)
+    return places
+
+
+def image(lab: Lab, name: str, megabytes: int) -> LockedImage:
+    """Push an image of so many bytes that runs."""
+    trees = software(lab, megabytes, LAYERS)
+    made = runnable(lab, name, *trees)
+    for tree in trees:
+        process.run(["rm", "-rf", tree])
+    return made
+
+
+def shrink(baked: Baked) -> None:
+    """Delete what was only needed to bake."""
+    process.run(["rm", "-rf", baked.state])
+
+
+# -- first run -------------------------------------------------------------------------------------------------
+
+
+def first_run(
+    lab: Lab, baked: Baked, *, ours: bool, then: Callable[[Node, Any], None] | None = None
+) -> float:
+    """Return the seconds from a blank disk with no daemon to a running container (and ``then``)."""
+    wanted = baked.images[0]
+    gigabytes = 1 + 4 * sum(i["bytes"] for i in baked.manifest()["images"]) / 1e9
+    with (
+        blank_disk(lab.folder("ssd"), gigabytes) as ssd,
+        node(lab, baked.opt, ssd.path) as here,
+    ):
+        drop_caches()
+        started = time.monotonic()
+        if ours:
+            seeded = here.seed()
+            assert seeded["state"] == "ok" and seeded["action"] == "seeded", seeded
+        with here.engine() as engine:
+            if not ours:
+                load = {
+                    "docker": ["docker", "image", "load", "--quiet", "--input", _ARCHIVE],
+                    "containerd": ["ctr", "-n", "k8s.io", "images", "import", _ARCHIVE],
+                }
+                here.root.run(load[lab.engine])
+            assert engine.try_out(wanted) is not None
+            if then:
+                then(here, engine)
+            seconds = time.monotonic() - started
+    return seconds
+
+
+def read_all(here: Node, _engine: Any) -> None:
+    """Read every file of the image through a container's root, two at a time."""
+    name = process.run(["ls", here.data / "image/overlay2/layerdb/mounts"], ok=(0, 2)).stdout.split()
+    assert not name, "try_out removes its container"
+    ref = f"{next(iter(json.loads((here.data / 'image/overlay2/repositories.json').read_text())['Repositories']))}:1"
+    made = here.root.run(["docker", "run", "--detach", "--network", "none", ref]).stdout.strip()
+    told = here.root.run(
+        ["docker", "inspect", "--format", "{{.GraphDriver.Data.MergedDir}}", made]
+    ).stdout.strip()
+    read(here.root.path / told.lstrip("/"))
+    here.root.run(["docker", "rm", "--force", made])
+
+
+def read(tree: Path) -> None:
+    files = subprocess.Popen(["find", tree, "-xdev", "-type", "f", "-print0"], stdout=subprocess.PIPE)
+    subprocess.run(
+        ["xargs", "-0", "-n", "200", "-P", "2", "cat"],
+        stdin=files.stdout,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    assert files.wait() == 0
+
+
+def scenario(lab: Lab, large_mb: str) -> Found:
+    """Measure what one engine's images have to do with."""
+    lab.endpoints = dict(lab.behind)
+    large = bake(lab, [image(lab, "large", int(large_mb))])
+    shrink(large)
+    small = bake(lab, [image(lab, "small", SMALL_MB)])
+    shrink(small)
+    entry = large.manifest()["images"][0]
+    found: Found = {
+        "large_gb": round(entry["bytes"] / 1e9, 2),
+        "store_gb": round(large.manifest()["bytes"] / 1e9, 2),
+    }
+    ours, theirs, little = [], [], []
+    for number in range(ROUNDS):
+        ours.append(first_run(lab, large, ours=True))
+        little.append(first_run(lab, small, ours=True))
+        if number < 2:
+            theirs.append(first_run(lab, large, ours=False))
+    # The pair of the flatness is short: more of it, and its middle.
+    for _ in range(ROUNDS):
+        ours.append(first_run(lab, large, ours=True))
+        little.append(first_run(lab, small, ours=True))
+    found |= {
+        "ours": round(min(ours), 3),
+        "reference": round(min(theirs), 2),
+        "ours_median": round(statistics.median(ours), 3),
+        "small": round(min(little), 3),
+        "small_median": round(statistics.median(little), 3),
+    }
+    if lab.engine == "docker":
+        found |= cold_read(lab, large) | promotion(lab, large) | reader(lab, large, small)
+    return found
+
+
+def cold_read(lab: Lab, large: Baked) -> Found:
+    """Both ways and then a read of everything, from an OS disk that gives 100 MB/s."""
+    size = sum(path.stat().st_size for path in large.opt.rglob("*") if path.is_file())
+    with blank_disk(lab.folder("os"), size * 1.1 / 1e9 + 0.5) as os_disk:
+        slow = Baked(os_disk.path / "opt", large.state, large.images)
+        process.run(["cp", "-a", large.opt, slow.opt])
+        with throttled(os_disk, OS_DISK_RATE):
+            ours = first_run(lab, slow, ours=True, then=read_all)
+            theirs = first_run(lab, slow, ours=False, then=read_all)
+    return {"cold_ours": round(ours, 2), "cold_reference": round(theirs, 2)}
+
+
+# -- promotion -------------------------------------------------------------------------------------------------
+
+
+def promotion(lab: Lab, large: Baked) -> Found:
+    """Promote without a rate; copy the same layers to the same disk with cp."""
+    gigabytes = 1 + 1.5 * large.manifest()["images"][0]["bytes"] / 1e9
+    ours, theirs = [], []
+    for _ in range(2):
+        with blank_disk(lab.folder("ssd"), gigabytes) as ssd, node(lab, large.opt, ssd.path) as here:
+            unpaced(here, 0)
+            here.seed()
+            drop_caches()
+            started = time.monotonic()
+            here.root.run(["/usr/local/bin/node-agent", "promote"])
+            ours.append(time.monotonic() - started)
+            section = here.status()["promotion"]
+            assert section["state"] == "ok" and section["layers_left"] == [], section
+        with blank_disk(lab.folder("ssd"), gigabytes) as ssd, node(lab, large.opt, ssd.path) as here:
+            here.seed()
+            target = ssd.path / "copy"
+            target.mkdir()
+            drop_caches()
+            started = time.monotonic()
+            names = "\0".join(os.fspath(path) for path in (here.store / layout.LAYERS).iterdir())
+            process.run(["xargs", "-0", "-P", "2", "-I", "{}", "cp", "-a", "{}", target], input=names)
+            namespace.syncfs(os.fspath(target))
+            theirs.append(time.monotonic() - started)
+    return {"promote_ours": round(min(ours), 2), "promote_reference": round(min(theirs), 2)}
+
+
+def unpaced(here: Node, rate: int | None) -> None:
+    values: Found = {"enabled": True, "settle_seconds": 0, "wait_seconds": 0, "reserve_percent": 1}
+    if rate is not None:
+        values["bytes_per_second"] = rate
+    here.settings(promote=values)
+
+
+def reader(lab: Lab, large: Baked, small: Baked) -> Found:
+    """Read the small image cold through an overlay, alone and while the large one is promoted at the default rate."""
+    gigabytes = 1 + 1.5 * large.manifest()["images"][0]["bytes"] / 1e9
+    alone, beside = [], []
+    where = lab.folder("small-store")
+    namespace.mount("erofs", os.fspath(small.file), os.fspath(where), "ro")
+    try:
+        for _ in range(ROUNDS):
+            alone.append(_read_overlay(lab, where))
+            with blank_disk(lab.folder("ssd"), gigabytes) as ssd, node(lab, large.opt, ssd.path) as here:
+                unpaced(here, None)
+                here.seed()
+                child = here.agent("promote")
+                time.sleep(2)
+                beside.append(_read_overlay(lab, where))
+                assert child.poll() is None, "the promotion ended before the reader"
+                child.terminate()
+                child.communicate()
+    finally:
+        namespace.unmount(os.fspath(where))
+    return {"reader_alone": round(min(alone), 3), "reader_beside": round(min(beside), 3)}
+
+
+def _read_overlay(lab: Lab, store: Path) -> float:
+    lowers = ":".join(os.fspath(path) for path in sorted((store / layout.LAYERS).iterdir()))
+    merged, upper, work = (lab.folder(name) for name in ("merged", "upper", "work"))
+    namespace.mount(
+        "overlay", "overlay", os.fspath(merged), f"lowerdir={lowers},upperdir={upper},workdir={work}"
+    )
+    try:
+        drop_caches()
+        started = time.monotonic()
+        read(merged)
+        return time.monotonic() - started
+    finally:
+        namespace.unmount(os.fspath(merged))
+
+
+# -- many images -----------------------------------------------------------------------------------------------
+
+
+def many(lab: Lab) -> Found:
+    """Seed 50 images of 10 layers each: the whole process's seconds, its peak memory, what it wrote to the disk."""
+    lab.endpoints = dict(lab.behind)
+    sizes = [20_000] * (MANY_LAYERS - 1)
+    baked = bake(lab, [lab.push(f"image{number}", *sizes) for number in range(MANY_IMAGES)])
+    seconds, memory, written, count = [], [], [], 0
+    for _ in range(ROUNDS):
+        with blank_disk(lab.folder("ssd"), 2) as ssd, node(lab, baked.opt, ssd.path) as here:
+            drop_caches()
+            before = ssd.written()
+            started = time.monotonic()
+            child = here.agent()
+            pid, _status, used = os.wait4(child.pid, 0)
+            seconds.append(time.monotonic() - started)
+            child.returncode = 0
+            assert child.stdout
+            child.stdout.close()
+            section = here.status()["seed"]
+            assert section["state"] == "ok" and section["images"] == MANY_IMAGES, section
+            count = section["layers"]
+            memory.append(used.ru_maxrss * 1024)
+            process.run(["sync"])
+            written.append(ssd.written() - before)
+            with here.engine() as engine:
+                assert engine.has(baked.images[-1])
+    return {
+        "layers": count,
+        "seconds": round(min(seconds), 3),
+        "memory_mib": round(min(memory) / (1 << 20), 1),
+        "written_mib": round(min(written) / (1 << 20), 1),
+    }
+
+
+# -- the report ------------------------------------------------------------------------------------------------
+
+
+def measure(store: Path, engines: list[str], large_mb: int) -> Found:
+    # Another process has to find it, so it must not be called __main__.
+    from tests.bench.preload import many, scenario
+
+    place = Workplace(store, Path(os.devnull), "worker")
+    found: Found = {}
+    for engine in engines:
+        one = isolated(scenario, place, engine, str(large_mb), seconds=3600)
+        lot = isolated(many, place, engine, seconds=1800)
+        found[engine] = one | {f"many_{key}": value for key, value in lot.items()}
+        found[f"{engine}_first_run_ratio"] = round(one["reference"] / one["ours"], 1)
+        found[f"{engine}_flatness"] = round(one["ours_median"] / one["small_median"], 2)
+    docker = found.get("docker", {})
+    for key, top, bottom in (
+        ("cold_read_ratio", "cold_reference", "cold_ours"),
+        ("promote_ratio", "promote_reference", "promote_ours"),
+        ("reader_slowdown", "reader_beside", "reader_alone"),
+    ):
+        if docker:
+            found[key] = round(docker[top] / docker[bottom], 2)
+    found["seeded_boot_seconds"] = max(found[name]["many_seconds"] for name in engines)
+    found["seeded_boot_mib"] = max(
+        found[name][key] for name in engines for key in ("many_memory_mib", "many_written_mib")
+    )
+    return found
+
+
+def show(found: Found, engines: list[str]) -> None:
+    rows = []
+    for name in engines:
+        one = found[name]
+        size = f"{one['large_gb']} GB"
+        rows += [
+            (f"{name}, {size} runs", one["ours"], one["reference"], f"{name}_first_run_ratio"),
+            (f"{name}, {size} / 0.3 GB", one["ours_median"], one["small_median"], f"{name}_flatness"),
+        ]
+    if "docker" in engines:
+        one = found["docker"]
+        rows += [
+            ("all read, 100 MB/s", one["cold_ours"], one["cold_reference"], "cold_read_ratio"),
+            ("promote / cp -a", one["promote_ours"], one["promote_reference"], "promote_ratio"),
+            ("reader beside it", one["reader_beside"], one["reader_alone"], "reader_slowdown"),
+        ]
+    print(f"{'name':<28}{'ours':>10}{'reference':>12}{'ratio':>10}{'goal':>10}")
+    for title, mine, other, key in rows:
+        goal = " ".join(str(word) for word in _GOALS[key])
+        print(f"{title:<28}{f'{mine} s':>10}{f'{other} s':>12}{found[key]:>10}{goal:>10}")
+    for name in engines:
+        one = found[name]
+        print(
+            f"{name}, 50 images of 10 layers: seeded in {one['many_seconds']} s, "
+            f"{one['many_memory_mib']} MiB of memory, {one['many_written_mib']} MiB written "
+            "(goals 0.5 s, 30 MiB)"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    parser.add_argument("--large-gb", type=float, default=3.0)
+    parser.add_argument("--engine", action="append", choices=list(ENGINES))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    engines = options.engine or list(ENGINES)
+    found = measure(options.store, engines, int(options.large_gb * 1000))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, engines)
+    met = [
+        found[key] <= goal if sign == "<=" else found[key] >= goal
+        for key, (sign, goal) in _GOALS.items()
+        if key in found
+    ]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a record of ``pending_pods`` must show. Times are compared with each other, never with a number of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.e2e.pods import BIG, QUOTA, SMALL, STALLED, Story, story_from_json
+
+# How much longer the same pod is pending on the node of before, at least.
+FASTER = 3.0
+
+
+def stories(record: Mapping[str, Any], machine: str) -> dict[str, Story]:
+    """Return what became of each pod on ``before`` or ``ours``."""
+    return {name: story_from_json(told) for name, told in record[machine]["pods"].items()}
+
+
+def broken(record: Mapping[str, Any]) -> list[str]:
+    """Return what does not hold, in words; nothing when all is as it must be."""
+    return [text for text, holds in facts(record).items() if not holds]
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, bool]:
+    """Return each fact in words, and whether it holds."""
+    before, ours = stories(record, "before"), stories(record, "ours")
+    seen, seen_ours = record["before"], record["ours"]
+    return {
+        **_queue(before, ours, seen_ours),
+        **_cancelled(before, ours, record),
+        **_refused(seen, seen_ours),
+    }
+
+
+def _queue(
+    before: Mapping[str, Story], ours: Mapping[str, Story], seen: Mapping[str, Any]
+) -> dict[str, bool]:
+    big, small = before[BIG.name], before[SMALL.name]
+    return {
+        "before: the small image is asked for only after the large one was pulled": (
+            small.first_pull is not None and small.first_pull >= 0.5 * big.pulling
+        ),
+        "before: the small pod waits far longer than its own pull takes": (
+            small.running >= FASTER * small.pulling
+        ),
+        "ours: the small pod runs sooner": FASTER * ours[SMALL.name].running <= small.running,
+        "ours: the large pod runs sooner": FASTER * ours[BIG.name].running <= big.running,
+        "ours: the large image is not asked for": seen["requests"][BIG.repository] == 0,
+    }
+
+
+def _cancelled(
+    before: Mapping[str, Story], ours: Mapping[str, Story], record: Mapping[str, Any]
+) -> dict[str, bool]:
+    return {
+        "before: the pull that stood still was cancelled": any(
+            "cancel" in trouble.message for trouble in before[STALLED.name].failed_pulls
+        ),
+        "ours: no pull failed": not any(story.failed_pulls for story in ours.values()),
+        "ours: the pull went through the same stall": (
+            ours[STALLED.name].pulling >= record["ours"]["stall"]["end"] - record["ours"]["stall"]["start"]
+        ),
+        "ours: nothing of it was sent twice": (
+            record["ours"]["bytes"][STALLED.repository] < record["before"]["bytes"][STALLED.repository]
+        ),
+    }
+
+
+def _refused(before: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, bool]:
+    was, story = (story_from_json(seen["pods"][QUOTA.name]) for seen in (before, ours))
+    return {
+        "before: no container runs while the pause image is refused": before["containers_while_refused"] == 0,
+        "before: the sandbox fails with the registry's answer": any(
+            "toomanyrequests" in trouble.message for trouble in was.failed_sandboxes
+        ),
+        "before: the pod starts only when the registry gives in": was.running > before["refused_seconds"],
+        "ours: the pod starts while the pause image is refused": story.running <= ours["refused_seconds"],
+        "ours: the pause image is not asked for": ours["requests"]["pause"] == 0,
+        "ours: no sandbox fails": not story.failed_sandboxes,
+    }

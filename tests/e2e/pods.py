@@ -1,0 +1,173 @@
+"""The pods of ``pending_pods``, and what became of them, told from kubelet's events and the registry's requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from image_builder.lab.registry import HOST
+
+# kubelet 1.20's structured log of an event (k8s.io/client-go tools/record, StartStructuredLogging): strings are
+# quoted as Go does it, of which JSON is a part as far as these messages go.
+_EVENT = re.compile(
+    r'"Event occurred" object="default/(?P<object>[^"]+)" .*'
+    r'reason="(?P<reason>\w+)" message=(?P<message>"(?:[^"\\]|\\.)*")'
+)
+_PULL_FAILED = "Failed to pull image"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A static pod of one container: ``repository`` and tag of its image, and the command, empty for the image's."""
+
+    name: str
+    repository: str
+    tag: str
+    shown: str
+    command: tuple[str, ...] = ()
+
+    @property
+    def image(self) -> str:
+        return f"{HOST}/{self.repository}:{self.tag}"
+
+
+QUOTA = Pod("quota", "tiny", "1", "registry refuses the pause image (429)")
+BIG = Pod("big", "large", "1.0", "large image, 1.1 GB unpacked", ("sleep", "infinity"))
+SMALL = Pod("small", "small", "1", "small image, behind the large one")
+STALLED = Pod("stalled", "stalled", "1", "the link stands still in the middle of the pull")
+PODS = (QUOTA, BIG, SMALL, STALLED)
+
+
+def manifest(pod: Pod) -> str:
+    """Return the static pod's manifest, as JSON."""
+    container: dict[str, Any] = {"name": "main", "image": pod.image, "imagePullPolicy": "IfNotPresent"}
+    if pod.command:
+        container["command"] = list(pod.command)
+    told = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": pod.name, "namespace": "default"},
+        # No pod network is part of an image: a CNI comes with the cluster.
+        "spec": {"hostNetwork": True, "terminationGracePeriodSeconds": 1, "containers": [container]},
+    }
+    return json.dumps(told, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a pod; ``seconds`` are of the clock that the reader was told to use."""
+
+    seconds: float
+    pod: str
+    reason: str
+    message: str
+
+
+def read_events(journal: str, offset: float) -> Iterator[Event]:
+    """Yield the events in a kubelet's journal (``journalctl -o json``, a line each), in its order.
+
+    ``offset`` (seconds) is added to the journal's monotonic time. A static pod is called NAME-HOST there.
+    """
+    for line in journal.splitlines():
+        told = json.loads(line)
+        if not isinstance(message := told.get("MESSAGE"), str) or not (found := _EVENT.search(message)):
+            continue
+        at = int(told["__MONOTONIC_TIMESTAMP"]) / 1e6 + offset
+        pod = found["object"].partition("-")[0]
+        yield Event(at, pod, found["reason"], json.loads(found["message"], strict=False))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a pod's time: ``waiting`` or ``pulling``, in seconds since the node was given the pod."""
+
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What went wrong: a pull that ended badly, or a sandbox that could not be made."""
+
+    seconds: float
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """What became of a pod; ``running`` is when its container was started, in seconds since it was given."""
+
+    pod: str
+    running: float
+    spans: tuple[Span, ...]
+    troubles: tuple[Trouble, ...]
+
+    @property
+    def failed_pulls(self) -> list[Trouble]:
+        return [t for t in self.troubles if t.reason == "Failed"]
+
+    @property
+    def failed_sandboxes(self) -> list[Trouble]:
+        return [t for t in self.troubles if t.reason == "FailedCreatePodSandBox"]
+
+    @property
+    def pulling(self) -> float:
+        """Seconds in which something of its image was on its way."""
+        return sum(span.end - span.start for span in self.spans if span.kind == "pulling")
+
+    @property
+    def first_pull(self) -> float | None:
+        """When its image was asked for first; None when it never was."""
+        return next((span.start for span in self.spans if span.kind == "pulling"), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def story_from_json(told: dict[str, Any]) -> Story:
+    """Return what ``as_json`` told."""
+    return Story(
+        told["pod"],
+        told["running"],
+        tuple(Span(**span) for span in told["spans"]),
+        tuple(Trouble(**trouble) for trouble in told["troubles"]),
+    )
+
+
+def tell(pod: Pod, given: float, events: Iterable[Event], requests: Sequence[float]) -> Story:
+    """Return the story of ``pod``.
+
+    ``given`` is when the node got its manifest, ``requests`` when the registry was asked for anything of its image;
+    all are of the same clock. kubelet's own event "Pulling" is no help: it comes before the image's turn in the
+    queue. Raises ValueError for a pod that never ran.
+    """
+    mine = [event for event in events if event.pod == pod.name]
+    started = next((e.seconds for e in mine if e.reason == "Started"), None)
+    if started is None:
+        raise ValueError(f"the pod {pod.name} did not run")
+    ends = [
+        e.seconds
+        for e in mine
+        if e.reason == "Pulled" or (e.reason == "Failed" and e.message.startswith(_PULL_FAILED))
+    ]
+    spans: list[Span] = []
+    at = given
+    for end in ends:
+        begun = next((r for r in sorted(requests) if at <= r < end), None)
+        if begun is not None:
+            spans += [Span("waiting", at - given, begun - given), Span("pulling", begun - given, end - given)]
+            at = end
+    spans.append(Span("waiting", at - given, started - given))
+    troubles = [
+        Trouble(round(e.seconds - given, 1), e.reason, e.message)
+        for e in mine
+        if e.reason == "FailedCreatePodSandBox"
+        or (e.reason == "Failed" and e.message.startswith(_PULL_FAILED))
+    ]
+    rounded = [Span(s.kind, round(s.start, 1), round(s.end, 1)) for s in spans if s.end - s.start >= 0.05]
+    return Story(pod.name, round(started - given, 1), tuple(rounded), tuple(troubles))

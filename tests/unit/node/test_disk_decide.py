@@ -1,0 +1,321 @@
+"""The decision table: every row is reached, and nothing foreign is ever touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from image_builder.node.disk import layout
+from image_builder.node.disk.decide import TABLE, decide, nature
+from image_builder.node.disk.model import Array, Disk, Marker, Observation, Raid, Seen, Signature, Volume
+from image_builder.node.disk.settings import Selector, Settings
+
+UUID = "6e6f6465-2d64-8000-8123-456789abcdef"
+OTHER = "6e6f6465-2d64-8000-8123-456789abcd00"
+README = Path(__file__).resolve().parents[3] / "roles/local_disk/README.md"
+SETTINGS = Settings()
+
+
+def disk(number: int = 0, **values: object) -> Disk:
+    made = Disk(f"nvme{number}n1", Path(f"/dev/nvme{number}n1"), 10**12, "Direct", f"S{number}", local=True)
+    return replace(made, **values)  # type: ignore[arg-type]
+
+
+def blank(number: int = 0) -> Observation:
+    return Observation(disk(number), ends_zero=True)
+
+
+def signed(kind: str, number: int = 0) -> Observation:
+    return Observation(disk(number), (Signature(kind),))
+
+
+def marker(*disks: Disk, image: str = "one", uuid: str = UUID) -> Marker:
+    return Marker(uuid, image, tuple(one.member for one in disks))
+
+
+def ours(state: str = "marked", number: int = 0, image: str = "one", filesystem: str = "xfs") -> Observation:
+    one = disk(number)
+    known = marker(one, image=image) if state == "marked" else None
+    volume = Volume(one.path, filesystem, UUID, state, known)  # type: ignore[arg-type]
+    return Observation(one, (Signature(filesystem, UUID, "local"),), volume=volume)
+
+
+def member(number: int, devices: int = 2, uuid: str = UUID, name: str = "local") -> Observation:
+    raid = Raid(uuid, name, 0, devices, number)
+    return Observation(disk(number), (Signature("linux_raid_member"),), raid=raid)
+
+
+def array(*disks: Disk, image: str = "one", state: str = "marked") -> dict[str, Array]:
+    known = marker(*disks, image=image) if state == "marked" else None
+    volume = Volume(Path("/dev/md127"), "xfs", UUID, state, known)  # type: ignore[arg-type]
+    return {UUID: Array(UUID, "md127", volume)}
+
+
+def resized() -> Observation:
+    one = ours()
+    return replace(one, disk=replace(one.disk, bytes=2 * 10**12))
+
+
+PLATFORM = replace(signed("dos"), partitions=("sdb1",), platform="blank")
+TWO = array(disk(0), disk(1))
+ONE_EXPECTED = replace(SETTINGS, expected_disks=1)
+WIPE = replace(SETTINGS, wipe=("crypto_LUKS", "gpt"))
+
+# What is seen, and the row that it is.
+CASES: dict[str, tuple[Settings, Seen, str]] = {
+    "nothing": (SETTINGS, Seen(), "none"),
+    "system disk": (SETTINGS, Seen((Observation(disk(system=True)),)), "system"),
+    "two for one": (ONE_EXPECTED, Seen((blank(0), blank(1))), "ambiguous"),
+    "ours and a blank one for one": (ONE_EXPECTED, Seen((ours(), blank(1))), "ambiguous"),
+    "one for two": (replace(SETTINGS, expected_disks=2), Seen((blank(0),)), "missing"),
+    "error": (SETTINGS, Seen((replace(blank(), error="Input/output error"),)), "error"),
+    "error beside ours": (SETTINGS, Seen((ours(), replace(blank(1), error="x"))), "error"),
+    "array that fails": (SETTINGS, Seen((member(0), member(1)), {UUID: Array(UUID, error="x")}), "error"),
+    "mounted": (SETTINGS, Seen((replace(signed("xfs"), mounts=("/data",)),)), "busy"),
+    "blank but held": (SETTINGS, Seen((replace(blank(), holders=("dm-0",)),)), "busy"),
+    "swap": (SETTINGS, Seen((replace(signed("swap"), swap=True),)), "busy"),
+    "ours, mounted elsewhere": (SETTINGS, Seen((replace(ours(), mounts=("/data",)),)), "busy"),
+    "foreign": (SETTINGS, Seen((signed("ext4"),)), "foreign"),
+    "foreign beside blank": (SETTINGS, Seen((blank(0), signed("zfs_member", 1))), "foreign"),
+    "data without a signature": (SETTINGS, Seen((Observation(disk()),)), "foreign"),
+    "a partition that nothing explains": (SETTINGS, Seen((replace(blank(), partitions=("x1",)),)), "foreign"),
+    "platform's, with files": (SETTINGS, Seen((replace(PLATFORM, platform="files"),)), "foreign"),
+    "platform's, unreadable": (SETTINGS, Seen((replace(PLATFORM, platform="unreadable"),)), "foreign"),
+    "unreadable, may be wiped": (
+        replace(SETTINGS, wipe=("dos",)),
+        Seen((replace(PLATFORM, platform="unreadable"),)),
+        "foreign",
+    ),
+    "label and UUID without a marker": (SETTINGS, Seen((ours("unmarked"),)), "foreign"),
+    "somebody's array": (
+        SETTINGS,
+        Seen((member(0, uuid="0" * 32), member(1, uuid="0" * 32))),
+        "foreign",
+    ),
+    "array of ours with another name": (
+        SETTINGS,
+        Seen((member(0, name="x"), member(1, name="x"))),
+        "foreign",
+    ),
+    "foreign filesystem on an array of ours": (
+        SETTINGS,
+        Seen((member(0), member(1)), {UUID: Array(UUID, "md127", foreign="ext4")}),
+        "foreign",
+    ),
+    "files without a marker on an array of ours": (
+        SETTINGS,
+        Seen((member(0), member(1)), array(state="unmarked")),
+        "foreign",
+    ),
+    "foreign beside ours": (SETTINGS, Seen((ours(), signed("btrfs", 1))), "mixed"),
+    "wipe: another kind": (WIPE, Seen((signed("ext4"),)), "foreign"),
+    "wipe: not local": (WIPE, Seen((replace(signed("gpt"), disk=disk(local=False)),)), "foreign"),
+    "wipe: one of two kinds": (
+        WIPE,
+        Seen((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("ext4"))),)),
+        "foreign",
+    ),
+    "blank": (SETTINGS, Seen((blank(),)), "blank"),
+    "four blank": (SETTINGS, Seen(tuple(blank(n) for n in range(4))), "blank"),
+    "blank beside the system's": (
+        SETTINGS,
+        Seen((Observation(disk(0, system=True)), blank(1), blank(2))),
+        "blank",
+    ),
+    "platform's blank": (SETTINGS, Seen((PLATFORM,)), "platform"),
+    "wipe: table": (
+        WIPE,
+        Seen((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("PMBR"))),)),
+        "wipe",
+    ),
+    "wipe: beside blank": (WIPE, Seen((signed("crypto_LUKS"), blank(1))), "wipe"),
+    "only mkfs": (SETTINGS, Seen((ours("empty"),)), "unfinished"),
+    "erased in part": (SETTINGS, Seen((replace(signed("gpt"), erasing=True), blank(1))), "unfinished"),
+    "array without a filesystem": (
+        SETTINGS,
+        Seen((member(0), member(1)), {UUID: Array(UUID, "md127")}),
+        "unfinished",
+    ),
+    "array, only mkfs": (SETTINGS, Seen((member(0), member(1)), array(state="empty")), "unfinished"),
+    "ours": (SETTINGS, Seen((ours(),)), "current"),
+    "ours, mounted already": (
+        SETTINGS,
+        Seen(
+            (
+                replace(
+                    ours(),
+                    mounts=("/mnt/local", "/var/lib/kubelet/pods"),
+                    volume=Volume(disk().path, "xfs", UUID, "marked", marker(disk()), "/mnt/local"),
+                ),
+            )
+        ),
+        "current",
+    ),
+    "array of ours": (SETTINGS, Seen((member(0), member(1)), TWO), "current"),
+    "array of ours, assembled, in another order": (
+        SETTINGS,
+        Seen((replace(member(1), holders=("md127",)), replace(member(0), holders=("md127",))), TWO),
+        "current",
+    ),
+    "other image": (SETTINGS, Seen((ours(image="zero"),)), "reuse"),
+    "image without an id": (SETTINGS, Seen((ours(image=""),)), "reuse"),
+    "array, other image": (
+        SETTINGS,
+        Seen((member(0), member(1)), array(disk(0), disk(1), image="zero")),
+        "reuse",
+    ),
+    "a member is missing": (SETTINGS, Seen((member(0),)), "members"),
+    "a member was replaced": (SETTINGS, Seen((member(0), blank(1))), "members"),
+    "a disk was added": (SETTINGS, Seen((ours(), blank(1))), "members"),
+    "an array's disk was added": (SETTINGS, Seen((member(0), member(1), blank(2)), TWO), "members"),
+    "parts of two arrays": (SETTINGS, Seen((member(0), member(1, uuid=OTHER))), "members"),
+    "resized": (SETTINGS, Seen((resized(),)), "members"),
+    "damaged": (SETTINGS, Seen((ours("damaged"),)), "damaged"),
+    "other filesystem": (SETTINGS, Seen((ours(filesystem="ext4"),)), "filesystem"),
+}
+
+
+@pytest.mark.parametrize(("settings", "seen", "row"), CASES.values(), ids=CASES)
+def test_row(settings: Settings, seen: Seen, row: str) -> None:
+    found = decide(settings, "one", seen)
+    assert (found.row, found.action, found.code) == (row, TABLE[row].action, TABLE[row].code)
+    assert found.reason
+    usable = tuple(one.disk for one in seen.observations if not one.disk.system)
+    assert found.disks == (() if found.code else usable)
+    assert (found.volume is not None) == (found.action in ("mount", "reuse"))
+
+
+def test_every_row_is_reached() -> None:
+    assert {row for _, _, row in CASES.values()} == set(TABLE)
+
+
+def test_rows_without_a_disk_have_codes_of_their_own() -> None:
+    codes = [row.code for row in TABLE.values() if row.action == "none"]
+    assert len(set(codes)) == len(codes) and all(code.startswith("disk.") for code in codes)
+    assert {row.code for row in TABLE.values() if row.action != "none"} == {""}
+
+
+def test_readme_shows_the_table() -> None:
+    lines = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    shown = [(cells[1].strip(), cells[3].strip(" `")) for line in lines if len(cells := line.split("|")) == 5]
+    assert shown[1:] == [(row.when, row.code) for row in TABLE.values()]
+
+
+def test_a_mounted_filesystem_is_not_made_anew() -> None:
+    volume = Volume(disk().path, "ext4", UUID, "marked", marker(disk()), "/mnt/local")
+    seen = Seen((replace(ours(filesystem="ext4"), volume=volume, mounts=("/mnt/local",)),))
+    assert decide(SETTINGS, "one", seen).row == "busy"
+
+
+# Everything that one disk can be; all pairs and triples of it.
+KINDS: dict[str, Callable[[int], Observation]] = {
+    "blank": blank,
+    "ours": lambda n: ours(number=n),
+    "empty": lambda n: ours("empty", n),
+    "damaged": lambda n: ours("damaged", n),
+    "member": member,
+    "platform": lambda n: replace(PLATFORM, disk=disk(n)),
+    "erasing": lambda n: replace(blank(n), erasing=True),
+    "foreign": lambda n: signed("ext4", n),
+    "nameless": lambda n: Observation(disk(n)),
+    "unmarked": lambda n: ours("unmarked", n),
+    "busy": lambda n: replace(blank(n), holders=("dm-0",)),
+    "error": lambda n: replace(blank(n), error="x"),
+}
+BAD = {"foreign", "nameless", "unmarked", "busy", "error"}
+
+
+def mixes() -> Iterator[tuple[str, ...]]:
+    for count in (1, 2, 3):
+        yield from combinations_with_replacement(KINDS, count)
+
+
+def test_one_bad_disk_keeps_all_from_being_touched() -> None:
+    for kinds in mixes():
+        seen = Seen(tuple(KINDS[kind](n) for n, kind in enumerate(kinds)))
+        found = decide(SETTINGS, "one", seen)
+        assert (found.action == "none") == bool(set(kinds) & BAD), kinds
+        if found.action in ("mount", "reuse"):
+            assert kinds == ("ours",)
+
+
+def test_the_systems_disk_is_never_a_member() -> None:
+    for kinds in mixes():
+        disks = [KINDS[kind](n) for n, kind in enumerate(kinds)]
+        disks[0] = replace(disks[0], disk=replace(disks[0].disk, system=True))
+        assert disks[0].disk not in decide(SETTINGS, "one", Seen(tuple(disks))).disks
+
+
+words = st.sampled_from(
+    ["xfs", "ext4", "gpt", "dos", "PMBR", "crypto_LUKS", "linux_raid_member", "zfs_member"]
+)
+observations = st.builds(
+    Observation,
+    st.builds(disk, st.integers(0, 3), local=st.booleans(), system=st.booleans()),
+    st.lists(st.builds(Signature, words), max_size=3).map(tuple),
+    st.lists(st.just("p1"), max_size=2).map(tuple),
+    st.lists(st.just("dm-0"), max_size=1).map(tuple),
+    st.lists(st.just("/data"), max_size=1).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    platform=st.sampled_from(["", "files", "unreadable"]),
+    error=st.sampled_from(["", "x"]),
+)
+
+
+@given(st.lists(observations, max_size=4), st.sampled_from([0, 1, 2]))
+def test_without_proof_nothing_is_touched(seen: list[Observation], expected: int) -> None:
+    """None of these is ours: whatever is not blank by every mark keeps all from being touched."""
+    found = decide(replace(SETTINGS, expected_disks=expected), "one", Seen(tuple(seen)))
+    if found.action != "none":
+        assert found.action == "format"
+        for one in (one for one in seen if one.disk in found.disks and not one.disk.system):
+            marks = (one.signatures, one.partitions, one.holders, one.mounts, one.swap, one.error)
+            assert not any(marks) and one.ends_zero
+
+
+def test_reason_names_every_disk_that_is_the_reason() -> None:
+    found = decide(SETTINGS, "one", Seen((signed("ext4", 0), blank(1), signed("zfs_member", 2))))
+    assert found.reason == (
+        "nvme0n1 (Direct S0, 1000000000000 bytes): ext4; nvme2n1 (Direct S2, 1000000000000 bytes): zfs_member"
+    )
+
+
+def test_content_is_named() -> None:
+    table = replace(signed("gpt"), partitions=("a1", "a2"))
+    assert nature(SETTINGS, table, {}).content == "gpt with 2 partitions"
+    files = replace(PLATFORM, platform="files")
+    assert (
+        nature(SETTINGS, files, {}).content
+        == "dos with 1 partition, with more or less than the platform's readme"
+    )
+
+
+def test_uuids_of_ours() -> None:
+    made = {layout.new_uuid() for _ in range(100)}
+    assert len(made) == 100 and all(layout.is_ours(uuid) for uuid in made)
+    assert {(uuid[14], uuid[19] in "89ab") for uuid in made} == {("8", True)}
+    assert layout.is_ours("6e6f6465:2d648000:8123456789:abcdef") and layout.normal(UUID.upper()) == UUID
+    for other in ("", "x", "6e6f6465-2d64-4000-8123-456789abcdef", "4307D7D253B6CAF3"):
+        assert not layout.is_ours(other)
+
+
+def test_selector_is_named_where_nothing_matches() -> None:
+    settings = replace(SETTINGS, selector=Selector("configured", model="X*"))
+    assert "configured" in decide(settings, "one", Seen()).reason
+
+
+@pytest.mark.parametrize("size", [2 << 20, 320 << 20, (1 << 40) + 512])
+def test_an_erasure_leaves_both_ends_zero(size: int) -> None:
+    writes = layout.erasure(size)
+    assert layout.is_erasing(writes[0][1]) and writes[-1] == (0, bytes(4096))
+    covered = sorted((offset, offset + len(data)) for offset, data in writes[1:])
+    assert covered[0][0] == 0 and covered[0][1] == covered[1][0] and covered[1][1] >= 1 << 20
+    assert covered[-1] == (size - (1 << 20), size)
+    assert all(data == bytes(len(data)) for _, data in writes[1:])

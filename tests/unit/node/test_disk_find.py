@@ -1,0 +1,242 @@
+"""Which disks are local ones, on trees of /sys and /dev as Azure's machines have them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from image_builder.node.disk import find
+from image_builder.node.disk.model import Places
+from image_builder.node.disk.settings import Selector, Settings
+
+AZURE = Selector()
+GIB = 1 << 30
+LOCAL_V1, LOCAL_V2 = "Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v2"
+REMOTE = "MSFT NVMe Accelerator v1.0"
+# Of the Hyper-V bus, as the rules of azure-vm-utils know them.
+IDE_OS, IDE_RESOURCE = "{00000000-0000-8899-0000-000000000000}", "{00000000-0001-8899-0000-000000000000}"
+SCSI = "{f8b3781a-1e82-4818-a1c3-63d806ec15bb}"
+
+
+class Machine:
+    """Trees that are filled disk by disk."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.places = Places(base / "sys", base / "dev", base / "proc", base / "run", base / "queue")
+        for path in ("sys/block", "sys/dev/block", "sys/bus/pci/devices", "dev/disk/azure", "proc/self"):
+            (base / path).mkdir(parents=True)
+        self.mounted: list[str] = []
+        self.mount("0:1", "/proc", "proc")
+
+    def file(self, path: str | Path, text: str) -> None:
+        where = self.base / path
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.write_text(text + "\n")
+
+    def link(self, path: str | Path, target: Path) -> None:
+        where = self.base / path
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.symlink_to(os.path.relpath(target, where.parent))
+
+    def _disk(self, name: str, device: Path, number: int, size: int) -> Path:
+        entry = device / name if device.name.startswith("nvme") else device / "block" / name
+        self.file(entry / "size", str(size // 512))
+        self.file(entry / "dev", f"259:{number}")
+        self.link(f"sys/block/{name}", entry)
+        self.link(f"sys/dev/block/259:{number}", entry)
+        self.link(entry / "device", device)
+        (self.base / "dev" / name).write_bytes(b"")
+        return entry
+
+    def nvme(self, number: int, model: str, serial: str = "", *, size: int = 440 * GIB, nsid: int = 1) -> str:
+        controller = self.base / f"sys/devices/pci/{number:04}:00/nvme/nvme{number}"
+        if not controller.exists():
+            self.file(controller / "model", model.ljust(40))
+            self.file(controller / "serial", serial.ljust(20))
+            self.link(controller / "subsystem", self.base / "sys/class/nvme")
+            self.file(controller.parent.parent / "class", "0x010802")
+            self.link(f"sys/bus/pci/devices/{number:04}:00", controller.parent.parent)
+        name = f"nvme{number}n{nsid}"
+        entry = self._disk(name, controller, 10 * number + nsid, size)
+        self.file(entry / "nsid", str(nsid))
+        return name
+
+    def scsi(self, letter: str, device_id: str, lun: int = 0, *, size: int = 80 * GIB) -> str:
+        bus = self.base / f"sys/devices/vmbus/{letter}"
+        device = bus / f"host0/target0:0:0/0:0:0:{lun}"
+        self.file(bus / "device_id", device_id)
+        self.file(device / "vendor", "Msft    ")
+        self.file(device / "model", "Virtual Disk    ")
+        self.link(device / "subsystem", self.base / "sys/bus/scsi")
+        self._disk(f"sd{letter}", device, 100 + ord(letter), size)
+        return f"sd{letter}"
+
+    def partition(self, disk: str, name: str, number: str) -> None:
+        entry = (self.base / f"sys/block/{disk}").resolve() / name
+        self.file(entry / "partition", "1")
+        self.file(entry / "dev", number)
+        self.link(f"sys/dev/block/{number}", entry)
+
+    def azure(self, link: str, disk: str) -> None:
+        self.link(f"dev/disk/azure/{link}", self.base / "dev" / disk)
+
+    def mount(self, number: str, target: str, kind: str = "ext4", source: str = "/dev/root") -> None:
+        self.mounted.append(f"30 1 {number} / {target} rw,relatime shared:1 - {kind} {source} rw")
+        self.file("proc/self/mountinfo", "\n".join(self.mounted))
+
+    def found(self, selector: Selector = AZURE) -> list[tuple[str, str]]:
+        return [(disk.name, disk.found_by) for disk in find.candidates(selector, self.places)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def with_scsi_system(machine: Machine) -> None:
+    machine.scsi("a", IDE_OS)
+    machine.partition("sda", "sda1", "8:1")
+    machine.mount("8:1", "/")
+
+
+@pytest.mark.parametrize("has_rules", [True, False])
+@pytest.mark.parametrize(("device_id", "lun"), [(IDE_RESOURCE, 0), (SCSI, 1)])
+def test_resource_disk(machine: Machine, has_rules: bool, device_id: str, lun: int) -> None:
+    """The fifth generation: an OS disk, a data disk, and the resource disk under any name."""
+    with_scsi_system(machine)
+    machine.scsi("c", "{f8b3781b-1e82-4818-a1c3-63d806ec15bb}", 1)
+    name = machine.scsi("b", device_id, lun)
+    if has_rules:
+        machine.azure("resource", name)
+        machine.azure("os", "sda")
+    (found,) = find.candidates(AZURE, machine.places)
+    assert found.name == "sdb" and found.local and not found.system
+    assert found.found_by == ("azure/resource" if has_rules else "device_id")
+    assert (found.model, found.transport, found.bytes) == ("Msft Virtual Disk", "scsi", 80 * GIB)
+
+
+@pytest.mark.parametrize("has_rules", [True, False])
+def test_first_local_nvme_has_links_by_serial_alone(machine: Machine, has_rules: bool) -> None:
+    """Lsv3: a small resource disk is there too, and isn't taken."""
+    with_scsi_system(machine)
+    machine.azure("resource", machine.scsi("b", IDE_RESOURCE))
+    for number, serial in ((0, "b2"), (1, "a1")):
+        name = machine.nvme(number, LOCAL_V1, serial)
+        if has_rules:
+            machine.azure(f"local/by-serial/{serial}", name)
+    how = "azure/local/by-serial" if has_rules else "model"
+    assert machine.found() == [("nvme1n1", how), ("nvme0n1", how)]
+
+
+def test_order_is_the_index_not_the_kernels_name(machine: Machine) -> None:
+    """The sixth generation: remote disks behind one controller, the system's among them."""
+    for nsid in (1, 2, 3):
+        machine.nvme(0, REMOTE, "SN: 000001", nsid=nsid)
+    machine.partition("nvme0n1", "nvme0n1p1", "259:900")
+    machine.partition("nvme0n1", "nvme0n1p15", "259:915")
+    machine.mount("259:900", "/")
+    machine.mount("259:915", "/boot/efi", "vfat")
+    for number, index in ((1, 2), (2, 10), (3, 1)):
+        name = machine.nvme(number, LOCAL_V2, f"s{number}")
+        machine.azure(f"local/by-index/{index}", name)
+        machine.azure(f"local/by-serial/s{number}", name)
+    assert [name for name, _ in machine.found()] == ["nvme3n1", "nvme1n1", "nvme2n1"]
+    assert {how for _, how in machine.found()} == {"azure/local/by-index"}
+
+
+def test_remote_disk_is_never_taken_whatever_links_to_it(machine: Machine) -> None:
+    name = machine.nvme(0, REMOTE, "SN")
+    machine.azure("local/by-index/1", name)
+    machine.azure("resource", name)
+    assert machine.found() == []
+    assert machine.found(Selector("configured", model="*")) == []
+
+
+def test_ephemeral_system_disk_is_marked_and_the_others_are_not(machine: Machine) -> None:
+    for number in range(3):
+        machine.nvme(number, LOCAL_V2, f"s{number}")
+    machine.partition("nvme1n1", "nvme1n1p1", "259:900")
+    machine.mount("259:900", "/")
+    found = {disk.name: disk.system for disk in find.candidates(AZURE, machine.places)}
+    assert found == {"nvme0n1": False, "nvme1n1": True, "nvme2n1": False}
+
+
+def test_system_is_followed_through_mappings(machine: Machine) -> None:
+    machine.nvme(0, LOCAL_V2, "s0")
+    machine.nvme(1, LOCAL_V2, "s1")
+    machine.partition("nvme1n1", "nvme1n1p1", "259:900")
+    mapping = machine.base / "sys/devices/virtual/block/dm-0"
+    machine.link(mapping / "slaves/nvme1n1p1", (machine.base / "sys/dev/block/259:900").resolve())
+    machine.link("sys/dev/block/254:0", mapping)
+    machine.mount("254:0", "/")
+    assert find.system_disks(machine.places) == {"nvme1n1"}
+
+
+def test_configured_selector_wants_all_that_it_names(machine: Machine) -> None:
+    machine.nvme(0, "Fast Disk", "A1", size=100 * GIB)
+    machine.nvme(1, "Fast Disk", "B1", size=900 * GIB)
+    machine.nvme(2, "Slow Disk", "B2", size=900 * GIB)
+    machine.link("dev/disk/by-path/pci-0001-nvme-1", machine.base / "dev/nvme1n1")
+
+    def names(**values: object) -> list[str]:
+        return [name for name, _ in machine.found(replace(Selector("configured"), **values))]  # type: ignore[arg-type]
+
+    assert names(model="Fast*") == ["nvme0n1", "nvme1n1"]
+    assert names(model="Fast*", minimum_bytes=200 * GIB) == ["nvme1n1"]
+    assert names(serials=("A*", "B2")) == ["nvme0n1", "nvme2n1"]
+    assert names(by_path=("pci-0001-*",)) == ["nvme1n1"]
+    assert names(model="Slow*", by_path=("pci-*",)) == []
+    assert not any(disk.local for disk in find.candidates(Selector("configured", model="*"), machine.places))
+    assert machine.found() == []
+
+
+def test_what_is_no_hardware_is_no_disk(machine: Machine) -> None:
+    machine.nvme(0, LOCAL_V2, "s0")
+    for name in ("loop0", "dm-0", "md127", "zram0"):
+        machine.file(f"sys/block/{name}/size", "1000")
+    machine.file((machine.base / "sys/block/nvme0n1").resolve() / "hidden", "1")
+    assert find.disks(machine.places) == []
+
+
+def test_second_namespace_has_a_serial_of_its_own(machine: Machine) -> None:
+    machine.nvme(0, LOCAL_V2, "s0", nsid=1)
+    machine.nvme(0, LOCAL_V2, "s0", nsid=2)
+    assert [disk.serial for disk in find.disks(machine.places)] == ["s0", "s0_2"]
+
+
+def test_wait_ends_when_every_controller_has_a_disk(machine: Machine) -> None:
+    machine.nvme(0, LOCAL_V2, "s0")
+    machine.file("sys/bus/pci/devices/0009:00/class", "0x010802")
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            machine.file("sys/bus/pci/devices/0009:00/nvme/nvme9/nvme9n1/size", "8")
+
+    assert len(find.wait(Settings(), machine.places, sleep)) == 1
+    assert len(slept) == 2
+
+
+def test_wait_is_for_udev_and_for_as_many_as_are_expected(machine: Machine) -> None:
+    machine.nvme(0, LOCAL_V2, "s0")
+    machine.file("queue", "")
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            (machine.base / "queue").unlink()
+        if len(slept) == 3:
+            machine.nvme(1, LOCAL_V2, "s1")
+
+    assert len(find.wait(Settings(expected_disks=2), machine.places, sleep)) == 2
+    assert len(slept) == 3
+
+
+def test_wait_is_bounded(machine: Machine) -> None:
+    assert find.wait(Settings(wait_seconds=0), machine.places, lambda _: pytest.fail("slept")) == []

@@ -1,0 +1,117 @@
+"""What the role may write, and that all that is wrong with it is told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.node.disk import layout, mounts
+from image_builder.node.disk.settings import Bind, Cache, Directory, Selector, Settings, parse
+from image_builder.node.errors import NodeError
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def test_nothing_is_the_default() -> None:
+    assert parse({}) == Settings()
+
+
+def test_everything() -> None:
+    found = parse(
+        {
+            "policy": "prefer",
+            "mount_point": "/data",
+            "filesystem": "ext4",
+            "label": "sixteen.bytes_ok",
+            "selector": {"kind": "configured", "model": "X*", "serials": ["a*"], "minimum_bytes": 5},
+            "expected_disks": 2,
+            "wait_seconds": 0.5,
+            "wipe": ["gpt"],
+            "directories": [{"path": "docker", "mode": "0710"}, {"path": "a/b"}],
+            "cache": {"path": "cache", "quota_bytes": None},
+            "binds": [{"source": "pods", "target": "/var/lib/kubelet/pods"}],
+        }
+    )
+    assert found == Settings(
+        "prefer",
+        "/data",
+        "ext4",
+        "sixteen.bytes_ok",
+        Selector("configured", "X*", ("a*",), (), 5),
+        2,
+        0.5,
+        ("gpt",),
+        (Directory("docker", 0o710), Directory("a/b", 0o755)),
+        Cache("cache"),
+        (Bind("pods", "/var/lib/kubelet/pods"),),
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"mountpoint": "/x"}, "mountpoint: there is no such setting"),
+    "policy": ({"policy": "maybe"}, "'maybe' is none of require, prefer"),
+    "filesystem": ({"filesystem": "btrfs"}, "'btrfs' is none of xfs, ext4"),
+    "long label": ({"label": "thirteen.byte"}, "1 to 12"),
+    "label of two words": ({"label": "a b"}, "label"),
+    "relative": ({"mount_point": "mnt"}, "'mnt' is no absolute path"),
+    "root": ({"mount_point": "/"}, "'/' is no absolute path"),
+    "selector": ({"selector": {"kind": "any"}}, "'any' is none of azure, configured"),
+    "selector of everything": ({"selector": {"kind": "configured"}}, "needs a model"),
+    "azure with a model": ({"selector": {"model": "X"}}, "azure has no model"),
+    "selector's unknown": ({"selector": {"size": 5}}, "another shape"),
+    "quota on ext4": (
+        {"filesystem": "ext4", "cache": {"path": "cache", "quota_bytes": 5}},
+        "a quota needs xfs",
+    ),
+    "out": ({"directories": [{"path": "../etc"}]}, "'../etc' is no path below"),
+    "the agent's own": ({"cache": {"path": ".node/x"}}, "'.node/x' is no path below"),
+    "bind to nowhere": ({"binds": [{"source": "a", "target": "b"}]}, "'b' is no absolute path"),
+    "mode": ({"directories": [{"path": "a", "mode": "rwx"}]}, "another shape"),
+    "list": ({"wipe": "gpt"}, "another shape"),
+    "negative": ({"expected_disks": -1}, "not below 0"),
+    "forever": ({"wait_seconds": 10_000}, "at most 300"),
+}
+
+
+@pytest.mark.parametrize(("found", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(NodeError) as caught:
+        parse(found)
+    assert caught.value.code == "settings" and words in caught.value.message
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(NodeError) as caught:
+        parse({"policy": "x", "filesystem": "y", "zzz": 1})
+    assert all(word in caught.value.message for word in ("policy", "filesystem", "zzz"))
+
+
+def test_role_writes_the_agents_names_and_defaults() -> None:
+    role = REPO / "roles/local_disk"
+    names = yaml.safe_load((role / "vars/main.yml").read_text())["__local_disk_settings"]
+    assert set(names) == set(Settings.__dataclass_fields__)
+    defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
+    plain = {name: defaults[f"local_disk_{name}"] for name in names if f"local_disk_{name}" in defaults}
+    assert parse(plain) == Settings()
+
+
+def test_list_of_mounts_is_read(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/mountinfo").write_text(
+        "36 35 98:0 /sub /mnt/with\\040space rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n"
+        "37 35 0:5 / /dev rw - devtmpfs udev rw\n"
+    )
+    assert mounts.listed(tmp_path) == [
+        mounts.Mount("98:0", "/sub", "/mnt/with space", "ext3", "/dev/root"),
+        mounts.Mount("0:5", "/", "/dev", "devtmpfs", "udev"),
+    ]
+
+
+def test_what_is_no_superblock_of_an_array_is_none() -> None:
+    assert layout.raid(b"") is None and layout.raid(bytes(16384)) is None
+    wrong = bytearray(16384)
+    wrong[4096:4104] = bytes.fromhex("fc4e2ba901000000")
+    assert layout.raid(bytes(wrong)) is None  # no device has a role in it
