@@ -21,8 +21,9 @@ _PER_LAYER = 150 * _MIB
 _GO_BUILD = 2500 * _MIB
 # Bytes of an artefact per byte of tree.
 _FORMATS = {"raw": 1.1, "vhd": 1.1, "qcow2": 0.6, "tar": 1.1}
-# Files per byte of a compressed layer, and the archive, which is as large again.
+# Files per byte of a compressed layer; the archive is as large again, the store (lz4) half of it.
 _IMAGE_UNPACKED = 3.2
+_STORE_PACKED = 0.6
 _SLACK = 200 * _MIB
 # Less than this is full: the next file of a package doesn't fit.
 _FULL = 16 * _MIB
@@ -34,7 +35,7 @@ def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition)
     image = ("base", *definition.layers)
     tree = sum(packages[name] for name in image if name in packages) * _UNPACKED + len(image) * _PER_LAYER
     images = sum(image.size for image in lock.images) * _IMAGE_UNPACKED
-    tree += images  # the archive
+    tree += images * (1 + _STORE_PACKED)  # the archive and the store
     store = 0.0
     for stage in todo:
         store += packages.get(stage.name, 0) * (1 + _UNPACKED)  # the download, and unpacked
@@ -42,6 +43,8 @@ def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition)
             store += _PER_LAYER
         elif stage.kind == "preload":
             store += 2 * images
+        elif stage.kind == "preload_store":
+            store += _STORE_PACKED * images
         elif stage.kind == "kubelet_build":
             store += _GO_BUILD
         elif stage.kind == "disk":

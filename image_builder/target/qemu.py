@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from image_builder import process
 from image_builder.errors import BootError, CommandError, HostError
@@ -46,7 +47,8 @@ class Drive:
 
     ``serial`` shows in the guest. ``model`` and ``vendor`` show there too, on SCSI only: QEMU's NVMe disk
     always calls itself "QEMU NVMe Ctrl". ``durable`` passes the guest's flushes on to the host's disk; without
-    it they are ignored, which is faster and still survives the guest, but not a killed QEMU.
+    it they are ignored, which is faster and still survives the guest, but not a killed QEMU. ``rate`` limits
+    reads and writes together to so many bytes a second (0: no limit).
     """
 
     path: Path
@@ -56,11 +58,15 @@ class Drive:
     model: str = ""
     vendor: str = ""
     durable: bool = False
+    rate: int = 0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the command line says. The first drive is the one that boots."""
+    """Everything that the command line says. The first drive is the one that boots.
+
+    ``clock`` is what the hardware clock shows at power-on (``1970-01-01T00:00:00``), by default the host's time.
+    """
 
     name: str
     firmware: Firmware
@@ -72,6 +78,7 @@ class Machine:
     cpus: int = 2
     memory_mib: int = MEMORY_MIB
     restrict_network: bool = False
+    clock: str = ""
     extra: tuple[str, ...] = ()
 
 
@@ -101,6 +108,8 @@ def command_line(machine: Machine) -> list[str]:
         *("-device", "virtio-net-pci,netdev=net,mac=52:54:00:12:34:56,romfile="),
         *_firmware(machine.firmware),
     ]
+    if machine.clock:
+        argv += ["-rtc", f"base={_escaped(machine.clock)}"]
     if any(drive.bus == "scsi" for drive in machine.drives):
         argv += ["-device", "virtio-scsi-pci,id=scsi"]
     for index, drive in enumerate(machine.drives):
@@ -126,24 +135,54 @@ def _firmware(firmware: Firmware) -> list[str]:
     return argv
 
 
+def node_name(index: int) -> str:
+    """Return QEMU's name of a drive's content."""
+    return f"disk{index}"
+
+
+def device_id(index: int) -> str:
+    """Return QEMU's name of a drive as the guest's device."""
+    return f"device{index}"
+
+
+def failing(index: int) -> dict[str, Any]:
+    """Return a layer above a drive's content in which every read and write fails (EIO), as ``blockdev-add`` takes it."""
+    errors = [
+        {"event": "none", "iotype": kind, "errno": errno.EIO, "once": False}
+        for kind in ("read", "write", "write-zeroes", "flush")
+    ]
+    return {
+        "driver": "blkdebug",
+        "node-name": f"failing{index}",
+        "image": node_name(index),
+        "inject-error": errors,
+    }
+
+
 def _drive(drive: Drive, index: int) -> list[str]:
-    node = f"disk{index}"
+    node = node_name(index)
     if drive.bus != "scsi" and (drive.model or drive.vendor):
         raise ValueError(f"a {drive.bus} disk has no model or vendor of our choice; use scsi")
     flush = "off" if drive.durable else "on"
     file = f"file.driver=file,file.filename={_escaped(drive.path)},file.cache.no-flush={flush}"
     block = f"driver={drive.format},node-name={node},discard=unmap,cache.no-flush={flush},{file}"
+    limit: list[str] = []
+    if drive.rate:
+        limit = ["-object", f"throttle-group,id=throttle{index},x-bps-total={drive.rate}"]
+        below = f"driver={drive.format},node-name=content{index},cache.no-flush={flush},{file}"
+        block = f"driver=throttle,node-name={node},discard=unmap,cache.no-flush={flush},throttle-group=throttle{index}"
+        block += "".join(f",file.{option}" for option in below.split(","))
     # NVMe requires a serial, 20 characters at most; virtio takes 20 as well.
     serial = _escaped(drive.serial or f"{node}")
     if len(drive.serial) > 20:
         raise ValueError(f"the serial {drive.serial!r} has more than 20 characters")
     device = {"virtio": "virtio-blk-pci", "nvme": "nvme", "scsi": "scsi-hd,bus=scsi.0"}[drive.bus]
-    device += f",drive={node},serial={serial},bootindex={index}"
+    device += f",id={device_id(index)},drive={node},serial={serial},bootindex={index}"
     if drive.vendor:
         device += f",vendor={_escaped(drive.vendor)}"
     if drive.model:
         device += f",product={_escaped(drive.model)}"
-    return ["-blockdev", block, "-device", device]
+    return [*limit, "-blockdev", block, "-device", device]
 
 
 def _escaped(value: str | Path) -> str:

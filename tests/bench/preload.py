@@ -13,8 +13,8 @@ pair is measured back to back, and the best of its rounds counts.
     cold_read_ratio          the same two ways and then every file of the image read once, through the container's
                              root, with the OS disk throttled to 100 MB/s (docker), goal >= 1.3. The OS disk is a
                              loop device that the control group of all these processes may read so fast
-    promote_ratio            `cp -a` of the same layers, two at once, and sync / `node-agent promote` (the whole process)
-                             without a rate, goal >= 0.8
+    promote_ratio            `cp -a` of the same layers, two at once, and sync / the whole of `node-agent
+                             promote` without a rate, goal >= 0.8
     seeded_boot_seconds      `node-agent seed` with 50 images of 10 layers, the slower engine, goal <= 0.5
     seeded_boot_mib          the larger of its peak memory and of what it wrote to the disk, MiB, goal <= 30
     reader_slowdown          a cold reader of another image while a promotion runs at its default rate / the same
@@ -334,6 +334,7 @@ def unpaced(here: Node, rate: int | None) -> None:
     if rate is not None:
         values["bytes_per_second"] = rate
     here.settings(promote=values)
+    here.told_of_disk()
 
 
 def reader(lab: Lab, large: Baked, small: Baked) -> Found:
@@ -389,7 +390,7 @@ def many(lab: Lab) -> Found:
             before = ssd.written()
             started = time.monotonic()
             child = here.agent()
-            pid, _status, used = os.wait4(child.pid, 0)
+            _pid, _status, used = os.wait4(child.pid, 0)
             seconds.append(time.monotonic() - started)
             child.returncode = 0
             assert child.stdout

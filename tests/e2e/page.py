@@ -38,6 +38,7 @@ def results(record: Mapping[str, Any]) -> str:
     told = stories(record, "before")
     emulated = " (emulated)" if before["accelerator"] == "tcg" else ""
     rates = [_rate(record[f"{name}_bytes_per_second"]) for name in ("link", "connection")]
+    failures = {name: _failures(record, name) for name in _MACHINES}
     sandbox = next(t.message for t in told["quota"].failed_sandboxes)
     cancelled = next(t for t in told[STALLED.name].failed_pulls)
     stood = cancelled.seconds - before["stall"]["start"]
@@ -45,8 +46,8 @@ def results(record: Mapping[str, Any]) -> str:
         *((f"`{name}`", value, ours["settings"][name]) for name, value in before["settings"].items()),
         ("bytes over the link", _mb(before), _mb(ours)),
         ("requests for the pause image", before["requests"]["pause"], ours["requests"]["pause"]),
-        ("sandboxes that could not be made", *(_failures(record, m)[0] for m in _MACHINES)),
-        ("pulls that failed", *(_failures(record, m)[1] for m in _MACHINES)),
+        ("sandboxes that could not be made", failures["before"][0], failures["ours"][0]),
+        ("pulls that failed", failures["before"][1], failures["ours"][1]),
     ]
     return "\n".join(
         [
@@ -177,7 +178,7 @@ def _legend() -> Iterator[str]:
     for kind, words in _KINDS.items():
         yield f'<rect class="{kind}" x="{x}" y="20" width="14" height="14" rx="2"/>'
         yield f'<text x="{x + 20}" y="32">{words}</text>'
-        x += 44 + 8 * len(words)
+        x += 44 + 7 * len(words)
     yield _cross(x + 7, 27)
     yield f'<text x="{x + 20}" y="32">pull cancelled</text>'
 

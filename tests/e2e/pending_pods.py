@@ -54,19 +54,10 @@ def say(text: str) -> None:
 def build(image: str, inventory: Path, store: Path, output: Path) -> Path:
     """Build an image with the real command; return the directory of its artefacts."""
     say(f"building {image}")
-    argv = [
-        REPO_ROOT / "image-builder",
-        "build",
-        image,
-        "-i",
-        inventory,
-        "--store",
-        store,
-        "--output",
-        output,
-    ]
+    argv = [os.fspath(REPO_ROOT / "image-builder"), "build", image, "--json"]
+    places = {"-i": inventory, "--store": store, "--output": output}
     done = subprocess.run(
-        [*(os.fspath(word) for word in argv), "--json"],
+        [*argv, *(word for name, path in places.items() for word in (name, os.fspath(path)))],
         stdout=subprocess.PIPE,
         text=True,
         check=True,

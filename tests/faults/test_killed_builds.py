@@ -19,7 +19,8 @@ STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
 # Those that only a worker has, and what stands on them.
 WORKER_STAGES = ("lab_images", "build_root", "kubelet_build", "container_runtime", "preload", "kubernetes")
 LAST = ("seal", "verify", "disk", "convert")
-RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "20"))
+# CI does a few: docs/reference/benchmarks.md says how the twenty, or a hundred, are run.
+RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "8"))
 
 
 def _tree(path: Path) -> set[str]:

@@ -73,6 +73,12 @@ record("test_kubelet_bounds_pods", field("maxPods", "11"), without("podPidsLimit
 record("test_kubelet_request_rates", field("eventRecordQPS", "0"), without("kubeAPIQPS"))
 record("test_kubelet_reports_its_status_seldom", append(CONFIG, "nodeStatusUpdateFrequency: 10s\n"))
 record(
+    "test_kubelet_heeds_the_node_agent",
+    change(UNIT, r" \\\n +\$NODE_AGENT_KUBELET_ARGS", ""),
+    change(UNIT, r"^EnvironmentFile=-/run/node/kubelet.env\n", ""),
+    write("/etc/node-agent/kubelet.json", '{"taints": ["a=b:NoExecute"]}\n'),
+)
+record(
     "test_kubelet_registers_with_taints",
     given(
         lambda v: (

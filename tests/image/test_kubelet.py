@@ -199,6 +199,17 @@ def test_kubelet_registers_with_taints(host: Host, v: V) -> None:
 @offline
 @booted
 @with_kubelet
+def test_kubelet_heeds_the_node_agent(host: Host, v: V) -> None:
+    """The node agent's arguments come last, and it knows the taints that its own flag would replace."""
+    starts = [line for line in _unit(host).splitlines() if re.match("ExecStart=.", line)]
+    assert starts[-1].split()[-1] == "$NODE_AGENT_KUBELET_ARGS", starts
+    assert "EnvironmentFile=-/run/node/kubelet.env" in _unit(host).splitlines()
+    nothing(differences({"taints": v["__kubelet_taints"]}, load(host, "/etc/node-agent/kubelet.json")))
+
+
+@offline
+@booted
+@with_kubelet
 def test_kubelet_lets_no_stranger_in(host: Host, v: V) -> None:
     """No anonymous requests, no open read-only port; without an API server not even a port to the network."""
     config = _config(host)

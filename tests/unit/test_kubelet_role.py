@@ -7,6 +7,7 @@ tests/integration/test_kubelet_versions.py shows the same files to a real kubele
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -255,6 +256,23 @@ def test_the_unit_starts_after_its_runtime(name: str, units: list[str]) -> None:
         assert found[1].split() == ["network-online.target", *units]
 
 
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_node_agents_arguments_come_last(name: str) -> None:
+    """Unbraced, so that systemd splits them; empty where no agent has written any."""
+    unit = scenario(name).file("kubelet.service.j2").splitlines()
+    assert scenario(name).command[-1] == "$NODE_AGENT_KUBELET_ARGS"
+    files = [line for line in unit if line.startswith("EnvironmentFile=")]
+    assert files[-1] == "EnvironmentFile=-/run/node/kubelet.env"
+    assert any(line.startswith("Environment=") and "NODE_AGENT_KUBELET_ARGS=" in line for line in unit)
+
+
+def test_the_node_agent_is_told_the_taints() -> None:
+    """Its flag replaces those of the configuration, whichever way the version is given them."""
+    for name in ("1.20-docker", "1.36-every-option"):
+        assert json.loads(scenario(name).file("kubelet.json.j2")) == {"taints": ["gpu=h100:NoSchedule"]}
+    assert json.loads(scenario("1.34-containerd").file("kubelet.json.j2")) == {"taints": []}
+
+
 def test_dockershim_has_the_long_deadline_and_the_pause_image() -> None:
     flags = Rendered(
         docker(
@@ -292,7 +310,7 @@ def test_the_nodes_own_values_come_from_the_first_boot() -> None:
         re.findall(r"([A-Z_]+)=(?=\s|$)", "\n".join(re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)))
     )
     assert used == preset, "systemd warns about a variable that is not set"
-    assert scenario("1.36-every-option").command[-1] == "$KUBELET_EXTRA_ARGS"
+    assert scenario("1.36-every-option").command[-2] == "$KUBELET_EXTRA_ARGS"
 
 
 def test_every_file_is_roots_alone_or_harmless() -> None:

@@ -258,7 +258,9 @@ def test_a_lock_for_other_layers_is_refused(root: Path) -> None:
 
 # -- preload ---------------------------------------------------------------------------------------------------
 
-FROM_PRELOAD = {"preload", "seal", "verify", "disk", "convert"}
+FROM_REHEARSAL = {"rehearsal", "seal", "verify", "disk", "convert"}
+FROM_STORE = {"preload_store", *FROM_REHEARSAL}
+FROM_PRELOAD = {"preload", *FROM_STORE}
 _PRELOAD = """image_formats: [qcow2]
         image_preload:
           - ref: registry.example/pause:3.10
@@ -290,8 +292,10 @@ def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: 
     preload, runtime, seal = (plan.stage(name) for name in ("preload", "container_runtime", "seal"))
     assert preload.ground[0] == runtime.id
     assert preload.lowers == ()
-    assert seal.lowers[:2] == (preload.id, runtime.id)
+    store, rehearsal = plan.stage("preload_store"), plan.stage("rehearsal")
+    assert seal.lowers[:4] == (rehearsal.id, store.id, preload.id, runtime.id)
     assert runtime.id in preload.requires
+    assert preload.id in store.requires and store.id in rehearsal.requires
     names = [stage.name for stage in plan.stages]
     assert names.index("container_runtime") < names.index("preload") < names.index("seal")
 

@@ -10,7 +10,7 @@ from image_builder.node import layout, settings, status
 from image_builder.node.errors import NodeError
 
 HEALTHZ = "http://127.0.0.1:10248/healthz"
-# Of a small OS disk's 200 MB/s this reads less than a tenth, since the store is compressed: the rest is the containers'.
+# Of a small OS disk's 200 MB/s this reads less than a tenth, the store being compressed: the rest is for containers.
 BYTES_PER_SECOND = 32 << 20
 
 

@@ -62,7 +62,8 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
 
 def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
     """Make a data root beside its place, sync, rename, write the marker."""
-    settings.marker.unlink(missing_ok=True)
+    for stale in (settings.marker, settings.state / "promote.json"):
+        stale.unlink(missing_ok=True)
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
     directory(staging, 0o710 if settings.engine == "docker" else 0o700)

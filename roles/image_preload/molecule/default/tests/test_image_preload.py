@@ -36,7 +36,7 @@ def test_settings_are_the_defaults(host: Host) -> None:
         "verity": "require",
         "promote": {
             "enabled": True,
-            "bytes_per_second": 67108864,
+            "bytes_per_second": 33554432,
             "workers": 2,
             "reserve_percent": 15,
             "settle_seconds": 30,
