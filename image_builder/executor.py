@@ -100,8 +100,8 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
     """Run the stages in order; those that can wait run beside the rest, one at a time.
 
-    So the checks run while the disk is made, and images are pulled while layers are. What fails first is
-    raised, after what runs beside it has ended.
+    So the checks run while the disk is made, and images are pulled while layers are; the last stage waits for
+    neither. What fails first is raised, after what runs beside it has ended.
     """
     needed = {i for stage in todo for i in stage.requires}
     beside: dict[str, Future[None]] = {}
@@ -109,7 +109,7 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
         try:
             for stage in todo:
                 awaited = [beside[i] for i in beside.keys() & stage.requires]
-                if stage.kind in _BESIDE or stage.id not in needed:
+                if stage.kind in _BESIDE or (stage.id not in needed and stage is not todo[-1]):
                     beside[stage.id] = pool.submit(_run_after, awaited, work, stage)
                 else:
                     _run_after(awaited, work, stage)

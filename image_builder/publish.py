@@ -80,8 +80,8 @@ def publish(
         **{name: (verified / name).read_bytes() for name in ("facts.json", "junit.xml", "verify.json")},
     }
     preloads = [stage for stage in plan.stages if stage.kind == "preload"]
-    for stage in preloads:
-        documents["pulls.json"] = (store.product(stage.id) / "pulls.json").read_bytes()
+    if preloads:
+        documents["pulls.json"] = (store.product(preloads[0].id) / "pulls.json").read_bytes()
     disk = _facts(store, plan.stage("disk").id)
     kinds = {s.name: s.kind for s in plan.stages}
     made = Manifest(

@@ -58,6 +58,7 @@ class Baked:
     opt: Path
     state: Path
     images: tuple[LockedImage, ...]
+    options: list[dict[str, JSON]] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -98,9 +99,12 @@ def bake(
     modes: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     verity: bool = True,
-    store_id: str = "",
+    salt: str = "",
 ) -> Baked:
-    """Pull and pack with the stages' own functions. ``modes`` is by reference, the others are ``reference``."""
+    """Pull and pack with the stages' own functions. ``modes`` is by reference, the others are ``reference``.
+
+    Another ``salt`` is another store of the same images.
+    """
     base = lab.folder("bake")
     listed = [
         {
@@ -111,23 +115,22 @@ def bake(
         }
         for image in locked
     ]
-    pulled = _stage(lab, base, "preload", {"engine": lab.engine, "images": listed}, {})
+    pulled = stage(lab, base, "preload", {"engine": lab.engine, "images": listed}, {})
     (pulled.product.parent / "meta.json").write_text(json.dumps({"facts": preload.run(pulled)}))
     inputs = {lab.engine: pulled.product, "tools": lab.tools.parent}
-    options = {"images": listed, "verity": verity, "source_date_epoch": EPOCH, "salt": store_id}
-    packed = _stage(lab, base, "preload_store", options, inputs)
+    options = {"images": listed, "verity": verity, "source_date_epoch": EPOCH, "salt": salt}
+    packed = stage(lab, base, "preload_store", options, inputs)
     preload_store.run(packed)
-    opt = base / "opt"
-    opt.mkdir()
-    (packed.product / "tree/opt/preload").rename(opt / "preload")
+    opt = packed.product / "tree/opt"
     for path in (pulled.product / "tree/opt").iterdir():
         path.rename(opt / path.name)
-    return Baked(opt, pulled.product / "state", tuple(locked))
+    return Baked(opt, pulled.product / "state", tuple(locked), listed)
 
 
-def _stage(
+def stage(
     lab: Lab, base: Path, name: str, options: Mapping[str, Any], inputs: Mapping[str, Path]
 ) -> StageContext:
+    """Return the context of a stage that has its directories below ``base``."""
     product = base / name / "product"
     product.mkdir(parents=True)
     work = base / name / "work"

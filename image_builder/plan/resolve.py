@@ -112,7 +112,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
             needs = [s.id for s in stages if s.kind == "lab_images"]
             preload = maker.preload_branch(trees, needs, stages[0])
     # The preload's stages come where they can begin; their trees are below the seal's, and no layer's.
-    below, trees = trees, [*trees, *preload]
+    below, trees = trees, [*trees, *(s for s in preload if s.kind != "preload" or s.options["save"])]
     trees.append(maker.seal(trees))
     verify = maker.verify(trees)
     disk = maker.disk(trees, stages[0])
@@ -212,26 +212,38 @@ class _Maker:
                 )
         return found
 
-    def preload(self, trees: list[StagePlan], needs: Iterable[str]) -> StagePlan:
-        """Return the stage that pulls; its id covers the engine's packages and the images, no role."""
-        engine = str(resolved_variables(self.definition)["container_runtime_engine"])
+    def engines(self) -> list[str]:
+        """Return the engines whose data a node may be given: the one that runs containers, then others installed."""
+        variables = resolved_variables(self.definition)
+        first = str(variables["container_runtime_engine"])
+        installed = variables.get("container_runtime_install") or []
+        others = sorted({str(name) for name in installed} & set(_SNAPSHOTTERS) - {first})  # type: ignore[union-attr]
+        return [first, *others]
+
+    def preload(self, engine: str, trees: list[StagePlan], needs: Iterable[str], *, first: bool) -> StagePlan:
+        """Return the stage that pulls; its id covers the engine's packages and the images, no role.
+
+        The first engine's images are saved as an archive, too; a further one's go into the store alone.
+        """
         options: dict[str, JSON] = {
             "engine": engine,
             "snapshotter": _SNAPSHOTTERS[engine],
             "packages": self.lock.group(ENGINE_LAYER).digest,
             "archives": sorted(a.sha256 for a in layer_needs(self.definition, ENGINE_LAYER).archives),
             "images": self.preloaded(),
+            "save": first,
         }
+        name = "preload" if first else f"preload_{engine}"
         return StagePlan(
-            "preload", "preload", options, self._code("preload"), ground=_ids(trees), needs=tuple(needs)
+            name, "preload", options, self._code("preload"), ground=_ids(trees), needs=tuple(needs)
         )
 
     def preload_branch(
         self, trees: list[StagePlan], needs: Iterable[str], tools_stage: StagePlan
     ) -> list[StagePlan]:
         """Return the stages that pull, pack and rehearse; no role's change reaches them."""
-        preload = self.preload(trees, needs)
-        engine = str(preload.options["engine"])
+        engines = self.engines()
+        pulls = {engine: self.preload(engine, trees, needs, first=engine == engines[0]) for engine in engines}
         modes = {i.ref: i.mode or self.definition.preload_mode for i in self.definition.preload}
         required = {i.ref: i.required for i in self.definition.preload}
         images = [
@@ -246,18 +258,18 @@ class _Maker:
                 "source_date_epoch": _FIXED_EPOCH,
             },
             self._code("preload_store"),
-            inputs={engine: preload.id, "tools": tools_stage.id},
+            inputs={"tools": tools_stage.id, **{engine: stage.id for engine, stage in pulls.items()}},
             ground=_ids(trees),
         )
         rehearsal = StagePlan(
             "rehearsal",
             "rehearsal",
-            {"images": images, "engines": [engine]},
+            {"images": images, "engines": list(engines)},
             self._code("rehearsal"),
             inputs={"preload_store": store.id},
             ground=_ids(trees),
         )
-        return [preload, store, rehearsal]
+        return [*pulls.values(), store, rehearsal]
 
     def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
         sources = file_digests(self.repo_root, layer_sources(self.definition, name))

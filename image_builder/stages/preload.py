@@ -5,8 +5,8 @@ The engine is the one of the layer ``container_runtime``, run in that layer's tr
 is taken over, so that one more image in the list means one more pull.
 
 Product: ``tree/opt/preloaded_docker_images.tar`` and ``.json``, which go into the image; ``state``, the engine's
-data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``pulls.json``, how each
-pull went.
+data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``images.json``, what is
+known of each image; ``pulls.json``, how each pull went.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from image_builder.stages import StageContext
 ARCHIVE = "opt/preloaded_docker_images.tar"
 LIST = "opt/preloaded_docker_images.json"
 LAYERS = "layers.json"
+IMAGES = "images.json"
 FORMAT = 1
 _OUT = "/run/image-builder/out"
 _ENGINES = {"docker": docker_engine, "containerd": containerd_engine}
@@ -66,32 +67,37 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
                 engine.mark(image, pin=pins[image.ref])
             listed = [_entry(engine, image, pins[image.ref]) for image in here]
             _write_layers(ctx, engine, here)
-            ctx.doing("packing the archive")
-            total = sum(int(str(entry["bytes"])) for entry in listed)
-            size, sha256 = engine.save(
-                here,
-                ctx.product / "tree" / ARCHIVE,
-                lambda done: ctx.monitor.stage_progress(ctx.plan.name, done, max(done, total), "B"),
-            )
+            archive = _save(ctx, engine, here, sum(int(str(entry["bytes"])) for entry in listed))
             binary = _binary(root, engine.binary)
             version = engine.version()
     module.strip(state)
-    document = {
-        "format": FORMAT,
-        "engine": options["engine"],
-        "archive": {"path": f"/{ARCHIVE}", "bytes": size, "sha256": sha256},
-        "images": listed,
-    }
-    (ctx.product / "tree" / LIST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (ctx.product / "tree" / LIST).chmod(0o644)
+    (ctx.product / IMAGES).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    if archive:
+        document = {"format": FORMAT, "engine": options["engine"], "archive": archive, "images": listed}
+        target = ctx.product / "tree" / LIST
+        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        target.chmod(0o644)
     return {
         "engine": {"name": engine.name, "version": version, **binary},
         "images": [str(entry["ref"]) for entry in listed],
         "left_out": dict(failed),
-        "archive_bytes": size,
+        "archive_bytes": archive.get("bytes", 0),
         # The store need not hash the archive a second time.
-        "files": [{"name": f"tree/{ARCHIVE}", "sha256": sha256}],
+        "files": [{"name": f"tree/{ARCHIVE}", "sha256": archive["sha256"]}] if archive else [],
     }
+
+
+def _save(ctx: StageContext, engine: Any, images: Sequence[LockedImage], total: int) -> dict[str, JSON]:
+    """Save the images as an archive; return where nodes find it, nothing where none is wanted."""
+    if not ctx.plan.options["save"]:
+        return {}
+    ctx.doing("packing the archive")
+    size, sha256 = engine.save(
+        images,
+        ctx.product / "tree" / ARCHIVE,
+        lambda done: ctx.monitor.stage_progress(ctx.plan.name, done, max(done, total), "B"),
+    )
+    return {"path": f"/{ARCHIVE}", "bytes": size, "sha256": sha256}
 
 
 def locked_images(options: Sequence[Mapping[str, JSON]]) -> list[LockedImage]:

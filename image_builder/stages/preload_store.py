@@ -27,7 +27,7 @@ from image_builder.plan.model import JSON
 from image_builder.pull import containerd_engine, docker_engine
 from image_builder.sandbox import Root, open_root
 from image_builder.stages import StageContext
-from image_builder.stages.preload import LAYERS, LIST, locked_images
+from image_builder.stages.preload import IMAGES, LAYERS, locked_images
 
 _ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 _FOLDER = layout.STORE_FILE.parent.relative_to("/")
@@ -201,8 +201,9 @@ def _manifest(
             "binary": meta["binary"],
             "bytes": program.stat().st_size,
         }
-        entries = json.loads((ctx.inputs[name] / "tree" / LIST).read_bytes())["images"]
-        listed |= {entry["ref"]: entry for entry in entries}
+        mine = {entry["ref"]: entry for entry in json.loads((ctx.inputs[name] / IMAGES).read_bytes())}
+        # One that an engine had to leave out is no promise of the store.
+        listed = {ref: entry for ref, entry in listed.items() if ref in mine} if listed else mine
     wanted = {image["ref"]: image for image in options["images"]}
     return {
         "format": FORMAT,

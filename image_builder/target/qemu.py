@@ -146,7 +146,7 @@ def device_id(index: int) -> str:
 
 
 def failing(index: int) -> dict[str, Any]:
-    """Return a layer above a drive's content in which every read and write fails (EIO), as ``blockdev-add`` takes it."""
+    """Return a layer above a drive in which every read and write fails (EIO), as ``blockdev-add`` takes it."""
     errors = [
         {"event": "none", "iotype": kind, "errno": errno.EIO, "once": False}
         for kind in ("read", "write", "write-zeroes", "flush")
@@ -160,29 +160,39 @@ def failing(index: int) -> dict[str, Any]:
 
 
 def _drive(drive: Drive, index: int) -> list[str]:
-    node = node_name(index)
     if drive.bus != "scsi" and (drive.model or drive.vendor):
         raise ValueError(f"a {drive.bus} disk has no model or vendor of our choice; use scsi")
-    flush = "off" if drive.durable else "on"
-    file = f"file.driver=file,file.filename={_escaped(drive.path)},file.cache.no-flush={flush}"
-    block = f"driver={drive.format},node-name={node},discard=unmap,cache.no-flush={flush},{file}"
-    limit: list[str] = []
-    if drive.rate:
-        limit = ["-object", f"throttle-group,id=throttle{index},x-bps-total={drive.rate}"]
-        below = f"driver={drive.format},node-name=content{index},cache.no-flush={flush},{file}"
-        block = f"driver=throttle,node-name={node},discard=unmap,cache.no-flush={flush},throttle-group=throttle{index}"
-        block += "".join(f",file.{option}" for option in below.split(","))
     # NVMe requires a serial, 20 characters at most; virtio takes 20 as well.
-    serial = _escaped(drive.serial or f"{node}")
+    serial = _escaped(drive.serial or node_name(index))
     if len(drive.serial) > 20:
         raise ValueError(f"the serial {drive.serial!r} has more than 20 characters")
     device = {"virtio": "virtio-blk-pci", "nvme": "nvme", "scsi": "scsi-hd,bus=scsi.0"}[drive.bus]
-    device += f",id={device_id(index)},drive={node},serial={serial},bootindex={index}"
+    device += f",id={device_id(index)},drive={node_name(index)},serial={serial},bootindex={index}"
     if drive.vendor:
         device += f",vendor={_escaped(drive.vendor)}"
     if drive.model:
         device += f",product={_escaped(drive.model)}"
-    return [*limit, "-blockdev", block, "-device", device]
+    return [*_content(drive, index), "-device", device]
+
+
+def _content(drive: Drive, index: int) -> list[str]:
+    """Return what is on a drive as the node that its device uses: the file, and a limit above it."""
+    flush = "off" if drive.durable else "on"
+    name = node_name(index)
+    if not drive.rate:
+        options = f"driver={drive.format},node-name={name},discard=unmap,cache.no-flush={flush}"
+        return ["-blockdev", f"{options},{_file(drive, 'file.')}"]
+    group = f"throttle{index}"
+    options = f"driver=throttle,node-name={name},discard=unmap,cache.no-flush={flush},throttle-group={group}"
+    below = f"file.driver={drive.format},file.cache.no-flush={flush},{_file(drive, 'file.file.')}"
+    limit = f"throttle-group,id={group},x-bps-total={drive.rate}"
+    return ["-object", limit, "-blockdev", f"{options},{below}"]
+
+
+def _file(drive: Drive, prefix: str) -> str:
+    flush = "off" if drive.durable else "on"
+    options = ("driver=file", f"filename={_escaped(drive.path)}", f"cache.no-flush={flush}")
+    return ",".join(prefix + option for option in options)
 
 
 def _escaped(value: str | Path) -> str:

@@ -7,6 +7,10 @@
 
 The machine dies with this process (and with the thread that powered it on), however that ends. All it writes
 lies in ``directory``: overlay, firmware variables, blank disks, keys, console.
+
+While its power is off the machine can be given other disks. So one machine is an instance with its OS disk, whatever
+happens to its local ones: ``set_disks((blank,))`` is what a deallocation does. A new machine that is given a disk of
+an earlier one, by its file, is a reimaged instance.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -44,7 +48,10 @@ class _Process(Protocol):
 
 @dataclass(frozen=True)
 class ExtraDisk:
-    """A further disk: blank with ``size`` bytes, or an existing raw file that the machine writes to."""
+    """A further disk: blank with ``size`` bytes, or a raw file ``path`` that the machine writes to.
+
+    A file that is not there yet is made, blank and sparse. ``rate`` as of ``qemu.Drive``.
+    """
 
     serial: str
     size: int = 0
@@ -52,6 +59,7 @@ class ExtraDisk:
     bus: qemu.DiskBus = "nvme"
     model: str = ""
     vendor: str = ""
+    rate: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ class VmOptions:
     """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
 
     ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
-    flushes, which only tests of power loss need. ``restrict_network`` leaves SSH alone: the machine then has
+    flushes, which only tests of power loss need: what QEMU said was written then is in the host's page cache, whoever
+    kills QEMU, and the guest's own cache is lost. ``restrict_network`` leaves SSH alone: the machine then has
     an address, but no default route and no name server.
     """
 
@@ -100,15 +109,7 @@ class Vm:
         shutil.copyfile(template, variables)
         root = directory / "disk0.qcow2"
         qemu.overlay(options.disk.resolve(), qemu.disk_format(options.disk), root, options.disk_size)
-        drives = [qemu.Drive(root, options.bus, "qcow2", "os", durable=options.durable)]
-        for number, disk in enumerate(options.extra_disks, 1):
-            path = disk.path or directory / f"disk{number}.raw"
-            if disk.path is None:
-                with path.open("wb") as file:
-                    file.truncate(disk.size)
-            drives.append(
-                qemu.Drive(path, disk.bus, "raw", disk.serial, disk.model, disk.vendor, options.durable)
-            )
+        os_disk = qemu.Drive(root, options.bus, "qcow2", "os", durable=options.durable)
         self._seed = write_seed(
             directory,
             instance_id=f"{options.name}-{os.urandom(4).hex()}",
@@ -117,7 +118,7 @@ class Vm:
         self._machine = qemu.Machine(
             name=options.name,
             firmware=qemu.Firmware(code, variables, options.secure_boot),
-            drives=tuple(drives),
+            drives=(os_disk, *self._blank_or_given(options.extra_disks)),
             console=self.console_log,
             monitor=self._monitor,
             seed=self._seed.directory,
@@ -126,6 +127,55 @@ class Vm:
             memory_mib=options.memory_mib,
             restrict_network=options.restrict_network,
         )
+
+    def _blank_or_given(self, disks: Sequence[ExtraDisk]) -> list[qemu.Drive]:
+        drives = []
+        for number, disk in enumerate(disks, 1):
+            path = disk.path or self.directory / f"disk{number}.raw"
+            if disk.path is None:
+                path.unlink(missing_ok=True)
+            if not path.exists():
+                with path.open("xb") as file:
+                    file.truncate(disk.size)
+            drives.append(
+                qemu.Drive(
+                    path,
+                    disk.bus,
+                    "raw",
+                    disk.serial,
+                    disk.model,
+                    disk.vendor,
+                    durable=self.options.durable,
+                    rate=disk.rate,
+                )
+            )
+        return drives
+
+    # -- disks -------------------------------------------------------------------------------------------
+
+    def set_disks(self, disks: Sequence[ExtraDisk]) -> None:
+        """Take all further disks out and put these in; a disk without a path is a new, blank one.
+
+        Raises BootError while the machine is on.
+        """
+        if self.running:
+            raise BootError(f"{self.options.name} is on: its disks stay as they are")
+        drives = (self._machine.drives[0], *self._blank_or_given(disks))
+        self._machine = replace(self._machine, drives=drives)
+
+    def break_disk(self, serial: str) -> None:
+        """Let every read and write of a disk fail from now on, until the power is cut; raises BootError.
+
+        The guest sees the same controller, which answers each command with an error.
+        """
+        serials = [drive.serial for drive in self._machine.drives]
+        if serial not in serials:
+            raise BootError(f"{self.options.name} has no disk {serial}; it has {', '.join(serials)}")
+        index = serials.index(serial)
+        layer = qemu.failing(index)
+        monitor.execute(self._monitor, "blockdev-add", layer)
+        where = {"path": f"/machine/peripheral/{qemu.device_id(index)}", "property": "drive"}
+        monitor.execute(self._monitor, "qom-set", {**where, "value": layer["node-name"]})
 
     # -- power -------------------------------------------------------------------------------------------
 
@@ -142,14 +192,14 @@ class Vm:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def power_on(self) -> None:
-        """Start the machine; raises BootError when QEMU doesn't."""
+    def power_on(self, *, clock: str = "") -> None:
+        """Start the machine; raises BootError when QEMU doesn't. ``clock`` as of ``qemu.Machine``."""
         if self.running:
             return
         self.power_off()
         self._monitor.unlink(missing_ok=True)
         self._console_start = self.console_log.stat().st_size if self.console_log.exists() else 0
-        argv = qemu.command_line(self._machine)
+        argv = qemu.command_line(replace(self._machine, clock=clock))
         self._process = self._power.enter_context(process.background(argv, log=self._qemu_log))
         self._powered_on_at = time.monotonic()
         self.seconds_to_ssh = None

@@ -160,5 +160,6 @@ import mutations_container_runtime  # noqa: E402, F401
 import mutations_hygiene  # noqa: E402, F401
 import mutations_kernel  # noqa: E402, F401
 import mutations_kubelet  # noqa: E402, F401
+import mutations_local_disk  # noqa: E402, F401
 import mutations_preload  # noqa: E402, F401
 import mutations_system  # noqa: E402, F401

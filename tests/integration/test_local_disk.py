@@ -12,13 +12,12 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import struct
 import subprocess
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from image_builder import namespace
 from image_builder.node.disk import command, layout, mounts
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import parse
+from tests.builds import Workplace
 
 REPO = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -39,13 +39,22 @@ _AUTOCLEAR = 4
 FILESYSTEMS = ("xfs", "ext4")
 
 
+_LAYERS = ("node", "container_runtime", "system", "base")
+_trees: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def image_programs(worker: Workplace) -> None:
+    """The programs that make filesystems are those of a baked node."""
+    _trees[:] = [worker.object(name) / "product" / "tree" for name in _LAYERS]
+
+
 def run_scenario(name: str, folder: Path, *words: str) -> Any:
     """Run a function of this module in namespaces of its own; return its JSON."""
-    missing = [p for p in ("mkfs.xfs", "mkfs.ext4", "wipefs", "blkid") if not shutil.which(p)]
-    assert not missing, f"not installed: {', '.join(missing)} (Debian: xfsprogs, e2fsprogs, util-linux)"
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, name, folder, *words],
         cwd=REPO,
+        env={**os.environ, "TREES": ":".join(map(os.fspath, _trees))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -61,6 +70,7 @@ def child(name: str, folder: str, *words: str) -> int:
     def work() -> int:
         base = Path(folder)
         namespace.mount("tmpfs", "tmpfs", "/mnt")
+        _offer_programs([Path(tree) for tree in os.environ["TREES"].split(":")])
         os.mknod("/dev/loop-control", 0o020600, os.makedev(10, 237))
         with ExitStack() as stack:
             result = globals()[name](Desk(base, stack), *words)
@@ -68,6 +78,18 @@ def child(name: str, folder: str, *words: str) -> int:
         return 0
 
     return namespace.run_isolated(work)
+
+
+def _offer_programs(trees: Sequence[Path]) -> None:
+    """Put an image's programs in the agent's way: each is run with the loader and the libraries of its own image."""
+    namespace.mount("tmpfs", "tmpfs", "/usr/local/sbin")
+    libraries = ":".join(os.fspath(tree / "usr/lib/x86_64-linux-gnu") for tree in trees)
+    loader = next(path for tree in trees if (path := tree / "usr/lib64/ld-linux-x86-64.so.2").exists())
+    for name in ("mkfs.xfs", "xfs_quota", "mkfs.ext4", "wipefs", "blkid", "mdadm"):
+        program = next(path for tree in trees if (path := tree / "usr/sbin" / name).exists())
+        wrapper = Path("/usr/local/sbin", name)
+        wrapper.write_text(f'#!/bin/sh\nexec {loader} --library-path {libraries} {program} "$@"\n')
+        wrapper.chmod(0o755)
 
 
 class Desk:

@@ -80,9 +80,9 @@ def test_disks_keep_their_order_bus_and_serial() -> None:
     argv = qemu.command_line(replace(MACHINE, drives=drives))
     devices = [d for d in _options(argv, "-device") if "drive=disk" in d]
     assert devices == [
-        "nvme,drive=disk0,serial=os,bootindex=0",
-        "nvme,drive=disk1,serial=local0,bootindex=1",
-        "scsi-hd,bus=scsi.0,drive=disk2,serial=temp,bootindex=2,vendor=Msft,product=Virtual Disk",
+        "nvme,id=device0,drive=disk0,serial=os,bootindex=0",
+        "nvme,id=device1,drive=disk1,serial=local0,bootindex=1",
+        "scsi-hd,bus=scsi.0,id=device2,drive=disk2,serial=temp,bootindex=2,vendor=Msft,product=Virtual Disk",
     ]
     assert _options(argv, "-device").index("virtio-scsi-pci,id=scsi") < _options(argv, "-device").index(
         devices[2]
@@ -107,6 +107,34 @@ def test_what_qemu_can_not_show_is_refused(drive: qemu.Drive) -> None:
 def test_commas_in_paths_are_doubled() -> None:
     argv = qemu.command_line(replace(MACHINE, seed=Path("/a,b")))
     assert any("dir=/a,,b," in a for a in argv)
+    slow = qemu.command_line(replace(MACHINE, drives=(qemu.Drive(Path("/a,b"), rate=1),)))
+    assert any("file.file.filename=/a,,b," in a for a in slow)
+
+
+def test_slow_disk_has_a_limit_of_its_own_above_its_file() -> None:
+    drives = (
+        qemu.Drive(Path("/vm/os"), "virtio", "qcow2", "os"),
+        qemu.Drive(Path("/vm/local0"), serial="local0", rate=1_000_000),
+    )
+    argv = qemu.command_line(replace(MACHINE, drives=drives))
+    assert _options(argv, "-object") == ["throttle-group,id=throttle1,x-bps-total=1000000"]
+    (block,) = [b for b in _options(argv, "-blockdev") if "node-name=disk1" in b]
+    options = dict(option.split("=", 1) for option in block.split(","))
+    assert options["driver"] == "throttle" and options["throttle-group"] == "throttle1"
+    assert options["file.driver"] == "raw" and options["file.file.filename"] == "/vm/local0"
+
+
+def test_clock_is_set_only_where_it_is_told() -> None:
+    assert _options(qemu.command_line(MACHINE), "-rtc") == []
+    told = qemu.command_line(replace(MACHINE, clock="1970-01-01T00:00:00"))
+    assert _options(told, "-rtc") == ["base=1970-01-01T00:00:00"]
+
+
+def test_failing_layer_names_the_drive_and_every_kind_of_access() -> None:
+    layer = qemu.failing(2)
+    assert (layer["driver"], layer["image"]) == ("blkdebug", qemu.node_name(2))
+    assert {rule["iotype"] for rule in layer["inject-error"]} >= {"read", "write", "flush"}
+    assert {(rule["errno"], rule["once"]) for rule in layer["inject-error"]} == {(5, False)}
 
 
 def test_probe_ends_qemu_from_the_first_instruction(tmp_path: Path) -> None:
