@@ -92,7 +92,10 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
 
 
 def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:
-    """Return all that is known: the status, ``images`` and ``layers`` in the data root."""
+    """Return all that is known: the status, ``images`` and ``layers`` in the data root.
+
+    ``user_namespaces`` tells whether pods with ``hostUsers: false`` are supported: not while a layer is a link.
+    """
     preload = found.get("preload", {})
     return {
         **found,
@@ -102,6 +105,8 @@ def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links:
             "broken": len(links.broken),
             "directories": links.directories,
         },
+        # containerd makes an idmapped mount of the directory that holds all layers, and a link leads out of it.
+        "user_namespaces": not links.served,
     }
 
 
@@ -126,6 +131,8 @@ def text(known: Mapping[str, Any]) -> str:
         f"layers in the data root: {layers['links']} links into the preload store "
         f"({layers['broken']} lead nowhere), {layers['directories']} directories",
     ]
+    if not known["user_namespaces"]:
+        lines.append("pods with hostUsers: false are not supported before the promotion is done")
     return "\n".join(lines) + "\n"
 
 

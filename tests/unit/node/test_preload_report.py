@@ -90,7 +90,15 @@ def test_report_for_people() -> None:
         "two:1  reference  1               1              local disk and preload store\n"
         "\n"
         "layers in the data root: 1 links into the preload store (0 lead nowhere), 5 directories\n"
+        "pods with hostUsers: false are not supported before the promotion is done\n"
     )
+
+
+def test_user_namespaces_wait_for_the_promotion() -> None:
+    assert report.report(STATUS, [IMAGE], links(A))["user_namespaces"] is False
+    promoted = report.report(STATUS, [IMAGE], links())
+    assert promoted["user_namespaces"] is True
+    assert "hostUsers" not in report.text(promoted)
 
 
 def test_report_names_the_disks() -> None:
