@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.errors import BootError, VerifyError
+from image_builder.errors import BootError, UsageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.plan.model import JSON
@@ -33,6 +34,7 @@ GROWTH_BYTES = 8 << 30
 # A blank disk for an image that wants one, as a cloud gives it: every image of the lab fits.
 LOCAL_DISK = ExtraDisk("local0", size=16 << 30)
 POD_NAME = "lab-probe"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
 
@@ -85,6 +87,19 @@ def find_disk(artefact: Path) -> Path:
         f"{artefact} holds no disk ({', '.join(DISK_SUFFIXES)})",
         hint="build one: image_formats must name raw, qcow2 or vhd",
     )
+
+
+def local_disks(sizes: Sequence[str]) -> tuple[ExtraDisk, ...]:
+    """Return blank NVMe disks ``local0``, ``local1``, … of sizes such as ``16G``; raises UsageError."""
+    return tuple(ExtraDisk(f"local{number}", size=parse_size(size)) for number, size in enumerate(sizes))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a number with K, M, G or T (powers of 1024) means; raises UsageError."""
+    found = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
+    if found is None:
+        raise UsageError(f"{text} is no size of a disk", hint="write 16G, 512M or a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
 
 
 def boot(

@@ -40,6 +40,15 @@ def boot(
     secure_boot: Annotated[
         bool, typer.Option("--secure-boot", help="with a firmware that enforces it")
     ] = False,
+    local_disk: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--local-disk",
+            metavar="SIZE",
+            help="a blank local disk such as 16G; repeatable  [default: one for an image with the layer `node`]",
+        ),
+    ] = None,
+    no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="without any local disk")] = False,
     facts: Facts = None,
     output: Output = Path("output"),
     store: StoreDir = DEFAULT_STORE,
@@ -57,6 +66,9 @@ def boot(
     from image_builder import host
     from image_builder.report import verification
 
+    if local_disk and no_local_disk:
+        raise UsageError("--local-disk and --no-local-disk exclude each other")
+    disks = booting.local_disks(local_disk or ()) if local_disk or no_local_disk else None
     host.check_store(store)
     path = _artefact(artefact, output)
     out_dir = output.absolute() / "boot" / path.stem
@@ -70,6 +82,7 @@ def boot(
             facts=facts,
             keep=keep,
             secure_boot=secure_boot,
+            extra_disks=disks,
         )
     if result.suite:
         render.stderr_console().print(verification.table(result.suite))

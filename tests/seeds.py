@@ -242,7 +242,8 @@ class Node:
         where = self.root.path / "opt"
         self._mounts.close()
         namespace.bind(os.fspath(opt), os.fspath(where), read_only=True)
-        self._mounts.callback(namespace.unmount, os.fspath(where))
+        # Lazily: the kernel may hold the store's file a moment longer than its mount.
+        self._mounts.callback(process.run, ["umount", "--lazy", where])
 
 
 @contextmanager
@@ -308,7 +309,7 @@ def exact(tree: Path) -> dict[str, list[Any]]:
     """Return a layer's files exactly: as ``listing``, with times (ns), sizes, hard links and extended attributes."""
     found = {}
     first: dict[int, str] = {}
-    for name, entry in listing(tree).items():
+    for name, entry in sorted(listing(tree).items()):
         path = tree / name
         info = path.lstat()
         kept = {

@@ -235,7 +235,7 @@ class BuilderVariables(_Strict):
 
 
 BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
-NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_preload_verity", "image_pull"})
+NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_pull"})
 
 
 @dataclass(frozen=True)

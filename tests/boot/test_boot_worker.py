@@ -1,5 +1,5 @@
-"""The published worker disk, booted once: the verification suite, a static pod, a clean console; then everything
-broken that the suite's booted checks are about, and the suite again.
+"""The published worker disk, booted once with a blank local disk: the verification suite, a static pod, a clean
+console, promotion to its end; then everything broken that the suite's booted checks are about, and the suite again.
 
 ``IMAGE_BUILDER_ARTEFACT`` names the directory of one build (by default the worker is built).
 """
@@ -10,9 +10,12 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,16 +29,23 @@ from tests.builds import Workplace
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
 
+PROMOTION_SECONDS = 1200.0
+
 
 @dataclass(frozen=True)
 class Booted:
-    """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine."""
+    """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine.
+
+    ``promoted`` is what the agent told when promotion had ended, ``links`` what led into the preload store then.
+    """
 
     result: BootResult
     records: Path
     digest: str
     broken: SuiteResult
     mutated: frozenset[str]
+    promoted: dict[str, Any]
+    links: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +72,12 @@ def booted(artefact: Path, mutations: dict[str, str], tmp_path_factory: pytest.T
     again = tmp_path_factory.mktemp("broken")
     broken: list[SuiteResult] = []
     mutated: set[str] = set()
+    promoted: dict[str, Any] = {}
+    links: list[str] = []
 
     def mutate_and_verify(ssh: SshTarget) -> None:
+        promoted.update(_wait_for_promotion(ssh))
+        links.extend(ssh.run(["find", "/mnt/local/docker", "-lname", "/var/lib/preload/*"]).stdout.split())
         checks = {name.partition("::")[2]: name for name in _names(records)}
         mutated.update(name for name in checks if name in mutations)
         for name, command in mutations.items():
@@ -92,7 +106,20 @@ def booted(artefact: Path, mutations: dict[str, str], tmp_path_factory: pytest.T
         then=mutate_and_verify,
     )
     assert not list((settings.store / "staging").iterdir()), "the machine left files behind"
-    return Booted(result, records, digest, broken[0], frozenset(mutated))
+    return Booted(result, records, digest, broken[0], frozenset(mutated), promoted, links)
+
+
+def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
+    """Return the agent's status when it has copied all it can; raises AssertionError when that takes too long."""
+    deadline = time.monotonic() + PROMOTION_SECONDS
+    while True:
+        told = ssh.run(["node-agent", "status", "--json"], ok=(0, 1)).stdout
+        found: dict[str, Any] = json.loads(told)
+        section = found.get("promotion", {"waiting": True})
+        if not section.get("running") and "waiting" not in section:
+            return found
+        assert time.monotonic() < deadline, told
+        time.sleep(5)
 
 
 def _names(records: Path) -> list[str]:
@@ -125,9 +152,19 @@ def test_console_is_clean(booted: Booted) -> None:
     assert booted.result.console_problems == ()
 
 
-def test_preloaded_images_were_loaded_with_progress_on_the_console(booted: Booted) -> None:
+def test_images_were_seeded_and_not_loaded(booted: Booted) -> None:
     console = (booted.records / "console.log").read_text(errors="replace")
-    assert "image-preload: loading: " in console
+    assert "node-agent: disk: ok: format: " in console
+    assert re.search(r"node-agent: seed: docker: seeded, \d+ layers in ", console)
+    preload = booted.promoted["preload"]
+    assert preload["state"] == "ok" and preload["loaded"] == {} and preload["seeded"] > 0
+
+
+def test_promotion_leaves_nothing_that_leads_into_the_store(booted: Booted) -> None:
+    section = booted.promoted["promotion"]
+    assert (section["state"], section["layers_left"]) == ("ok", []) and section["done"] > 0
+    assert booted.promoted["layers"]["links"] == 0 and booted.links == []
+    assert {image["source"] for image in booted.promoted["images"]} == {"local disk"}
 
 
 def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:

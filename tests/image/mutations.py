@@ -162,4 +162,5 @@ import mutations_kernel  # noqa: E402, F401
 import mutations_kubelet  # noqa: E402, F401
 import mutations_local_disk  # noqa: E402, F401
 import mutations_preload  # noqa: E402, F401
+import mutations_preload_store  # noqa: E402, F401
 import mutations_system  # noqa: E402, F401

@@ -39,7 +39,10 @@ from tests.seeds import (
 pytestmark = pytest.mark.root
 
 # Where a data root of each engine names a layer's files.
-LINKS = {"docker": "overlay2/*/diff", "containerd": "io.containerd.snapshotter.v1.overlayfs/snapshots/*/fs"}
+LAYERS = {
+    "docker": ("overlay2", "diff"),
+    "containerd": ("io.containerd.snapshotter.v1.overlayfs/snapshots", "fs"),
+}
 NAMES = {"docker": "image/overlay2/repositories.json", "containerd": "io.containerd.metadata.v1.bolt/meta.db"}
 OTHER_VERSION = {
     "docker": "Docker version 27.0.1, build 1234567",
@@ -82,8 +85,15 @@ def two_images(lab: Lab) -> tuple[LockedImage, LockedImage]:
     return runnable(lab, "one", below, above), runnable(lab, "two", other, below)
 
 
+def _layers(engine: str, data: Path) -> list[Path]:
+    """Return each layer's files or link; a link leads somewhere only inside of the root."""
+    folder, name = LAYERS[engine]
+    places = [path / name for path in (data / folder).iterdir()] if (data / folder).is_dir() else []
+    return [path for path in places if os.path.lexists(path)]
+
+
 def _links(here: Node) -> int:
-    return sum(path.is_symlink() for path in here.data.glob(LINKS[here.lab.engine]))
+    return sum(path.is_symlink() for path in _layers(here.lab.engine, here.data))
 
 
 def _state(here: Node) -> list[str]:
@@ -128,12 +138,12 @@ def live(lab: Lab) -> Result:
         blank = listing(here.data)
         with here.engine() as running:
             result["has"] = [running.has(image) for image in images]
-            result["runs"] = [running.try_out(image) for image in images]
-            result["names"] = _names(here, images)
+            # Before any container was made: Docker mounts a layer in another way then.
             result["saved"] = differences(
                 _members(baked.opt / "preloaded_docker_images.tar"), _saved(here, running, images)
             )
-            result["files"] = _files(here, one)
+            result["runs"] = [running.try_out(image) for image in images]
+            result["names"] = _names(here, images)
             before = len(lab.proxy.requests)
             result["removed"] = running.keep_only([two])
             result["has_then"] = [running.has(image) for image in images]
@@ -163,6 +173,8 @@ def live(lab: Lab) -> Result:
         before_second = listing(here.disk)
         result["second"] = here.seed()
         result["second_changed"] = differences(before_second, listing(here.disk))
+        with here.engine():
+            result["files"] = _files(here, one)
     return result
 
 
@@ -211,7 +223,7 @@ def test_a_blank_disk_is_seeded_by_links_alone(lived: Result, engine: str) -> No
     # Two chains of three, the lowest (pause) is one: `below` is there twice, above another parent in each.
     assert lived["links"] == seed["layers"] == 5
     assert lived["state"] == [f"seed/{engine}.json"], "no staging, no trash"
-    assert lived["section"]["seed"]["engine"] == engine and lived["section"]["ready"]
+    assert lived["section"]["seed"]["engine"] == engine
     assert f"{engine}: seeded, {seed['layers']} layers" in seed["said"]
 
 
@@ -295,9 +307,7 @@ def disks(lab: Lab) -> Result:
         with here.engine() as running:
             result["other_has"] = [running.has(image) for image in other.images]
         result["other_state"] = _state(here)
-        result["other_trash"] = sum(
-            p.is_symlink() for p in (here.disk / ".node/trash/data.0").glob(LINKS[lab.engine])
-        )
+        result["other_trash"] = len(_layers(lab.engine, here.disk / ".node/trash/data.0"))
         here.use(baked.opt)
         # Of an engine that ran without a store.
         here.blank()
@@ -517,7 +527,7 @@ def _marker(here: Node) -> str:
 
 def _landmarks(here: Node) -> list[tuple[str, Callable[[Any], bool]]]:
     staging = here.disk / ".node/staging/seed"
-    layers = staging / LINKS[here.lab.engine].partition("/*")[0]
+    layers = staging / LAYERS[here.lab.engine][0]
 
     def some(count: int) -> Callable[[], bool]:
         return lambda: layers.is_dir() and len(os.listdir(layers)) >= count
@@ -565,7 +575,7 @@ def modes(lab: Lab) -> Result:
         result["seed"] = here.seed()
         result["stored"] = sorted(path.name for path in (here.store / "layers").iterdir())
         shown = {}
-        for path in here.data.glob(LINKS[lab.engine]):
+        for path in _layers(lab.engine, here.data):
             shown[os.fspath(path.relative_to(here.data))] = path.is_symlink()
         result["links"] = sum(shown.values())
         result["copies"] = len(shown) - result["links"]
@@ -584,7 +594,7 @@ def modes(lab: Lab) -> Result:
 def _compare_copies(here: Node) -> list[list[str]]:
     """Compare each copied layer with the store's: one of them must be exactly like it."""
     stored = [exact(path) for path in (here.store / "layers").iterdir()]
-    copies = [exact(path) for path in here.data.glob(LINKS[here.lab.engine]) if not path.is_symlink()]
+    copies = [exact(path) for path in _layers(here.lab.engine, here.data) if not path.is_symlink()]
     return [differences(stored[0], copy) for copy in copies if copy not in stored]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from image_builder.boot import find_disk, import_command, static_pod
+from image_builder.boot import find_disk, import_command, local_disks, static_pod
 from image_builder.errors import BootError, HostError, UsageError
 from image_builder.target import monitor, qemu, seed, ssh
 
@@ -226,6 +226,22 @@ def test_disk_is_found_in_a_directory_of_artefacts(tmp_path: Path) -> None:
     (tmp_path / "worker.qcow2").touch()
     assert find_disk(tmp_path) == tmp_path / "worker.qcow2"
     assert find_disk(tmp_path / "worker.raw") == tmp_path / "worker.raw"
+
+
+def test_local_disks_are_numbered_and_have_the_sizes_that_were_asked_for() -> None:
+    made = local_disks(["16G", "512m", "1048576"])
+    assert [(disk.serial, disk.size, disk.path) for disk in made] == [
+        ("local0", 16 << 30, None),
+        ("local1", 512 << 20, None),
+        ("local2", 1 << 20, None),
+    ]
+    assert local_disks([]) == ()
+
+
+@pytest.mark.parametrize("size", ["", "0", "0G", "G", "1.5G", "16GB", "-1G", "16 G"])
+def test_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(UsageError, match="is no size"):
+        local_disks([size])
 
 
 def test_static_pod_never_pulls_and_each_engine_has_its_import() -> None:

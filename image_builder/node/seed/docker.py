@@ -177,7 +177,7 @@ def _add_files(
     baked, place = source / "overlay2" / cache, root / "overlay2" / cache
     place.mkdir(mode=0o710, exist_ok=True)
     with reading(baked):
-        link, committed = (baked / "link").read_text(), (baked / "committed").exists()
+        link = (baked / "link").read_text()
     files_of.write(place / "link", link.encode())
     if layer.parent:
         # Not as baked: the parent may have been pulled again meanwhile, under another id.
@@ -188,8 +188,9 @@ def _add_files(
         files_of.write(place / "lower", lower.encode())
         (place / "work").mkdir(mode=0o700, exist_ok=True)
         (parent / "committed").touch(0o600)
-    if committed:
-        (place / "committed").touch(0o600)
+    # Docker says so of a layer when another one, or a container, is put above it. Of one that lacks it, it takes the
+    # files for the writable part of a mount when it saves the image, which the store can't be.
+    (place / "committed").touch(0o600)
     if copy:
         _copy_layer(layer_path(layer.diff_id, store), place / "diff", copy)
     else:

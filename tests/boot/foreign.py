@@ -1,0 +1,92 @@
+"""Disks with something on them that is not ours, as files: what ``node-agent disk`` must leave as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from image_builder.node.disk import layout
+from image_builder.node.disk.model import Disk
+from tests.boot.node import Local
+from tests.integration.test_local_disk import FOREIGN, LARGE, MIB, SMALL, write
+
+# Partitions of 8 MiB as mkntfs 2022.10.3 makes them, with the readme of Azure's disks (ntfscp), and a file more.
+_NTFS = Path(__file__).with_name("ntfs")
+_FIRST_SECTOR = 128
+
+Make = Callable[[Disk, Path], None]
+
+
+def _ext4(label: str, uuid: str) -> Make:
+    def make(disk: Disk, tree: Path) -> None:
+        subprocess.run(["mkfs.ext4", "-q", "-L", label, "-U", uuid, "-d", tree, disk.path], check=True)
+
+    return make
+
+
+def _xfs(disk: Disk, _tree: Path) -> None:
+    subprocess.run(["mkfs.xfs", "-q", "-L", "data", disk.path], check=True)
+
+
+def ntfs(kind: str) -> Make:
+    """Return what makes a disk as Azure's: a table of partitions (MBR) with one NTFS that holds ``kind``."""
+
+    def make(disk: Disk, _tree: Path) -> None:
+        volume = lzma.decompress((_NTFS / f"{kind}.img.xz").read_bytes())
+        entry = struct.pack("<B3sB3sII", 0, b"\0\0\0", 7, b"\0\0\0", _FIRST_SECTOR, len(volume) // 512)
+        write(disk, 446, entry.ljust(64, b"\0") + b"\x55\xaa")
+        write(disk, _FIRST_SECTOR * 512, volume)
+
+    return make
+
+
+# In place of those of ``FOREIGN`` that are made by mounting something, which a test's host need not be able to.
+_MADE: dict[str, Make] = {
+    "ext4": _ext4("data", "random"),
+    "xfs": _xfs,
+    "ours without a marker": _ext4("local", layout.new_uuid()),
+}
+_NOT_HERE = ("ext4 with our label and a journal to replay", "xfs with our label and a log to replay", "NTFS")
+
+# By name: how it is made, its bytes, what the reason must name, and the selector by which the agent finds it.
+KINDS: dict[str, tuple[Make, int, str]] = {
+    name: (_MADE.get(name, make), size, words)
+    for name, (make, size, words) in FOREIGN.items()
+    if name not in _NOT_HERE
+}
+AZURE: dict[str, tuple[Make, int, str]] = {
+    "NTFS with a file": (ntfs("files"), SMALL, ": dos with 1 partition, with more or less than"),
+}
+PLATFORM = ("the platform's NTFS", ntfs("readme"), LARGE + 64 * MIB)
+
+
+def make_disks(folder: Path, wanted: dict[str, tuple[Make, int, str]], prefix: str) -> dict[str, Local]:
+    """Make the disks below ``folder``; return them by the name of what is on them."""
+    tree = folder / "tree"
+    tree.mkdir(exist_ok=True)
+    (tree / "precious").write_bytes(b"x" * 100_000)
+    made = {}
+    for number, (name, (make, size, _)) in enumerate(wanted.items()):
+        local = Local(f"{prefix}{number:02}", size, f"{prefix}{number:02}", bus="scsi")
+        make_disk(folder, local, make)
+        made[name] = local
+    return made
+
+
+def make_disk(folder: Path, local: Local, make: Make) -> None:
+    """Make one disk's file anew."""
+    path = folder / f"{local.file}.raw"
+    path.unlink(missing_ok=True)
+    with path.open("xb") as stream:
+        stream.truncate(local.bytes)
+    make(Disk(path.name, path, local.bytes, "", local.serial), folder / "tree")
+
+
+def digest(folder: Path, local: Local) -> str:
+    """Return the sha256 of a whole disk."""
+    with (folder / f"{local.file}.raw").open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

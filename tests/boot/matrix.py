@@ -1,0 +1,123 @@
+"""Run the boot matrix, row by row.
+
+    .venv/bin/python -m tests.boot.matrix [--row NAME ...] [--artefact DIR] [--update-docs]
+
+A named row brings those that it stands on. With ``--update-docs`` what came out is kept in ``record.json``, and
+docs/reference/boot-matrix.md is written from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from image_builder.errors import ImageBuilderError
+from image_builder.settings import REPO_ROOT
+from image_builder.target import qemu
+from tests.boot import page
+from tests.boot.node import read_image
+from tests.boot.rows import ROWS, Row, chain
+from tests.boot.steps import Lab, Place, mismatches
+
+RECORD = Path(__file__).with_name("record.json")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a row went: the facts that were found, and what of them is not as expected."""
+
+    name: str
+    seconds: float
+    facts: dict[str, Any]
+    wrong: list[str]
+    date: str
+
+
+def run_row(lab: Lab, row: Row) -> Outcome:
+    """Run one row. What fails on the way is part of the outcome."""
+    began = time.monotonic()
+    place = Place(lab, row.machine, row.disks)
+    facts: dict[str, Any] = {}
+    try:
+        for step in row.steps:
+            facts |= step(place)
+        wrong = mismatches(row.expected, facts)
+    except (ImageBuilderError, AssertionError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+        traceback.print_exc()
+    today = datetime.now(tz=UTC).strftime("%Y-%m-%d")
+    return Outcome(row.name, round(time.monotonic() - began, 1), facts, wrong, today)
+
+
+@contextmanager
+def lab(artefact: Path, base: Path | None = None) -> Iterator[Lab]:
+    """Make a place for the machines and disks of a run, below ``base``; nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="boot-matrix-", dir=base) as folder:
+        made = Lab(read_image(artefact), Path(folder))
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+def machine() -> str:
+    """Return the machine in words."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    how = "emulated" if qemu.accelerator() == "tcg" else "with KVM"
+    return f"a virtual machine with {os.cpu_count()} cores and {memory:.0f} GiB, the nodes in QEMU {how}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the rows; return 1 when one of them failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.boot.matrix", description=__doc__)
+    parser.add_argument("--row", action="append", metavar="NAME", help="a row, with those that it stands on")
+    parser.add_argument(
+        "--artefact", type=Path, default=REPO_ROOT / "output/worker/latest", metavar="DIR", help="a build"
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="where machines and disks lie meanwhile")
+    parser.add_argument("--update-docs", action="store_true", help="keep the results, write the page")
+    options = parser.parse_args(argv)
+    try:
+        rows = chain(options.row) if options.row else list(ROWS)
+    except KeyError as error:
+        parser.error(f"no such row: {error.args[0]}; there are: {'; '.join(row.name for row in ROWS)}")
+    failed = 0
+    with lab(options.artefact.resolve(), options.work) as made:
+        for row in rows:
+            outcome = run_row(made, row)
+            failed += bool(outcome.wrong)
+            _tell(outcome)
+            if options.update_docs:
+                _keep(outcome)
+    return 1 if failed else 0
+
+
+def _tell(outcome: Outcome) -> None:
+    verdict = "FAILED" if outcome.wrong else "passed"
+    sys.stdout.write(f"{verdict}  {outcome.seconds:7.1f} s  {outcome.name}\n")
+    sys.stdout.writelines(f"          {line}\n" for line in outcome.wrong)
+    sys.stdout.write(f"          {json.dumps(outcome.facts)}\n")
+    sys.stdout.flush()
+
+
+def _keep(outcome: Outcome) -> None:
+    found = json.loads(RECORD.read_bytes()) if RECORD.exists() else {"rows": {}}
+    found["machine"] = machine()
+    found["rows"][outcome.name] = {key: value for key, value in asdict(outcome).items() if key != "name"}
+    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    page.PAGE.write_text(page.text(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

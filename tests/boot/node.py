@@ -1,0 +1,167 @@
+"""An instance of a baked image in QEMU: one OS disk for its life, whatever local disks it has from boot to boot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.boot import GROWTH_BYTES, find_disk, virtual_size, wait_for_system
+from image_builder.target import monitor, qemu
+from image_builder.target.ssh import SshTarget
+from image_builder.target.vm import ExtraDisk, Vm, VmOptions
+
+GIB = 1 << 30
+MIB = 1 << 20
+GUEST = Path(__file__).with_name("guest")
+# A boot of an emulated machine whose host is busy, up to the agent's first line (seconds).
+BOOT_SECONDS = 900.0
+_POLL = 0.05
+
+
+@dataclass(frozen=True)
+class Image:
+    """A published build: its disk and what its definition says."""
+
+    disk: Path
+    facts: Path
+    told: dict[str, Any]
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.told["variables"]
+        return found
+
+
+def read_image(artefact: Path) -> Image:
+    """Return the build in a directory."""
+    facts = artefact / "facts.json"
+    return Image(find_disk(artefact), facts, json.loads(facts.read_bytes()))
+
+
+@dataclass(frozen=True)
+class Local:
+    """A local disk: ``file`` is its name beside the machines, so a disk can go from one to another.
+
+    ``serial`` is what the guest sees; ``rate`` limits it to bytes a second.
+    """
+
+    file: str
+    bytes: int = 16 * GIB
+    serial: str = "local0"
+    rate: int = 0
+    bus: qemu.DiskBus = "nvme"
+
+    def extra(self, folder: Path) -> ExtraDisk:
+        return ExtraDisk(self.serial, self.bytes, folder / f"{self.file}.raw", self.bus, rate=self.rate)
+
+
+def allocated(path: Path) -> int:
+    """Return how many bytes of a sparse file are on the host's disk: what the guest has written."""
+    return path.stat().st_blocks * 512
+
+
+class Instance:
+    """A machine that is switched on and off; ``end`` leaves nothing running."""
+
+    def __init__(self, image: Image, folder: Path) -> None:
+        folder.mkdir()
+        self.image, self.folder = image, folder
+        self.vm = Vm(
+            VmOptions(
+                name=str(image.told["image"]),
+                disk=image.disk,
+                secure_boot=bool(image.variables.get("image_secure_boot")),
+                user=str(image.variables.get("azure_guest_default_user", "debian")),
+                disk_size=virtual_size(image.disk) + GROWTH_BYTES,
+                durable=True,
+            ),
+            folder,
+        )
+
+    @property
+    def ssh(self) -> SshTarget:
+        return self.vm.target
+
+    def insert(self, disks: Sequence[Local], folder: Path) -> None:
+        """Cut the power and give it other local disks."""
+        self.vm.power_off()
+        self.vm.set_disks([disk.extra(folder) for disk in disks])
+
+    def boot(self, *, clock: str = "") -> str:
+        """Switch it on and wait until all is started; return systemd's word for that."""
+        self.vm.power_on(clock=clock)
+        self.vm.wait_for_ssh(total_seconds=BOOT_SECONDS, quiet_seconds=300)
+        return wait_for_system(self.ssh)
+
+    def restart(self) -> str:
+        """Shut it down in order and boot it again."""
+        self.vm.shutdown(300)
+        return self.boot()
+
+    def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for something that is seen from outside; raises AssertionError."""
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert self.vm.running, f"the machine ended before {what}"
+            assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+            time.sleep(_POLL)
+
+    def said(self, words: str) -> bool:
+        """Tell whether the console has shown something since the power came."""
+        return words in self.vm.console()
+
+    def copy_when_written(self, disk: Path, copies: Path, until: Callable[[], bool], most: int) -> int:
+        """Copy a disk whenever it was written to, with the machine stopped, until something; return how many.
+
+        Each copy is what a power cut at that moment would have left. At most ``most`` are kept.
+        """
+        copies.mkdir(exist_ok=True)
+        number, seen = len(list(copies.iterdir())), disk.stat().st_mtime_ns
+        limit = number + most
+        deadline = time.monotonic() + BOOT_SECONDS
+        while not until():
+            assert self.vm.running and time.monotonic() < deadline, "nothing happened any more"
+            time.sleep(_POLL)
+            if (now := disk.stat().st_mtime_ns) == seen or number >= limit:
+                continue
+            seen = now
+            monitor.execute(self.vm.directory / "monitor", "stop")
+            target = copies / f"{number:02}.raw"
+            subprocess.run(["cp", "--sparse=always", disk, target], check=True)
+            monitor.execute(self.vm.directory / "monitor", "cont")
+            number += 1
+        return number
+
+    # -- the guest ---------------------------------------------------------------------------------------
+
+    def python(self, script: str, *words: str, timeout: float = 900) -> Any:
+        """Run a script of ``guest/`` as root, with the node's own agent to import; return the JSON that it prints."""
+        text = (GUEST / f"{script}.py").read_text(encoding="utf-8")
+        done = self.ssh.run(["python3", "-B", "-", *words], input=text, timeout=timeout)
+        return json.loads(done.stdout)
+
+    def shell(self, script: str, *, ok: Sequence[int] = (0,), timeout: float = 300) -> str:
+        """Run a script as root; return what it says."""
+        return self.ssh.run(["sh", "-euc", script], ok=ok, timeout=timeout).stdout
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``node-agent status --json`` tells."""
+        found: dict[str, Any] = json.loads(
+            self.ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=300).stdout
+        )
+        return found
+
+    def end(self) -> None:
+        """Switch it off."""
+        self.vm.power_off()
+
+    def forget(self) -> None:
+        """Switch it off and remove its OS disk."""
+        self.end()
+        shutil.rmtree(self.folder)

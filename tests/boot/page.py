@@ -1,0 +1,95 @@
+"""docs/reference/boot-matrix.md, from the rows and the record of their last runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from image_builder.settings import REPO_ROOT
+from tests.boot.rows import CI, ROWS, Row
+
+PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
+
+_HEAD = """# Boot matrix
+
+What happens to a node's local disk from its first boot on, and what must come of it. Each row boots the image
+`worker` in QEMU, with NVMe disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh
+OS disk with a used local disk a reimaging; a power cut kills QEMU (SIGKILL), which honours the guest's flushes, and
+takes the guest's cache along. What QEMU had acknowledged is kept: a disk that loses that is not part of this.
+
+```sh
+.venv/bin/python -m tests.boot.matrix [--row NAME ...] [--update-docs]
+```
+
+Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no link that
+leads nowhere; `images run` means that a container of every preloaded image was started. CI runs
+`tests/boot/test_local_disk.py` ({ci}) and `tests/boot/test_boot_worker.py` (a first boot with the whole booted suite,
+promotion to its end, every check's mutation).
+
+## Last results
+
+On {machine}; seconds are of the whole row, boots included.
+"""
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Return the page."""
+    ci = "; ".join(row.name for row in CI)
+    lines = [_HEAD.format(ci=ci, machine=record.get("machine", "no machine yet"))]
+    lines += [
+        "| row | what is done | what happened | seconds | date | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [_line(row, record.get("rows", {}).get(row.name)) for row in ROWS]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row, found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return f"| {row.name} | {row.what} | | | | not run yet |"
+    verdict = "**failed**" if found["wrong"] else "passed"
+    happened = "; ".join(found["wrong"]) or "; ".join(_told(found["facts"]))
+    cells = (row.name, row.what, happened.replace("|", "\\|").replace("\n", " "))
+    return f"| {' | '.join(cells)} | {found['seconds']:.0f} | {found['date']} | {verdict} |"
+
+
+_WORDS = {
+    "system": "system {}",
+    "disk": "disk: {}",
+    "members": "{} members",
+    "seed": "seed: {}",
+    "boot_seconds": "running after {} s",
+    "seed_seconds": "seeded in {} s",
+    "images": "images {}",
+    "promotion": "promotion: {}",
+    "links": "{} links into the store",
+    "empty_files": "{} empty files",
+    "kinds": "{} kinds",
+    "changed": "changed: {}",
+    "shared": "shared: {}",
+    "count": "{} copies",
+    "actions": "{}",
+    "offsets": "{} offsets",
+    "detected": "{} detected",
+    "two": "two: {}",
+    "with_file": "with a file: {}",
+    "readme": "readme alone: {}",
+    "tainted": "tainted: {}",
+    "ready": "ready: {}",
+    "failed": "failed: {}",
+    "said": "{}",
+}
+
+
+def _told(facts: Mapping[str, Any]) -> list[str]:
+    return [
+        words.format(_value(facts[name])) for name, words in _WORDS.items() if facts.get(name) is not None
+    ]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, dict)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,280 @@
+"""The boot matrix as data: what happens to a node and its local disks, and what must come out.
+
+Rows of the same ``machine`` are one instance with one OS disk, in this order; a row stands on those before it. Disks
+are files that outlive an instance: the same name is the same disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.boot import steps
+from tests.boot.foreign import KINDS
+from tests.boot.node import MIB, Local
+from tests.boot.steps import Step
+
+
+@dataclass(frozen=True)
+class Row:
+    """``disks`` None: those that the machine has. ``needs``: rows of other machines that must have been run before.
+
+    ``expected`` maps facts to values, a tuple being any of its members.
+    """
+
+    name: str
+    machine: str
+    disks: tuple[Local, ...] | None
+    steps: tuple[Step, ...]
+    expected: Mapping[str, Any]
+    what: str
+    needs: tuple[str, ...] = field(default=())
+
+
+# What every boot must come to, and with a local disk.
+_UP = {"system": "running", "console": [], "preload": "ok", "archive": [], "broken_links": 0}
+UP = {**_UP, "ready": True, "disk_state": "ok", "tainted": False}
+RUNS = {"images": "run"}
+WHOLE = {"layers": True, "empty_files": 0, "different": []}
+PROMOTED = {"promotion": "ok", "links": 0}
+CHECKED = {"checks": True, "failed": []}
+
+SLOW = 8 * MIB  # a second: slow enough to be caught in the act
+_ONE, _TWO, _THREE = Local("one"), Local("two"), Local("three")
+_SLOW = Local("one", rate=SLOW)
+
+LIFE: tuple[Row, ...] = (
+    Row(
+        "power cut while formatting",
+        "a",
+        (_SLOW,),
+        (steps.cut_while_formatting,),
+        {"formatted": False},
+        "A blank disk; QEMU killed while mkfs.xfs writes.",
+    ),
+    Row(
+        "power cut while seeding",
+        "a",
+        (_SLOW,),
+        (steps.cut_while_seeding,),
+        {"disk": "format", "seeded": False, "copies": True},
+        "The half-made filesystem is known for ours and made anew; QEMU killed at the seed's first writes.",
+    ),
+    Row(
+        "power cut while promoting",
+        "a",
+        (_SLOW,),
+        (steps.copy_while_seeding, steps.wait_until_up, steps.cut_while_promoting),
+        {**UP, "disk": "mount", "seed": ("seeded", "reseeded"), "promoting": True, "copies": True},
+        "The half-made seed is dropped and made anew; QEMU killed after 200 MiB of copies.",
+    ),
+    Row(
+        "boot after the power cuts",
+        "a",
+        (_ONE,),
+        (steps.boot, steps.run_images, steps.promoted, steps.whole, steps.remember),
+        {**UP, **RUNS, **PROMOTED, **WHOLE, "disk": "mount", "seed": "current"},
+        "Promotion goes on where it was; every layer on the disk is compared with the store.",
+    ),
+    Row(
+        "booted suite after the power cuts",
+        "a",
+        None,
+        (steps.suite,),
+        CHECKED,
+        "The verification suite on that machine.",
+    ),
+    Row(
+        "reboot",
+        "a",
+        None,
+        (steps.restart, steps.run_images, steps.promoted),
+        {**UP, **RUNS, **PROMOTED, "disk": "mount", "seed": "current"},
+        "Shut down in order and booted: nothing leads to the OS disk, nothing is done again.",
+    ),
+    Row(
+        "deallocation",
+        "a",
+        (_TWO,),
+        (steps.boot, steps.run_images),
+        {**UP, **RUNS, "disk": "format", "seed": "seeded"},
+        "The same OS disk, a blank local disk.",
+    ),
+    Row(
+        "booted suite after the deallocation",
+        "a",
+        None,
+        (steps.suite,),
+        CHECKED,
+        "The verification suite on that machine.",
+    ),
+)
+
+OTHERS: tuple[Row, ...] = (
+    Row(
+        "no local disk, required",
+        "b",
+        None,
+        (steps.attach_foreign,),
+        {**_UP, "ready": False, "disk": "disk.none", "disk_state": "failed", "tainted": True},
+        "A second machine of the image; the disks of the rows below are there, and none matches its selector.",
+    ),
+    Row(
+        "two boots of one image",
+        "b",
+        None,
+        (steps.differs,),
+        {"compared": 1, "shared": [], "empty": []},
+        "SSH host keys, machine id and random seed of both machines.",
+        needs=("boot after the power cuts",),
+    ),
+    Row(
+        "foreign data of every kind",
+        "b",
+        None,
+        (steps.probe_foreign,),
+        {"kinds": len(KINDS), "changed": [], "unnamed": [], "untainted": []},
+        f"{', '.join(KINDS)}: one after another handed to the agent in the running machine, each disk hashed "
+        "before and after.",
+    ),
+    Row(
+        "the platform's NTFS",
+        "b",
+        None,
+        (steps.probe_platform,),
+        {
+            "with_file": "disk.foreign",
+            "named": True,
+            "same": True,
+            "readme": "format",
+            "readme_state": "ok",
+        },
+        "One MBR partition with an NTFS: with a file of a person it stays as it is, with the readme alone it is blank.",
+    ),
+    Row(
+        "wrong or two matching disks",
+        "b",
+        None,
+        (steps.probe_ambiguous,),
+        {
+            "two": "disk.ambiguous",
+            "system": "disk.system",
+            "none": "disk.none",
+            "names_both": True,
+            "same": True,
+        },
+        "Two disks where one is expected; a selector that means the system's disk.",
+    ),
+    Row(
+        "power cuts at every write",
+        "b",
+        None,
+        (steps.recover,),
+        {"copies": True, "failed": {}},
+        "The local disk as it was at each write while it was formatted and seeded: the agent goes on with each copy, "
+        "and its data root is compared byte by byte with a fresh one.",
+        needs=("power cut while promoting",),
+    ),
+    Row(
+        "damaged preload store",
+        "b",
+        None,
+        (steps.damage_store,),
+        {"offsets": 20, "detected": 20, "undetected": {}},
+        "One bit flipped at 20 offsets, data and hash tree: an I/O error or a refused mount, never other bytes.",
+    ),
+    Row(
+        "no local disk, preferred",
+        "b",
+        (),
+        (steps.prefer, steps.boot, steps.run_images, steps.be_another_image),
+        {**_UP, **RUNS, "ready": True, "disk": "disk.none", "disk_state": "degraded", "tainted": False},
+        "The same machine with the policy `prefer`: it works on the OS disk, degraded.",
+    ),
+    Row(
+        "reimage with a stale disk",
+        "b",
+        (_ONE,),
+        (steps.boot, steps.run_images),
+        {**UP, **RUNS, "disk": "reuse", "seed": "reseeded"},
+        "The first machine's disk in the second, whose OS disk was given another build id and store id.",
+        needs=("boot after the power cuts",),
+    ),
+    Row(
+        "disk that fails while it runs",
+        "b",
+        (_ONE,),
+        (steps.break_disk,),
+        {"promotion": "promote.io", "reason": True},
+        "From the middle of the promotion on, every access of the local disk is answered with an error.",
+    ),
+    Row(
+        "boot after the failure, more disks, clock at 1970",
+        "b",
+        (_ONE, Local("three", serial="local1")),
+        (steps.boot_in_1970, steps.run_images, steps.promoted, steps.whole),
+        {**UP, **RUNS, **PROMOTED, **WHOLE, "disk": "rebuild", "members": 2, "seed": "seeded"},
+        "Two disks, the old one among them: RAID0. The hardware clock says 1970.",
+    ),
+    Row(
+        "fewer disks",
+        "b",
+        (_THREE,),
+        (steps.boot, steps.run_images),
+        {**UP, **RUNS, "disk": "rebuild", "members": 1, "seed": "seeded"},
+        "One disk of the two, under another serial.",
+    ),
+    Row(
+        "larger disk",
+        "b",
+        (_THREE,),
+        (steps.grow, steps.boot, steps.run_images),
+        {**UP, **RUNS, "disk": "rebuild", "members": 1, "seed": "seeded"},
+        "The same content on a disk of 24 GiB instead of 16.",
+    ),
+)
+
+ROWS = LIFE + OTHERS
+
+# What a continuous integration runs: one cut, and a disk that fails.
+CI: tuple[Row, ...] = (
+    Row(
+        "power cut while seeding a blank disk",
+        "ci",
+        (Local("ci", rate=SLOW),),
+        (steps.cut_while_seeding,),
+        {"disk": "format", "seeded": False, "copies": True},
+        "QEMU killed at the seed's first writes.",
+    ),
+    Row(
+        "boot after it",
+        "ci",
+        (Local("ci"),),
+        (steps.boot, steps.run_images),
+        {**UP, **RUNS, "disk": "mount", "seed": ("seeded", "reseeded")},
+        "The half-made seed is made anew.",
+    ),
+    Row(
+        "disk that fails while it runs",
+        "ci",
+        (Local("ci"),),
+        (steps.break_disk,),
+        {"promotion": "promote.io", "reason": True},
+        "From the middle of the promotion on, every access of the local disk is answered with an error.",
+    ),
+)
+
+
+def chain(names: Sequence[str]) -> list[Row]:
+    """Return the rows that must be run for those named, in their order. Raises KeyError for a name that no row has."""
+    if unknown := sorted(set(names) - {row.name for row in ROWS}):
+        raise KeyError(", ".join(unknown))
+    wanted = set(names)
+    for row in reversed(ROWS):
+        machines = {one.machine for one in ROWS if one.name in wanted and ROWS.index(one) > ROWS.index(row)}
+        if row.machine in machines and row.steps != (steps.suite,):
+            wanted.add(row.name)
+        if row.name in wanted:
+            wanted.update(row.needs)
+    return [row for row in ROWS if row.name in wanted]

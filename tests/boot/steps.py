@@ -1,0 +1,456 @@
+"""What is done in a row of the matrix. Each step returns the facts that it found, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.boot import start_pod, wait_for_system
+from image_builder.events import NullMonitor
+from image_builder.stages.verify import observe_suite
+from tests.boot import foreign
+from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
+
+Facts = dict[str, Any]
+DISK_LINE, SEED_LINE = "node-agent: disk: ", "node-agent: seed: "
+PROMOTION_SECONDS = 1200.0
+_CRASHES = 12
+
+
+@dataclass
+class Lab:
+    """One run of the matrix: instances and local disks by name, in a folder that is removed at its end."""
+
+    image: Image
+    folder: Path
+    instances: dict[str, Instance] = field(default_factory=dict)
+    identities: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def instance(self, name: str) -> Instance:
+        """Return an instance; one that was not there is made from the image, with a fresh OS disk."""
+        if name not in self.instances:
+            self.instances[name] = Instance(self.image, self.folder / name)
+        for other, one in self.instances.items():
+            if other != name:
+                one.end()
+        return self.instances[name]
+
+    def end(self) -> None:
+        for one in self.instances.values():
+            one.forget()
+        self.instances.clear()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step is: the run, its row's instance, the disks that the row gives (None: those it has)."""
+
+    lab: Lab
+    name: str
+    disks: tuple[Local, ...] | None
+
+    @property
+    def node(self) -> Instance:
+        return self.lab.instance(self.name)
+
+    @property
+    def folder(self) -> Path:
+        return self.lab.folder
+
+    def file(self, number: int = 0) -> Path:
+        """Return a disk of the row as a file."""
+        assert self.disks is not None
+        return self.folder / f"{self.disks[number].file}.raw"
+
+
+Step = Callable[[Place], Facts]
+
+
+# -- boots -----------------------------------------------------------------------------------------------------
+
+
+def boot(place: Place) -> Facts:
+    """Put the row's disks in and boot."""
+    return _boot(place)
+
+
+def boot_in_1970(place: Place) -> Facts:
+    """Boot with a hardware clock that lost its battery."""
+    return _boot(place, clock="1970-01-01T00:00:00")
+
+
+def restart(place: Place) -> Facts:
+    """Shut down in order, boot again."""
+    return _observe(place.node, place.node.restart())
+
+
+def _boot(place: Place, clock: str = "") -> Facts:
+    _insert(place)
+    place.node.end()
+    return _observe(place.node, place.node.boot(clock=clock))
+
+
+def _insert(place: Place) -> None:
+    if place.disks is not None:
+        place.node.insert(place.disks, place.folder)
+
+
+def _observe(node: Instance, state: str) -> Facts:
+    found = node.status()
+    disk, seed, preload = (found.get(name, {}) for name in ("disk", "seed", "preload"))
+    kubelet = node.shell("cat /run/node/kubelet.env")
+    return {
+        "system": state,
+        "boot_seconds": round(node.vm.seconds),
+        "console": node.vm.problems(),
+        "ready": found["ready"],
+        "disk": disk.get("code") or disk.get("action"),
+        "disk_state": disk.get("state"),
+        "disk_seconds": disk.get("seconds"),
+        "members": len(disk.get("members", [])),
+        "seed": seed.get("code") or seed.get("action"),
+        "seed_seconds": seed.get("seconds"),
+        "preload": preload.get("state"),
+        "archive": sorted(preload.get("loaded", {})),
+        "tainted": "--register-with-taints=" in kubelet and "image-builder/local-disk=" in kubelet,
+        "broken_links": found["layers"]["broken"],
+    }
+
+
+# -- power cuts ------------------------------------------------------------------------------------------------
+
+
+def cut_while_formatting(place: Place) -> Facts:
+    """Kill QEMU when mkfs has written some MiB of the local disk."""
+    _insert(place)
+    node = place.node
+    node.vm.power_on()
+    before = allocated(place.file())
+    node.wait(lambda: allocated(place.file()) > before + 8 * MIB, BOOT_SECONDS, "mkfs writes")
+    node.end()
+    return {"formatted": node.said(DISK_LINE)}
+
+
+def cut_while_seeding(place: Place) -> Facts:
+    """Kill QEMU at a write between the agent's line about the disk and the one about the seed.
+
+    Until then the disk is copied whenever it was written to (``crashes/``): each copy is a power cut as well.
+    """
+    _insert(place)
+    node, disk = place.node, place.file()
+    node.vm.power_on()
+    copies = place.folder / "crashes"
+    count = node.copy_when_written(disk, copies, lambda: node.said(DISK_LINE), _CRASHES)
+    seen = disk.stat().st_mtime_ns
+    node.wait(lambda: disk.stat().st_mtime_ns != seen or node.said(SEED_LINE), BOOT_SECONDS, "seed writes")
+    node.end()
+    return {"disk": _action(node), "seeded": node.said(SEED_LINE), "copies": count > 0}
+
+
+def copy_while_seeding(place: Place) -> Facts:
+    """Boot, and copy the disk whenever it was written to, until the seed is done."""
+    _insert(place)
+    node, disk = place.node, place.file()
+    node.vm.power_on()
+    count = node.copy_when_written(disk, place.folder / "crashes", lambda: node.said(SEED_LINE), _CRASHES)
+    return {"disk": _action(node), "copies": count > 0}
+
+
+def _action(node: Instance) -> str:
+    """Return what the agent did with the disk, by its line: ``ok: format: ...``."""
+    line = next((words for words in node.vm.console().splitlines() if DISK_LINE in words), "")
+    words = line.partition(DISK_LINE)[2].split(": ")
+    return words[1] if len(words) > 2 else line
+
+
+def wait_until_up(place: Place) -> Facts:
+    """Wait for a machine that was switched on."""
+    place.node.vm.wait_for_ssh(total_seconds=BOOT_SECONDS)
+    return _observe(place.node, wait_for_system(place.node.ssh))
+
+
+def cut_while_promoting(place: Place) -> Facts:
+    """Kill QEMU when promotion has copied some of the layers."""
+    node = place.node
+    _wait_for_copies(place, 200 * MIB)
+    running = bool(node.status()["promotion"].get("layers_left"))
+    node.end()
+    return {"promoting": running}
+
+
+def _wait_for_copies(place: Place, amount: int) -> None:
+    before = allocated(place.file())
+    place.node.wait(lambda: allocated(place.file()) > before + amount, PROMOTION_SECONDS, "promotion writes")
+
+
+# -- what a node must be able to do ----------------------------------------------------------------------------
+
+
+def run_images(place: Place) -> Facts:
+    """Start a container of every preloaded image: a shell of the one that has it, the other as a pod's first."""
+    node, variables = place.node, place.lab.image.variables
+    pause = str(variables["container_runtime_pause_image"])
+    found = []
+    for image in variables["image_preload"]:
+        reference = image["ref"]
+        if reference == pause:
+            name = node.shell(f"docker run --detach --network none --pull never {reference}").strip()
+            time.sleep(2)
+            running = node.shell(f"docker inspect --format '{{{{.State.Running}}}}' {name}").strip()
+            node.shell(f"docker rm --force {name}")
+            found.append(running == "true")
+        else:
+            command = "cat /usr/lib/os-release && ls -lR /usr > /dev/null && echo it runs"
+            said = node.shell(
+                f"docker run --rm --network none --pull never {reference} sh -c '{command}'", timeout=600
+            )
+            found.append(said.endswith("it runs\n"))
+    return {"images": "run" if found and all(found) else found}
+
+
+def promoted(place: Place) -> Facts:
+    """Wait until promotion has ended."""
+    node = place.node
+    deadline = time.monotonic() + PROMOTION_SECONDS
+    while not _is_through(told := node.status()):
+        assert time.monotonic() < deadline, f"promotion goes on and on: {told['promotion']}"
+        time.sleep(3)
+    section = told["promotion"]
+    return {"promotion": section.get("code") or section["state"], "links": told["layers"]["links"]}
+
+
+def _is_through(told: Mapping[str, Any]) -> bool:
+    section = told.get("promotion", {})
+    return "state" in section and not section.get("running") and "waiting" not in section
+
+
+def whole(place: Place) -> Facts:
+    """Compare every layer on the disk with the store."""
+    found = place.node.python("layers")
+    return {"layers": found["layers"] > 0, "empty_files": found["empty"], "different": found["different"]}
+
+
+def remember(place: Place) -> Facts:
+    """Note what must be another on each instance."""
+    keys = place.node.shell("cat /etc/ssh/ssh_host_*_key.pub | cut -d' ' -f2 | sort")
+    seed = place.node.shell("sha256sum < /var/lib/systemd/random-seed")
+    machine = place.node.shell("cat /etc/machine-id")
+    place.lab.identities[place.name] = {"keys": keys, "machine-id": machine, "random seed": seed}
+    return {}
+
+
+def differs(place: Place) -> Facts:
+    """Compare that with the other instances'."""
+    remember(place)
+    mine, *others = [place.lab.identities.pop(place.name), *place.lab.identities.values()]
+    place.lab.identities[place.name] = mine
+    shared = sorted({name for other in others for name in mine if mine[name] == other[name]})
+    return {"compared": len(others), "shared": shared, "empty": [n for n, v in mine.items() if not v.strip()]}
+
+
+def suite(place: Place) -> Facts:
+    """Run the checks for booted machines."""
+    lab, node = place.lab, place.node
+    start_pod(node.vm, node.ssh, lab.image.variables, NullMonitor())
+    out = lab.folder / f"suite-{place.name}"
+    out.mkdir(exist_ok=True)
+    result = observe_suite(
+        node.ssh.url,
+        lab.image.facts,
+        out,
+        marker="booted",
+        python=Path(sys.executable),
+        log=out / "log",
+        timeout=3600,
+    )
+    failed = [check.name for check in result.checks if check.outcome not in ("passed", "skipped")]
+    return {"checks": len(result.checks) >= 30, "failed": failed}
+
+
+# -- changes ---------------------------------------------------------------------------------------------------
+
+
+def prefer(place: Place) -> Facts:
+    """Let the settings say that a node without its disk works on the OS disk."""
+    place.node.shell('sed -i \'s/"policy": "require"/"policy": "prefer"/\' /etc/node-agent/disk.json && sync')
+    return {}
+
+
+def be_another_image(place: Place) -> Facts:
+    """Give the OS disk another build's id and its preload store another id, so that the stale disk is another's."""
+    place.node.shell(
+        "sed -i 's/^IMAGE_BUILD=.*/IMAGE_BUILD=another/' /etc/image-release\n"
+        'sed -i \'0,/"id": "/s/"id": "[0-9a-f]*"/"id": "another"/\' /opt/preload/store.json\n'
+        "sync\ngrep -q another /etc/image-release && grep -q another /opt/preload/store.json"
+    )
+    return {}
+
+
+def grow(place: Place) -> Facts:
+    """Make the row's disk a larger one with the same begin."""
+    place.node.end()
+    os.truncate(place.file(), 24 * GIB)
+    return {}
+
+
+def break_disk(place: Place) -> Facts:
+    """Let every access of the local disk fail in the middle of the promotion, and see what the agent tells."""
+    node = place.node
+    _wait_for_copies(place, 100 * MIB)
+    node.vm.break_disk("local0")
+    facts = promoted(place)
+    reason = str(node.status()["promotion"].get("reason", ""))
+    return {"promotion": facts["promotion"], "reason": bool(reason), "said": reason}
+
+
+# -- disks of others -------------------------------------------------------------------------------------------
+
+
+def attach_foreign(place: Place) -> Facts:
+    """Make a disk of each foreign kind, and one for each copy that a power cut left; boot with all of them.
+
+    None of them matches the selector of the node.
+    """
+    folder, disks = place.folder, list[Local]()
+    for prefix, kinds in (("kind", foreign.KINDS), ("azure", foreign.AZURE)):
+        disks += foreign.make_disks(folder, kinds, prefix).values()
+    _, make, size = foreign.PLATFORM
+    platform = Local("platform", size, "platform", bus="scsi")
+    foreign.make_disk(folder, platform, make)
+    two = [Local(f"two{number}", 64 * MIB, f"two{number}", bus="scsi") for number in range(2)]
+    crashed = [Local(f"crashes/{p.stem}", 0, f"crash{p.stem}", bus="scsi") for p in _crashes(folder)]
+    place.node.insert([*disks, platform, *two, *crashed], folder)
+    return _observe(place.node, place.node.boot())
+
+
+def _crashes(folder: Path) -> list[Path]:
+    return sorted((folder / "crashes").glob("*.raw"))
+
+
+def probe_foreign(place: Place) -> Facts:
+    """Run ``node-agent disk`` for each foreign kind with a selector for that disk alone; hash it before and after."""
+    folder = place.folder
+    numbered = {name: Local(f"kind{n:02}", 0) for n, name in enumerate(foreign.KINDS)}
+    before = {name: foreign.digest(folder, local) for name, local in numbered.items()}
+    told = _probe(place, {name: _selects(local.file) for name, local in numbered.items()})
+    words = {name: kind[2] for name, kind in foreign.KINDS.items()}
+    after = {name: foreign.digest(folder, local) for name, local in numbered.items()}
+    return _judged(told, words, before, after)
+
+
+def _selects(*serials: str, **more: Any) -> dict[str, Any]:
+    return {"policy": "require", "selector": {"kind": "configured", "serials": list(serials)}, **more}
+
+
+def _probe(place: Place, runs: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = place.node.python("probe", json.dumps(runs), timeout=1800)
+    return found
+
+
+def _judged(
+    told: Mapping[str, Any], words: Mapping[str, str], before: Mapping[str, str], after: Mapping[str, str]
+) -> Facts:
+    named = {
+        name: found["exit"] == 0 and found["code"] == "disk.foreign" and words[name] in found["reason"]
+        for name, found in told.items()
+    }
+    tainted = [name for name, found in told.items() if "disk.foreign:NoSchedule" in found["kubelet"]]
+    return {
+        "kinds": len(told),
+        "changed": [name for name in before if before[name] != after[name]],
+        "unnamed": [f"{name}: {told[name]['reason']}" for name, is_named in named.items() if not is_named],
+        "untainted": sorted(set(told) - set(tainted)),
+    }
+
+
+def probe_platform(place: Place) -> Facts:
+    """The platform's disks, found as on Azure: an NTFS with a file is foreign, one with the readme alone is blank.
+
+    The link by which Azure's rules name a local disk is made by hand, since QEMU's disks have other names.
+    """
+    folder = place.folder
+    file = Local("azure00", 0)
+    before = foreign.digest(folder, file)
+    azure = {"policy": "require", "selector": {"kind": "azure"}}
+    with_file = _with_link(place, file.file, lambda: _probe(place, {"file": azure})["file"])
+    same = foreign.digest(folder, file) == before
+    readme = _with_link(place, "platform", lambda: _probe(place, {"readme": azure})["readme"])
+    words = next(iter(foreign.AZURE.values()))[2]
+    return {
+        "with_file": with_file["code"],
+        "named": words in with_file["reason"],
+        "same": same,
+        "readme": readme["code"] or readme["action"],
+        "readme_state": readme["state"],
+    }
+
+
+def _with_link(place: Place, serial: str, work: Callable[[], Any]) -> Any:
+    place.node.shell(
+        "mkdir -p /dev/disk/azure/local/by-index\n"
+        f"page=$(grep --text --files-with-matches {serial} /sys/block/sd*/device/vpd_pg80)\n"
+        "name=${page#/sys/block/}\n"
+        'ln -sfn "/dev/${name%%/*}" /dev/disk/azure/local/by-index/0'
+    )
+    try:
+        return work()
+    finally:
+        place.node.shell("rm -r /dev/disk/azure/local")
+
+
+def probe_ambiguous(place: Place) -> Facts:
+    """Two disks match where one is expected; and the one that matches is the system's."""
+    disks = [Local(f"two{number}", 0) for number in range(2)]
+    before = [foreign.digest(place.folder, disk) for disk in disks]
+    told = _probe(
+        place,
+        {"two": _selects("two*", expected_disks=1), "system": _selects("os"), "none": _selects("nothing")},
+    )
+    return {
+        **{name: found["code"] for name, found in told.items()},
+        "names_both": all(disk.file in told["two"]["reason"] for disk in disks),
+        "same": before == [foreign.digest(place.folder, disk) for disk in disks],
+    }
+
+
+def recover(place: Place) -> Facts:
+    """Let the agent go on with each copy that a power cut left; compare what it makes with a fresh seed."""
+    serials = [f"crash{path.stem}" for path in _crashes(place.folder)]
+    found = place.node.python("recover", *serials, timeout=3600)
+    actions = sorted({(one["disk"], one.get("seed", "")) for one in found.values()})
+    return {
+        "copies": len(found) >= 5,
+        "count": len(found),
+        "actions": [f"{disk}, {seed}" for disk, seed in actions],
+        "failed": {name: one for name, one in found.items() if one.get("different") != []},
+    }
+
+
+def damage_store(place: Place) -> Facts:
+    """Damage the preload store at 20 offsets, one at a time, and read what each leads to."""
+    found: Mapping[str, str] = place.node.python("verity", "20", timeout=3600)
+    return {
+        "offsets": len(found),
+        "detected": sum(word in ("EIO", "refused") for word in found.values()),
+        "undetected": {offset: word for offset, word in found.items() if word not in ("EIO", "refused")},
+    }
+
+
+def mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return what is not as expected, in words. A tuple is any of its members."""
+    return [
+        f"{name}: {found.get(name)!r}, not {wanted!r}"
+        for name, wanted in expected.items()
+        if not (found.get(name) in wanted if isinstance(wanted, tuple) else found.get(name) == wanted)
+    ]
+
+
+def described(steps: Sequence[Step]) -> str:
+    """Return what steps do: the first sentence of each."""
+    return " ".join((step.__doc__ or "").strip().partition("\n")[0] for step in steps)
