@@ -27,12 +27,14 @@ with_cloud_init = needs("system", azure_guest_cloud_init=True)
 
 
 def _config(host: Host) -> dict[str, Any]:
-    """Return cloud-init's configuration, merged by cloud-init itself."""
-    script = (
-        "import json; from cloudinit import util; "
-        "print(json.dumps(util.read_conf_with_confd('/etc/cloud/cloud.cfg')))"
-    )
-    merged: dict[str, Any] = json.loads(output(host, "python3 -c %s", script))
+    """Return cloud-init's configuration, merged by cloud-init itself; read once for all checks of a target."""
+    if not hasattr(host, "cloud_init_config"):
+        script = (
+            "import json; from cloudinit import util; "
+            "print(json.dumps(util.read_conf_with_confd('/etc/cloud/cloud.cfg')))"
+        )
+        host.cloud_init_config = json.loads(output(host, "python3 -c %s", script))
+    merged: dict[str, Any] = host.cloud_init_config
     return merged
 
 

@@ -128,12 +128,19 @@ def _directories(root: Path) -> None:
 
 
 def _has_layer(root: Path, layer: Layer) -> bool:
-    """Tell whether a layer is recorded and its files are where the record says, also through a link."""
+    """Tell whether a layer is recorded and its files are where the record says, also through a link.
+
+    Raises NodeError (``store.damaged``).
+    """
     try:
         cache = (_record(root, layer.chain) / "cache-id").read_text()
     except OSError:
         return False
-    return (root / "overlay2" / cache / "diff").is_dir()
+    files = root / "overlay2" / cache / "diff"
+    if not files.is_symlink():
+        return files.is_dir()
+    with reading(files):
+        return files.is_dir()
 
 
 def _record(root: Path, chain_id: str) -> Path:
