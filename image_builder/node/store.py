@@ -136,6 +136,8 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
             raise NodeError("store.truncated", f"{store.file}: {error.strerror}") from error
         if size != store.bytes:
             raise NodeError("store.truncated", f"{store.file} has {size} bytes, not {store.bytes}")
+        if store.verity and size <= store.verity.hash_offset:
+            raise NodeError("store.disagrees", f"{store.file} has {size} bytes, and no hash tree behind them")
         at.mkdir(parents=True, exist_ok=True)
         if not verity:
             _mount_file(store.file, at)

@@ -281,8 +281,9 @@ class ContainerdEngine:
             chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
         view = f"layers-of-{image.config[7:19]}"
         snapshots = ("snapshots", "--snapshotter", SNAPSHOTTER)
-        told = self._ctr(*snapshots, "view", "--mounts", "/mnt", view, chain)
-        self._ctr(*snapshots, "rm", view)
+        told = self._ctr(*snapshots, "view", "--mounts", view, chain)
+        # Nothing refers to it, so containerd's garbage collection may have been quicker.
+        self.root.run(["ctr", "-n", NAMESPACE, *snapshots, "rm", view], ok=range(256))
         return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(_lowers(told))]
 
     def save(
@@ -308,17 +309,17 @@ class ContainerdEngine:
         return size, digest.hexdigest()
 
 
-def _lowers(mount: str) -> list[str]:
-    """Return the directories of a ``mount`` command as ctr prints it, the uppermost first.
+def _lowers(mounts: str) -> list[str]:
+    """Return the directories of a view's mount as ctr tells it, the uppermost first.
 
-    A single layer is bound as it is: ``mount -t bind /…/snapshots/1/fs /mnt -o ro,rbind``; several are an overlay:
-    ``mount -t overlay overlay /mnt -o lowerdir=/…/2/fs:/…/1/fs``.
+    A single layer is bound as it is: ``[{"Type": "bind", "Source": "/…/snapshots/1/fs", …}]``; several are an overlay:
+    ``[{"Type": "overlay", "Options": ["index=off", "lowerdir=/…/2/fs:/…/1/fs"], …}]``.
     """
-    words = mount.split()
-    if "overlay" in words:
-        options = words[words.index("-o") + 1].split(",")
-        return next(o.removeprefix("lowerdir=") for o in options if o.startswith("lowerdir=")).split(":")
-    return [words[words.index("-t") + 2]]
+    (mount,) = json.loads(mounts)
+    if mount["Type"] == "overlay":
+        lower: str = next(o for o in mount["Options"] if o.startswith("lowerdir="))
+        return lower.removeprefix("lowerdir=").split(":")
+    return [mount["Source"]]
 
 
 def _said(log: Path) -> str:
