@@ -37,7 +37,7 @@ def results(record: Mapping[str, Any]) -> str:
     before, ours = record["before"], record["ours"]
     told = stories(record, "before")
     emulated = " (emulated)" if before["accelerator"] == "tcg" else ""
-    rates = [_rate(record[f"{name}_bytes_per_second"]) for name in ("link", "connection")]
+    rates = [_rate(before[f"{name}_bytes_per_second"]) for name in ("link", "connection")]
     failures = {name: _failures(record, name) for name in _MACHINES}
     sandbox = next(t.message for t in told["quota"].failed_sandboxes)
     cancelled = next(t for t in told[STALLED.name].failed_pulls)
@@ -51,8 +51,9 @@ def results(record: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"Measured {record['date']}: QEMU machines of 2 cores{emulated} on a host of "
-            f"{record['host']['cores']}; a link of {rates[0]}, {rates[1]} for each connection.",
+            f"Measured {ours['date']}: QEMU machines of 2 cores{emulated} on a host of {before['cores']}; a link of "
+            f"{rates[0]}, {rates[1]} for each connection. Until all was started, *before* took "
+            f"{before['booted_seconds']:.0f} s and *ours* {ours['booted_seconds']:.0f} s.",
             "",
             "![Seconds of each pod, before and ours](pending-pods.svg)",
             "",
@@ -180,7 +181,7 @@ def _legend() -> Iterator[str]:
         yield f'<text x="{x + 20}" y="32">{words}</text>'
         x += 44 + 7 * len(words)
     yield _cross(x + 7, 27)
-    yield f'<text x="{x + 20}" y="32">pull cancelled</text>'
+    yield f'<text x="{x + 20}" y="32">pull fails</text>'
 
 
 def _cross(x: float, y: float) -> str:

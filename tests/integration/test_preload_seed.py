@@ -406,7 +406,7 @@ def _versions(here: Node) -> Result:
 
 
 def _full(lab: Lab, baked: Baked) -> Result:
-    with full_disk(lab, 1, inodes=40) as disk, node(lab, baked.opt, disk) as here:
+    with full_disk(lab, 1, inodes=20) as disk, node(lab, baked.opt, disk) as here:
         found = {"full": here.seed(), "full_state": _state(here), "full_data": here.data.exists()}
         found["full_mounted"] = os.path.ismount(here.store)
     return found

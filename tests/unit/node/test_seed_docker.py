@@ -1,0 +1,168 @@
+"""What a data root of Docker gets from the store, blank or in use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.node.errors import NodeError
+from image_builder.node.seed.docker import chain, fill, lacking
+from tests.unit.node.stores import digest, docker_store, stored
+
+ONE, TWO = stored("one", "base", "a"), stored("two", "other", "base")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return docker_store(tmp_path / "store", [ONE, TWO])
+
+
+def _names(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / "image/overlay2/repositories.json").read_text())[
+        "Repositories"
+    ]
+    return found
+
+
+def _place(root: Path, number: int, image: Any = ONE) -> Path:
+    """Return the directory of an image's layer, by its number from below."""
+    record = root / "image/overlay2/layerdb/sha256" / list(chain(image.diff_ids))[number].chain[7:]
+    return root / "overlay2" / (record / "cache-id").read_text()
+
+
+def test_chain_ids_are_those_of_the_specification() -> None:
+    a, b, c = digest("a"), digest("b"), digest("c")
+    ab = "sha256:" + hashlib.sha256(f"{a} {b}".encode()).hexdigest()
+    abc = "sha256:" + hashlib.sha256(f"{ab} {c}".encode()).hexdigest()
+    assert [(layer.chain, layer.parent) for layer in chain([a, b, c])] == [(a, ""), (ab, a), (abc, ab)]
+
+
+def test_a_blank_root_gets_everything(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    made = fill([ONE, TWO], root, store=store)
+    assert made.images == (ONE.ref, TWO.ref)
+    # `base` above `other` is another layer of the chain than `base` alone, with the same files.
+    assert made.layers == 4
+    base, again = _place(root, 0), _place(root, 1, TWO)
+    assert base != again
+    assert os.readlink(base / "diff") == os.readlink(again / "diff") == f"{store}/layers/{digest('base')[7:]}"
+    assert _names(root)["lab/one"] == {ONE.ref: ONE.id, f"lab/one@{ONE.digest}": ONE.id}
+    assert (root / "image/overlay2/distribution/diffid-by-digest/sha256/abc").read_text() == "sha256:def"
+    assert (root / f"image/overlay2/imagedb/metadata/sha256/{ONE.id[7:]}/lastUpdated").exists()
+    assert lacking([ONE, TWO], root) == []
+
+
+def test_every_layer_leads_to_those_below_it_and_is_complete(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE, TWO], root, store=store)
+    for image in (ONE, TWO):
+        below, above = _place(root, 0, image), _place(root, 1, image)
+        link = (below / "link").read_text()
+        assert (above / "lower").read_text() == f"l/{link}" and not (below / "lower").exists()
+        assert os.readlink(root / "overlay2/l" / link) == f"../{below.name}/diff"
+        assert (above / "work").is_dir()
+        # Without it Docker would take the store for a directory to write to, when it saves the image.
+        assert (below / "committed").exists() and (above / "committed").exists()
+
+
+def test_a_second_time_adds_nothing(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE, TWO], root, store=store)
+    before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    assert fill([ONE, TWO], root, store=store).images == ()
+    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_what_was_deleted_comes_back_beside_what_is_there(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE], root, store=store)
+    path = root / "image/overlay2/repositories.json"
+    names = json.loads(path.read_text())
+    names["Repositories"]["mine"] = {"mine:1": digest("mine")}
+    path.write_text(json.dumps(names))
+    assert lacking([ONE, TWO], root) == [TWO.ref]
+    assert fill([ONE, TWO], root, store=store).images == (TWO.ref,)
+    assert set(_names(root)) == {"mine", "lab/one", "lab/two"}
+
+
+def test_a_layer_whose_parent_was_pulled_again_leads_to_that(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE], root, store=store)
+    old = _place(root, 0)
+    record = root / "image/overlay2/layerdb/sha256"
+    new = root / "overlay2" / ("f" * 64)
+    (new / "diff").mkdir(parents=True)
+    (new / "link").write_text("PULLED")
+    (record / digest("base")[7:] / "cache-id").write_text(new.name)
+    shutil.rmtree(old)
+    shutil.rmtree(record / list(chain(ONE.diff_ids))[1].chain[7:])
+    assert fill([ONE], root, store=store).layers == 1
+    assert (_place(root, 1) / "lower").read_text() == "l/PULLED"
+    assert (new / "committed").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"Repositories": null}'])
+def test_names_that_are_no_names_are_written_anew(text: str, store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE, TWO], root, store=store)
+    (root / "image/overlay2/repositories.json").write_text(text)
+    assert lacking([ONE, TWO], root) == [ONE.ref, TWO.ref]
+    assert fill([ONE, TWO], root, store=store).images == (ONE.ref, TWO.ref)
+    assert set(_names(root)) == {"lab/one", "lab/two"}
+
+
+def test_files_that_are_gone_are_linked_again(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE], root, store=store)
+    shutil.rmtree(_place(root, 1))
+    assert lacking([ONE], root) == [ONE.ref]
+    assert fill([ONE], root, store=store).images == (ONE.ref,)
+    assert (_place(root, 1) / "diff/name").read_text() == digest("a")
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+
+
+def test_a_copied_image_has_no_link(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([stored("one", "base", "a", mode="copy"), TWO], root, store=store, copy=_copy)
+    for number in (0, 1):
+        assert not (_place(root, number) / "diff").is_symlink()
+        assert (_place(root, number) / "diff/name").is_file()
+    assert (_place(root, 0, TWO) / "diff").is_symlink()
+
+
+def test_a_copy_that_was_cut_short_is_made_again(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    image = stored("one", "base", "a", mode="copy")
+    fill([image], root, store=store, copy=_copy)
+    place = _place(root, 1)
+    shutil.rmtree(root / "image/overlay2/layerdb/sha256" / list(chain(ONE.diff_ids))[1].chain[7:])
+    (place / "diff/name").unlink()
+    (place / ".diff.new").mkdir()
+    (place / ".diff.new/half").write_text("x")
+    fill([image], root, store=store, copy=_copy)
+    assert os.listdir(place / "diff") == ["name"] and not (place / ".diff.new").exists()
+
+
+@pytest.mark.parametrize("name", ["repositories.json", "layerdb/sha256", "imagedb/content/sha256"])
+def test_what_the_store_lacks_is_its_damage(name: str, store: Path, tmp_path: Path) -> None:
+    path = store / "docker/image/overlay2" / name
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    with pytest.raises(NodeError) as caught:
+        fill([ONE], tmp_path / "root", store=store)
+    assert caught.value.code == "store.damaged" and str(store) in caught.value.message
+
+
+def test_garbage_in_the_store_is_its_damage(store: Path, tmp_path: Path) -> None:
+    (store / "docker/image/overlay2/repositories.json").write_bytes(b"\xff\x00")
+    with pytest.raises(NodeError) as caught:
+        fill([ONE], tmp_path / "root", store=store)
+    assert caught.value.code == "store.damaged"

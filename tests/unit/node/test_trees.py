@@ -1,0 +1,86 @@
+"""Mounts as the kernel tells them; deleting and setting aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from image_builder.node import trees
+from image_builder.node.errors import NodeError
+
+MOUNTINFO = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+30 22 0:28 / /var/lib/preload ro,nodev - erofs /opt/preload/store.erofs ro
+31 22 0:29 / /mnt/with\\040space rw shared:2 master:1 - tmpfs some\\134thing rw
+32 22 0:30 / /var/lib/preload ro - erofs /dev/mapper/preload ro
+"""
+
+
+def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "mountinfo"
+    path.write_text(MOUNTINFO)
+    assert trees.mounts(str(path)) == [
+        ("/", "ext4", "/dev/vda1"),
+        ("/var/lib/preload", "erofs", "/opt/preload/store.erofs"),
+        ("/mnt/with space", "tmpfs", "some\\thing"),
+        ("/var/lib/preload", "erofs", "/dev/mapper/preload"),
+    ]
+
+
+def test_the_uppermost_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mountinfo"
+    path.write_text(MOUNTINFO)
+    found = trees.mounts(str(path))
+    monkeypatch.setattr(trees, "mounts", lambda: found)
+    assert trees.mounted_at(Path("/var/lib/preload")) == ("erofs", "/dev/mapper/preload")
+    assert trees.mounted_at(Path("/var/lib")) is None
+
+
+def test_no_link_is_followed_when_a_tree_is_deleted(tmp_path: Path) -> None:
+    kept, gone = tmp_path / "kept", tmp_path / "gone"
+    (kept / "sub").mkdir(parents=True)
+    (kept / "file").touch()
+    gone.mkdir()
+    (gone / "link").symlink_to(kept)
+    (gone / "file").hardlink_to(kept / "file")
+    trees.remove(gone)
+    assert not gone.exists()
+    assert sorted(path.name for path in kept.iterdir()) == ["file", "sub"]
+    trees.remove(gone)
+
+
+@pytest.mark.parametrize("below", ["", "/a/b"])
+def test_a_tree_with_a_mount_is_not_touched(
+    below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tree/a/b").mkdir(parents=True)
+    (tmp_path / "tree/file").touch()
+    found = [(f"{tmp_path}/tree{below}", "tmpfs", "tmpfs")]
+    monkeypatch.setattr(trees, "mounts", lambda: found)
+    with pytest.raises(NodeError) as caught:
+        trees.remove(tmp_path / "tree")
+    assert caught.value.code == "disk.busy"
+    assert (tmp_path / "tree/file").exists()
+
+
+def test_a_neighbour_whose_name_begins_alike_is_no_mount_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tree").mkdir()
+    monkeypatch.setattr(trees, "mounts", lambda: [(f"{tmp_path}/tree2", "tmpfs", "tmpfs")])
+    trees.remove(tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()
+
+
+def test_each_tree_is_set_aside_under_a_name_of_its_own(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/number").write_text(str(number))
+        trees.set_aside(tmp_path / "data", tmp_path / "state/trash")
+    aside = tmp_path / "state/trash"
+    assert {path.name: (path / "number").read_text() for path in aside.iterdir()} == {
+        "data.0": "0",
+        "data.1": "1",
+        "data.2": "2",
+    }

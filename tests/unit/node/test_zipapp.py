@@ -1,0 +1,72 @@
+"""The agent as one file: the same bytes everywhere, its own compiled code, and nothing but the node's package."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import marshal
+import os
+import zipfile
+from pathlib import Path
+
+from image_builder.node import zipapp
+
+
+def _package(folder: Path) -> Path:
+    (folder / "part/__pycache__").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "__main__.py").write_text("def main():\n    return 0\n")
+    (folder / "part/__init__.py").write_text("X = 1\n")
+    (folder / "part/__pycache__/__init__.cpython-311.pyc").write_bytes(b"old")
+    (folder / "loose.pyc").write_bytes(b"old")
+    return folder
+
+
+def _names(data: bytes) -> list[str]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.namelist()
+
+
+def test_the_shipped_archive_is_the_nodes_package_alone() -> None:
+    data = zipapp.archive()
+    assert data.startswith(b"#!/usr/bin/python3 -I\n")
+    names = _names(data)
+    package = Path(zipapp.__file__).parent
+    wanted = {f"image_builder/node/{p.relative_to(package)}" for p in package.rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == wanted | {
+        "__main__.py",
+        "image_builder/__init__.py",
+    }
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
+    one = zipapp.archive(_package(tmp_path / "one"))
+    os.utime(_package(tmp_path / "two") / "__init__.py", (1, 1))
+    assert one == zipapp.archive(tmp_path / "two")
+    assert "image_builder/node/loose.pyc" not in _names(one)
+
+
+def test_code_lies_beside_its_source_and_is_never_checked_against_it(tmp_path: Path) -> None:
+    made = zipapp.compiled(zipapp.archive(_package(tmp_path)))
+    with zipfile.ZipFile(io.BytesIO(made)) as archive:
+        data = archive.read("image_builder/node/part/__init__.pyc")
+        sources = [name for name in archive.namelist() if name.endswith(".py")]
+        assert sorted(archive.namelist()) == sorted([*sources, *(f"{name}c" for name in sources)])
+    assert data[:4] == importlib.util.MAGIC_NUMBER
+    assert int.from_bytes(data[4:8], "little") == 0b01  # PEP 552: by hash, unchecked
+    found: dict[str, int] = {}
+    exec(marshal.loads(data[16:]), found)
+    assert found["X"] == 1
+
+
+def test_compiling_again_changes_nothing(tmp_path: Path) -> None:
+    source, target = tmp_path / "agent.pyz", tmp_path / "bin/agent"
+    source.write_bytes(zipapp.archive(_package(tmp_path / "package")))
+    assert zipapp.install(source, target)
+    assert target.stat().st_mode & 0o777 == 0o755
+    assert not zipapp.install(source, target)
+    # Also from what was compiled: the agent that is installed can do it.
+    assert not zipapp.install(target, target)
+    target.chmod(0o644)
+    assert zipapp.install(source, target) and target.stat().st_mode & 0o777 == 0o755

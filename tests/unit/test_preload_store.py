@@ -1,0 +1,71 @@
+"""What a store is packed from, and the kernels that it is not packed for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import ImageBuilderError
+from image_builder.stages.preload_store import _metadata, _modules, require_kernel
+
+
+def _kernel(tree: Path, *modules: str, builtin: tuple[str, ...] = ()) -> Path:
+    folder = tree / "usr/lib/modules/6.12.0"
+    folder.mkdir(parents=True)
+    (folder / "modules.dep").write_text("".join(f"{path}.ko.xz: kernel/lib/crc.ko.xz\n" for path in modules))
+    (folder / "modules.builtin").write_text("".join(f"{path}.ko\n" for path in builtin))
+    return tree
+
+
+EROFS, VERITY = "kernel/fs/erofs/erofs", "kernel/drivers/md/dm-verity"
+
+
+def test_a_kernel_with_both_is_taken(tmp_path: Path) -> None:
+    require_kernel((_kernel(tmp_path / "modules", EROFS, VERITY),), verity=True)
+    require_kernel((_kernel(tmp_path / "builtin", builtin=(EROFS, VERITY)),), verity=True)
+
+
+def test_names_are_those_of_the_modules_whatever_their_compression(tmp_path: Path) -> None:
+    folder = _kernel(tmp_path, EROFS, "kernel/drivers/md/dm_verity") / "usr/lib/modules/6.12.0"
+    assert _modules(folder) == {"erofs", "dm-verity"}
+
+
+def test_a_kernel_without_erofs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageBuilderError, match="6.12.0 has no EROFS"):
+        require_kernel((_kernel(tmp_path, VERITY),), verity=False)
+
+
+def test_a_kernel_without_verity_is_refused_unless_declared(tmp_path: Path) -> None:
+    tree = _kernel(tmp_path, EROFS)
+    with pytest.raises(ImageBuilderError, match="no dm-verity") as caught:
+        require_kernel((tmp_path / "none", tree), verity=True)
+    assert caught.value.hint and "image_preload_verity" in caught.value.hint
+    require_kernel((tree,), verity=False)
+
+
+def test_metadata_is_shared_and_layers_become_links(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (state / "overlay2/abc/diff/usr").mkdir(parents=True)
+    (state / "overlay2/unknown/diff").mkdir(parents=True)
+    (state / "overlay2/l").mkdir()
+    (state / "overlay2/l/SHORT").symlink_to("../abc/diff")
+    (state / "overlay2/abc/link").write_text("SHORT")
+    (state / "image").mkdir(mode=0o700)
+    _metadata(state, {"overlay2/abc/diff": f"sha256:{'1' * 64}"}, tmp_path / "pack/docker")
+    target = tmp_path / "pack/docker"
+    assert os.readlink(target / "overlay2/abc/diff") == f"../../../layers/{'1' * 64}"
+    (tmp_path / "pack/layers" / ("1" * 64)).mkdir(parents=True)
+    assert (target / "overlay2/abc/diff").is_dir() and not (target / "overlay2/unknown/diff").exists()
+    assert os.readlink(target / "overlay2/l/SHORT") == "../abc/diff"
+    assert (target / "overlay2/abc/link").samefile(state / "overlay2/abc/link")
+    assert (target / "image").stat().st_mode & 0o777 == 0o700
+
+
+def test_snapshots_lead_as_deep(tmp_path: Path) -> None:
+    name = "io.containerd.snapshotter.v1.overlayfs/snapshots/3/fs"
+    (tmp_path / "state" / name).mkdir(parents=True)
+    _metadata(tmp_path / "state", {name: f"sha256:{'2' * 64}"}, tmp_path / "pack/containerd")
+    (tmp_path / "pack/layers" / ("2" * 64)).mkdir(parents=True)
+    assert (tmp_path / "pack/containerd" / name).resolve() == tmp_path / "pack/layers" / ("2" * 64)
