@@ -1,7 +1,7 @@
 """The preload store: one read-only EROFS with every layer that a node was baked with, and its manifest.
 
     /layers/<hex of a diff id>/     a layer's files, as overlay wants them
-    /docker/, /containerd/          what each engine keeps beside them: as in a data root, a layer being a link
+    /docker/, /containerd/          what each engine keeps beside them: ``records.json`` for what is small, and files
 
 The file carries its dm-verity hash tree behind the filesystem. The kernel checks each block when it is read, so a
 damaged block is an I/O error and never a wrong byte, and nothing is hashed at boot.

@@ -22,6 +22,7 @@ from typing import Any
 from image_builder import process
 from image_builder.errors import ImageBuilderError
 from image_builder.node import layout
+from image_builder.node.seed import records
 from image_builder.node.store import BLOCK, FORMAT
 from image_builder.plan.model import JSON
 from image_builder.pull import containerd_engine, docker_engine
@@ -56,6 +57,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
                 layers.setdefault(diff_id, state / path)
         _metadata(state, found, kept / name)
     require_root(kept)
+    for name in states:
+        records.pack(kept / name)
     ctx.doing(f"packing {len(layers)} layers")
     binds = {_PACK: kept}
     binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}

@@ -159,6 +159,31 @@ def failing(index: int) -> dict[str, Any]:
     }
 
 
+def plugged(drive: Drive, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``blockdev-add`` and ``device_add`` take for a SCSI disk that comes while the machine runs.
+
+    The machine must have had one from the start: its controller is needed. Raises ValueError for another bus.
+    """
+    if drive.bus != "scsi" or drive.rate:
+        raise ValueError("only SCSI disks without a limit can be plugged in")
+    cache = {"no-flush": not drive.durable}
+    content = {
+        "driver": drive.format,
+        "node-name": node_name(index),
+        "discard": "unmap",
+        "cache": cache,
+        "file": {"driver": "file", "filename": os.fspath(drive.path), "cache": cache},
+    }
+    device = {
+        "driver": "scsi-hd",
+        "bus": "scsi.0",
+        "id": device_id(index),
+        "drive": node_name(index),
+        "serial": drive.serial or node_name(index),
+    }
+    return content, device
+
+
 def _drive(drive: Drive, index: int) -> list[str]:
     if drive.bus != "scsi" and (drive.model or drive.vendor):
         raise ValueError(f"a {drive.bus} disk has no model or vendor of our choice; use scsi")

@@ -128,9 +128,9 @@ class Vm:
             restrict_network=options.restrict_network,
         )
 
-    def _blank_or_given(self, disks: Sequence[ExtraDisk]) -> list[qemu.Drive]:
+    def _blank_or_given(self, disks: Sequence[ExtraDisk], first: int = 1) -> list[qemu.Drive]:
         drives = []
-        for number, disk in enumerate(disks, 1):
+        for number, disk in enumerate(disks, first):
             path = disk.path or self.directory / f"disk{number}.raw"
             if disk.path is None:
                 path.unlink(missing_ok=True)
@@ -162,6 +162,18 @@ class Vm:
             raise BootError(f"{self.options.name} is on: its disks stay as they are")
         drives = (self._machine.drives[0], *self._blank_or_given(disks))
         self._machine = replace(self._machine, drives=drives)
+
+    def plug(self, disk: ExtraDisk) -> None:
+        """Put one more SCSI disk in while the machine runs, until it gets others; raises BootError.
+
+        It needs the controller of another SCSI disk that was there at power-on.
+        """
+        index = len(self._machine.drives)
+        (drive,) = self._blank_or_given((disk,), index)
+        content, device = qemu.plugged(drive, index)
+        monitor.execute(self._monitor, "blockdev-add", content)
+        monitor.execute(self._monitor, "device_add", device)
+        self._machine = replace(self._machine, drives=(*self._machine.drives, drive))
 
     def break_disk(self, serial: str) -> None:
         """Let every read and write of a disk fail from now on, until the power is cut; raises BootError.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.boot import steps
+from tests.boot import probes, steps
 from tests.boot.foreign import KINDS
 from tests.boot.node import MIB, Local
 from tests.boot.steps import Step
@@ -116,10 +116,11 @@ OTHERS: tuple[Row, ...] = (
     Row(
         "no local disk, required",
         "b",
-        None,
-        (steps.attach_foreign,),
+        (Local("other", 64 * MIB, "other", bus="scsi"),),
+        (steps.boot, probes.plug_foreign),
         {**_UP, "ready": False, "disk": "disk.none", "disk_state": "failed", "tainted": True},
-        "A second machine of the image; the disks of the rows below are there, and none matches its selector.",
+        "A second machine of the image, with a disk that its selector doesn't mean. The disks of the next rows are "
+        "plugged in later.",
     ),
     Row(
         "two boots of one image",
@@ -134,7 +135,7 @@ OTHERS: tuple[Row, ...] = (
         "foreign data of every kind",
         "b",
         None,
-        (steps.probe_foreign,),
+        (probes.probe_foreign,),
         {"kinds": len(KINDS), "changed": [], "unnamed": [], "untainted": []},
         f"{', '.join(KINDS)}: one after another handed to the agent in the running machine, each disk hashed "
         "before and after.",
@@ -143,7 +144,7 @@ OTHERS: tuple[Row, ...] = (
         "the platform's NTFS",
         "b",
         None,
-        (steps.probe_platform,),
+        (probes.probe_platform,),
         {
             "with_file": "disk.foreign",
             "named": True,
@@ -157,7 +158,7 @@ OTHERS: tuple[Row, ...] = (
         "wrong or two matching disks",
         "b",
         None,
-        (steps.probe_ambiguous,),
+        (probes.probe_ambiguous,),
         {
             "two": "disk.ambiguous",
             "system": "disk.system",
@@ -171,7 +172,7 @@ OTHERS: tuple[Row, ...] = (
         "power cuts at every write",
         "b",
         None,
-        (steps.recover,),
+        (probes.recover,),
         {"copies": True, "failed": {}},
         "The local disk as it was at each write while it was formatted and seeded: the agent goes on with each copy, "
         "and its data root is compared byte by byte with a fresh one.",
@@ -181,7 +182,7 @@ OTHERS: tuple[Row, ...] = (
         "damaged preload store",
         "b",
         None,
-        (steps.damage_store,),
+        (probes.damage_store,),
         {"offsets": 20, "detected": 20, "undetected": {}},
         "One bit flipped at 20 offsets, data and hash tree: an I/O error or a refused mount, never other bytes.",
     ),

@@ -130,6 +130,15 @@ def test_clock_is_set_only_where_it_is_told() -> None:
     assert _options(told, "-rtc") == ["base=1970-01-01T00:00:00"]
 
 
+def test_plugged_disk_is_named_as_one_that_was_there_from_the_start() -> None:
+    content, device = qemu.plugged(qemu.Drive(Path("/a,b"), "scsi", serial="x", durable=True), 3)
+    assert (content["node-name"], content["file"]["filename"]) == ("disk3", "/a,b")
+    assert content["cache"] == {"no-flush": False}
+    assert (device["id"], device["drive"], device["serial"]) == ("device3", "disk3", "x")
+    with pytest.raises(ValueError, match="SCSI"):
+        qemu.plugged(qemu.Drive(Path("/x"), "nvme"), 3)
+
+
 def test_failing_layer_names_the_drive_and_every_kind_of_access() -> None:
     layer = qemu.failing(2)
     assert (layer["driver"], layer["image"]) == ("blkdebug", qemu.node_name(2))

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.node.layout import LAYERS, MOUNT_POINT
+from image_builder.node.seed import records
 from image_builder.node.seed.files import copy as copy_file
-from image_builder.node.seed.files import directory, reading
+from image_builder.node.seed.files import directory, write
+from image_builder.node.seed.records import Records
 
 SOURCE = "containerd"
 DATABASES = (
@@ -27,8 +29,6 @@ DATABASES = (
 )
 SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
 BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
-# What describes an image is small and is copied; what is larger is a layer, or need not be at hand.
-_LARGEST_COPIED = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ def fill(
     Raises OSError, and NodeError (``store.damaged``).
     """
     source = store / SOURCE
+    baked = records.read(source)
     for database in DATABASES:
         directory((root / database).parent, 0o700 if "snapshotter" in database.parts[0] else 0o711)
         copy_file(source / database, root / database)
     snapshots, files = 0, len(DATABASES)
     directory(root / SNAPSHOTS, 0o700)
-    for number, layer in _snapshots(source):
+    for number, layer in _snapshots(baked):
         place = root / SNAPSHOTS / number
         place.mkdir(mode=0o700)
         (place / "work").mkdir(mode=0o711)
@@ -70,23 +71,24 @@ def fill(
     directory(root / BLOBS.parent, 0o755)
     directory(root / BLOBS, 0o755)
     directory(root / BLOBS.parent.parent / "ingest", 0o755)
-    with reading(source / BLOBS):
-        blobs = [(entry.name, entry.stat().st_size) for entry in os.scandir(source / BLOBS)]
-    for name, size in blobs:
-        if size > _LARGEST_COPIED:
-            (root / BLOBS / name).symlink_to(source / BLOBS / name)
+    for name in baked.names(os.fspath(BLOBS)):
+        path = f"{BLOBS}/{name}"
+        if path in baked.files:
+            mode, text = baked.files[path]
+            write(root / path, text.encode(), mode)
         else:
-            copy_file(source / BLOBS / name, root / BLOBS / name)
+            (root / path).symlink_to(source / path)
         files += 1
     return Filled(snapshots, files)
 
 
-def _snapshots(source: Path) -> Iterator[tuple[str, str]]:
+def _snapshots(baked: Records) -> Iterator[tuple[str, str]]:
     """Yield (number, hex of the diff id): in the store ``fs`` is a link to the layer's files.
 
-    Where it is none, that was no image's: containerd deletes what its database does not know.
+    Where it is none, that was no image's: containerd deletes what its database does not know. Raises NodeError
+    (``store.damaged``).
     """
-    with reading(source / SNAPSHOTS):
-        places = [(name, source / SNAPSHOTS / name / "fs") for name in os.listdir(source / SNAPSHOTS)]
-        found = [(name, os.path.basename(os.readlink(fs))) for name, fs in places if fs.is_symlink()]
-    yield from found
+    for number in baked.names(os.fspath(SNAPSHOTS)):
+        target = baked.links.get(f"{SNAPSHOTS}/{number}/fs")
+        if target:
+            yield number, os.path.basename(target)

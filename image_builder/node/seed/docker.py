@@ -15,16 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import durable, trees
 from image_builder.node.layout import MOUNT_POINT, layer_path
 from image_builder.node.seed import files as files_of
+from image_builder.node.seed import records as records_of
 from image_builder.node.seed.files import reading
+from image_builder.node.seed.records import Records
 from image_builder.node.store import StoredImage
 
 SOURCE = "docker"
@@ -72,31 +73,26 @@ def fill(
     An image with the mode ``copy`` gets its layers by ``copy(source, target)``. ``store`` is where the store is
     mounted. Raises OSError, and NodeError (``store.damaged``).
     """
-    source = store / SOURCE
+    baked = records_of.read(store / SOURCE)
+    named = _baked_names(baked)
     _directories(root)
     names = _names(root)
-    with reading(source):
-        baked = json.loads((source / _IMAGE / "repositories.json").read_bytes())
-    added, layers, files = [], 0, 0
+    work = _Work(root, store, baked)
+    added = []
     for image in images:
-        before, changed = layers, False
+        before = work.files
         for layer in chain(image.diff_ids):
-            if not _has_layer(root, layer):
-                files += _add_layer(source, root, layer, store, copy if image.mode == "copy" else None)
-                layers += 1
-        config = _IMAGE / "imagedb/content/sha256" / image.id.removeprefix("sha256:")
-        if not (root / config).exists():
-            files += files_of.copy(source / config, root / config)
-            changed = True
-        files += _copy_missing(source, root, _IMAGE / "imagedb/metadata/sha256" / config.name)
-        named = _names_of(baked, image.id)
-        if changed or layers > before or not _has(names, named):
-            _merge(names, named)
+            _place(work, layer, copy if image.mode == "copy" else None)
+        for kind in ("content", "metadata"):
+            _write_missing(work, f"{_IMAGE}/imagedb/{kind}/sha256/{image.id.removeprefix('sha256:')}")
+        mine = _names_of(named, image.id)
+        if work.files > before or not _has(names, mine):
+            _merge(names, mine)
             added.append(image.ref)
-    files += _copy_missing(source, root, _IMAGE / "distribution")
+    _write_missing(work, f"{_IMAGE}/distribution")
     if added:
         durable.write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)
-    return Filled(tuple(added), layers, files)
+    return Filled(tuple(added), work.layers, work.files)
 
 
 def lacking(images: Iterable[StoredImage], root: Path) -> list[str]:
@@ -147,66 +143,89 @@ def _record(root: Path, chain_id: str) -> Path:
     return root / _IMAGE / "layerdb/sha256" / chain_id.removeprefix("sha256:")
 
 
-def _add_layer(
-    source: Path, root: Path, layer: Layer, store: Path, copy: Callable[[Path, Path], None] | None
-) -> int:
-    """Add one layer above its parent, files first; return the number of files made."""
-    record, target = _record(source, layer.chain), _record(root, layer.chain)
-    with reading(record):
-        cache, names = (record / "cache-id").read_text(), os.listdir(record)
-    files = _add_files(source, root, layer, cache, store, copy)
-    draft = target.with_name(f"{target.name}.tmp")
-    draft.mkdir(mode=0o700, exist_ok=True)
-    for name in names:
-        if name == _TAR_SPLIT and copy is None:
+@dataclass
+class _Work:
+    """A data root that is being filled. ``lowers`` has, by chain id, what a layer above writes as its ``lower``."""
+
+    root: Path
+    store: Path
+    baked: Records
+    lowers: dict[str, str] = field(default_factory=dict)
+    layers: int = 0
+    files: int = 0
+
+
+def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None) -> None:
+    """See that a layer is there, above its parent, which was placed before: its files first, then its record."""
+    if layer.chain in work.lowers:
+        return
+    target = _record(work.root, layer.chain)
+    if _has_layer(work.root, layer):
+        # Maybe not as baked: it may have been pulled again meanwhile, under another id.
+        place = work.root / "overlay2" / (target / "cache-id").read_text()
+        lower = (place / "lower").read_text() if (place / "lower").exists() else ""
+        work.lowers[layer.chain] = _above((place / "link").read_text(), lower)
+        if not (place / "committed").exists():
+            files_of.write(place / "committed", b"", 0o600)
+        return
+    record = f"{_IMAGE}/layerdb/sha256/{target.name}"
+    _place_files(work, layer, work.baked.text(f"{record}/cache-id"), copy)
+    # Strings, not paths: there may be hundreds of layers, and the engine waits.
+    draft, source = f"{target}.tmp", f"{work.baked.source}/{record}"
+    _make_directory(draft, 0o700)
+    for name in work.baked.names(record):
+        if (found := work.baked.files.get(f"{record}/{name}")) is not None:
+            files_of.write(f"{draft}/{name}", found[1].encode(), found[0])
+        elif copy is None:
             # It has a line for each file of the layer: read when an image is saved or pushed, and linked as well.
-            files_of.link(record / name, draft / name)
+            files_of.link(f"{source}/{name}", f"{draft}/{name}")
         else:
-            files_of.copy(record / name, draft / name)
-        files += 1
+            files_of.copy(Path(source, name), Path(draft, name))
+        work.files += 1
     if target.is_dir():  # recorded, but its files were gone
         for name in os.listdir(draft):
-            (draft / name).replace(target / name)
-        draft.rmdir()
+            os.replace(f"{draft}/{name}", target / name)
+        os.rmdir(draft)
     else:
-        draft.rename(target)
-    return files
+        os.rename(draft, target)
+    work.layers += 1
 
 
-def _add_files(
-    source: Path,
-    root: Path,
-    layer: Layer,
-    cache: str,
-    store: Path,
-    copy: Callable[[Path, Path], None] | None,
-) -> int:
-    baked, place = source / "overlay2" / cache, root / "overlay2" / cache
-    place.mkdir(mode=0o710, exist_ok=True)
-    with reading(baked):
-        link = (baked / "link").read_text()
-    files_of.write(place / "link", link.encode())
-    if layer.parent:
-        # Not as baked: the parent may have been pulled again meanwhile, under another id.
-        parent = root / "overlay2" / (_record(root, layer.parent) / "cache-id").read_text()
-        lower = f"l/{(parent / 'link').read_text()}"
-        if (parent / "lower").exists():
-            lower += f":{(parent / 'lower').read_text()}"
-        files_of.write(place / "lower", lower.encode())
-        (place / "work").mkdir(mode=0o700, exist_ok=True)
-        (parent / "committed").touch(0o600)
+def _make_directory(path: str, mode: int) -> None:
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return
+
+
+def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Path], None] | None) -> None:
+    place = f"{work.root}/overlay2/{cache}"
+    link = work.baked.text(f"overlay2/{cache}/link")
+    lower = work.lowers[layer.parent] if layer.parent else ""
+    _make_directory(place, 0o710)
+    files_of.write(f"{place}/link", link.encode())
+    if lower:
+        files_of.write(f"{place}/lower", lower.encode())
+        _make_directory(f"{place}/work", 0o700)
     # Docker says so of a layer when another one, or a container, is put above it. Of one that lacks it, it takes the
     # files for the writable part of a mount when it saves the image, which the store can't be.
-    (place / "committed").touch(0o600)
+    files_of.write(f"{place}/committed", b"", 0o600)
+    source, target = layer_path(layer.diff_id, work.store), Path(place, "diff")
     if copy:
-        _copy_layer(layer_path(layer.diff_id, store), place / "diff", copy)
+        _copy_layer(source, target, copy)
     else:
         # Files of which nothing records that they are whole: an earlier repair was cut short.
-        if (place / "diff").is_dir() and not (place / "diff").is_symlink():
-            trees.remove(place / "diff")
-        files_of.link(layer_path(layer.diff_id, store), place / "diff")
-    files_of.link(Path("..") / cache / "diff", root / "overlay2/l" / link)
-    return 6
+        if target.is_dir() and not target.is_symlink():
+            trees.remove(target)
+        files_of.link(source, target)
+    files_of.link(f"../{cache}/diff", f"{work.root}/overlay2/l/{link}")
+    work.lowers[layer.chain] = _above(link, lower)
+    work.files += 6
+
+
+def _above(link: str, lower: str) -> str:
+    """Return the ``lower`` of a layer whose parent has this ``link`` and this ``lower``."""
+    return f"l/{link}:{lower}" if lower else f"l/{link}"
 
 
 def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
@@ -221,27 +240,37 @@ def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) 
     draft.rename(target)
 
 
-def _copy_missing(source: Path, root: Path, name: Path) -> int:
-    """Copy the small files of the directory ``name`` that ``root`` lacks; return their number."""
-    files = 0
-    for folder, _, names in os.walk(source / name, onerror=_damaged):
-        there = root / Path(folder).relative_to(source)
-        files_of.directory(there, stat.S_IMODE(os.stat(folder).st_mode))
-        for found in names:
-            if not (there / found).exists():
-                files += files_of.copy(Path(folder, found), there / found)
-    return files
-
-
-def _damaged(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        with reading(Path(error.filename)):
-            raise error
+def _write_missing(work: _Work, name: str) -> None:
+    """Write the small files at or below ``name`` that the data root lacks."""
+    baked = work.baked
+    if name in baked.files:
+        path = work.root / name
+        if not path.exists():
+            draft = path.with_name(f".{path.name}.new")
+            files_of.write(draft, baked.text(name).encode(), baked.files[name][0])
+            draft.replace(path)
+            work.files += 1
+    elif name in baked.directories:
+        files_of.directory(work.root / name, baked.directories[name])
+        for found in baked.names(name):
+            _write_missing(work, f"{name}/{found}")
+    elif "/content/" in name:
+        raise baked.lost(name)
 
 
 # -- names -----------------------------------------------------------------------------------------------------
 
 Names = dict[str, dict[str, str]]
+
+
+def _baked_names(baked: Records) -> dict[str, Any]:
+    """Return the names that the bake gave. Raises NodeError (``store.damaged``)."""
+    try:
+        found = json.loads(baked.text(f"{_IMAGE}/repositories.json"))
+        names: dict[str, Any] = found["Repositories"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise baked.lost(f"readable names: {error!r}") from error
+    return {"Repositories": names}
 
 
 def _names(root: Path) -> dict[str, Any]:

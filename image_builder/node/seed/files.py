@@ -31,11 +31,12 @@ def copy(source: Path, target: Path) -> int:
     return 1
 
 
-def write(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file whole, with exactly this mode. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
-        os.fchmod(fd, mode)
+        if mode & 0o022:  # which a umask may have taken away
+            os.fchmod(fd, mode)
         done = 0
         while done < len(data):
             done += os.write(fd, data[done:])
@@ -46,11 +47,14 @@ def write(path: Path, data: bytes, mode: int = 0o644) -> None:
         os.close(fd)
 
 
-def link(target: Path, path: Path) -> None:
+def link(target: str | Path, path: str | Path) -> None:
     """Make a symbolic link, in place of an older one."""
-    if path.is_symlink():
-        path.unlink()
-    path.symlink_to(target)
+    try:
+        os.symlink(target, path)
+    except FileExistsError:
+        if os.path.islink(path):
+            os.unlink(path)
+        os.symlink(target, path)
 
 
 def directory(path: Path, mode: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from image_builder.node.seed import records
 from image_builder.node.seed.docker import chain
 from image_builder.node.store import StoredImage
 
@@ -49,7 +50,16 @@ def docker_store(folder: Path, images: Sequence[StoredImage]) -> Path:
     by_digest = image_root / "distribution/diffid-by-digest/sha256"
     by_digest.mkdir(parents=True)
     (by_digest / "abc").write_text("sha256:def")
+    records.pack(folder / "docker")
     return folder
+
+
+def edit_records(source: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what a store's records say."""
+    path = source / records.NAME
+    found = json.loads(path.read_bytes())
+    change(found)
+    path.write_text(json.dumps(found))
 
 
 def _docker_layer(store: Path, image_root: Path, chain_id: str, diff_id: str, parent: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from image_builder.node.errors import NodeError
+from image_builder.node.seed import records
 from image_builder.node.seed.containerd import BLOBS, DATABASES, SNAPSHOTS, fill
+from tests.unit.node.stores import edit_records
 
 
 @pytest.fixture
@@ -17,8 +20,7 @@ def store(tmp_path: Path) -> Path:
     source = tmp_path / "store/containerd"
     for name in DATABASES:
         (source / name).parent.mkdir(parents=True)
-        (source / name).write_text(str(name))
-        (source / name).chmod(0o600)
+        (source / name).touch(0o600)
     for number, layer in (("1", "aa"), ("7", "bb")):
         (tmp_path / "store/layers" / layer).mkdir(parents=True)
         (source / SNAPSHOTS / number).mkdir(parents=True)
@@ -27,6 +29,9 @@ def store(tmp_path: Path) -> Path:
     (source / BLOBS).mkdir(parents=True)
     (source / BLOBS / "manifest").write_text("{}")
     (source / BLOBS / "layer").write_bytes(bytes(100_000))
+    for name in DATABASES:
+        (source / name).write_bytes(b"\xff" + os.fsencode(name))
+    records.pack(source)
     return tmp_path / "store"
 
 
@@ -35,7 +40,9 @@ def test_a_blank_root_gets_both_databases_and_links(store: Path, tmp_path: Path)
     made = fill(root, store=store)
     assert (made.snapshots, made.files) == (2, 4)
     for name in DATABASES:
-        assert (root / name).read_text() == str(name) and (root / name).stat().st_mode & 0o777 == 0o600
+        assert (root / name).read_bytes() == b"\xff" + os.fsencode(name) and (
+            root / name
+        ).stat().st_mode & 0o777 == 0o600
     assert {n: os.readlink(root / SNAPSHOTS / n / "fs") for n in os.listdir(root / SNAPSHOTS)} == {
         "1": f"{store}/layers/aa",
         "7": f"{store}/layers/bb",
@@ -62,10 +69,22 @@ def test_some_layers_are_copied(store: Path, tmp_path: Path) -> None:
     assert (root / SNAPSHOTS / "7/fs").is_symlink()
 
 
-@pytest.mark.parametrize("name", [DATABASES[0], DATABASES[1], SNAPSHOTS, BLOBS])
+@pytest.mark.parametrize("name", [*DATABASES, Path(records.NAME)])
 def test_what_the_store_lacks_is_its_damage(name: Path, store: Path, tmp_path: Path) -> None:
-    path = store / "containerd" / name
-    path.unlink() if path.is_file() else shutil.rmtree(path)
+    (store / "containerd" / name).unlink()
+    with pytest.raises(NodeError) as caught:
+        fill(tmp_path / "root", store=store)
+    assert caught.value.code == "store.damaged"
+
+
+@pytest.mark.parametrize("name", [SNAPSHOTS, BLOBS])
+def test_records_without_a_directory_are_damaged(name: Path, store: Path, tmp_path: Path) -> None:
+    def lose(found: dict[str, Any]) -> None:
+        for kind in found.values():
+            for path in [p for p in kind if p.startswith(str(name))]:
+                del kind[path]
+
+    edit_records(store / "containerd", lose)
     with pytest.raises(NodeError) as caught:
         fill(tmp_path / "root", store=store)
     assert caught.value.code == "store.damaged"

@@ -13,7 +13,8 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.seed.docker import chain, fill, lacking
-from tests.unit.node.stores import digest, docker_store, stored
+from image_builder.node.seed.records import NAME
+from tests.unit.node.stores import digest, docker_store, edit_records, stored
 
 ONE, TWO = stored("one", "base", "a"), stored("two", "other", "base")
 
@@ -154,15 +155,28 @@ def test_a_copy_that_was_cut_short_is_made_again(store: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["repositories.json", "layerdb/sha256", "imagedb/content/sha256"])
 def test_what_the_store_lacks_is_its_damage(name: str, store: Path, tmp_path: Path) -> None:
-    path = store / "docker/image/overlay2" / name
-    path.unlink() if path.is_file() else shutil.rmtree(path)
+    def lose(found: dict[str, Any]) -> None:
+        for kind in found.values():
+            for path in [p for p in kind if p.startswith(f"image/overlay2/{name}")]:
+                del kind[path]
+
+    edit_records(store / "docker", lose)
     with pytest.raises(NodeError) as caught:
         fill([ONE], tmp_path / "root", store=store)
     assert caught.value.code == "store.damaged" and str(store) in caught.value.message
 
 
-def test_garbage_in_the_store_is_its_damage(store: Path, tmp_path: Path) -> None:
-    (store / "docker/image/overlay2/repositories.json").write_bytes(b"\xff\x00")
+@pytest.mark.parametrize("data", [b"\xff\x00", b"[]", b'{"files": {"a": 1}}', b""])
+def test_garbage_in_the_store_is_its_damage(data: bytes, store: Path, tmp_path: Path) -> None:
+    (store / "docker" / NAME).write_bytes(data)
+    with pytest.raises(NodeError) as caught:
+        fill([ONE], tmp_path / "root", store=store)
+    assert caught.value.code == "store.damaged"
+
+
+def test_names_that_are_garbage_are_the_stores_damage(store: Path, tmp_path: Path) -> None:
+    names = "image/overlay2/repositories.json"
+    edit_records(store / "docker", lambda found: found["files"].update({names: [0o600, "[]"]}))
     with pytest.raises(NodeError) as caught:
         fill([ONE], tmp_path / "root", store=store)
     assert caught.value.code == "store.damaged"

@@ -1,0 +1,105 @@
+"""What an engine keeps beside its layers, in one file of the store.
+
+A node reads it whole, at once: thousands of small files on a cold OS disk cost more than all else at boot. What is
+large or no text (databases, blobs, ``tar-split.json.gz``) stays a file of the store, and is listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from image_builder.node.errors import NodeError
+from image_builder.node.seed.files import reading
+
+NAME = "records.json"
+# What is larger need not be at hand before the engine starts.
+_LARGEST = 32 << 10
+
+
+@dataclass(frozen=True)
+class Records:
+    """Paths are relative to a data root. ``directories`` have modes, ``files`` mode and text, ``links`` targets.
+
+    ``others`` are left where they are, in the store; with their bytes.
+    """
+
+    source: Path
+    directories: Mapping[str, int]
+    files: Mapping[str, tuple[int, str]]
+    links: Mapping[str, str]
+    others: Mapping[str, int]
+
+    @cached_property
+    def _names(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {path: [] for path in self.directories}
+        for kind in (self.directories, self.files, self.links, self.others):
+            for path in kind:
+                folder, _, name = path.rpartition("/")
+                found.setdefault(folder, []).append(name)
+        return found
+
+    def names(self, folder: str) -> list[str]:
+        """Return what is in a directory. Raises NodeError (``store.damaged``)."""
+        if folder not in self._names:
+            raise self.lost(folder)
+        return self._names[folder]
+
+    def text(self, path: str) -> str:
+        """Return what a file holds. Raises NodeError (``store.damaged``)."""
+        if path not in self.files:
+            raise self.lost(path)
+        return self.files[path][1]
+
+    def lost(self, path: str) -> NodeError:
+        """Return the error that the store lacks something."""
+        return NodeError("store.damaged", f"{self.source / NAME} lacks {path}")
+
+
+def read(source: Path) -> Records:
+    """Read an engine's records; ``source`` is its directory in the store. Raises NodeError (``store.damaged``)."""
+    with reading(source / NAME):
+        found = json.loads((source / NAME).read_bytes())
+        try:
+            return Records(
+                source,
+                found["directories"],
+                {path: (mode, text) for path, (mode, text) in found["files"].items()},
+                found["links"],
+                found["others"],
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"no records: {error!r}") from error
+
+
+def pack(tree: Path) -> None:
+    """Write the records of a data root into it, and take away the files that are in them."""
+    found: dict[str, dict[str, Any]] = {"directories": {}, "files": {}, "links": {}, "others": {}}
+    for folder, folders, names in os.walk(tree):
+        for name in sorted([*folders, *names]):
+            path = Path(folder, name)
+            kind, value = _record(path)
+            found[kind][path.relative_to(tree).as_posix()] = value
+    for name in found["files"]:
+        (tree / name).unlink()
+    (tree / NAME).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _record(path: Path) -> tuple[str, Any]:
+    info = path.lstat()
+    if stat.S_ISLNK(info.st_mode):
+        return "links", os.readlink(path)
+    if stat.S_ISDIR(info.st_mode):
+        return "directories", stat.S_IMODE(info.st_mode)
+    if info.st_size <= _LARGEST and path.suffix != ".gz":
+        try:
+            return "files", (stat.S_IMODE(info.st_mode), path.read_bytes().decode("utf-8"))
+        except UnicodeDecodeError:
+            pass
+    return "others", info.st_size
