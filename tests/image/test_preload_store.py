@@ -13,7 +13,7 @@ LIST = "/opt/preloaded_docker_images.json"
 MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
 MOUNT_POINT = "/var/lib/preload"
 STATUS = "/run/node/status.json"
-EROFS_MAGIC = "e2e1f5e0"
+EROFS_MAGIC = "e0f5e1e2"
 
 stored = needs("container_runtime", image_preload=bool)
 seeded = needs("container_runtime", "node", image_preload=bool)
