@@ -24,12 +24,14 @@ from tests.guard import guarded
 
 pytest_plugins = ["tests.images"]
 
-PARTS = ("unit", "root", "preload", "e2e", "boot")
+PARTS = ("unit", "root", "preload", "disk", "e2e", "boot")
 UNIT = Path(__file__).with_name("unit")
 # tests/image verifies an image: it is run on a target, with options and markers of its own.
 collect_ignore = ["image"]
 # Words of the file names of what counts as preload: pulls, and the registry that they need.
 _OF_PRELOAD = ("preload", "pull", "registry", "lab_")
+# Those of the local disk, and of what lies on it: the store, its seed, its promotion.
+_OF_DISK = ("local_disk", "promote", "preload_seed", "preload_store")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
@@ -39,6 +41,8 @@ def part_of(item: pytest.Item) -> str:
         return "boot"
     if UNIT in item.path.parents:
         return "unit"
+    if any(word in item.path.stem for word in _OF_DISK):
+        return "disk"
     if any(word in item.path.stem for word in _OF_PRELOAD):
         return "preload"
     return "e2e" if "e2e" in item.path.parts else "root"

@@ -44,6 +44,9 @@ def results(record: Mapping[str, Any]) -> str:
     stood = cancelled.seconds - before["stall"]["start"]
     rows: list[tuple[str, object, object]] = [
         *((f"`{name}`", value, ours["settings"][name]) for name, value in before["settings"].items()),
+        ("seconds in which the registry refused", before["refused_seconds"], ours["refused_seconds"]),
+        ("seconds in which the link stood still", _stood(before), _stood(ours)),
+        ("load of the host meanwhile", before["load"], ours["load"]),
         ("bytes over the link", _mb(before), _mb(ours)),
         ("requests for the pause image", before["requests"]["pause"], ours["requests"]["pause"]),
         ("sandboxes that could not be made", failures["before"][0], failures["ours"][0]),
@@ -101,6 +104,10 @@ def _shown(value: object) -> str:
 
 def _mb(seen: Mapping[str, Any]) -> str:
     return f"{sum(seen['bytes'].values()) / 1e6:.0f} MB"
+
+
+def _stood(seen: Mapping[str, Any]) -> int:
+    return round(float(seen["stall"]["end"]) - float(seen["stall"]["start"]))
 
 
 def _failures(record: Mapping[str, Any], machine: str) -> tuple[int, int]:

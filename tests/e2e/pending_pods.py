@@ -102,6 +102,7 @@ def measure(name: str, artefact: Path, settings: Settings) -> dict[str, Any]:
             "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
             "minutes": round((time.monotonic() - started) / 60, 1),
             "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[2], 1),  # the last 15 minutes
             "link_bytes_per_second": LINK_RATE,
             "connection_bytes_per_second": CONNECTION_RATE,
             **json.loads(out.read_text(encoding="utf-8")),

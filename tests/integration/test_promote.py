@@ -29,11 +29,9 @@ from typing import Any
 import pytest
 
 from image_builder import namespace
-from image_builder.node import durable
 from image_builder.node.promote import batches, command
 from image_builder.node.promote.copy import copy_tree
 from image_builder.node.promote.links import find
-from image_builder.node.promote.plan import items
 from image_builder.node.promote.settings import BYTES_PER_SECOND, Places
 from image_builder.settings import DEFAULT_STORE
 
@@ -864,79 +862,6 @@ def test_the_engines_own_changes_stay(isolated: Callable[..., Any]) -> None:
         "gone": [False, None, True],
         "pulled": [False, ["pulled"], True],
     }
-
-
-# -- speed -------------------------------------------------------------------------------------------------------
-
-
-def rate(node: Node) -> Result:
-    (node.layer("one") / "file").write_bytes(random.Random(1).randbytes(30 * MB))
-    fill_with_files(node.layer("two"), 1, count=500, size=60_000)
-    node.make_disk(256 * MB)
-    node.tell(["one", "two"], bytes_per_second=16 * MB)
-    node.pack()
-    node.seed_docker(["one", "two"])
-    section = node.promote()
-    return {"seconds": section["seconds"], "bytes": section["bytes"], "rate": 16 * MB}
-
-
-def test_the_rate_is_kept(isolated: Callable[..., Any]) -> None:
-    found = isolated(rate)
-    assert found["seconds"] >= 0.9 * found["bytes"] / found["rate"]
-
-
-def _forget_cache() -> None:
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-def speed(node: Node) -> Result:
-    """Against ``cp -a`` of the same layers, as many at once, synced as well."""
-    names = ["system", "again", "weights", "more weights"]
-    for name in names[:2]:
-        subprocess.run(["cp", "-a", node.tools / "usr/.", node.layer(name)], check=True)
-    for number, name in enumerate(names[2:]):
-        with (node.layer(name) / "weights.bin").open("wb") as file:
-            for _ in range(100):
-                file.write(random.Random(number).randbytes(600_000) + bytes(range(256)) * 1600)
-    node.tell(names)
-    node.pack()
-    subprocess.run(["rm", "-rf", "--one-file-system", node.files], check=True)
-    node.make_disk(3 << 30)
-    layers = node.places.store / "layers"
-
-    def ours() -> None:
-        found = items(find("docker", node.root, node.places.store), {}, {})
-        done = batches.promote(
-            found, node.disk / ".node/staging/p", workers=2, rate=0, reserve_percent=0, report=lambda _: None
-        )
-        assert done.done == len(names)
-        durable.syncfs(node.disk)
-
-    def theirs() -> None:
-        argv: list[str | Path] = ["xargs", "-P2", "-I{}", "cp", "-a", "{}", node.root]
-        subprocess.run(argv, input="\n".join(str(layers / hex_of(n)) for n in names).encode(), check=True)
-        durable.syncfs(node.disk)
-
-    times: dict[str, list[float]] = {"ours": [], "cp": []}
-    for number in range(3):
-        pair = [("ours", ours), ("cp", theirs)]
-        for name, work in pair if number % 2 == 0 else reversed(pair):
-            subprocess.run(["rm", "-rf", "--one-file-system", node.root], check=True)
-            node.root.mkdir()
-            node.seed_docker(names)
-            _forget_cache()
-            began = time.monotonic()
-            work()
-            times[name].append(round(time.monotonic() - began, 2))
-    return times
-
-
-def test_it_is_as_fast_as_a_plain_parallel_copy(isolated: Callable[..., Any]) -> None:
-    times = isolated(speed, seconds=600)
-    ratio = min(times["cp"]) / min(times["ours"])
-    print(f"promote: {times['ours']} s; cp -a: {times['cp']} s; ratio {ratio:.2f}")
-    assert ratio >= 0.8, times
 
 
 def test_the_default_rate_is_a_number_of_megabytes() -> None:
