@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from image_builder import process, publish, space
+from image_builder import cgroups, process, publish, space
 from image_builder.definition import ImageDefinition
 from image_builder.errors import LockError, UsageError
 from image_builder.events import Monitor
@@ -191,6 +191,7 @@ def build(
     started = time.monotonic()
     store = Store(settings.store)
     store.prepare()
+    cgroups.reap()
     lock = obtain_lock(definition, settings, monitor, locked)
     with (
         store.in_use(),
