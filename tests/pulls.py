@@ -108,7 +108,7 @@ def child(path: str) -> int:
         # A call of the tests may be inside of a build's own variables: none of them is meant for this one.
         for name in ("http_proxy", "https_proxy", "no_proxy"):
             os.environ.pop(name, None)
-        _leave_the_network()
+        leave_the_network()
         scenario = getattr(importlib.import_module(told["module"]), told["name"])
         trees = [Path(t) for t in told["trees"]]
         with (
@@ -122,7 +122,7 @@ def child(path: str) -> int:
     return namespace.run_isolated(work)
 
 
-def _leave_the_network() -> None:
+def leave_the_network() -> None:
     """Go to a network of nothing but a loopback interface, with addresses on it that aren't loopback addresses.
 
     Docker asks no certificate of a registry on 127.0.0.0/8, and takes plain HTTP from it.

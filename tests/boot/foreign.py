@@ -12,7 +12,8 @@ from pathlib import Path
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from tests.boot.node import Local
-from tests.integration.test_local_disk import FOREIGN, LARGE, MIB, SMALL, write
+from tests.disks import LARGE, MIB, SMALL, write
+from tests.foreign_disks import FOREIGN
 
 # Partitions of 8 MiB as mkntfs 2022.10.3 makes them, with the readme of Azure's disks (ntfscp), and a file more.
 _NTFS = Path(__file__).with_name("ntfs")

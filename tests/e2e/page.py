@@ -73,6 +73,7 @@ def results(record: Mapping[str, Any]) -> str:
             "and while the registry refuses the pause image:",
             "",
             _quoted(sandbox),
+            *_notes(record),
         ]
     )
 
@@ -114,6 +115,13 @@ def _failures(record: Mapping[str, Any], machine: str) -> tuple[int, int]:
     """Return how many sandboxes and how many pulls failed."""
     found = stories(record, machine).values()
     return sum(len(s.failed_sandboxes) for s in found), sum(len(s.failed_pulls) for s in found)
+
+
+def _notes(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a record says of how it was taken, where that was not as the command does it."""
+    for name in _MACHINES:
+        if notes := record[name].get("notes"):
+            yield from ("", f"Of the measurement of *{name}*:", "", *(f"- {note}" for note in notes))
 
 
 def _quoted(message: str) -> str:

@@ -1,6 +1,6 @@
 """What `pending_pods` measured last, which stands in the docs; and its parts, without any machine.
 
-The measurement itself boots two machines for some twenty minutes: `.venv/bin/python -m tests.e2e.pending_pods`.
+The measurement itself boots two machines and takes half an hour: `.venv/bin/python -m tests.e2e.pending_pods`.
 """
 
 from __future__ import annotations
