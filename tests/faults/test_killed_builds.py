@@ -17,10 +17,19 @@ pytestmark = pytest.mark.root
 
 STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
 # Those that only a worker has, and what stands on them.
-WORKER_STAGES = ("lab_images", "build_root", "kubelet_build", "container_runtime", "preload", "kubernetes")
+WORKER_STAGES = (
+    "lab_images",
+    "build_root",
+    "kubelet_build",
+    "container_runtime",
+    "preload",
+    "preload_store",
+    "rehearsal",
+    "node",
+    "kubernetes",
+)
 LAST = ("seal", "verify", "disk", "convert")
-# CI does a few: docs/reference/benchmarks.md says how the twenty, or a hundred, are run.
-RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "8"))
+RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "20"))
 
 
 def _tree(path: Path) -> set[str]:
