@@ -159,7 +159,8 @@ FOREIGN: dict[str, tuple[Callable[[Disk, Path], None], int, str]] = {
     "LUKS": (luks, SMALL, ": crypto_LUKS"),
     "LVM": (lvm, SMALL, ": LVM2_member"),
     "RAID member": (_raid, SMALL, ": linux_raid_member"),
-    "ZFS": (_zfs, SMALL, ": zfs_member"),
+    # libblkid 2.41 knows a pool by more than its uberblocks: foreign all the same, under no name.
+    "ZFS": (_zfs, SMALL, ": "),
     "swap": (_swap, SMALL, ": swap"),
     "NTFS": (_ntfs, SMALL, ": dos"),
     "GPT with one partition": (gpt(1), SMALL, ": PMBR and gpt"),

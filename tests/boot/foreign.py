@@ -51,13 +51,11 @@ _MADE: dict[str, Make] = {
     "xfs": _xfs,
     "ours without a marker": _ext4("local", layout.new_uuid()),
 }
-# The uberblocks alone are a pool for libblkid 2.38; 2.41 wants its description too, and then it is data like any other.
-_WORDS = {"ZFS": ": "}
 _NOT_HERE = ("ext4 with our label and a journal to replay", "xfs with our label and a log to replay", "NTFS")
 
 # By name: how it is made, its bytes, what the reason must name.
 KINDS: dict[str, tuple[Make, int, str]] = {
-    name: (_MADE.get(name, make), size, _WORDS.get(name, words))
+    name: (_MADE.get(name, make), size, words)
     for name, (make, size, words) in FOREIGN.items()
     if name not in _NOT_HERE
 }

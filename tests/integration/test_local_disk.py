@@ -21,12 +21,10 @@ from image_builder.node.disk.model import Disk
 from image_builder.node.disk.settings import parse
 from tests.builds import Workplace
 from tests.disks import LARGE, MIB, SMALL, Desk, is_zero, mounted, run_scenario, write
-from tests.foreign_disks import FOREIGN, raid_superblock
+from tests.foreign_disks import raid_superblock
 
 _SET_CAPACITY = 0x4C07
 FILESYSTEMS = ("xfs", "ext4")
-# What tests/boot/foreign.py imports from here.
-__all__ = ["FOREIGN", "LARGE", "MIB", "SMALL", "write"]
 
 
 def life(desk: Desk, filesystem: str) -> Any:
