@@ -72,6 +72,7 @@ def test_store_can_be_verified(host: Host, v: V) -> None:
         assert manifest["verity"] is None
         return
     verity = manifest["verity"]
+    assert verity, "the store has no hash tree"
     assert len(verity["root_hash"]) == 64 and 0 < verity["hash_offset"] < manifest["bytes"], verity
     # One hash of 32 bytes for each block, and the levels above: a 128th, rounded up, and little more.
     tree = manifest["bytes"] - verity["hash_offset"]
