@@ -160,7 +160,7 @@ FOREIGN: dict[str, tuple[Callable[[Disk, Path], None], int, str]] = {
     "LVM": (lvm, SMALL, ": LVM2_member"),
     "RAID member": (_raid, SMALL, ": linux_raid_member"),
     # libblkid 2.41 knows a pool by more than its uberblocks: foreign all the same, under no name.
-    "ZFS": (_zfs, SMALL, ": "),
+    "ZFS": (_zfs, SMALL, ": data without any signature"),
     "swap": (_swap, SMALL, ": swap"),
     "NTFS": (_ntfs, SMALL, ": dos"),
     "GPT with one partition": (gpt(1), SMALL, ": PMBR and gpt"),
