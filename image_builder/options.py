@@ -16,7 +16,7 @@ def _complete_images(incomplete: str) -> list[str]:
         from image_builder.definition import load_inventory
 
         return [i for i in load_inventory([REPO_ROOT / "inventories/lab"]).images if i.startswith(incomplete)]
-    except Exception:
+    except Exception:  # a completion has nobody to tell: the command itself will
         return []
 
 

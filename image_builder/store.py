@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from image_builder import namespace, sparse
+from image_builder import sparse
 from image_builder.errors import StoreError
+from image_builder.node import durable
 from image_builder.plan.model import JSON, StagePlan
 
 
@@ -144,7 +145,7 @@ class Store:
             "bytes": size,
             "manifest_sha256": _sha256(staged / "manifest.gz"),
         }
-        namespace.syncfs(os.fspath(staged))
+        durable.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
         (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
         _sync_file(staged / "meta.json")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from image_builder import namespace
-from image_builder.node.disk import command, mounts
+from image_builder.node import mounts
+from image_builder.node.disk import command
 from image_builder.node.disk.model import Disk, Places
 from tests.builds import REPO, Workplace
 

@@ -116,7 +116,7 @@ def bake(
         for image in locked
     ]
     pulled = stage(lab, base, "preload", {"engine": lab.engine, "images": listed, "save": True}, {})
-    (pulled.product.parent / "meta.json").write_text(json.dumps({"facts": preload.run(pulled)}))
+    preload.run(pulled)
     inputs = {lab.engine: pulled.product, "tools": lab.tools.parent}
     options = {"images": listed, "verity": verity, "source_date_epoch": EPOCH, "salt": salt}
     packed = stage(lab, base, "preload_store", options, inputs)

@@ -19,10 +19,14 @@ from image_builder.definition.values import JSON
 
 
 def layer_sources(definition: ImageDefinition, layer: str) -> list[Path]:
-    """Return what a layer's code digest covers: its playbook and what of its roles reaches an image."""
+    """Return what a layer's code digest covers: its playbook, and what of its tasks and roles reaches an image."""
     book = RoleBook(definition.repo_root)
     found = book.layer(layer)
-    return [found.playbook, *(part for use in found.uses for part in book.role(use.name).parts)]
+    return [
+        found.playbook,
+        *found.task_files,
+        *(part for use in found.uses for part in book.role(use.name).parts),
+    ]
 
 
 def role_variables(

@@ -1,6 +1,7 @@
 """Roles and layers as they lie in the repository: what they declare, not what they mean for one image.
 
-Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
+Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``, and whose tasks may
+import files of tasks that layers share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import Place
 from image_builder.errors import Problem
 
+_TAKES_IN = frozenset({"import_tasks", "include_tasks"})
 # Parts of a role that never reach an image.
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
 
@@ -73,12 +75,13 @@ class RoleUse:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's play."""
+    """A layer's play. ``task_files`` are those that its own tasks take in, beside its roles'."""
 
     name: str
     playbook: Path
     uses: tuple[RoleUse, ...]
     play_vars: Mapping[str, Any]
+    task_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,20 @@ def read_layer(name: str, playbook: Path) -> Layer:
             uses.append(RoleUse(str(entry["role"]), entry.get("vars") or {}, place))
         else:
             raise engine.UnreadableError(place, "a role is a name or a mapping with `role`")
-    return Layer(name, playbook, tuple(uses), plays[0].get("vars") or {})
+    return Layer(
+        name, playbook, tuple(uses), plays[0].get("vars") or {}, tuple(_task_files(playbook, plays[0]))
+    )
+
+
+def _task_files(playbook: Path, play: Mapping[str, Any]) -> Iterator[Path]:
+    for section in ("pre_tasks", "tasks", "post_tasks"):
+        for task in play.get(section) or []:
+            named = [value for key, value in task.items() if key.rpartition(".")[2] in _TAKES_IN]
+            for name in named:
+                file = (playbook.parent / str(name)).resolve()
+                if not file.is_file():
+                    raise engine.UnreadableError(engine.place_of(task), f"no file of tasks `{name}`")
+                yield file
 
 
 def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:

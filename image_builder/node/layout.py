@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from image_builder.node import settings
+from image_builder.node.errors import NodeError
+
+ENGINES = ("docker", "containerd")
 
 # What a bake puts into the image.
+LIST = Path("/opt/preloaded_docker_images.json")
+ARCHIVE = Path("/opt/preloaded_docker_images.tar")
 MANIFEST = Path("/opt/preload/store.json")
 REHEARSAL = Path("/opt/preload/rehearsal.json")
 STORE_FILE = Path("/opt/preload/store.erofs")
@@ -22,14 +25,16 @@ LAYERS = "layers"
 class Preload:
     """``preload.json``: the node's engine, its data root, and the local disk's mount point.
 
-    ``verity`` False declares that the kernel can't check the store (dm-verity).
+    ``verity`` False declares that the kernel can't check the store (dm-verity). ``pause`` is the sandbox image,
+    empty for none. ``namespace`` is containerd's.
     """
 
     engine: str
     data_root: Path
     mount_point: Path
-    verity: bool
-    raw: Mapping[str, Any]
+    verity: bool = True
+    pause: str = ""
+    namespace: str = "k8s.io"
 
     @property
     def state(self) -> Path:
@@ -43,16 +48,20 @@ class Preload:
 
 
 def preload_settings(directory: Path = settings.DIRECTORY) -> Preload:
-    """Return the preload's settings. Raises NodeError (``settings``)."""
+    """Return the preload's settings, as the role image_preload wrote them. Raises NodeError (``settings``)."""
     raw = settings.load("preload", directory)
-    engine = str(raw.get("engine", "docker"))
-    mount_point = Path(raw.get("mount_point", "/mnt/local"))
+    for name in ("engine", "data_root", "mount_point"):
+        if not isinstance(raw.get(name), str) or not raw[name]:
+            raise NodeError("settings", f"{directory}/preload.json names no {name}")
+    if raw["engine"] not in ENGINES:
+        raise NodeError("settings", f"preload.json names the engine {raw['engine']!r}, not one of {ENGINES}")
     return Preload(
-        engine=engine,
-        data_root=Path(raw.get("data_root", mount_point / engine)),
-        mount_point=mount_point,
+        engine=raw["engine"],
+        data_root=Path(raw["data_root"]),
+        mount_point=Path(raw["mount_point"]),
         verity=raw.get("verity", "require") != "off",
-        raw=raw,
+        pause=str(raw.get("pause", "")),
+        namespace=str(raw.get("namespace", "k8s.io")),
     )
 
 

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import settings, status
+from image_builder.node import layout, settings, status
 from image_builder.node.errors import NodeError
 
-STORE = Path("/opt/preload/store.json")
 # Below a data root: a directory for each layer, and the name of its files in it.
 _LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
     "docker": [("overlay2", "diff")],
@@ -198,7 +197,7 @@ def _images(store: Path) -> list[dict[str, Any]]:
 def run(
     *,
     as_json: bool,
-    store: Path = STORE,
+    store: Path = layout.MANIFEST,
     etc: Path = settings.DIRECTORY,
     directory: Path = status.DIRECTORY,
 ) -> int:

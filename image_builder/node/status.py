@@ -11,14 +11,15 @@ each section, and a taint for each that failed.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from image_builder.node import layout, lock
+from image_builder.node import settings as settings_files
+from image_builder.node.errors import NodeError
 
 DIRECTORY = Path("/run/node")
 FORMAT = 1
@@ -49,36 +50,42 @@ def update(
     value: Mapping[str, Any],
     *,
     directory: Path = DIRECTORY,
-    taints: Sequence[str] = (),
+    settings: Path = settings_files.DIRECTORY,
     wanted: Sequence[str] | None = None,
 ) -> None:
     """Set a section, and what the kubelet is told.
 
-    ``wanted`` are the sections without which the node is not ready, by default those that its settings call for.
-    ``taints`` are those that the kubelet is configured with, as ``key=value:effect``: a flag replaces them, so the
-    flag must repeat them. Safe for several processes at once.
+    ``wanted`` are the sections without which the node is not ready, by default those that its ``settings`` call for.
+    Safe for several processes at once.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    with lock.held(directory / ".lock"):
         found = {**read(directory), section: dict(value)}
-        found["ready"] = is_ready(found, wanted)
+        found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
         _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
-        _write(directory / "kubelet.env", kubelet_environment(found, taints))
+        _write(directory / "kubelet.env", kubelet_environment(found, _taints(settings)))
 
 
-def wanted_sections(
-    settings: Path = Path("/etc/node-agent"), listed: Path = Path("/opt/preloaded_docker_images.json")
-) -> list[str]:
+def _taints(directory: Path) -> list[str]:
+    """Return the taints that the kubelet is configured with: our flag replaces them, so it must repeat them.
+
+    Settings that can't be read fail the section ``disk``, and are none here.
+    """
+    try:
+        return settings_files.kubelet_taints(directory)
+    except NodeError:
+        return []
+
+
+def wanted_sections(settings: Path, listed: Path = layout.LIST) -> list[str]:
     """Return the sections that a boot of this node fills before the kubelet starts."""
     needs = {"disk": (settings / "disk.json").exists(), "preload": listed.exists()}
     return [name for name, needed in needs.items() if needed]
 
 
-def is_ready(found: Mapping[str, Any], wanted: Sequence[str] | None = None) -> bool:
+def is_ready(found: Mapping[str, Any], wanted: Sequence[str]) -> bool:
     """Tell whether all that is wanted was done, and nothing failed."""
     states = {name: found[name]["state"] for name in SECTIONS if name in found}
-    needed = wanted_sections() if wanted is None else wanted
-    return all(name in states for name in needed) and FAILED not in states.values()
+    return all(name in states for name in wanted) and FAILED not in states.values()
 
 
 def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = ()) -> str:
@@ -104,13 +111,3 @@ def _write(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

@@ -9,7 +9,6 @@ damaged block is an I/O error and never a wrong byte, and nothing is hashed at b
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import trees
+from image_builder.node import mounts
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import LAYERS, MANIFEST, MOUNT_POINT
 from image_builder.node.programs import run
@@ -25,7 +24,6 @@ from image_builder.node.programs import run
 FORMAT = 1
 BLOCK = 4096
 MAPPING = "preload"
-_MS_RDONLY, _MS_NODEV = 1, 4
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
     ``verity`` False takes a store without the check, as the node's settings declare. Raises NodeError:
     ``store.truncated``, ``store.verity``, ``store.mount``, ``store.disagrees``.
     """
-    if trees.mounted_at(at) is None:
+    if mounts.at(at) is None:
         try:
             size = store.file.stat().st_size
         except OSError as error:
@@ -164,7 +162,7 @@ def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
     device = loop.stdout.strip()
     try:
         run(["dmsetup", "create", MAPPING, "--readonly", "--table", verity.table(device)])
-        _mount(f"/dev/mapper/{MAPPING}", at)
+        mounts.mount(f"/dev/mapper/{MAPPING}", at, "erofs", mounts.RDONLY | mounts.NODEV)
     except ProgramError as error:
         raise NodeError("store.verity", f"dm-verity refuses {file}: {error.message}") from error
     except OSError as error:
@@ -178,20 +176,12 @@ def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
 def _mount_file(file: Path, at: Path) -> None:
     """Mount the file itself where the kernel can (6.12), else by a loop device."""
     try:
-        _mount(os.fspath(file), at)
+        mounts.mount(file, at, "erofs", mounts.RDONLY | mounts.NODEV)
     except OSError:
         try:
             run(["mount", "-t", "erofs", "-o", "ro,nodev,loop", os.fspath(file), os.fspath(at)])
         except ProgramError as error:
             raise NodeError("store.mount", f"{file} can't be mounted: {error.message}") from error
-
-
-def _mount(source: str, at: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = ctypes.c_ulong(_MS_RDONLY | _MS_NODEV)
-    if libc.mount(os.fsencode(source), os.fsencode(at), b"erofs", flags, None) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), source)
 
 
 def _compare(store: Store, at: Path) -> None:
@@ -209,7 +199,7 @@ def _compare(store: Store, at: Path) -> None:
 
 def close_store(at: Path = MOUNT_POINT) -> None:
     """Unmount the store. Containers that run keep what they use of it until they end. Raises NodeError."""
-    if trees.mounted_at(at) is None:
+    if mounts.at(at) is None:
         return
     try:
         run(["umount", os.fspath(at)])

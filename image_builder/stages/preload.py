@@ -5,8 +5,8 @@ The engine is the one of the layer ``container_runtime``, run in that layer's tr
 is taken over, so that one more image in the list means one more pull.
 
 Product: ``tree/opt/preloaded_docker_images.tar`` and ``.json``, which go into the image; ``state``, the engine's
-data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``images.json``, what is
-known of each image; ``pulls.json``, how each pull went.
+data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``images.json``, the
+engine and what is known of each image; ``pulls.json``, how each pull went.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from image_builder.errors import PullError
 from image_builder.lock import LockedImage
+from image_builder.node import layout
 from image_builder.plan.model import JSON
 from image_builder.pull import containerd_engine, docker_engine, retry
 from image_builder.pull.model import Limits
@@ -28,8 +29,8 @@ from image_builder.pull.registry import Endpoints
 from image_builder.sandbox import Root, open_root
 from image_builder.stages import StageContext
 
-ARCHIVE = "opt/preloaded_docker_images.tar"
-LIST = "opt/preloaded_docker_images.json"
+ARCHIVE = os.fspath(layout.ARCHIVE.relative_to("/"))
+LIST = os.fspath(layout.LIST.relative_to("/"))
 LAYERS = "layers.json"
 IMAGES = "images.json"
 FORMAT = 1
@@ -71,14 +72,16 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             binary = _binary(root, engine.binary)
             version = engine.version()
     module.strip(state)
-    (ctx.product / IMAGES).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    facts: dict[str, JSON] = {"name": engine.name, "version": version, **binary}
+    known = {"engine": facts, "images": listed}
+    (ctx.product / IMAGES).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     if archive:
         document = {"format": FORMAT, "engine": options["engine"], "archive": archive, "images": listed}
         target = ctx.product / "tree" / LIST
         target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         target.chmod(0o644)
     return {
-        "engine": {"name": engine.name, "version": version, **binary},
+        "engine": facts,
         "images": [str(entry["ref"]) for entry in listed],
         "left_out": dict(failed),
         "archive_bytes": archive.get("bytes", 0),

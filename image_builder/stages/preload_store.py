@@ -197,14 +197,15 @@ def _manifest(
     engines = {}
     listed: dict[str, Any] = {}
     for name in states:
-        meta = json.loads((ctx.inputs[name].parent / "meta.json").read_bytes())["facts"]["engine"]
-        program = next(path for tree in ctx.ground if (path := tree / meta["binary"].lstrip("/")).is_file())
+        known = json.loads((ctx.inputs[name] / IMAGES).read_bytes())
+        engine = known["engine"]
+        program = next(path for tree in ctx.ground if (path := tree / engine["binary"].lstrip("/")).is_file())
         engines[name] = {
-            "version": meta["version"],
-            "binary": meta["binary"],
+            "version": engine["version"],
+            "binary": engine["binary"],
             "bytes": program.stat().st_size,
         }
-        mine = {entry["ref"]: entry for entry in json.loads((ctx.inputs[name] / IMAGES).read_bytes())}
+        mine = {entry["ref"]: entry for entry in known["images"]}
         # One that an engine had to leave out is no promise of the store.
         listed = {ref: entry for ref, entry in listed.items() if ref in mine} if listed else mine
     wanted = {image["ref"]: image for image in options["images"]}

@@ -31,6 +31,7 @@ sys.path.insert(0, str(REPO))
 from image_builder import identity, namespace, process, repository  # noqa: E402
 from image_builder.lock import Lock  # noqa: E402
 from image_builder.mmdebstrap import mmdebstrap  # noqa: E402
+from image_builder.node import durable  # noqa: E402
 from image_builder.repository import write_repository  # noqa: E402
 from image_builder.sandbox import open_overlay, open_root  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
@@ -128,7 +129,7 @@ def reference(lock: Lock, store: Store, definition_formats: list[str], work: Pat
                 doing=lambda _what: None,
             )
             _make_disk(root.run, definition_formats, work / "reference.log")
-        namespace.syncfs(os.fspath(out))
+        durable.syncfs(out)
         seconds.write_text(str(time.monotonic() - started))
         return 0
 

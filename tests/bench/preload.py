@@ -43,7 +43,7 @@ sys.path.insert(0, str(REPO))
 
 from image_builder import namespace, process  # noqa: E402
 from image_builder.lock import LockedImage  # noqa: E402
-from image_builder.node import layout  # noqa: E402
+from image_builder.node import durable, layout  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
 from tests.pulls import ENGINES, MB, Lab, isolated  # noqa: E402
@@ -347,7 +347,7 @@ def promotion(lab: Lab, large: Baked) -> Found:
             started = time.monotonic()
             names = "\0".join(os.fspath(path) for path in (here.store / layout.LAYERS).iterdir())
             process.run(["xargs", "-0", "-P", "2", "-I", "{}", "cp", "-a", "{}", target], input=names)
-            namespace.syncfs(os.fspath(target))
+            durable.syncfs(target)
             theirs.append(time.monotonic() - started)
     return {"promote_ours": round(min(ours), 2), "promote_reference": round(min(theirs), 2)}
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.disk import layout, mounts
+from image_builder.node import mounts
+from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from image_builder.node.disk.settings import parse
 from tests.builds import Workplace

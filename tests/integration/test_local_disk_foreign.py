@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.disk import layout, mounts
+from image_builder.node import mounts
+from image_builder.node.disk import layout
 from tests.builds import Workplace
 from tests.disks import LARGE, Desk, is_zero, mounted, run, run_scenario, write
 from tests.foreign_disks import FOREIGN, gpt, luks, lvm

@@ -14,7 +14,7 @@ from jinja2 import Environment, meta
 
 REPO = Path(__file__).resolve().parents[2]
 ROLES = sorted(path for path in (REPO / "roles").iterdir() if path.is_dir())
-LAYERS = sorted((REPO / "playbooks").rglob("*.yml"))
+LAYERS = [REPO / "playbooks/seal.yml", *sorted((REPO / "playbooks/layers").glob("*.yml"))]
 
 
 def words(text: str) -> frozenset[str]:

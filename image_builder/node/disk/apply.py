@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from image_builder.node import durable, programs
-from image_builder.node.disk import arrays, layout, mounts, probe
+from image_builder.node import durable, mounts, programs
+from image_builder.node.disk import arrays, layout, probe
 from image_builder.node.disk.decide import nature
 from image_builder.node.disk.model import Decision, Disk, Observation, Places, Seen, Volume
 from image_builder.node.disk.settings import Settings

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from image_builder.node import lock, status
 from image_builder.node import settings as files
-from image_builder.node import status
 from image_builder.node.disk import apply, find, probe
 from image_builder.node.disk.decide import decide
 from image_builder.node.disk.model import Decision, Disk, Places
@@ -32,20 +29,21 @@ def run(
     system failed on the way. ``disks`` gives the candidates instead of the selector.
     """
     began = time.monotonic()
-    taints: list[str] = []
     value: dict[str, Any]
     try:
-        taints = files.kubelet_taints(directory)
+        # Without them a node that fails later would lose the taints that it was given.
+        files.kubelet_taints(directory)
         settings = parse(files.load("disk", directory))
         build = files.build_id(release)
-        with _alone(places.run):
+        # Another agent may be at it, and take as long as a filesystem takes to be made.
+        with lock.held(places.run / "disk.lock"):
             found = disks() if disks else find.wait(settings, places)
             decision = _settle(settings, build, found, places)
         value = section(settings, decision)
     except (NodeError, OSError) as error:
         value = _failed(error)
     value["seconds"] = round(time.monotonic() - began, 3)
-    status.update("disk", value, directory=places.run, taints=taints)
+    status.update("disk", value, directory=places.run, settings=directory)
     status.tell(f"disk: {sentence(value)}")
     # The settings' own decision has an action; a failure has none.
     return 0 if "action" in value else 1
@@ -58,18 +56,6 @@ def _settle(settings: Settings, build: str, disks: Sequence[Disk], places: Place
         apply.carry_out(decision, seen, settings, build, places)
     apply.furnish(settings, on_disk=decision.action != "none")
     return decision
-
-
-@contextmanager
-def _alone(run: Path) -> Iterator[None]:
-    """Wait for another agent that is at work; it may take as long as a filesystem takes to be made."""
-    run.mkdir(parents=True, exist_ok=True)
-    fd = os.open(run / "disk.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def section(settings: Settings, decision: Decision) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from image_builder.node.disk import mounts
+from image_builder.node import mounts
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import Selector, Settings
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs
-from image_builder.node.disk import arrays, layout, mounts
+from image_builder.node import mounts, programs
+from image_builder.node.disk import arrays, layout
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
     Array,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import settings, status
+from image_builder.node import layout, settings, status
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.preload import archive, images, outcome
 from image_builder.node.preload.containerd import Containerd
@@ -20,42 +20,16 @@ from image_builder.node.preload.watch import watch
 
 # Seconds between two lines of progress.
 _INTERVAL = 3.0
-_ENGINES = ("docker", "containerd")
 
 
 @dataclass(frozen=True)
 class Places:
     """Where everything is."""
 
-    list: Path = images.LIST
-    store: Path = images.STORE
+    list: Path = layout.LIST
+    store: Path = layout.MANIFEST
     settings: Path = settings.DIRECTORY
     status: Path = status.DIRECTORY
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the role image_preload wrote: the engine, its data root, containerd's namespace, the pause image."""
-
-    engine: str
-    namespace: str
-    pause: str
-    data_root: Path
-
-
-def parse(found: Mapping[str, Any]) -> Settings:
-    """Read the settings ``preload``; raises NodeError (``settings``)."""
-    engine = str(found.get("engine", ""))
-    if engine not in _ENGINES:
-        raise NodeError("settings", f"preload.json names the engine {engine!r}, not one of {_ENGINES}")
-    if not found.get("data_root"):
-        raise NodeError("settings", "preload.json names no data_root")
-    return Settings(
-        engine,
-        str(found.get("namespace", "k8s.io")),
-        str(found.get("pause", "")),
-        Path(found["data_root"]),
-    )
 
 
 def run(places: Places | None = None) -> int:
@@ -64,7 +38,7 @@ def run(places: Places | None = None) -> int:
     started = time.monotonic()
     engine = ""
     try:
-        chosen = parse(settings.load("preload", places.settings))
+        chosen = layout.preload_settings(places.settings)
         engine = chosen.engine
         section = _work(places, chosen)
     except ProgramError as error:
@@ -76,14 +50,14 @@ def run(places: Places | None = None) -> int:
         "preload",
         {**section, "seconds": seconds},
         directory=places.status,
-        taints=_taints(places.settings),
+        settings=places.settings,
     )
     for line in summary(section, seconds):
         status.tell(line)
     return 1 if section["state"] == status.FAILED else 0
 
 
-def _work(places: Places, chosen: Settings) -> dict[str, Any]:
+def _work(places: Places, chosen: layout.Preload) -> dict[str, Any]:
     preload = images.read_list(places.list, chosen.pause)
     if preload.engine != chosen.engine:
         message = f"{places.list} is for {preload.engine}, this node has {chosen.engine}"
@@ -94,14 +68,6 @@ def _work(places: Places, chosen: Settings) -> dict[str, Any]:
     store = images.read_store(places.store, preload.images)
     done = bring(preload, store, engine, chosen.data_root, status.tell, _INTERVAL)
     return outcome.section(preload, store, status.read(places.status).get("seed", {}), done)
-
-
-def _taints(directory: Path) -> list[str]:
-    """Return the kubelet's own taints. Settings that can't be read are told by their own section."""
-    try:
-        return settings.kubelet_taints(directory)
-    except NodeError:
-        return []
 
 
 def bring(

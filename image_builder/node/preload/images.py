@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
+from image_builder.node.store import read_manifest
 
-LIST = Path("/opt/preloaded_docker_images.json")
-STORE = Path("/opt/preload/store.json")
 FORMAT = 1
 # Modes of an image that the seed gives to the engine; one of mode `archive` is loaded.
 _SEEDED = frozenset({"reference", "copy"})
@@ -94,13 +94,10 @@ def read_store(path: Path, images: Iterable[Image]) -> Store:
     Of a description that can't be read is known that there is a store: every image is expected of the seed,
     whose own section says what is wrong.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Store(
-            {str(i["ref"]): bool(i["required"]) for i in found["images"] if i["mode"] in _SEEDED},
-            {str(layer["diff_id"]): int(layer["bytes"]) for layer in found["layers"]},
-        )
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return Store()
-    except (OSError, KeyError, TypeError, ValueError):
+    try:
+        found = read_manifest(path)
+    except NodeError:
         return Store({image.ref: True for image in images})
+    return Store({i.ref: i.required for i in found.images if i.mode in _SEEDED}, found.layers)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, settings, status, store, trees
+from image_builder.node import durable, mounts, status, store
 from image_builder.node.errors import NodeError
 from image_builder.node.promote import batches, kubelet, links, plan, trash
 from image_builder.node.promote.batches import Progress
@@ -48,8 +48,7 @@ def run(places: Places | None = None) -> int:
 
 
 def _update(places: Places, section: Mapping[str, Any]) -> None:
-    taints = settings.kubelet_taints(places.settings)
-    status.update("promotion", section, directory=places.status, taints=taints)
+    status.update("promotion", section, directory=places.status, settings=places.settings)
 
 
 def _degraded(code: str, reason: str) -> Section:
@@ -149,7 +148,7 @@ def _copy(wanted: Settings, places: Places) -> Section:
     if not found:
         return _earlier(wanted)
     stored = store.read_manifest(places.manifest)
-    if trees.mounted_at(places.store) is None:
+    if mounts.at(places.store) is None:
         told = Told(-1, "promote.store", f"nothing is mounted at {places.store}")
         return _section(wanted, places, len(found), Progress(failure=told), 0.0)
     images = [plan.StoredImage(i.ref, i.pin or i.required, i.diff_ids) for i in stored.images]

@@ -7,7 +7,9 @@ import shutil
 import time
 import urllib.parse
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/bin"
+from image_builder.node.programs import ENVIRONMENT
+
+_PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 _BETWEEN_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 

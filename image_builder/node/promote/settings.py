@@ -15,16 +15,12 @@ BYTES_PER_SECOND = 32 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(layout.Preload):
     """``bytes_per_second`` 0 is as fast as it goes; ``reserve_percent`` of the filesystem stays free.
 
     ``wait_seconds`` bounds the wait for the kubelet's ``healthz`` (empty: don't wait), ``settle_seconds`` follow it.
     """
 
-    engine: str
-    data_root: Path
-    mount_point: Path
-    pause: str
     enabled: bool = True
     bytes_per_second: int = BYTES_PER_SECOND
     workers: int = 2
@@ -32,11 +28,6 @@ class Settings:
     settle_seconds: float = 30
     wait_seconds: float = 900
     healthz: str = HEALTHZ
-
-    @property
-    def state(self) -> Path:
-        """Return the directory on the local disk that is the agent's own."""
-        return self.mount_point / ".node"
 
     @property
     def staging(self) -> Path:
@@ -58,31 +49,26 @@ class Places:
 def load(places: Places) -> Settings:
     """Return the settings. Raises NodeError (``settings``)."""
     preload = layout.preload_settings(places.settings)
-    raw = preload.raw.get("promote", {})
+    raw = settings.load("preload", places.settings)
     try:
-        return _parse(preload, raw)
+        return _parse(preload, raw.get("promote", {}), str(raw.get("kubelet_healthz", HEALTHZ)))
     except (AttributeError, TypeError, ValueError) as error:
         raise NodeError("settings", f"{places.settings}/preload.json: promote: {error}") from error
 
 
-def _parse(preload: layout.Preload, raw: Any) -> Settings:
+def _parse(preload: layout.Preload, raw: Any, healthz: str) -> Settings:
     if not isinstance(raw, dict):
         raise TypeError("not an object")
     found = Settings(
-        engine=preload.engine,
-        data_root=preload.data_root,
-        mount_point=preload.mount_point,
-        pause=str(preload.raw.get("pause", "")),
+        **vars(preload),
         enabled=bool(raw.get("enabled", True)),
         bytes_per_second=int(raw.get("bytes_per_second", BYTES_PER_SECOND)),
         workers=int(raw.get("workers", 2)),
         reserve_percent=float(raw.get("reserve_percent", 15)),
         settle_seconds=float(raw.get("settle_seconds", 30)),
         wait_seconds=float(raw.get("wait_seconds", 900)),
-        healthz=str(preload.raw.get("kubelet_healthz", HEALTHZ)),
+        healthz=healthz,
     )
-    if found.engine not in ("docker", "containerd"):
-        raise ValueError(f"engine {found.engine!r} is neither docker nor containerd")
     if not 1 <= found.workers <= 64:
         raise ValueError("workers is not between 1 and 64")
     if found.bytes_per_second < 0 or found.settle_seconds < 0 or found.wait_seconds < 0:

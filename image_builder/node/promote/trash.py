@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from image_builder.node import trees
+from image_builder.node import mounts
 from image_builder.node.promote import pace
 
 # What deleting an entry costs of the rate: its metadata are written, not its bytes.
@@ -29,15 +29,12 @@ def empty(trash: Path, rate: int) -> list[str]:
     spend = _pacer(rate).spend
     for name in names:
         path = trash / name
-        real = os.path.realpath(trash) + f"/{name}"
-        if below := [
-            point for point, _, _ in trees.mounts() if point == real or point.startswith(f"{real}/")
-        ]:
-            left.append(f"{path}: {below[0]} is a mount point")
-        elif stat.S_ISDIR(path.lstat().st_mode):
-            _remove(path, spend)
-        else:
+        if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
+        elif found := mounts.below(path):
+            left.append(f"{path}: {found[0]} is a mount point")
+        else:
+            _remove(path, spend)
     return left
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, layout, status, trees
+from image_builder.node import durable, layout, lock, status, trees
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import Preload, preload_settings
 from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker
 from image_builder.node.seed.files import directory
-from image_builder.node.settings import kubelet_taints
 from image_builder.node.store import Store, close_store, open_store, read_manifest
 
 FORMAT = 1
@@ -28,14 +25,19 @@ FORMAT = 1
 def run(manifest: Path = layout.MANIFEST, *, directory: Path = status.DIRECTORY) -> int:
     """Seed, and say how it went. What can't be seeded is loaded from the archive later; that is no failure here."""
     started = time.monotonic()
-    settings = preload_settings()
-    with _alone(directory):
-        try:
-            found = seed(settings, read_manifest(manifest))
-        except (NodeError, OSError) as error:
-            found = _give_up(settings, error)
+    try:
+        settings = preload_settings()
+    except NodeError as error:  # nothing is known of a data root, so nothing is done to any
+        found: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
+    else:
+        # Another agent may be at it: then it is found done.
+        with lock.held(directory / "seed.lock"):
+            try:
+                found = seed(settings, read_manifest(manifest))
+            except (NodeError, OSError) as error:
+                found = _give_up(settings, error)
     found["seconds"] = round(time.monotonic() - started, 3)
-    status.update("seed", found, directory=directory, taints=kubelet_taints())
+    status.update("seed", found, directory=directory)
     status.tell(describe(found))
     return 0
 
@@ -233,15 +235,3 @@ def describe(section: Mapping[str, Any]) -> str:
     if "layers" in section:
         what += f", {section['layers']} layers"
     return f"seed: {what} in {section['seconds']:.2f} s"
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Be the only one that seeds; a second agent waits, and then finds it done."""
-    directory.mkdir(parents=True, exist_ok=True)
-    fd = os.open(directory / "seed.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

@@ -16,14 +16,14 @@ from typing import Any
 
 sys.path.insert(0, "/usr/local/sbin/node-agent")
 
-from image_builder.node import layout, store, trees
+from image_builder.node import layout, mounts, store
 
 AT = Path("/run/boot-matrix/store")
 
 
 def main() -> None:
     settings, baked = layout.preload_settings(), store.read_manifest()
-    there = trees.mounted_at(layout.MOUNT_POINT) is not None
+    there = mounts.at(layout.MOUNT_POINT) is not None
     if not there:  # promotion is through with it
         AT.mkdir(parents=True, exist_ok=True)
         store.open_store(baked, verity=False, at=AT)

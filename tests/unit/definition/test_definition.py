@@ -176,6 +176,18 @@ def test_sources_of_a_layer_leave_out_what_never_reaches_an_image(load: Load, re
     ]
 
 
+def test_sources_of_a_layer_hold_the_tasks_that_it_shares(load: Load, repo: Path) -> None:
+    play = repo / "playbooks/layers/system.yml"
+    imports = "  pre_tasks:\n    - ansible.builtin.import_tasks: ../tasks/shared.yml\n  roles:"
+    play.write_text(play.read_text().replace("  roles:", imports))
+    with pytest.raises(DefinitionError, match="no file of tasks"):
+        load().define("plain")
+    (repo / "playbooks/tasks").mkdir()
+    shared = repo / "playbooks/tasks/shared.yml"
+    shared.write_text("---\n")
+    assert shared in layer_sources(load().define("plain"), "system")
+
+
 def test_second_load_sees_new_files(load: Load) -> None:
     assert "label" not in load().define("worker").variables
     assert load(group_vars__workers="label: new\n").define("worker").variables["label"] == "new"

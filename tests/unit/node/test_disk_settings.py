@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from image_builder.node.disk import layout, mounts
+from image_builder.node import mounts
+from image_builder.node.disk import layout
 from image_builder.node.disk.settings import Bind, Cache, Directory, Selector, Settings, parse
 from image_builder.node.errors import NodeError
 

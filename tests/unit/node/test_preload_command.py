@@ -27,7 +27,12 @@ DAMAGED = {"state": "degraded", "code": "store.verity", "reason": "block 7"}
 def places(tmp_path: Path) -> Places:
     (tmp_path / "etc").mkdir()
     found = Places(tmp_path / "list.json", tmp_path / "store.json", tmp_path / "etc", tmp_path / "run")
-    settings = {"engine": "docker", "namespace": "k8s.io", "pause": PAUSE, "data_root": "/mnt/local/docker"}
+    settings = {
+        "engine": "docker",
+        "data_root": "/mnt/local/docker",
+        "mount_point": "/mnt/local",
+        "pause": PAUSE,
+    }
     (found.settings / "preload.json").write_text(json.dumps(settings))
     archive = tmp_path / "images.tar"
     archive.write_bytes(b"archive")
@@ -65,9 +70,17 @@ def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.Capt
     ("text", "said"),
     [
         pytest.param("{", "can't be read", id="no JSON"),
-        pytest.param("{}", "names the engine ''", id="no engine"),
-        pytest.param('{"engine": "podman"}', "names the engine 'podman'", id="another engine"),
+        pytest.param("{}", "names no engine", id="no engine"),
         pytest.param('{"engine": "docker"}', "names no data_root", id="no data root"),
+        pytest.param(
+            '{"engine": 3, "data_root": "/a", "mount_point": "/b"}', "names no engine", id="a number"
+        ),
+        pytest.param('{"engine": "docker", "data_root": "/a"}', "names no mount_point", id="no mount point"),
+        pytest.param(
+            '{"engine": "podman", "data_root": "/a", "mount_point": "/b"}',
+            "names the engine 'podman'",
+            id="another engine",
+        ),
     ],
 )
 def test_settings_that_can_not_be_used(places: Places, text: str, said: str) -> None:

@@ -18,6 +18,7 @@ from image_builder.node.preload import command, images, watch
 from image_builder.node.preload.engine import Found
 from image_builder.node.preload.images import Image, Store
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
+from tests.unit.node.stores import manifest
 
 # A data root that is not on the root filesystem.
 OWN_DISK = Path("/proc/data")
@@ -139,12 +140,14 @@ def test_failure_shows_the_command_and_the_end_of_its_output() -> None:
 
 def test_store_tells_what_the_seed_gives(tmp_path: Path) -> None:
     path = tmp_path / "store.json"
+    text = dict.fromkeys(("digest", "manifest", "id"), INDEX) | {"pin": False, "diff_ids": [LAYERS[0]]}
     described = [
-        {"ref": "a:1", "mode": "reference", "required": True},
-        {"ref": "b:1", "mode": "copy", "required": False},
-        {"ref": "c:1", "mode": "archive", "required": True},
+        {**text, "ref": "a:1", "mode": "reference", "required": True},
+        {**text, "ref": "b:1", "mode": "copy", "required": False},
+        {**text, "ref": "c:1", "mode": "archive", "required": True},
     ]
-    path.write_text(json.dumps({"images": described, "layers": [{"diff_id": LAYERS[0], "bytes": 7}]}))
+    layers = [{"diff_id": LAYERS[0], "bytes": 7}]
+    path.write_text(json.dumps(manifest(images=described, layers=layers)))
     store = images.read_store(path, [IMAGE])
     assert store == Store({"a:1": True, "b:1": False}, {LAYERS[0]: 7})
 

@@ -11,15 +11,17 @@ import pytest
 from image_builder.node.errors import NodeError
 from image_builder.node.promote.settings import BYTES_PER_SECOND, Places, Settings, load
 
+NODE = {"engine": "docker", "data_root": "/mnt/local/docker", "mount_point": "/mnt/local"}
+
 
 def told(folder: Path, value: Any) -> Settings:
-    (folder / "preload.json").write_text(json.dumps(value))
+    (folder / "preload.json").write_text(json.dumps({**NODE, **value}))
     return load(Places(settings=folder))
 
 
 def test_defaults(tmp_path: Path) -> None:
     found = told(tmp_path, {})
-    assert found == Settings("docker", Path("/mnt/local/docker"), Path("/mnt/local"), "")
+    assert found == Settings("docker", Path("/mnt/local/docker"), Path("/mnt/local"))
     assert (found.bytes_per_second, found.reserve_percent, found.enabled) == (BYTES_PER_SECOND, 15, True)
     assert found.state == Path("/mnt/local/.node")
 
@@ -45,7 +47,17 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         },
     )
     assert found == Settings(
-        "containerd", Path("/disk/c"), Path("/disk"), "p:1", False, 0, 3, 20.5, 1, 2, healthz=""
+        "containerd",
+        Path("/disk/c"),
+        Path("/disk"),
+        pause="p:1",
+        enabled=False,
+        bytes_per_second=0,
+        workers=3,
+        reserve_percent=20.5,
+        settle_seconds=1,
+        wait_seconds=2,
+        healthz="",
     )
 
 

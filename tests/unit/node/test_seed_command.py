@@ -58,13 +58,14 @@ def test_a_program_that_is_gone_is_told(tmp_path: Path) -> None:
 
 
 def _settings(tmp_path: Path) -> Preload:
-    (tmp_path / "preload.json").write_text(json.dumps({"engine": "docker", "mount_point": str(tmp_path)}))
+    document = {"engine": "docker", "data_root": str(tmp_path / "docker"), "mount_point": str(tmp_path)}
+    (tmp_path / "preload.json").write_text(json.dumps(document))
     return preload_settings(tmp_path)
 
 
-def test_settings_have_defaults_below_the_mount_point(tmp_path: Path) -> None:
+def test_the_store_is_checked_and_the_marker_lies_on_the_disk(tmp_path: Path) -> None:
     found = _settings(tmp_path)
-    assert found.data_root == tmp_path / "docker" and found.verity
+    assert found.verity
     assert found.marker == tmp_path / ".node/seed/docker.json"
 
 

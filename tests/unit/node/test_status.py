@@ -35,8 +35,9 @@ def test_a_section_that_failed_or_is_wanted_and_missing_is_not_ready(tmp_path: P
 
 
 def test_the_kubelet_gets_labels_and_a_taint_for_what_failed(tmp_path: Path) -> None:
-    status.update("seed", {"state": "ok"}, directory=tmp_path, taints=["dedicated=gpu:NoSchedule"])
-    status.update("disk", BAD, directory=tmp_path, taints=["dedicated=gpu:NoSchedule"])
+    (tmp_path / "kubelet.json").write_text(json.dumps({"taints": ["dedicated=gpu:NoSchedule"]}))
+    status.update("seed", {"state": "ok"}, directory=tmp_path, settings=tmp_path)
+    status.update("disk", BAD, directory=tmp_path, settings=tmp_path)
     assert (tmp_path / "kubelet.env").read_text() == (
         "NODE_AGENT_KUBELET_ARGS=--node-labels=image-builder/local-disk=failed,image-builder/seed=ok "
         "--register-with-taints=dedicated=gpu:NoSchedule,image-builder/local-disk=disk.foreign:NoSchedule\n"

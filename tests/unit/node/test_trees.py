@@ -1,4 +1,4 @@
-"""Mounts as the kernel tells them; deleting and setting aside."""
+"""Deleting and setting aside."""
 
 from __future__ import annotations
 
@@ -6,35 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import trees
+from image_builder.node import mounts, trees
 from image_builder.node.errors import NodeError
 
-MOUNTINFO = """\
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
-30 22 0:28 / /var/lib/preload ro,nodev - erofs /opt/preload/store.erofs ro
-31 22 0:29 / /mnt/with\\040space rw shared:2 master:1 - tmpfs some\\134thing rw
-32 22 0:30 / /var/lib/preload ro - erofs /dev/mapper/preload ro
-"""
 
-
-def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
-    path = tmp_path / "mountinfo"
-    path.write_text(MOUNTINFO)
-    assert trees.mounts(str(path)) == [
-        ("/", "ext4", "/dev/vda1"),
-        ("/var/lib/preload", "erofs", "/opt/preload/store.erofs"),
-        ("/mnt/with space", "tmpfs", "some\\thing"),
-        ("/var/lib/preload", "erofs", "/dev/mapper/preload"),
-    ]
-
-
-def test_the_uppermost_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mountinfo"
-    path.write_text(MOUNTINFO)
-    found = trees.mounts(str(path))
-    monkeypatch.setattr(trees, "mounts", lambda: found)
-    assert trees.mounted_at(Path("/var/lib/preload")) == ("erofs", "/dev/mapper/preload")
-    assert trees.mounted_at(Path("/var/lib")) is None
+def _mounted(target: str) -> mounts.Mount:
+    return mounts.Mount("0:30", "/", target, "tmpfs", "tmpfs")
 
 
 def test_no_link_is_followed_when_a_tree_is_deleted(tmp_path: Path) -> None:
@@ -56,8 +33,7 @@ def test_a_tree_with_a_mount_is_not_touched(
 ) -> None:
     (tmp_path / "tree/a/b").mkdir(parents=True)
     (tmp_path / "tree/file").touch()
-    found = [(f"{tmp_path}/tree{below}", "tmpfs", "tmpfs")]
-    monkeypatch.setattr(trees, "mounts", lambda: found)
+    monkeypatch.setattr(mounts, "listed", lambda: [_mounted(f"{tmp_path}/tree{below}")])
     with pytest.raises(NodeError) as caught:
         trees.remove(tmp_path / "tree")
     assert caught.value.code == "disk.busy"
@@ -68,7 +44,7 @@ def test_a_neighbour_whose_name_begins_alike_is_no_mount_below(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tree").mkdir()
-    monkeypatch.setattr(trees, "mounts", lambda: [(f"{tmp_path}/tree2", "tmpfs", "tmpfs")])
+    monkeypatch.setattr(mounts, "listed", lambda: [_mounted(f"{tmp_path}/tree2")])
     trees.remove(tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
 

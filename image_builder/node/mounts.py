@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_NOATIME, _MS_BIND = 1, 2, 4, 8, 1024, 4096
-READ_ONLY = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-NOATIME = _MS_NOATIME
+# The flags of mount(2) that are used here (linux/mount.h).
+RDONLY, NOSUID, NODEV, NOEXEC, NOATIME, BIND = 1, 2, 4, 8, 1024, 4096
+# For a look at what may be anybody's.
+READ_ONLY = RDONLY | NOSUID | NODEV | NOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
@@ -45,25 +46,33 @@ def _plain(word: str) -> str:
     return word
 
 
-def _call(source: str, target: Path, filesystem: str, flags: int, options: str) -> None:
-    made = _libc.mount(source.encode(), os.fsencode(target), filesystem.encode(), flags, options.encode())
+def at(target: str | Path) -> Mount | None:
+    """Return what is mounted on a directory, the uppermost; None for nothing."""
+    found = [one for one in listed() if one.target == os.fspath(target)]
+    return found[-1] if found else None
+
+
+def below(path: str | Path) -> list[str]:
+    """Return the mount points at a path and below it, links on the way followed."""
+    real = os.path.realpath(path)
+    return [one.target for one in listed() if one.target == real or one.target.startswith(f"{real}/")]
+
+
+def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 0, options: str = "") -> None:
+    """Mount a filesystem; raises OSError with the target's name."""
+    made = _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), flags, options.encode())
     if made != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"mount {filesystem or 'bind'} {source}: {os.strerror(code)}", os.fspath(target))
 
 
-def mount(source: Path, target: Path, filesystem: str, flags: int, options: str = "") -> None:
-    """Mount a filesystem; raises OSError."""
-    _call(os.fspath(source), target, filesystem, flags, options)
-
-
-def bind(source: Path, target: Path) -> None:
+def bind(source: str | Path, target: str | Path) -> None:
     """Show ``source`` at ``target`` too; raises OSError."""
-    _call(os.fspath(source), target, "", _MS_BIND, "")
+    mount(source, target, "", BIND)
 
 
-def unmount(target: Path) -> None:
-    """Unmount; raises OSError."""
+def unmount(target: str | Path) -> None:
+    """Unmount; raises OSError (EBUSY when something still uses it)."""
     if _libc.umount2(os.fsencode(target), 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"umount: {os.strerror(code)}", os.fspath(target))
