@@ -24,15 +24,14 @@ from types import FrameType
 from typing import NoReturn
 
 from image_builder.errors import EXIT_BUG, EXIT_INTERRUPTED, HostError
+from image_builder.node import mounts
 from image_builder.process import die_with_parent
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWIPC = 0x08000000
 _CLONE_NEWPID = 0x20000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
-_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_RDONLY, _MS_REMOUNT = 4096, 16384, 1 << 18, 1, 32
-_MNT_DETACH = 2
+_MS_REC, _MS_PRIVATE, _MS_REMOUNT = 16384, 1 << 18, 32
 
 _DEV_NODES = {
     "null": (1, 3),
@@ -50,38 +49,33 @@ _DEV_LINKS = {
     "ptmx": "pts/ptmx",
 }
 
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
+_Mask = set[signal.Signals | int]
+
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = (
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_ulong,
-    ctypes.c_char_p,
-)
-
-
-def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    done = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode())
-    if done != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mount {kind} {source}: {os.strerror(code)}", target)
 
 
 def mount(kind: str, source: str, target: str, options: str = "") -> None:
     """Mount a filesystem of ``kind``; raises OSError with the target's name."""
-    _mount(source, target, kind, _MS_NOSUID if kind in ("proc", "sysfs") else 0, options)
+    mounts.mount(source, target, kind, mounts.NOSUID if kind in ("proc", "sysfs") else 0, options)
 
 
 def bind(source: str, target: str, *, read_only: bool) -> None:
     """Bind ``source`` (a directory or a file, not what is mounted below it) onto ``target``."""
-    _mount(source, target, "", _MS_BIND)
+    mounts.bind(source, target)
     if read_only:
-        _mount("", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
+        make_read_only(target)
 
 
 def make_read_only(target: str) -> None:
     """Make an existing mount read-only."""
-    _mount("", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
+    mounts.mount("", target, "", mounts.BIND | _MS_REMOUNT | mounts.RDONLY)
+
+
+def unmount(target: str) -> None:
+    """Unmount; raises OSError (EBUSY when something still uses it)."""
+    mounts.unmount(target)
 
 
 def mount_dev(target: str) -> list[str]:
@@ -120,42 +114,31 @@ def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
     return mounted
 
 
-def unmount(target: str) -> None:
-    """Unmount ``target``; raises OSError (EBUSY when something still uses it)."""
-    if _libc.umount2(target.encode(), 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"umount: {os.strerror(code)}", target)
-
-
-def syncfs(path: str) -> None:
-    """Write everything of the filesystem that holds ``path`` to its disk; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if _libc.syncfs(fd) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"syncfs: {os.strerror(code)}", path)
-    finally:
-        os.close(fd)
-
-
 def run_isolated(work: Callable[[], int]) -> int:
     """Run ``work`` in fresh namespaces and return its exit status (128 + n when a signal n ended it).
 
     Needs root. Must be called before any thread was started, since it forks. The calling process itself stays
     in its namespaces, so it may call this again. Where the kernel refuses, that is told on standard error and
     the status is HostError's.
+
+    The signals are blocked from before the first fork on, in the worker until it is ready for them: none comes
+    while nobody would pass it on (PID 1 of a namespace never sees a signal that it neither blocks nor handles).
     """
     sys.stdout.flush()
     sys.stderr.flush()
     alive = os.pipe()
-    outer = os.fork()
-    if outer == 0:
-        _make_namespaces(work, alive)
-    os.close(alive[0])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
-        return _wait_for(outer)
+        outer = os.fork()
+        if outer == 0:
+            _make_namespaces(work, alive, mask)
+        os.close(alive[0])
+        try:
+            return _wait_for(outer)
+        finally:
+            os.close(alive[1])
     finally:
-        os.close(alive[1])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _parent_is_gone(alive: tuple[int, int]) -> bool:
@@ -168,7 +151,7 @@ def _parent_is_gone(alive: tuple[int, int]) -> bool:
     return bool(readable)
 
 
-def _make_namespaces(work: Callable[[], int], alive: tuple[int, int]) -> NoReturn:
+def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
     """Between the caller and PID 1: whoever unshares a PID namespace can't fork once that is gone."""
     die_with_parent()
     code = EXIT_BUG
@@ -183,7 +166,7 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int]) -> NoRetur
         else:
             first = os.fork()
             if first == 0:
-                _become_init(work, mine)
+                _become_init(work, mine, mask)
             os.close(mine[0])
             code = _wait_for(first)
     except BaseException:
@@ -193,24 +176,24 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int]) -> NoRetur
         os._exit(code)
 
 
-def _wait_for(child: int) -> int:
-    """Forward SIGINT, SIGTERM and SIGHUP to ``child`` and wait for its end.
+def _wait_for(child: int, *, orphans: bool = False) -> int:
+    """Pass SIGINT, SIGTERM and SIGHUP on to ``child`` and return its exit status; reap ``orphans`` on the way.
 
-    A Ctrl-C reaches the whole foreground group, so SIGINT is only forwarded when it was sent to this process
-    alone; the worker sees at most two and treats them as one.
+    A Ctrl-C comes from the terminal to every process of the foreground group, the worker among them, and is not
+    passed on.
     """
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, forward) for number in signals}
-    try:
-        _, status = os.waitpid(child, 0)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return _exit_status(status)
+    while True:
+        # The time limit is for a caller with threads after all: one of them may swallow the SIGCHLD.
+        told = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1)
+        if told and told.si_signo != signal.SIGCHLD:
+            if not (told.si_signo == signal.SIGINT and told.si_code == _SI_KERNEL):
+                os.kill(child, told.si_signo)
+            continue
+        pid = -1
+        while pid:
+            pid, status = os.waitpid(-1 if orphans else child, os.WNOHANG)
+            if pid == child:
+                return _exit_status(status)
 
 
 def _exit_status(status: int) -> int:
@@ -218,38 +201,39 @@ def _exit_status(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _become_init(work: Callable[[], int], alive: tuple[int, int]) -> NoReturn:
+def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
     """PID 1: set up the mounts, start the worker, reap until it ends. Never returns."""
     die_with_parent()
     code = EXIT_BUG
     try:
         if _parent_is_gone(alive):
             os._exit(code)
-        _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-        _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        mounts.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+        mounts.mount("proc", "/proc", "proc", mounts.NOSUID | mounts.NODEV | mounts.NOEXEC)
         mount_dev("/dev")
         worker = os.fork()
         if worker == 0:
-            _run_worker(work)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda n, _f: os.kill(worker, n))
-        while True:
-            pid, status = os.wait()
-            if pid == worker:
-                code = _exit_status(status)
-                break
+            _run_worker(work, mask)
+        code = _wait_for(worker, orphans=True)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
-def _run_worker(work: Callable[[], int]) -> NoReturn:
+def _interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
+    """End the work; a second SIGINT (as of who signals the whole group) must not interrupt the clearing away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run_worker(work: Callable[[], int], mask: _Mask) -> NoReturn:
     code = EXIT_BUG
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt_once)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

@@ -95,3 +95,56 @@ def test_the_hosts_devices_are_out_of_reach() -> None:
     assert "'vda'" not in done.stdout
     assert "'null'" in done.stdout
     assert Path("/dev/null").is_char_device()
+
+
+_SIGNALLED_AT_ONCE = """
+import os, signal, sys, time
+from image_builder import namespace
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+def work():
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(5)
+    return 0
+print(*[namespace.run_isolated(work) for _ in range(20)])
+"""
+
+
+def test_a_signal_is_passed_on_from_the_first_moment() -> None:
+    """The work runs before PID 1 came to its own next line, with one processor nearly always."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNALLED_AT_ONCE], cwd=REPO, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["143"] * 20, done.stderr
+
+
+_INTERRUPTED = """
+import sys, time
+from image_builder import namespace
+def work():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(1)
+        open(sys.argv[1], "w").close()
+    return 0
+sys.exit(namespace.run_isolated(work))
+"""
+
+
+def test_a_second_interrupt_does_not_stop_the_clearing_away(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path / "cleared")],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for _ in range(5):
+            os.killpg(child.pid, signal.SIGINT)
+            time.sleep(0.1)
+        assert child.wait(timeout=30) == 130
+    assert (tmp_path / "cleared").exists()
