@@ -123,6 +123,16 @@ def run_suite(
     return result
 
 
+_ENVIRONMENT = {
+    # No plugin but pytest's own: what else is installed must not change a verdict.
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPATH": os.fspath(REPO_ROOT),
+    # Commands in the tree get it too, and there is no staging area in there.
+    "TMPDIR": "/tmp",
+}
+
+
 def observe_suite(
     target: str,
     facts: Path,
@@ -155,19 +165,11 @@ def observe_suite(
         *(f"--rootdir={suite}", "-c", suite / "pytest.ini"),
         *([suite / name for name in select] or [suite]),
     ]
-    # No plugin but pytest's own: what else is installed must not change a verdict.
-    env = {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.fspath(REPO_ROOT),
-        # Commands in the tree get it too, and there is no staging area in there.
-        "TMPDIR": "/tmp",
-    }
     started = time.monotonic()
     try:
         done = process.run(
             argv,
-            env=env,
+            env=_ENVIRONMENT,
             ok=_ANY_STATUS,
             cwd=out_dir,
             timeout=timeout,
