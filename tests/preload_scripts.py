@@ -17,7 +17,8 @@ mkdir -p /etc/node-agent /opt/preload
 wait_for() { i=0; until "$@" >/dev/null 2>&1; do i=$((i + 1)); test $i -lt 150; sleep 0.1; done; }
 settings() {
   cat >/etc/node-agent/preload.json <<END
-{"engine": "$engine", "namespace": "k8s.io", "pause": "$1", "data_root": "${2:-/mnt/local/$engine}", "mount_point": "/mnt/local"}
+{"engine": "$engine", "namespace": "k8s.io", "pause": "$1", "mount_point": "/mnt/local",
+ "data_root": "${2:-/mnt/local/$engine}"}
 END
 }
 start_docker() {
