@@ -66,10 +66,10 @@ LIFE: tuple[Row, ...] = (
     Row(
         "power cut while promoting",
         "a",
-        (_SLOW,),
+        (Local("one", rate=SLOW // 2),),
         (steps.copy_while_seeding, steps.wait_until_up, steps.cut_while_promoting),
         {**UP, "disk": "mount", "seed": ("seeded", "reseeded"), "promoting": True, "copies": True},
-        "The half-made seed is dropped and made anew; QEMU killed after 200 MiB of copies.",
+        "The half-made seed is dropped and made anew; QEMU killed when 300 MiB lie on the disk.",
     ),
     Row(
         "boot after the power cuts",
@@ -124,8 +124,8 @@ LIFE: tuple[Row, ...] = (
         "a",
         None,
         (steps.restart, steps.run_images),
-        {**UP, **RUNS, "disk": "mount", "seed": "current", "archive": [LARGE]},
-        "What was deleted is back, from the archive.",
+        {**UP, **RUNS, "disk": "mount", "seed": "repaired"},
+        "What was deleted is back, as links into the store again.",
     ),
     Row(
         "disk pressure, images pinned",

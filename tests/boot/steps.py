@@ -181,8 +181,8 @@ def wait_until_up(place: Place) -> Facts:
 
 def cut_while_promoting(place: Place) -> Facts:
     """Kill QEMU when promotion has copied some of the layers."""
-    node = place.node
-    _wait_for_copies(place, 200 * MIB)
+    node, disk = place.node, place.file()
+    node.wait(lambda: allocated(disk) > 300 * MIB, PROMOTION_SECONDS, "promotion writes")
     running = bool(node.status()["promotion"].get("layers_left"))
     node.end()
     return {"promoting": running}
@@ -335,11 +335,9 @@ def evict(place: Place) -> Facts:
 def _names(node: Instance, wait: float = 0) -> set[str]:
     """Return what Docker's images are called, tags and digests."""
     time.sleep(wait)
-    template = "{{range .RepoTags}}{{.}} {{end}}{{range .RepoDigests}}{{.}} {{end}}"
-    every = "docker image ls --all --quiet --no-trunc | sort -u"
-    return set(
-        node.shell(f"{every} | xargs --no-run-if-empty docker image inspect --format '{template}'").split()
-    )
+    form = "{{.Repository}}:{{.Tag}} {{.Repository}}@{{.Digest}}"
+    said = node.shell(f"docker image ls --all --no-trunc --digests --format '{form}'")
+    return {name for name in said.split() if "<none>" not in name}
 
 
 def break_disk(place: Place) -> Facts:
