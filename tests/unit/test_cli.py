@@ -27,6 +27,9 @@ COMMANDS = [
     ("lab", "up"),
     ("lab", "down"),
     ("lab", "status"),
+    ("gate", "run"),
+    ("gate", "admit"),
+    ("gate", "status"),
     ("store", "gc"),
     ("store", "verify"),
 ]
