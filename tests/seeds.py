@@ -187,9 +187,10 @@ class Node:
         status.update("disk", {"state": status.OK}, directory=self.root.path / "run/node")
 
     def agent(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start the agent."""
+        """Start the agent, in a process group of its own."""
         return subprocess.Popen(
             self.root.argv([AGENT, *(words or ("seed",))]),
+            process_group=0,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

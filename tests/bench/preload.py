@@ -24,17 +24,15 @@ pair is measured back to back, and the best of its rounds counts.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
+import operator
 import os
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +43,18 @@ from image_builder import namespace, process  # noqa: E402
 from image_builder.lock import LockedImage  # noqa: E402
 from image_builder.node import durable, layout  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttled  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
 from tests.pulls import ENGINES, MB, Lab, isolated  # noqa: E402
 from tests.seeds import AGENT, Baked, Node, bake, node, runnable  # noqa: E402
 
 ROUNDS = 3
+PAIRS = 12  # of a short measurement
 SMALL_MB = 300
 LAYERS = 5
 MANY_IMAGES, MANY_LAYERS = 50, 10
 OS_DISK_RATE = 100 * MB
 _ARCHIVE = "/opt/preloaded_docker_images.tar"
-_BLKIO = Path("/sys/fs/cgroup/blkio")
-_LOOP_CTL_GET_FREE = 0x4C82
 _GOALS = {
     "docker_first_run_ratio": (">=", 20),
     "containerd_first_run_ratio": (">=", 60),
@@ -78,102 +76,6 @@ used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_maxrss, used.ru_utime + used.ru_stime, seconds)
 """
 Found = dict[str, Any]
-
-
-# -- disks -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Disk:
-    """A mounted loop device: where, its number as the kernel writes it (``7:3``), and its name."""
-
-    path: Path
-    number: str
-    name: str
-
-    def written(self) -> int:
-        """Return the bytes written to the device so far (Documentation/block/stat.rst: 512-byte sectors)."""
-        return int(Path("/sys/block", self.name, "stat").read_text().split()[6]) * 512
-
-
-@contextmanager
-def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
-    """Make and mount a blank disk on a loop device of its own; nothing of it is left afterwards.
-
-    XFS as ``roles/local_disk`` makes it by default, ext4 on a host without ``mkfs.xfs``.
-    """
-    file, where = folder / "disk.img", folder / "mnt"
-    where.mkdir()
-    with file.open("wb") as sink:
-        sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
-    kind = _filesystem()
-    argv: dict[str, list[str]] = {
-        "xfs": ["mkfs.xfs", "-q", "-f", "-n", "ftype=1"],
-        "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1"],
-    }
-    process.run([*argv[kind], file])
-    device = _attach(file)
-    try:
-        namespace.mount(kind, os.fspath(device), os.fspath(where), "noinit_itable" if kind == "ext4" else "")
-        try:
-            number = os.stat(where).st_dev
-            process.run(["sync"])
-            yield Disk(where, f"{os.major(number)}:{os.minor(number)}", device.name)
-        finally:
-            namespace.unmount(os.fspath(where))
-    finally:
-        process.run(["losetup", "--detach", device])
-        file.unlink()
-        where.rmdir()
-
-
-def _filesystem() -> str:
-    return "xfs" if shutil.which("mkfs.xfs", path=process.environment()["PATH"]) else "ext4"
-
-
-def _attach(file: Path) -> Path:
-    """Return a loop device for a file; /dev is this namespace's own, so its nodes are made here."""
-    control = Path("/dev/loop-control")
-    if not control.exists():
-        os.mknod(control, 0o20600, os.makedev(10, 237))
-    for _ in range(20):  # somebody else may take it meanwhile
-        with control.open("rb") as stream:
-            number = fcntl.ioctl(stream, _LOOP_CTL_GET_FREE)
-        device = Path(f"/dev/loop{number}")
-        if not device.exists():
-            os.mknod(device, 0o60600, os.makedev(7, number))
-        if process.run(["losetup", "--direct-io=on", device, file], ok=range(256)).returncode == 0:
-            return device
-    raise RuntimeError("no loop device is free")
-
-
-@contextmanager
-def throttled(disk: Disk, bytes_per_second: int) -> Iterator[None]:
-    """Let this process and all that it starts read so fast from a disk, and no faster."""
-    group = _BLKIO / f"image-builder-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "blkio.throttle.read_bps_device").write_text(f"{disk.number} {bytes_per_second}")
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (_BLKIO / "cgroup.procs").write_text(str(os.getpid()))
-        _leave(group)
-
-
-def _leave(group: Path) -> None:
-    """Remove a control group when the last of its processes has ended."""
-    for _ in range(100):
-        try:
-            group.rmdir()
-            return
-        except OSError:
-            time.sleep(0.1)
-
-
-def drop_caches() -> None:
-    process.run(["sync"])
-    Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 # -- images ----------------------------------------------------------------------------------------------------
@@ -284,7 +186,7 @@ def scenario(lab: Lab, large_mb: str) -> Found:
     shrink(small)
     entry = large.manifest()["images"][0]
     found: Found = {
-        "filesystem": _filesystem(),
+        "filesystem": filesystem(),
         "large_gb": round(entry["bytes"] / 1e9, 2),
         "store_gb": round(large.manifest()["bytes"] / 1e9, 2),
     }
@@ -361,26 +263,36 @@ def unpaced(here: Node, rate: int | None) -> None:
 
 
 def reader(lab: Lab, large: Baked, small: Baked) -> Found:
-    """Read the small image cold through an overlay, alone and while the large one is promoted at the default rate."""
+    """Read the small image cold through an overlay, in turn with the large one's promotion stopped and going on.
+
+    The promotion goes at its default rate. Pairs, and their middle: what else the machine does changes both of one.
+    """
     gigabytes = 1 + 1.5 * large.manifest()["images"][0]["bytes"] / 1e9
     alone, beside = [], []
     where = lab.folder("small-store")
     namespace.mount("erofs", os.fspath(small.file), os.fspath(where), "ro")
     try:
-        for _ in range(ROUNDS):
-            alone.append(_read_overlay(lab, where))
-            with blank_disk(lab.folder("ssd"), gigabytes) as ssd, node(lab, large.opt, ssd.path) as here:
-                unpaced(here, None)
-                here.seed()
-                child = here.agent("promote")
-                time.sleep(2)
+        with blank_disk(lab.folder("ssd"), gigabytes) as ssd, node(lab, large.opt, ssd.path) as here:
+            unpaced(here, None)
+            here.seed()
+            child = here.agent("promote")
+            time.sleep(2)
+            for _ in range(PAIRS):
+                os.killpg(child.pid, signal.SIGSTOP)
+                alone.append(_read_overlay(lab, where))
+                os.killpg(child.pid, signal.SIGCONT)
+                time.sleep(0.5)
                 beside.append(_read_overlay(lab, where))
                 assert child.poll() is None, "the promotion ended before the reader"
-                child.terminate()
-                child.communicate()
+            child.terminate()
+            child.communicate()
     finally:
         namespace.unmount(os.fspath(where))
-    return {"reader_alone": round(min(alone), 3), "reader_beside": round(min(beside), 3)}
+    return {
+        "reader_alone": round(statistics.median(alone), 3),
+        "reader_beside": round(statistics.median(beside), 3),
+        "reader_slowdown": round(statistics.median(map(operator.truediv, beside, alone)), 2),
+    }
 
 
 def _read_overlay(lab: Lab, store: Path) -> float:
@@ -452,10 +364,11 @@ def measure(store: Path, engines: list[str], large_mb: int) -> Found:
     for key, top, bottom in (
         ("cold_read_ratio", "cold_reference", "cold_ours"),
         ("promote_ratio", "promote_reference", "promote_ours"),
-        ("reader_slowdown", "reader_beside", "reader_alone"),
     ):
         if docker:
             found[key] = round(docker[top] / docker[bottom], 2)
+    if docker:
+        found["reader_slowdown"] = docker["reader_slowdown"]
     found["seeded_boot_seconds"] = max(found[name]["many_seconds"] for name in engines)
     found["seeded_boot_mib"] = max(
         found[name][key] for name in engines for key in ("many_memory_mib", "many_written_mib")

@@ -40,6 +40,7 @@ WHOLE = {"layers": True, "empty_files": 0, "different": []}
 PROMOTED = {"promotion": "ok", "links": 0}
 CHECKED = {"checks": True, "failed": []}
 
+LARGE = "registry.lab.internal/large:1.0"
 SLOW = 8 * MIB  # a second: slow enough to be caught in the act
 _ONE, _TWO, _THREE = Local("one"), Local("two"), Local("three")
 _SLOW = Local("one", rate=SLOW)
@@ -109,6 +110,30 @@ LIFE: tuple[Row, ...] = (
         (steps.suite,),
         CHECKED,
         "The verification suite on that machine.",
+    ),
+    Row(
+        "disk pressure",
+        "a",
+        None,
+        (steps.evict,),
+        {"deleted": [steps.MORE, LARGE]},
+        "The kubelet deletes every image that no pod uses: not the pause image, which it was told of.",
+    ),
+    Row(
+        "boot after the disk pressure",
+        "a",
+        None,
+        (steps.restart, steps.run_images),
+        {**UP, **RUNS, "disk": "mount", "seed": "current", "archive": [LARGE]},
+        "What was deleted is back, from the archive.",
+    ),
+    Row(
+        "disk pressure, images pinned",
+        "a",
+        None,
+        (steps.pin_images, steps.evict, steps.run_images),
+        {"deleted": [steps.MORE], **RUNS},
+        "The same with `pin: true` for each preloaded image: none is deleted.",
     ),
 )
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from image_builder.boot import start_pod, wait_for_system
 from image_builder.events import NullMonitor
+from image_builder.node import layout
 from image_builder.stages.verify import observe_suite
 from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
 
 Facts = dict[str, Any]
 DISK_LINE, SEED_LINE = "node-agent: disk: ", "node-agent: seed: "
 PROMOTION_SECONDS = 1200.0
+EVICTION_SECONDS = 600.0
+MORE = "more.lab.internal/built-here:1"  # an image that no bake knows
 _CRASHES = 12
 
 
@@ -298,6 +301,45 @@ def grow(place: Place) -> Facts:
     place.node.end()
     os.truncate(place.file(), 24 * GIB)
     return {}
+
+
+def pin_images(place: Place) -> Facts:
+    """Declare every preloaded image as pinned, as a bake with ``pin: true`` does, and let the agent guard them."""
+    place.node.shell(
+        f'sed -i \'s/"pin": false/"pin": true/\' {layout.LIST}\n'
+        f'sed -i \'s/"pin": false/"pin": true/\' {layout.MANIFEST}\nnode-agent preload'
+    )
+    return {}
+
+
+def evict(place: Place) -> Facts:
+    """Put the kubelet under disk pressure: it deletes every image that it may; one more is there to be deleted."""
+    node, pause = place.node, place.lab.image.variables["container_runtime_pause_image"]
+    node.shell(f"docker create --name more {pause}\ndocker commit more {MORE}\ndocker rm more")
+    before = _names(node)
+    node.shell(
+        "cp /run/node/kubelet.env /run/kubelet.env.kept\n"
+        "sed -i 's/$/ --eviction-hard=imagefs.available<99%/' /run/node/kubelet.env\nsystemctl restart kubelet"
+    )
+    deadline = time.monotonic() + EVICTION_SECONDS
+    while MORE in _names(node):
+        assert time.monotonic() < deadline, "the kubelet deletes no image"
+        time.sleep(5)
+    after = _names(node)
+    while (now := _names(node, wait=20)) != after:
+        after = now
+    node.shell("mv /run/kubelet.env.kept /run/node/kubelet.env\nsystemctl restart kubelet")
+    return {"deleted": sorted(name for name in before - after if "@" not in name)}
+
+
+def _names(node: Instance, wait: float = 0) -> set[str]:
+    """Return what Docker's images are called, tags and digests."""
+    time.sleep(wait)
+    template = "{{range .RepoTags}}{{.}} {{end}}{{range .RepoDigests}}{{.}} {{end}}"
+    every = "docker image ls --all --quiet --no-trunc | sort -u"
+    return set(
+        node.shell(f"{every} | xargs --no-run-if-empty docker image inspect --format '{template}'").split()
+    )
 
 
 def break_disk(place: Place) -> Facts:

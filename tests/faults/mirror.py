@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 
 SUITE = "trixie"
 
@@ -106,12 +107,20 @@ class Repository:
 @contextmanager
 def serve(path: Path) -> Iterator[str]:
     """Serve a directory on the loopback interface; the address, without a slash at its end."""
-    handler = functools.partial(_Quiet, directory=str(path))
+    with serve_counted(path) as (address, _):
+        yield address
+
+
+@contextmanager
+def serve_counted(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a directory like ``serve``; also the paths that were asked for, in their order."""
+    asked: list[str] = []
+    handler = functools.partial(_Quiet, asked, directory=str(path))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
         server.shutdown()
         server.server_close()
@@ -119,5 +128,15 @@ def serve(path: Path) -> Iterator[str]:
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
+    """Notes what is asked for, and says nothing."""
+
+    def __init__(self, asked: list[str], *args: Any, **options: Any) -> None:
+        self.asked = asked
+        super().__init__(*args, **options)
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
     def log_message(self, format: str, *args: object) -> None:
         pass

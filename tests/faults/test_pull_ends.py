@@ -98,7 +98,7 @@ def test_an_image_that_is_not_required_may_fail(ended: Result) -> None:
 
 def test_the_first_required_image_that_fails_ends_the_others(ended: Result) -> None:
     found = ended["required"]
-    assert not found["bug"] and found["seconds"] < 15
+    assert not found["bug"]
     assert found["error"].startswith(f"{HOST}/goodrequired:1: ") and "not found" in found["error"]
     assert "\n" not in found["error"], "the other one did not fail, it was ended"
     assert sorted(r["outcome"] for r in found["records"]) == ["failed", "stopped"]

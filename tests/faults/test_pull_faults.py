@@ -204,7 +204,6 @@ def test_transient_fault_is_overcome(met: Result, engine: str, name: str) -> Non
     case = met["cases"][name]
     assert not case["bug"], case["bug"]
     assert not case["error"] and case["has"], case
-    assert case["seconds"] < 60
     attempts = case["records"][0]["attempts"]
     wire = case["wire"] / case["bytes"]
     assert wire >= 1, "all of it came from there"

@@ -1,4 +1,4 @@
-"""Mutations for test_preload.py: the list's JSON and the archive's bytes are changed in place."""
+"""Mutations for test_preload.py and test_preload_archive.py: the list's JSON and the archive's bytes are changed in place."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Preloaded images: what was declared is in the archive, whole, and on a running machine in the engine."""
+"""Preloaded images on a machine: the units are in order, and every image is in the engine, whole."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
+from preloaded import LIST, familiar, images, plain
 from suite import (
     Tree,
     assignments,
@@ -24,8 +24,6 @@ from suite import (
 from testinfra.host import Host
 
 V = dict[str, Any]
-LIST = "/opt/preloaded_docker_images.json"
-ARCHIVE = "/opt/preloaded_docker_images.tar"
 STATUS = "/run/node/status.json"
 SETTINGS = "/etc/node-agent/preload.json"
 UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-promote.service"
@@ -33,126 +31,11 @@ UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-
 LAB = ".lab.internal"
 
 with_unit = needs("container_runtime", "node")
-baked = needs("container_runtime", image_preload=bool)
 preloaded = needs("container_runtime", "node", image_preload=bool)
 with_docker = needs("container_runtime", "node", image_preload=bool, container_runtime_engine="docker")
 with_containerd = needs(
     "container_runtime", "node", image_preload=bool, container_runtime_engine="containerd"
 )
-
-# Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,
-# where a link leads, and what small members hold.
-_READER = """
-import gzip, hashlib, json, sys, tarfile, zlib
-
-class Archive:
-    def __init__(self, path):
-        self.file, self.size, self.digest = open(path, "rb"), 0, hashlib.sha256()
-    def read(self, number=1 << 20):
-        data = self.file.read(number)
-        self.size += len(data)
-        self.digest.update(data)
-        return data
-
-def member(stream, small):
-    raw, plain, text = hashlib.sha256(), hashlib.sha256(), b""
-    head = data = stream.read(1 << 20)
-    unzip = zlib.decompressobj(31) if head[:2] == b"\\x1f\\x8b" else None
-    while data:
-        raw.update(data)
-        text += data if small else b""
-        while data:
-            plain.update(unzip.decompress(data) if unzip else data)
-            data = unzip.unused_data if unzip and unzip.eof else b""
-            unzip = zlib.decompressobj(31) if data else unzip
-        data = stream.read(1 << 20)
-    return {"sha256": raw.hexdigest(), "plain": plain.hexdigest(), "text": text.decode("utf-8", "replace")}
-
-archive, members = Archive(sys.argv[1]), {}
-problem = ""
-try:
-    with tarfile.open(fileobj=archive, mode="r|") as tar:
-        for info in tar:
-            if info.isreg():
-                members[info.name] = member(tar.extractfile(info), info.size < 1 << 20)
-            elif info.issym() or info.islnk():
-                members[info.name] = {"link": info.linkname, "hard": info.islnk()}
-except (tarfile.TarError, zlib.error, OSError) as error:
-    problem = f"{type(error).__name__}: {error}"
-while archive.read():
-    pass
-print(json.dumps({"bytes": archive.size, "sha256": archive.digest.hexdigest(), "members": members,
-                  "problem": problem}))
-"""
-
-
-def _list(host: Host) -> dict[str, Any]:
-    """Return the list of preloaded images."""
-    content = load(host, LIST)
-    assert isinstance(content, dict) and content.get("format") == 1, f"{LIST} holds {content!r:.80}"
-    return content
-
-
-def _images(host: Host) -> list[dict[str, Any]]:
-    images: list[dict[str, Any]] = _list(host)["images"]
-    return images
-
-
-def _archive(host: Host) -> dict[str, Any]:
-    """Return what is in the archive; read once for all checks of a target."""
-    if not hasattr(host, "preload_archive"):
-        host.preload_archive = json.loads(output(host, "python3 -c %s %s", _READER, ARCHIVE))
-    found: dict[str, Any] = host.preload_archive
-    return found
-
-
-def _member(archive: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a member, a link's target for a link (old versions of Docker store a shared layer so)."""
-    members = archive["members"]
-    for _ in range(8):
-        assert name in members, f"the archive has no {name} {archive['problem']}"
-        found: dict[str, Any] = members[name]
-        if "link" not in found:
-            return found
-        name = found["link"] if found["hard"] else _relative(name, found["link"])
-    raise AssertionError(f"links of the archive lead nowhere: {name}")
-
-
-def _relative(name: str, link: str) -> str:
-    parts: list[str] = []
-    for part in (PurePosixPath(name).parent / link).parts:
-        parts = parts[:-1] if part == ".." else [*parts, part]
-    return "/".join(parts)
-
-
-def _json(archive: dict[str, Any], name: str) -> Any:
-    text = _member(archive, name)["text"]
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise AssertionError(f"{name} of the archive is not JSON: {error}") from error
-
-
-def _saved(archive: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of the archive's manifest.json by reference."""
-    entries = _json(archive, "manifest.json")
-    return {tag: entry for entry in entries for tag in entry["RepoTags"] or []}
-
-
-def _saved_image(archive: dict[str, Any], image: dict[str, Any]) -> dict[str, Any]:
-    saved = _saved(archive)
-    names = {image["ref"], _familiar(image["ref"])} & saved.keys()
-    assert names, f"the archive has no {image['ref']}, only {', '.join(saved) or 'nothing'}"
-    return saved[names.pop()]
-
-
-def _familiar(ref: str) -> str:
-    """Return a reference as Docker writes it: its own registry goes without saying."""
-    return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
-
-
-def _plain(digest: str) -> str:
-    return digest.removeprefix("sha256:")
 
 
 def _unit(host: Host, name: str) -> list[str]:
@@ -168,71 +51,6 @@ def _named(lines: list[str], key: str) -> set[str]:
 
 @offline
 @booted
-@baked
-def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
-    """The list has every required image of the definition, for its platform, pinned as declared; no others."""
-    declared = {image["ref"]: image for image in v["image_preload"]}
-    content = _list(host)
-    listed = {image["ref"]: image for image in content["images"]}
-    assert len(listed) == len(content["images"]), "an image is listed twice"
-    nothing(differences({"engine": v["container_runtime_engine"]}, content))
-    nothing(f"{ref} is not listed" for ref in declared if declared[ref]["required"] and ref not in listed)
-    nothing(f"{ref} is listed, not declared" for ref in listed if ref not in declared)
-    for ref, image in listed.items():
-        wanted = {key: declared[ref][key] for key in ("pin", "platform")}
-        nothing(f"{ref}: {difference}" for difference in differences(wanted, image))
-
-
-@offline
-@baked
-def test_preload_archive_is_the_recorded_one(host: Host) -> None:
-    """The archive has the recorded size and sha256, and is a readable tar."""
-    recorded, found = _list(host)["archive"], _archive(host)
-    assert found["problem"] == "", found["problem"]
-    wanted = {"bytes": recorded["bytes"], "sha256": _plain(recorded["sha256"])}
-    nothing(differences(wanted, found))
-    assert recorded["path"] == ARCHIVE
-
-
-@offline
-@baked
-def test_preload_archive_holds_every_image(host: Host) -> None:
-    """Every listed reference is in the archive and means the listed image id there."""
-    archive = _archive(host)
-    for image in _images(host):
-        config = _saved_image(archive, image)["Config"]
-        found = _member(archive, config)["sha256"]
-        assert found == _plain(image["id"]), f"{image['ref']} is {found}, not {image['id']}"
-
-
-@offline
-@baked
-def test_preload_images_are_complete(host: Host) -> None:
-    """Every layer of every image is in the archive, unpacks, and is what the image's configuration names."""
-    archive = _archive(host)
-    for image in _images(host):
-        saved = _saved_image(archive, image)
-        config = _json(archive, saved["Config"])
-        named = config["rootfs"]["diff_ids"]
-        assert named == image["diff_ids"], f"{image['ref']}: the list has other layers than the image"
-        found = [_member(archive, layer)["plain"] for layer in saved["Layers"]]
-        assert found == [_plain(diff_id) for diff_id in named], f"{image['ref']} has damaged layers: {found}"
-
-
-@offline
-@baked
-def test_preload_images_are_of_their_platform(host: Host) -> None:
-    """Every image is for the operating system and the processor that the list names."""
-    archive = _archive(host)
-    for image in _images(host):
-        config = _json(archive, _saved_image(archive, image)["Config"])
-        found = f"{config['os']}/{config['architecture']}"
-        wanted = "/".join(image["platform"].split("/")[:2])
-        assert found == wanted, f"{image['ref']} is for {found}, not {wanted}"
-
-
-@offline
-@booted
 @preloaded
 def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
     """The engine and the kubelet take the same pause image, and it is preloaded and pinned."""
@@ -240,7 +58,7 @@ def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
     found = dict(_told_of_pause(host, v))
     assert found, "nothing was told of a pause image"
     nothing(f"{who} takes {ref}, not {pause}" for who, ref in found.items() if ref != pause)
-    listed = {image["ref"]: image for image in _images(host)}
+    listed = {image["ref"]: image for image in images(host)}
     assert pause in listed, f"{pause} is not preloaded"
     assert listed[pause]["pin"] or load(host, SETTINGS).get("pause") == pause, f"{pause} is not pinned"
 
@@ -384,7 +202,7 @@ def test_preload_succeeded(host: Host) -> None:
     nothing(differences({"ActiveState": "active", "Result": "success"}, found))
     status = load(host, STATUS).get("preload", {})
     nothing(status.get("problems", ["the status has no section preload"]))
-    nothing(differences({"state": "ok", "images": len(_images(host))}, status))
+    nothing(differences({"state": "ok", "images": len(images(host))}, status))
 
 
 @booted
@@ -393,9 +211,9 @@ def test_preloaded_images_are_in_docker(host: Host) -> None:
     """Docker has every reference, with the recorded image id."""
     found = _docker_images(host)
     nothing(
-        f"{image['ref']} is {found.get(_familiar(image['ref']), 'missing')}"
-        for image in _images(host)
-        if found.get(_familiar(image["ref"])) != image["id"]
+        f"{image['ref']} is {found.get(familiar(image['ref']), 'missing')}"
+        for image in images(host)
+        if found.get(familiar(image["ref"])) != image["id"]
     )
 
 
@@ -409,7 +227,7 @@ def _docker_images(host: Host) -> dict[str, str]:
 @with_docker
 def test_preloaded_layers_are_in_docker(host: Host) -> None:
     """Docker has all layers of every image, and their directories are on the disk."""
-    for image in _images(host):
+    for image in images(host):
         (found,) = json.loads(output(host, "docker image inspect %s", image["id"]))
         assert found["RootFS"]["Layers"] == image["diff_ids"], f"{image['ref']}: {found['RootFS']}"
         data = found["GraphDriver"]["Data"] or {}
@@ -424,7 +242,7 @@ def test_preloaded_layers_are_in_docker(host: Host) -> None:
 def test_preloaded_images_are_in_containerd(host: Host, v: V) -> None:
     """containerd has every image by its tag and by its digest, with the recorded image id."""
     names = _names(host, v)
-    for image in _images(host):
+    for image in images(host):
         for name in (image["ref"], _by_digest(image)):
             assert name in names, f"{name} is missing"
             assert names[name]["digest"] in (image["digest"], image["manifest"]), f"{name}: {names[name]}"
@@ -438,7 +256,7 @@ def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
     """containerd has the whole content of every image, and it is unpacked in the snapshotter in use."""
     lines = output(host, _ctr(v, "images check --snapshotter overlayfs")).splitlines()[1:]
     checked = {line.split()[0]: line for line in lines}
-    for image in _images(host):
+    for image in images(host):
         line = checked.get(image["ref"], "is missing")
         assert " complete (" in line and line.split()[-1] == "true", f"{image['ref']}: {line}"
 
@@ -448,7 +266,7 @@ def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
 def test_preloaded_images_are_pinned(host: Host, v: V) -> None:
     """What is pinned has the label that keeps it from garbage collection, and the pause image is pinned."""
     names = _names(host, v)
-    pinned = {image["ref"] for image in _images(host) if image["pin"]}
+    pinned = {image["ref"] for image in images(host) if image["pin"]}
     for ref in pinned | {v["container_runtime_pause_image"]}:
         labels = names.get(ref, {}).get("labels", "")
         assert "io.cri-containerd.pinned=pinned" in labels.split(","), f"{ref}: {labels}"
@@ -471,8 +289,8 @@ def test_preloaded_images_are_guarded(host: Host, v: V) -> None:
     command = "docker container ls --all --filter label=image-builder.pin=1 --format %s"
     lines = output(host, command, form).splitlines()
     found = {line.split()[0]: line.split()[1] for line in lines}
-    pinned = [i for i in _images(host) if i["pin"] and i["ref"] != v["container_runtime_pause_image"]]
-    wanted = {f"preload-pin-{_plain(image['id'])[:12]}": "created" for image in pinned}
+    pinned = [i for i in images(host) if i["pin"] and i["ref"] != v["container_runtime_pause_image"]]
+    wanted = {f"preload-pin-{plain(image['id'])[:12]}": "created" for image in pinned}
     nothing(differences(wanted, found))
     nothing(f"{name} guards nothing that is pinned" for name in found if name not in wanted)
 
@@ -481,7 +299,7 @@ def test_preloaded_images_are_guarded(host: Host, v: V) -> None:
 @preloaded
 def test_preloaded_images_run(host: Host, v: V) -> None:
     """A container of every image but pause's starts without any network, and a shell in it speaks."""
-    for number, image in enumerate(_images(host)):
+    for number, image in enumerate(images(host)):
         if image["ref"] == v["container_runtime_pause_image"]:
             continue
         if v["container_runtime_engine"] == "docker":
@@ -502,7 +320,7 @@ def test_preloaded_images_run(host: Host, v: V) -> None:
 )
 def test_preloaded_images_need_no_registry(host: Host) -> None:
     """The lab's registry can't be reached from the machine, so all this holds without it."""
-    for address in sorted({image["ref"].partition("/")[0] for image in _images(host)}):
+    for address in sorted({image["ref"].partition("/")[0] for image in images(host)}):
         name, _, port = address.partition(":")
         if name.endswith(LAB):
             reach = "getent hosts %s && timeout 5 bash -c %s"

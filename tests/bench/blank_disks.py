@@ -1,0 +1,111 @@
+"""Blank disks for measurements: loop devices with a filesystem, their reads throttled where that is measured."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder import namespace, process
+
+_LOOP_CTL_GET_FREE = 0x4C82
+_BLKIO = Path("/sys/fs/cgroup/blkio")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A mounted loop device: where, its number as the kernel writes it (``7:3``), and its name."""
+
+    path: Path
+    number: str
+    name: str
+
+    def written(self) -> int:
+        """Return the bytes written to the device so far (Documentation/block/stat.rst: 512-byte sectors)."""
+        return int(Path("/sys/block", self.name, "stat").read_text().split()[6]) * 512
+
+
+@contextmanager
+def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
+    """Make and mount a blank disk on a loop device of its own; nothing of it is left afterwards.
+
+    XFS as ``roles/local_disk`` makes it by default, ext4 on a host without ``mkfs.xfs``.
+    """
+    file, where = folder / "disk.img", folder / "mnt"
+    where.mkdir()
+    with file.open("wb") as sink:
+        sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
+    kind = filesystem()
+    argv: dict[str, list[str]] = {
+        "xfs": ["mkfs.xfs", "-q", "-f", "-n", "ftype=1"],
+        "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1"],
+    }
+    process.run([*argv[kind], file])
+    device = _attach(file)
+    try:
+        namespace.mount(kind, os.fspath(device), os.fspath(where), "noinit_itable" if kind == "ext4" else "")
+        try:
+            number = os.stat(where).st_dev
+            process.run(["sync"])
+            yield Disk(where, f"{os.major(number)}:{os.minor(number)}", device.name)
+        finally:
+            namespace.unmount(os.fspath(where))
+    finally:
+        process.run(["losetup", "--detach", device])
+        file.unlink()
+        where.rmdir()
+
+
+def filesystem() -> str:
+    """Return what ``blank_disk`` makes on this host."""
+    return "xfs" if shutil.which("mkfs.xfs", path=process.environment()["PATH"]) else "ext4"
+
+
+def _attach(file: Path) -> Path:
+    """Return a loop device for a file; /dev is this namespace's own, so its nodes are made here."""
+    control = Path("/dev/loop-control")
+    if not control.exists():
+        os.mknod(control, 0o20600, os.makedev(10, 237))
+    for _ in range(20):  # somebody else may take it meanwhile
+        with control.open("rb") as stream:
+            number = fcntl.ioctl(stream, _LOOP_CTL_GET_FREE)
+        device = Path(f"/dev/loop{number}")
+        if not device.exists():
+            os.mknod(device, 0o60600, os.makedev(7, number))
+        if process.run(["losetup", "--direct-io=on", device, file], ok=range(256)).returncode == 0:
+            return device
+    raise RuntimeError("no loop device is free")
+
+
+@contextmanager
+def throttled(disk: Disk, bytes_per_second: int) -> Iterator[None]:
+    """Let this process and all that it starts read so fast from a disk, and no faster."""
+    group = _BLKIO / f"image-builder-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "blkio.throttle.read_bps_device").write_text(f"{disk.number} {bytes_per_second}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (_BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+        _leave(group)
+
+
+def _leave(group: Path) -> None:
+    """Remove a control group when the last of its processes has ended."""
+    for _ in range(100):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def drop_caches() -> None:
+    process.run(["sync"])
+    Path("/proc/sys/vm/drop_caches").write_text("3")
