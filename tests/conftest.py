@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # When they are imported, urllib3 tries out IPv6 and Ansible runs ldconfig: no unit test may, so it is done here.
@@ -23,6 +24,9 @@ from image_builder.store import Store
 from tests.guard import guarded
 
 pytest_plugins = ["tests.images"]
+# A machine may be busy: how long an example takes says nothing about it.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 PARTS = ("unit", "root", "preload", "disk", "e2e", "boot", "gpu")
 UNIT = Path(__file__).with_name("unit")

@@ -26,6 +26,7 @@ from image_builder.definition import (
 )
 from image_builder.errors import LockError
 from image_builder.lock import Lock
+from image_builder.plan.code import CODE
 from image_builder.plan.digest import file_digests
 from image_builder.plan.model import JSON, Plan, StagePlan, digest
 from image_builder.requirements import (
@@ -53,82 +54,6 @@ _NODE_ROLE = "roles/node_agent"
 _LAYER_OF = {"kubelet_build": "kubernetes", MODULE_BUILD: GPU_LAYER}
 _KERNEL_IMAGE = re.compile(r"linux-image-(\d+\..+)")
 _SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
-# The files of this program that decide a stage's bytes, by the stage's kind.
-_CODE: Mapping[str, tuple[str, ...]] = {
-    "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
-    "base": ("stages/base.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
-    "kubelet_build": ("stages/kubelet_build.py", "sandbox.py"),
-    "module_build": ("stages/module_build.py", "repository.py", "sandbox.py"),
-    "layer": (
-        "stages/layer.py",
-        "ansible.py",
-        "repository.py",
-        "sandbox.py",
-        "plugins/connection/sandbox.py",
-    ),
-    # Of the lab what makes images and serves them, file by file: its control plane has no part in either.
-    "lab_images": (
-        "stages/lab_images.py",
-        *(f"lab/{name}.py" for name in ("__init__", "certificate", "images", "large", "pause", "registry")),
-        "sandbox.py",
-    ),
-    "control_plane_build": ("stages/control_plane_build.py", "stages/kubelet_build.py", "sandbox.py"),
-    "preload": (
-        "stages/preload.py",
-        "cgroups.py",
-        "node/errors.py",
-        "node/layout.py",
-        "node/settings.py",
-        "pull",
-        "sandbox.py",
-    ),
-    "preload_store": (
-        "stages/preload_store.py",
-        "stages/preload.py",
-        "cgroups.py",
-        "node/errors.py",
-        "node/layout.py",
-        "node/mounts.py",
-        "node/programs.py",
-        "node/seed/__init__.py",
-        "node/seed/files.py",
-        "node/seed/records.py",
-        "node/settings.py",
-        "node/store.py",
-        "node/trees.py",
-        "pull",
-        "sandbox.py",
-    ),
-    "rehearsal": ("stages/rehearsal.py", "stages/preload.py", "cgroups.py", "node", "pull", "sandbox.py"),
-    "seal": (
-        "stages/seal.py",
-        "stages/layer.py",
-        "ansible.py",
-        "repository.py",
-        "identity.py",
-        "sandbox.py",
-        "plugins/connection/sandbox.py",
-    ),
-    "verify": ("stages/verify.py", "report", "identity.py", "sandbox.py"),
-    "disk": (
-        "stages/disk.py",
-        "boot_partition.py",
-        "identity.py",
-        "formats/gpt.py",
-        "formats/pe.py",
-        "sandbox.py",
-        "sparse.py",
-    ),
-    "convert": (
-        "stages/convert.py",
-        "stages/disk.py",
-        "boot_partition.py",
-        "formats",
-        "identity.py",
-        "sandbox.py",
-        "sparse.py",
-    ),
-}
 
 
 def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
@@ -203,7 +128,7 @@ class _Maker:
         self.ansible = importlib.metadata.version("ansible-core")
 
     def _code(self, kind: str, *more: Path) -> dict[str, str]:
-        own = [self.repo_root / _PACKAGE / name for name in _CODE[kind]]
+        own = [self.repo_root / _PACKAGE / name for name in CODE[kind]]
         return file_digests(self.repo_root, [*own, *more])
 
     def _variables(self, files: Iterable[str]) -> dict[str, JSON]:
