@@ -27,6 +27,9 @@ COMMANDS = [
     ("lab", "up"),
     ("lab", "down"),
     ("lab", "status"),
+    ("pool", "plan"),
+    ("pool", "status"),
+    ("pool", "report"),
     ("store", "gc"),
     ("store", "verify"),
 ]
