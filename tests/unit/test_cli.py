@@ -30,6 +30,9 @@ COMMANDS = [
     ("gate", "run"),
     ("gate", "admit"),
     ("gate", "status"),
+    ("pool", "plan"),
+    ("pool", "status"),
+    ("pool", "report"),
     ("store", "gc"),
     ("store", "verify"),
 ]
