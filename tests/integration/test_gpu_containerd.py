@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
+# What the role container_runtime writes for the containerd that Docker's image has, too.
+MAIN = REPO / "tests/unit/golden/container_runtime/containerd-1.7.toml"
 PLUGIN = "io.containerd.grpc.v1.cri"
 DROP_IN = "etc/containerd/conf.d/99-nvidia.toml"
 
@@ -43,22 +46,19 @@ def dump(root: Root) -> dict[str, Any]:
     return tomllib.loads(root.run(["containerd", "config", "dump"]).stdout)
 
 
-def test_drop_in_adds_the_runtime_and_changes_nothing_else(
-    tmp_path: Path, worker_containerd: Workplace
-) -> None:
-    store = Store(worker_containerd.store)
-    top = worker_containerd.object("container_runtime").name
+def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worker: Workplace) -> None:
+    store = Store(worker.store)
+    top = worker.object("container_runtime").name
     trees = [store.product(stage) / "tree" for stage in (top, *store.meta(top)["lowers"])]
     seen = tmp_path / "seen.json"
 
     def isolated() -> int:
         with open_root(trees, tmp_path / "work") as root:
+            shutil.copyfile(MAIN, root.path / "etc/containerd/config.toml")
             before = dump(root)
             place = root.path / DROP_IN
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(
-                rendered((root.path / "etc/containerd/config.toml").read_bytes()), encoding="utf-8"
-            )
+            place.write_text(rendered(MAIN.read_bytes()), encoding="utf-8")
             seen.write_text(json.dumps([before, dump(root)]), encoding="utf-8")
         return 0
 
