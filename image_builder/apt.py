@@ -107,6 +107,16 @@ class Apt:
         self._mark_installed(packages)
         return sorted(packages, key=lambda p: (p.name, p.architecture))
 
+    def files(self, names: Iterable[str]) -> list[LockedPackage]:
+        """Return the packages ``names`` themselves, without what they depend on. Raises LockError."""
+        try:
+            output = self._run(["apt-get", "download", "--print-uris", "-qq", *names])
+        except CommandError as error:
+            reason = "\n  ".join(line for line in error.tail.splitlines() if line.strip())
+            raise LockError(f"apt doesn't have the packages:\n  {reason}") from error
+        packages = [self._package(m) for line in output.splitlines() if (m := _URI.match(line))]
+        return sorted(packages, key=lambda p: (p.name, p.architecture))
+
     def source(self, name: str) -> tuple[str, list[LockedFile]]:
         """Return the version and the files of the newest source package ``name``. Raises LockError."""
         try:

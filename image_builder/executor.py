@@ -31,6 +31,8 @@ from image_builder.settings import Settings
 from image_builder.stages import Stage, StageContext
 from image_builder.store import Store, remove_tree
 
+# The stages that compile source packages of Debian.
+_FROM_SOURCE = ("kubelet_build", "control_plane_build")
 # Preload is a branch beside the layers: its stages wait for the network, and for nothing that a layer makes.
 _BESIDE = ("preload", "preload_store", "rehearsal")
 
@@ -74,7 +76,7 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     debs = [Wanted(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in packages.values()]
     files = [
         Wanted(f.name, f"{where[f.repository]}/{f.path}", f.sha256, f.size)
-        for source in (lock.sources.values() if "kubelet_build" in names else ())
+        for source in (lock.sources.values() if names & set(_FROM_SOURCE) else ())
         for f in source.files
     ]
     if any(s.kind == "layer" for s in todo):
@@ -199,7 +201,7 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         archives.mkdir()
         for sha256 in map(str, wanted):  # type: ignore[arg-type]
             os.link(store.path / "files" / sha256, archives / sha256)
-    if stage.kind == "kubelet_build":
+    if stage.kind in _FROM_SOURCE:
         inputs["sources"] = here / "sources"
         inputs["sources"].mkdir()
         for source in lock.sources.values():

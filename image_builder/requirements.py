@@ -10,21 +10,34 @@ from pathlib import Path
 from image_builder.definition import ImageDefinition, Repository, layer_needs, resolved_variables
 from image_builder.lab import large, pause
 from image_builder.lock import Lock, LockedArchive, Question
-from image_builder.stages import base, kubelet_build, tools
+from image_builder.stages import base, kubelet_build, module_build, tools
 
 # The stage that makes the lab's images, and the group of the packages that they are made of.
 LAB_IMAGES = "lab_images"
+# The tree that the lab's control plane runs in, and what it has beside the essential packages. No image needs it:
+# ``image_builder.control_plane`` locks it on top of an image's lock.
+CONTROL_PLANE = "control_plane"
+CONTROL_PLANE_PACKAGES = ("etcd-server",)
+# The layer that installs the GPU's driver, and the groups of the root that its modules are built in and of their
+# source.
+GPU_LAYER = "gpu"
+MODULE_ROOT = "module_root"
+MODULE_BUILD = "module_build"
 
 
 @dataclass(frozen=True)
 class Group:
-    """The packages one stage asks apt for, of one suite, on top of the group ``after``."""
+    """The packages one stage asks apt for, of one suite, on top of the group ``after``.
+
+    ``alone``: these files are wanted and nothing is installed, so nothing that they depend on.
+    """
 
     suite: str
     names: tuple[str, ...]
     components: tuple[str, ...] = ("main",)
     after: str | None = None
     repositories: tuple[Repository, ...] = ()
+    alone: bool = False
 
     @property
     def question(self) -> Question:
@@ -87,6 +100,18 @@ def requirements(definition: ImageDefinition) -> Requirements:
         groups[layer] = Group(suite, names, components, below, tuple(repositories.values()))
         archives[layer] = tuple(LockedArchive(url=a.url, sha256=a.sha256) for a in needs.archives)
         below = layer
+    if build := modules_from_source(definition):
+        # The same indices as the image's, or the headers may be another kernel's.
+        groups[MODULE_ROOT] = Group(
+            suite,
+            (*module_build.BUILD_PACKAGES, build.headers),
+            components,
+            None,
+            tuple(repositories.values()),
+        )
+        groups[MODULE_BUILD] = Group(
+            suite, (build.package,), components, MODULE_ROOT, tuple(repositories.values()), alone=True
+        )
     preload = tuple(image.ref for image in definition.preload)
     return Requirements(groups, sources, archives, preload)
 
@@ -104,6 +129,30 @@ def kubelet_from_source(definition: ImageDefinition) -> str | None:
     if not isinstance(source, Mapping) or source.get("type") != "debian_source":
         return None
     return str(source.get("suite", "bookworm"))
+
+
+@dataclass(frozen=True)
+class ModuleBuild:
+    """Modules to build: the ``package`` with their DKMS source and that of the kernel's ``headers``, as apt takes them;
+    ``driver`` is the exact version, ``flavour`` open or proprietary, ``certificate`` (PEM) that of the key that signs
+    them, or empty."""
+
+    package: str
+    headers: str
+    driver: str
+    flavour: str
+    certificate: str
+
+
+def modules_from_source(definition: ImageDefinition) -> ModuleBuild | None:
+    """Return the driver's modules that have to be built for an image, or None."""
+    if GPU_LAYER not in definition.layers:
+        return None
+    wanted = resolved_variables(definition).get("__nvidia_build")
+    if not isinstance(wanted, Mapping) or not wanted:
+        return None
+    names = ("package", "headers", "driver", "flavour", "certificate")
+    return ModuleBuild(**{name: str(wanted[name]) for name in names})
 
 
 def keyring(definition: ImageDefinition) -> Path:

@@ -142,7 +142,9 @@ def _chains(needs: Requirements) -> list[list[str]]:
 def _group(apt: Apt, group: Group) -> LockedGroup:
     names = list(group.names)
     packages: list[LockedPackage] = []
-    if group.after is None:
+    if group.alone:
+        packages += apt.files(names)
+    elif group.after is None:
         packages += apt.install(["?essential", "apt", *names])
     elif names:
         packages += apt.install(names)

@@ -19,6 +19,8 @@ _UNPACKED = 4.0
 # What a layer writes beside its packages: the initramfs, dpkg's database, copied-up files.
 _PER_LAYER = 150 * _MIB
 _GO_BUILD = 2500 * _MIB
+# A driver's source, unpacked twice, and its objects.
+_MODULE_BUILD = 700 * _MIB
 # Bytes of an artefact per byte of tree.
 _FORMATS = {"raw": 1.1, "vhd": 1.1, "qcow2": 0.6, "tar": 1.1}
 # Files per byte of a compressed layer; the archive is as large again, the store (lz4) half of it.
@@ -45,8 +47,10 @@ def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition)
             store += 2 * images
         elif stage.kind == "preload_store":
             store += _STORE_PACKED * images
-        elif stage.kind == "kubelet_build":
+        elif stage.kind in ("kubelet_build", "control_plane_build"):
             store += _GO_BUILD
+        elif stage.kind == "module_build":
+            store += _MODULE_BUILD
         elif stage.kind == "disk":
             store += tree * _FORMATS["raw"] + definition.disk.esp_size_mib * _MIB
         elif stage.kind == "convert":

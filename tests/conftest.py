@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # When they are imported, urllib3 tries out IPv6 and Ansible runs ldconfig: no unit test may, so it is done here.
@@ -23,8 +24,11 @@ from image_builder.store import Store
 from tests.guard import guarded
 
 pytest_plugins = ["tests.images"]
+# A machine may be busy: how long an example takes says nothing about it.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
-PARTS = ("unit", "root", "preload", "disk", "e2e", "boot")
+PARTS = ("unit", "root", "preload", "disk", "e2e", "boot", "gpu")
 UNIT = Path(__file__).with_name("unit")
 # tests/image verifies an image: it is run on a target, with options and markers of its own.
 collect_ignore = ["image"]
@@ -32,15 +36,19 @@ collect_ignore = ["image"]
 _OF_PRELOAD = ("preload", "pull", "registry", "lab_")
 # Those of the local disk, and of what lies on it: the store, its seed, its promotion.
 _OF_DISK = ("local_disk", "promote", "preload_seed", "preload_store")
+# Those of the GPUs' drivers and tests, and of what keeps a bad node from working.
+_OF_GPU = ("gpu", "gate", "health")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
 def part_of(item: pytest.Item) -> str:
     """Return the part that a test belongs to."""
-    if item.get_closest_marker("boot"):
-        return "boot"
     if UNIT in item.path.parents:
         return "unit"
+    if any(word in item.path.stem for word in _OF_GPU):
+        return "gpu"
+    if item.get_closest_marker("boot"):
+        return "boot"
     if any(word in item.path.stem for word in _OF_DISK):
         return "disk"
     if any(word in item.path.stem for word in _OF_PRELOAD):

@@ -45,6 +45,12 @@ def worker_containerd(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
+def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Debian 12 with a GPU's driver."""
+    return _build("worker_gpu", tmp_path_factory.mktemp("worker_gpu"))
+
+
+@pytest.fixture(scope="session")
 def tools_tree(minimal: Workplace) -> Path:
     """The tools tree, as a root."""
     return minimal.object("tools") / "product" / "tree"

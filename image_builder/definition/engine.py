@@ -137,24 +137,30 @@ class Source:
         every = [g for g in groups if g.name == "all"]
         rest = [g for g in groups if g.name != "all"]
 
-        def beside(entity: Any) -> Mapping[str, Any]:
-            found: Mapping[str, Any] = get_vars_from_inventory_sources(
-                self.loader, self.manager._sources, [entity], "task"
-            )
-            return found
-
         return [
             *(g.get_vars() for g in every + rest),
-            *(beside(g) for g in every + rest),
+            *(self._beside(g) for g in every + rest),
             host.vars,
-            beside(host),
+            self._beside(host),
         ]
+
+    def _beside(self, entity: Any) -> Mapping[str, Any]:
+        """Return what the files of a group or a host set."""
+        found: Mapping[str, Any] = get_vars_from_inventory_sources(
+            self.loader, self.manager._sources, [entity], "task"
+        )
+        return found
 
     def group(self, name: str) -> list[str] | None:
         """Return the hosts of a group, in the inventory's order, or None where there is no such group."""
         if name not in self.manager.groups:
             return None
         return [str(h.name) for h in self.manager.groups[name].get_hosts()]
+
+    def own_variables(self) -> list[Mapping[str, Any]]:
+        """Return what each group sets itself, beside its hosts and in its files; groups that set nothing left out."""
+        found = [{**g.get_vars(), **self._beside(g)} for g in self.manager.groups.values()]
+        return [variables for variables in found if variables]
 
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""

@@ -106,6 +106,7 @@ class Inventory:
         return self._defined[name]
 
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
+        from image_builder.definition.pools import pool_problems
         from image_builder.definition.problems import role_problems, variable_problems
 
         variables = self.variables(name)
@@ -137,6 +138,8 @@ class Inventory:
             pull=builder.image_pull,
         )
         problems += role_problems(definition, variables)
+        if not problems:
+            problems += pool_problems(definition, self._source)
         return definition, tuple(problems)
 
     def _with_keyring(self, base: ImageBase) -> tuple[ImageBase, str]:

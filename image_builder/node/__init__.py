@@ -1,4 +1,6 @@
-"""What runs on the node: local disk, preloaded images, status. Standard library only, Python 3.11 and later.
+"""What runs on the node: local disk, preloaded images, tests of each boot and of the GPUs, health, status.
+
+Standard library only, Python 3.11 and later.
 
 Shipped as one file (``zipapp.py``, role ``node_agent``) and run by systemd units that come before the container
 engine and the kubelet:
@@ -7,6 +9,9 @@ engine and the kubelet:
     node-agent seed      make a blank data root usable from the preload store     (seed/)
     node-agent preload   ask the engine for every image, load what is missing     (preload/)
     node-agent promote   copy seeded layers to the local disk                     (promote/)
+    node-agent preflight test this boot, before the kubelet starts                (preflight/)
+    node-agent gpu-smoke test the GPUs                                            (gpu/)
+    node-agent health    look at the running node, tell what changed              (health/)
     node-agent status    what of all that happened, and why
 
 Nothing here imports from the rest of ``image_builder``; the bake imports from here what both must agree on.

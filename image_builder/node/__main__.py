@@ -18,8 +18,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("seed", help="give a blank data root the preloaded images")
     commands.add_parser("preload", help="ask the engine for every image, load what is missing")
     commands.add_parser("promote", help="copy seeded layers to the local disk")
+    preflight = commands.add_parser("preflight", help="test this boot before the kubelet starts")
+    preflight.add_argument("--report", action="store_true", help="tell the API server what it came to")
+    health = commands.add_parser("health", help="look at the running node, tell what changed")
+    health.add_argument("--json", action="store_true", help="for programs")
     status = commands.add_parser("status", help="what happened, and why")
     status.add_argument("--json", action="store_true", help="for programs")
+    smoke = commands.add_parser("gpu-smoke", help="test the GPUs; the exit status is the verdict")
+    smoke.add_argument("--tier", default="boot-quick", help="boot-quick, boot-full or periodic")
+    smoke.add_argument("--seed", type=int, help="of a run that is to be repeated")
+    smoke.add_argument("--json", action="store_true", help="for programs")
+    worker = commands.add_parser("gpu-worker", help="the active tests of one GPU; started by gpu-smoke")
+    worker.add_argument("--gpu", required=True, help="its UUID")
+    worker.add_argument("--tier", required=True)
+    worker.add_argument("--seed", type=int, required=True)
+    worker.add_argument("--peer", action="append", default=[], help="test the links to this GPU alone")
+    worker.add_argument("--drill", default="", help="go wrong on purpose")
     compile_ = commands.add_parser("compile", help="write this agent to a file that starts faster")
     compile_.add_argument("target", type=Path)
     return parser.parse_args(argv)
@@ -44,6 +58,28 @@ def run(options: argparse.Namespace) -> int:
             from image_builder.node.promote.command import run as promote
 
             return promote()
+        case "preflight":
+            if options.report:
+                from image_builder.node.preflight.report import run as report_preflight
+
+                return report_preflight()
+            from image_builder.node.preflight.command import run as preflight
+
+            return preflight()
+        case "health":
+            from image_builder.node.health.command import run as health
+
+            return health(as_json=options.json)
+        case "gpu-smoke":
+            from image_builder.node.gpu.command import run as gpu_smoke
+
+            return gpu_smoke(options.tier, as_json=options.json, seed=options.seed)
+        case "gpu-worker":
+            from image_builder.node.gpu.worker import run as gpu_worker
+
+            return gpu_worker(
+                options.gpu, options.tier, options.seed, peers=options.peer, drill=options.drill
+            )
         case "compile":
             from image_builder.node.zipapp import install
 

@@ -113,7 +113,7 @@ def text(known: Mapping[str, Any]) -> str:
     """Return a report for people."""
     lines = ["ready" if known.get("ready") else "NOT READY", ""]
     rows = [("", "state", "seconds", "what and why")]
-    rows += [_row(name, known[name]) for name in status.SECTIONS if name in known]
+    rows += [_row(name, known[name]) for name in (*status.SECTIONS, *status.OPTIONAL) if name in known]
     lines += table(rows)
     missing = [name for name in status.SECTIONS if name not in known]
     if missing:

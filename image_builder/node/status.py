@@ -6,7 +6,8 @@
 
 Each section has ``state``: ``ok``, ``degraded`` (the node works, slower or with less room) or ``failed``. A state
 other than ``ok`` has a ``code`` and a ``reason``. The kubelet is told by ``kubelet.env`` beside it: a label for
-each section, and a taint for each that failed.
+each section, and a taint for each that failed. A node with a preflight (``preflight.json`` in its settings) registers
+with the preflight's taint whatever that found: somebody else takes it away.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from image_builder.node.errors import NodeError
 DIRECTORY = Path("/run/node")
 FORMAT = 1
 SECTIONS = ("disk", "seed", "preload", "promotion")
+# Sections that only some nodes have.
+OPTIONAL = ("preflight",)
 OK, DEGRADED, FAILED = "ok", "degraded", "failed"
 # Labels and taints of the kubelet: a prefix of our own, which NodeRestriction lets a kubelet set.
 PREFIX = "image-builder"
 _LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
+PREFLIGHT_LABEL = f"{PREFIX}/preflight"
+PENDING = "pending"
 
 
 def tell(text: str) -> None:
@@ -62,7 +67,7 @@ def update(
         found = {**read(directory), section: dict(value)}
         found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
         _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
-        _write(directory / "kubelet.env", kubelet_environment(found, _taints(settings)))
+        _write(directory / "kubelet.env", kubelet_environment(found, _taints(settings), _gate(settings)))
 
 
 def _taints(directory: Path) -> list[str]:
@@ -76,6 +81,20 @@ def _taints(directory: Path) -> list[str]:
         return []
 
 
+def _gate(directory: Path) -> str:
+    """Return the taint that this node registers with because of its preflight; empty where it has none.
+
+    Settings that can't be read are no reason to register without: then it is the usual one.
+    """
+    if not (directory / "preflight.json").exists():
+        return ""
+    try:
+        key = settings_files.load("preflight", directory).get("taint")
+    except NodeError:
+        key = None
+    return f"{key or PREFLIGHT_LABEL}={PENDING}:NoSchedule"
+
+
 def wanted_sections(settings: Path, listed: Path = layout.LIST) -> list[str]:
     """Return the sections that a boot of this node fills before the kubelet starts."""
     needs = {"disk": (settings / "disk.json").exists(), "preload": listed.exists()}
@@ -84,26 +103,37 @@ def wanted_sections(settings: Path, listed: Path = layout.LIST) -> list[str]:
 
 def is_ready(found: Mapping[str, Any], wanted: Sequence[str]) -> bool:
     """Tell whether all that is wanted was done, and nothing failed."""
-    states = {name: found[name]["state"] for name in SECTIONS if name in found}
+    states = {name: found[name]["state"] for name in (*SECTIONS, *OPTIONAL) if name in found}
     return all(name in states for name in wanted) and FAILED not in states.values()
 
 
-def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = ()) -> str:
-    """Return an environment file with the kubelet's further arguments."""
+def label_of(state: str) -> str:
+    """Return the label's value for what a preflight came to: ``ok``, or what the kubelet is told of a failure."""
+    return OK if state == "passed" else FAILED
+
+
+def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = (), gate: str = "") -> str:
+    """Return an environment file with the kubelet's further arguments.
+
+    ``taints`` are those of its configuration, ``gate`` the preflight's, empty for none.
+    """
     states = {
         label: (str(found[section]["state"]), str(found[section].get("code", "")))
         for section, label in _LABELLED.items()
         if section in found
     }
-    labels = ",".join(f"{PREFIX}/{label}={state}" for label, (state, _) in states.items())
-    failed = [
+    labels = {f"{PREFIX}/{label}": state for label, (state, _) in states.items()}
+    own = [
         f"{PREFIX}/{label}={code or FAILED}:NoSchedule"
         for label, (state, code) in states.items()
         if state == FAILED
     ]
-    arguments = [f"--node-labels={labels}"] if labels else []
-    if failed:
-        arguments.append(f"--register-with-taints={','.join([*taints, *failed])}")
+    if gate:
+        labels[PREFLIGHT_LABEL] = str(found["preflight"]["state"]) if "preflight" in found else PENDING
+        own.append(gate)
+    arguments = [f"--node-labels={','.join(f'{k}={v}' for k, v in labels.items())}"] if labels else []
+    if own:
+        arguments.append(f"--register-with-taints={','.join([*taints, *own])}")
     return f"NODE_AGENT_KUBELET_ARGS={' '.join(arguments)}\n"
 
 

@@ -1,8 +1,8 @@
 """The node agent as one file: this package as a zip archive that Python runs.
 
-``archive`` makes it from the sources, the same bytes everywhere. On the node ``node-agent compile`` writes the
-file that is run: beside each source what the node's own Python compiles it to, so that a start need not. A
-later Python does not know that code and takes the sources.
+``archive`` makes it from the sources and the data beside them, the same bytes everywhere. On the node
+``node-agent compile`` writes the file that is run: beside each source what the node's own Python compiles it to, so
+that a start need not. A later Python does not know that code and takes the sources.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from image_builder.node import durable
 _SHEBANG = b"#!/usr/bin/python3 -I\n"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that a zip archive knows
 _PACKAGE = "image_builder/node"
+# Code, tables, the GPU's kernels. What an editor leaves behind stays there.
+_PACKED = (".py", ".json", ".ptx")
 _MAIN = "import sys\n\nfrom image_builder.node.__main__ import main\n\nsys.exit(main())\n"
 # PEP 552: a compiled file that names its source's hash and is never checked against it. Nobody edits an archive.
 _UNCHECKED_HASH = 0b01
 
 
 def archive(package: Path | None = None) -> bytes:
-    """Return the agent as one executable file, sources only. ``package`` is this package's directory."""
+    """Return the agent as one executable file, nothing compiled. ``package`` is this package's directory."""
     root = package or Path(__file__).parent
     return _SHEBANG + _zip(_sources(root))
 
@@ -51,15 +53,15 @@ def install(source: Path, target: Path) -> bool:
 
 def _sources(root: Path) -> list[tuple[str, bytes]]:
     files = [("__main__.py", _MAIN.encode()), ("image_builder/__init__.py", b"")]
-    for path in sorted(_modules(root)):
+    for path in sorted(_files(root)):
         files.append((f"{_PACKAGE}/{path.relative_to(root).as_posix()}", path.read_bytes()))
     return files
 
 
-def _modules(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if not name.endswith(".pyc"))
+        yield from (Path(folder, name) for name in names if name.endswith(_PACKED))
 
 
 def _compile(name: str, text: bytes) -> bytes:

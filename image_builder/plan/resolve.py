@@ -2,6 +2,7 @@
 
     tools ─┬─────────> base ─> (a stage for each entry of image_layers) ─> seal ─> verify ─> disk ─> convert
            ├─> build_root ─> kubelet_build ──────────^                      ^
+           ├─> module_root ─> module_build ──────────^ (the layer gpu)      |
            └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
                               (in the tree of container_runtime)
 
@@ -11,7 +12,9 @@ No network, no clock, no root: only the definition, the lock and the files of th
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.definition import (
@@ -23,10 +26,22 @@ from image_builder.definition import (
 )
 from image_builder.errors import LockError
 from image_builder.lock import Lock
+from image_builder.plan.code import CODE
 from image_builder.plan.digest import file_digests
 from image_builder.plan.model import JSON, Plan, StagePlan, digest
-from image_builder.requirements import LAB_IMAGES, kubelet_from_source, uses_lab
-from image_builder.stages import base, kubelet_build, seal, tools
+from image_builder.requirements import (
+    CONTROL_PLANE,
+    CONTROL_PLANE_PACKAGES,
+    GPU_LAYER,
+    LAB_IMAGES,
+    MODULE_BUILD,
+    MODULE_ROOT,
+    ModuleBuild,
+    kubelet_from_source,
+    modules_from_source,
+    uses_lab,
+)
+from image_builder.stages import base, control_plane_build, kubelet_build, module_build, seal, tools
 
 # Trees that aren't part of an image get a fixed date, so that they are shared by images and locks.
 _FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
@@ -35,76 +50,10 @@ _PACKAGE = "image_builder"
 ENGINE_LAYER = "container_runtime"
 # The role that installs what image_builder/node holds.
 _NODE_ROLE = "roles/node_agent"
+# The layer that installs what a stage beside the layers has built.
+_LAYER_OF = {"kubelet_build": "kubernetes", MODULE_BUILD: GPU_LAYER}
+_KERNEL_IMAGE = re.compile(r"linux-image-(\d+\..+)")
 _SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
-# The files of this program that decide a stage's bytes, by the stage's kind.
-_CODE: Mapping[str, tuple[str, ...]] = {
-    "tools": ("stages/tools.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
-    "base": ("stages/base.py", "mmdebstrap.py", "repository.py", "sandbox.py"),
-    "kubelet_build": ("stages/kubelet_build.py", "sandbox.py"),
-    "layer": (
-        "stages/layer.py",
-        "ansible.py",
-        "repository.py",
-        "sandbox.py",
-        "plugins/connection/sandbox.py",
-    ),
-    "lab_images": ("stages/lab_images.py", "lab", "sandbox.py"),
-    "preload": (
-        "stages/preload.py",
-        "cgroups.py",
-        "node/errors.py",
-        "node/layout.py",
-        "node/settings.py",
-        "pull",
-        "sandbox.py",
-    ),
-    "preload_store": (
-        "stages/preload_store.py",
-        "stages/preload.py",
-        "cgroups.py",
-        "node/errors.py",
-        "node/layout.py",
-        "node/mounts.py",
-        "node/programs.py",
-        "node/seed/__init__.py",
-        "node/seed/files.py",
-        "node/seed/records.py",
-        "node/settings.py",
-        "node/store.py",
-        "node/trees.py",
-        "pull",
-        "sandbox.py",
-    ),
-    "rehearsal": ("stages/rehearsal.py", "stages/preload.py", "cgroups.py", "node", "pull", "sandbox.py"),
-    "seal": (
-        "stages/seal.py",
-        "stages/layer.py",
-        "ansible.py",
-        "repository.py",
-        "identity.py",
-        "sandbox.py",
-        "plugins/connection/sandbox.py",
-    ),
-    "verify": ("stages/verify.py", "report", "identity.py", "sandbox.py"),
-    "disk": (
-        "stages/disk.py",
-        "boot_partition.py",
-        "identity.py",
-        "formats/gpt.py",
-        "formats/pe.py",
-        "sandbox.py",
-        "sparse.py",
-    ),
-    "convert": (
-        "stages/convert.py",
-        "stages/disk.py",
-        "boot_partition.py",
-        "formats",
-        "identity.py",
-        "sandbox.py",
-        "sparse.py",
-    ),
-}
 
 
 def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
@@ -113,13 +62,16 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
     stages = [maker.tools()]
     if kubelet_from_source(definition):
         stages += maker.kubelet(stages[0])
+    if modules := modules_from_source(definition):
+        stages += maker.modules(stages[0], modules)
     if uses_lab(definition):
         stages.append(maker.lab_images(stages[0]))
     trees = [maker.base(stages[0])]
-    inputs = {s.name: s.id for s in stages if s.kind == "kubelet_build"}
+    made = {s.name: s.id for s in stages if s.kind in _LAYER_OF}
     preload: list[StagePlan] = []
     for layer in definition.layers:
-        trees.append(maker.layer(layer, trees, inputs if layer == "kubernetes" else {}))
+        inputs = {name: stage_id for name, stage_id in made.items() if _LAYER_OF[name] == layer}
+        trees.append(maker.layer(layer, trees, inputs))
         if layer == ENGINE_LAYER and definition.preload and maker.preloaded():
             needs = [s.id for s in stages if s.kind == "lab_images"]
             preload = maker.preload_branch(trees, needs, stages[0])
@@ -141,9 +93,28 @@ def lab_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
     return Plan(definition.name, (tools_stage, maker.lab_images(tools_stage)))
 
 
+def control_plane_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
+    """Return the stages that the lab's control plane needs: its own programs, and a tree with Debian's etcd.
+
+    ``definition`` is an image whose kubelet is built from source, ``lock`` its lock with the group CONTROL_PLANE.
+    """
+    maker = _Maker(definition, lock, repo_root)
+    tools_stage = maker.tools()
+    stages = maker.control_plane_build(tools_stage)
+    return Plan(CONTROL_PLANE, (tools_stage, *stages, maker.control_plane(tools_stage)))
+
+
 def _ids(trees: Iterable[StagePlan]) -> tuple[str, ...]:
     """Return the ids of the trees below a stage, topmost first: the order of overlay's lowerdir."""
     return tuple(reversed([tree.id for tree in trees]))
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel: its name (``6.1.0-50-cloud-amd64``) and its package's version (``6.1.176-1``)."""
+
+    name: str
+    version: str
 
 
 class _Maker:
@@ -157,7 +128,7 @@ class _Maker:
         self.ansible = importlib.metadata.version("ansible-core")
 
     def _code(self, kind: str, *more: Path) -> dict[str, str]:
-        own = [self.repo_root / _PACKAGE / name for name in _CODE[kind]]
+        own = [self.repo_root / _PACKAGE / name for name in CODE[kind]]
         return file_digests(self.repo_root, [*own, *more])
 
     def _variables(self, files: Iterable[str]) -> dict[str, JSON]:
@@ -202,6 +173,64 @@ class _Maker:
             inputs={"build_root": root.id},
         )
         return [root, build]
+
+    def modules(self, tools_stage: StagePlan, wanted: ModuleBuild) -> list[StagePlan]:
+        """Return the root with the kernel's headers, and the build of a driver's modules in it.
+
+        Raises LockError when the locked headers are not those of the locked kernel.
+        """
+        kernel = self._kernel()
+        headers = f"linux-headers-{kernel.name}"
+        found = {p.name: p.version for p in self.lock.group(MODULE_ROOT).packages}
+        if found.get(headers) != kernel.version:
+            raise LockError(
+                f"the lock of {self.definition.name} has the kernel {kernel.name} {kernel.version}, "
+                f"and its headers are {found.get(headers, 'missing')}",
+                hint="make a new one: image-builder lock",
+            )
+        options = self._tree_options(MODULE_ROOT, (*module_build.BUILD_PACKAGES, headers))
+        root = StagePlan(MODULE_ROOT, "base", options, self._code("base"), inputs={"tools": tools_stage.id})
+        build = StagePlan(
+            MODULE_BUILD,
+            "module_build",
+            {
+                "kernel": kernel.name,
+                "driver": wanted.driver,
+                "flavour": wanted.flavour,
+                "certificate": wanted.certificate,
+                "packages": self.lock.group(MODULE_BUILD).digest,
+                "source_date_epoch": _FIXED_EPOCH,
+            },
+            self._code("module_build"),
+            inputs={MODULE_ROOT: root.id},
+        )
+        return [root, build]
+
+    def _kernel(self) -> _Kernel:
+        """Return the image's kernel; raises LockError unless exactly one is locked."""
+        packages = [p for name in self.definition.layers for p in self.lock.group(name).packages]
+        found = [_Kernel(m[1], p.version) for p in packages if (m := _KERNEL_IMAGE.fullmatch(p.name))]
+        if len(found) != 1:
+            names = ", ".join(k.name for k in found) or "none"
+            raise LockError(f"modules are built for one kernel, {self.definition.name} has {names}")
+        return found[0]
+
+    def control_plane_build(self, tools_stage: StagePlan) -> list[StagePlan]:
+        """Return the root that the control plane is compiled in, and its compilation."""
+        root, kubelet = self.kubelet(tools_stage)
+        build = StagePlan(
+            "control_plane_build",
+            "control_plane_build",
+            {**kubelet.options, "programs": control_plane_build.PROGRAMS},
+            self._code("control_plane_build"),
+            inputs={"build_root": root.id},
+        )
+        return [root, build]
+
+    def control_plane(self, tools_stage: StagePlan) -> StagePlan:
+        """Return the tree with Debian's etcd, in which the control plane runs."""
+        options = self._tree_options(CONTROL_PLANE, CONTROL_PLANE_PACKAGES)
+        return StagePlan(CONTROL_PLANE, "base", options, self._code("base"), inputs={"tools": tools_stage.id})
 
     def lab_images(self, tools_stage: StagePlan) -> StagePlan:
         """Return the stage that makes the lab's own images and the storage of its registry."""

@@ -20,6 +20,7 @@ SUID_SGID = {
     "/usr/bin/newgrp": 0o4755,
     "/usr/bin/newuidmap": 0o4755,
     "/usr/bin/ntfs-3g": 0o4755,
+    "/usr/bin/nvidia-modprobe": 0o4755,  # makes the GPUs' devices for whoever runs a program of CUDA
     "/usr/bin/passwd": 0o4755,
     "/usr/bin/ssh-agent": 0o2755,
     "/usr/bin/su": 0o4755,
@@ -42,6 +43,7 @@ STICKY = (
     "/run/lock",
     "/var/lock",
     r"/tmp/\.(X11|ICE|XIM|font)-unix",
+    r"/tmp/systemd-private-[^/]+/tmp",  # Debian 12 has /tmp on the root filesystem
     r"/var/tmp/.*",  # private ones of services and of cloud-init; the check of sealed trees wants none
 )
 
@@ -69,6 +71,8 @@ UNOWNED = (
     r"/usr/lib(exec)?/.*/__pycache__/.*|/usr/share/.*/__pycache__/.*|.*/__pycache__",
     r"/usr/lib/modules/[^/]+/modules\.(alias|builtin\.alias|builtin\.alias\.bin|builtin\.bin|dep|devname|softdep|symbols|weakdep)(\.bin)?",
     r"/usr/lib/modules/[^/]+/(modules\.alias\.bin|modules\.symbols\.bin)",
+    r"/usr/lib/modules/[^/]+/updates(/dkms(/nvidia(-\w+)*\.ko)?)?",  # built by the bake; test_gpu looks at them
+    r"/usr/lib(32|64|x32)",  # Debian 12's packages have /lib64, which is a link to it
     r"/usr/lib/udev/hwdb\.bin|/usr/lib/systemd/catalog/database",
     r"/usr/lib/locale/(C\.utf8|locale-archive)(/.*)?",
     r"/usr/share/info/dir(\.old)?|/usr/share/mime/.*|/usr/share/applications/mimeinfo\.cache",

@@ -157,10 +157,12 @@ def both(*mutations: Mutation) -> Mutation:
 # The records stand in one module per topic, like the checks.
 import mutations_cloud  # noqa: E402, F401
 import mutations_container_runtime  # noqa: E402, F401
+import mutations_gpu  # noqa: E402, F401
 import mutations_hygiene  # noqa: E402, F401
 import mutations_kernel  # noqa: E402, F401
 import mutations_kubelet  # noqa: E402, F401
 import mutations_local_disk  # noqa: E402, F401
+import mutations_node_health  # noqa: E402, F401
 import mutations_preload  # noqa: E402, F401
 import mutations_preload_store  # noqa: E402, F401
 import mutations_system  # noqa: E402, F401

@@ -27,6 +27,12 @@ COMMANDS = [
     ("lab", "up"),
     ("lab", "down"),
     ("lab", "status"),
+    ("gate", "run"),
+    ("gate", "admit"),
+    ("gate", "status"),
+    ("pool", "plan"),
+    ("pool", "status"),
+    ("pool", "report"),
     ("store", "gc"),
     ("store", "verify"),
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.plan.resolve import _CODE
+from image_builder.plan.code import CODE
 
 PACKAGE = Path(__file__).resolve().parents[2] / "image_builder"
 # Modules that decide how a stage is run, watched or refused, but no byte of what it makes; a definition's
@@ -61,9 +61,9 @@ def _closure(module: str) -> set[str]:
     return {n for n in done if n not in NEUTRAL and not n.startswith("definition/")}
 
 
-@pytest.mark.parametrize("kind", sorted(_CODE))
+@pytest.mark.parametrize("kind", sorted(CODE))
 def test_every_imported_module_is_covered(kind: str) -> None:
-    covered = set(_CODE[kind])
+    covered = set(CODE[kind])
     folders = tuple(f"{name}/" for name in covered if (PACKAGE / name).is_dir())
     missing = {
         n for n in _closure(f"stages/{kind}.py") if n not in covered and not n.startswith(folders or ("\0",))
@@ -71,6 +71,6 @@ def test_every_imported_module_is_covered(kind: str) -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("kind", sorted(_CODE))
+@pytest.mark.parametrize("kind", sorted(CODE))
 def test_every_covered_file_exists(kind: str) -> None:
-    assert [name for name in _CODE[kind] if not (PACKAGE / name).exists()] == []
+    assert [name for name in CODE[kind] if not (PACKAGE / name).exists()] == []

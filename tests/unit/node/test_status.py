@@ -63,3 +63,31 @@ def test_nothing_is_lost_between_agents(tmp_path: Path) -> None:
         thread.join()
     found = json.loads((tmp_path / "status.json").read_text())
     assert [found[name]["number"] for name in status.SECTIONS] == [49] * len(status.SECTIONS)
+
+
+def test_a_node_with_a_preflight_registers_with_its_taint_whatever_it_found(tmp_path: Path) -> None:
+    (tmp_path / "preflight.json").write_text("{}")
+    (tmp_path / "kubelet.json").write_text(json.dumps({"taints": ["a=b:NoSchedule"]}))
+    told = (
+        "NODE_AGENT_KUBELET_ARGS=--node-labels=image-builder/preflight={} "
+        "--register-with-taints=a=b:NoSchedule,image-builder/preflight=pending:NoSchedule\n"
+    )
+    status.update("promotion", {"state": "ok"}, directory=tmp_path, settings=tmp_path, wanted=[])
+    assert (tmp_path / "kubelet.env").read_text() == told.format("pending")
+    for state in ("ok", "failed"):
+        status.update("preflight", {"state": state}, directory=tmp_path, settings=tmp_path, wanted=[])
+        assert (tmp_path / "kubelet.env").read_text() == told.format(state)
+        assert status.read(tmp_path)["ready"] is (state == "ok")
+
+
+@pytest.mark.parametrize(
+    ("settings", "taint"),
+    [
+        ('{"taint": "readiness.k8s.io/preflight"}', "readiness.k8s.io/preflight"),
+        ("damaged", "image-builder/preflight"),
+    ],
+)
+def test_the_preflights_taint_is_a_setting_and_never_none(tmp_path: Path, settings: str, taint: str) -> None:
+    (tmp_path / "preflight.json").write_text(settings)
+    status.update("preflight", {"state": "ok"}, directory=tmp_path, settings=tmp_path, wanted=[])
+    assert f"--register-with-taints={taint}=pending:NoSchedule\n" in (tmp_path / "kubelet.env").read_text()

@@ -40,6 +40,34 @@ def test_the_shipped_archive_is_the_nodes_package_alone() -> None:
     assert not [name for name in names if name.endswith(".pyc")]
 
 
+def test_data_lies_beside_the_code_and_is_found_there(tmp_path: Path) -> None:
+    package = Path(zipapp.__file__).parent
+    wanted = {
+        f"image_builder/node/{path.relative_to(package)}": path.read_bytes()
+        for kind in ("*.ptx", "*.json")
+        for path in package.rglob(kind)
+    }
+    assert "image_builder/node/gpu/kernels/base.ptx" in wanted
+    assert "image_builder/node/gpu/sizes.json" in wanted
+    made = tmp_path / "node-agent"
+    made.write_bytes(zipapp.compiled(zipapp.archive()))
+    for name, data in wanted.items():
+        # As importlib.resources does it where a package lies in an archive.
+        assert zipfile.Path(made, name).read_bytes() == data
+
+
+def test_nothing_but_sources_and_data_is_packed(tmp_path: Path) -> None:
+    package = _package(tmp_path)
+    for name in ("kernels/one.ptx", "table.json"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text("x")
+    for name in (".one.ptx.swp", "table.json~", "notes.md", "table.json.orig"):
+        (package / name).write_text("x")
+    names = [name.removeprefix("image_builder/node/") for name in _names(zipapp.archive(package))]
+    assert {"kernels/one.ptx", "table.json"} <= set(names)
+    assert {Path(name).suffix for name in names} == {".py", ".ptx", ".json"}
+
+
 def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
     one = zipapp.archive(_package(tmp_path / "one"))
     os.utime(_package(tmp_path / "two") / "__init__.py", (1, 1))

@@ -1,0 +1,142 @@
+"""``image-builder gate``: the controller, and what a person does at the gate."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from image_builder import render
+from image_builder.command import register, show
+from image_builder.errors import ImageBuilderError
+from image_builder.gate.model import Rules
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import Client
+from image_builder.options import AsJson
+
+app = typer.Typer(
+    help="Let nodes in whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_DEFAULTS = Rules()
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig",
+        metavar="FILE",
+        envvar="KUBECONFIG",
+        help="whom to ask, and as whom  [default: this pod's service account]",
+    ),
+]
+Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
+
+
+def _connect(kubeconfig: Path | None) -> Client:
+    agent = "image-builder-gate"
+    return Client.from_kubeconfig(kubeconfig, agent=agent) if kubeconfig else Client.in_cluster(agent=agent)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _failed(error: NodeError) -> ImageBuilderError:
+    return ImageBuilderError(error.message, hint="--kubeconfig FILE names another API server or another user")
+
+
+@register(app)
+def run(
+    kubeconfig: Kubeconfig = None,
+    taint: Taint = _DEFAULTS.taint,
+    rate: Annotated[float, typer.Option(help="the most nodes that are changed in a second")] = 50.0,
+    namespace: Annotated[str, typer.Option(help="where the leader's lease is")] = "kube-system",
+    as_json: Annotated[bool, typer.Option("--json", help="say each thing as one JSON object a line")] = False,
+) -> int:
+    """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
+
+    Several may run; one of them acts. It ends on SIGTERM.
+
+    Example:
+
+        image-builder gate run --kubeconfig gate.conf
+    """
+    from image_builder.gate.controller import Controller, Settings
+    from image_builder.gate.lease import Settings as LeaseSettings
+
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    settings = Settings(Rules(taint=taint), rate, lease=LeaseSettings(namespace=namespace))
+    identity = f"{os.uname().nodename}_{os.getpid()}"
+
+    def tell(text: str) -> None:
+        stream, line = (
+            (sys.stdout, json.dumps({"at": _now(), "said": text})) if as_json else (sys.stderr, text)
+        )
+        stream.write(f"{line}\n")
+        stream.flush()
+
+    try:
+        Controller(lambda: _connect(kubeconfig), identity, settings, tell).run(over)
+    except NodeError as error:
+        raise _failed(error) from error
+    return 0
+
+
+@register(app)
+def admit(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="the node's name")],
+    reason: Annotated[str, typer.Option("--reason", help="why; it stands in the node's annotation")],
+    who: Annotated[str, typer.Option("--by", help="who lets it in")] = "",
+    kubeconfig: Kubeconfig = None,
+    taint: Taint = _DEFAULTS.taint,
+    as_json: AsJson = False,
+) -> int:
+    """Let a node in by hand, for this boot of it, whatever its preflight said. The controller need not run.
+
+    Example:
+
+        image-builder gate admit gpu-17 --reason "INC-1234: controller down" --kubeconfig admin.conf
+    """
+    from image_builder.gate.admit import admit as let_in
+    from image_builder.gate.admit import why
+
+    try:
+        found = let_in(
+            _connect(kubeconfig), node, Rules(taint=taint), who=who or getpass.getuser(), reason=reason
+        )
+    except NodeError as error:
+        raise _failed(error) from error
+    result = {"node": node, "boot_id": found.boot_id, "was": why(found)}
+    show(result, f"{node} is let in until it is started again; it was: {why(found)}", as_json=as_json)
+    return 0
+
+
+@register(app)
+def status(kubeconfig: Kubeconfig = None, taint: Taint = _DEFAULTS.taint, as_json: AsJson = False) -> int:
+    """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
+
+    Example:
+
+        image-builder gate status --kubeconfig admin.conf
+    """
+    from image_builder.gate.admit import overview
+
+    try:
+        lines = overview(_connect(kubeconfig), Rules(taint=taint))
+    except NodeError as error:
+        raise _failed(error) from error
+    rows = [("node", "gate", "may work", "why")]
+    rows += [(line["node"], line["gate"], line["may_work"], line["why"]) for line in lines]
+    show({"nodes": lines}, render.columns(rows), as_json=as_json)
+    return 0 if all((line["gate"] == "in") == (line["may_work"] == "yes") for line in lines) else 1

@@ -1,0 +1,69 @@
+"""What to do with a node: the gate's one rule, without any I/O."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from image_builder.gate.model import EFFECT, Node, Rules
+
+PENDING, FAILED = "pending", "failed"
+
+
+class Action(enum.Enum):
+    NONE = "none"
+    ADMIT = "admit"  # take the taint away
+    GATE = "gate"  # put it back
+
+
+def is_tainted(node: Node, rules: Rules) -> bool:
+    return any(_is_ours(taint, rules) for taint in node.taints)
+
+
+def may_work(node: Node) -> bool:
+    """Tell whether this boot of the node passed, or a person let this boot in.
+
+    A kubelet that has not told its boot id yet runs nothing that was tested.
+    """
+    passed = node.status == "True" and node.tested_boot == node.boot_id
+    return bool(node.boot_id) and (passed or node.admitted_boot == node.boot_id)
+
+
+def decide(node: Node, rules: Rules) -> Action:
+    """Return what makes the node's taint agree with whether it may work."""
+    tainted = is_tainted(node, rules)
+    if may_work(node) == (not tainted):
+        return Action.NONE
+    return Action.ADMIT if tainted else Action.GATE
+
+
+def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:
+    """Return the JSON patch that carries out ``ADMIT`` or ``GATE``.
+
+    It tests what the decision was made from, boot id and taints, so that the API server refuses it (422) where either
+    has changed meanwhile. Other fields may change: a busy node's status does so all the time.
+    """
+    tests = [{"op": "test", "path": "/status/nodeInfo/bootID", "value": node.boot_id}] if node.boot_id else []
+    if action is Action.ADMIT:
+        return [*tests, *_set_taints(node, _without_ours(node, rules))]
+    taint = {"key": rules.taint, "value": FAILED if node.status == "False" else PENDING, "effect": EFFECT}
+    return [*tests, *_set_taints(node, [*node.taints, taint])]
+
+
+def _without_ours(node: Node, rules: Rules) -> list[Mapping[str, Any]]:
+    return [taint for taint in node.taints if not _is_ours(taint, rules)]
+
+
+def _set_taints(node: Node, taints: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the replacement of all taints, provided that they still are what they were. Without any, the API has no
+    list, which a test calls null."""
+    path = "/spec/taints"
+    return [
+        {"op": "test", "path": path, "value": [dict(taint) for taint in node.taints] or None},
+        {"op": "add", "path": path, "value": [dict(taint) for taint in taints]},
+    ]
+
+
+def _is_ours(taint: Mapping[str, Any], rules: Rules) -> bool:
+    return taint.get("key") == rules.taint and taint.get("effect") == EFFECT

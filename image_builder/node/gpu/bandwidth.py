@@ -1,0 +1,171 @@
+"""How fast memory is copied, within the GPU, to and from the host, to another GPU; what arrived is compared in full.
+
+GB are decimal. Each copy is timed by the GPU's own events, and the best of several counts: a fault is slow each time,
+while a busy host is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from image_builder.node.gpu import reference
+from image_builder.node.gpu.cuda import U64, Device
+from image_builder.node.gpu.memory import WORD, Chunk, Memory, complaint
+from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
+
+HBM_BYTES = 4 << 30  # far more than any cache
+LINK_BYTES = 256 << 20
+TILE = 1 << 17  # words that the pattern of a transfer repeats after: the host computes 1 MiB, not all
+_OF_FREE = 0.4  # of two buffers each
+_BLOCKS_PER_SM = 8
+
+
+@contextmanager
+def _buffer(device: Device, size: int) -> Iterator[Chunk]:
+    address = device.allocate(size)
+    try:
+        yield Chunk(address, size, 0)
+    finally:
+        device.free(address)
+
+
+@contextmanager
+def _patterns(device: Device, seed: int) -> Iterator[Memory]:
+    memory = Memory(device, seed)
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def _best(device: Device, work: Callable[[], None], copies: int) -> float:
+    """Return the shortest of the copies, in seconds, after one that isn't counted."""
+    work()
+    return min(device.timed(work) for _ in range(copies))
+
+
+def _measured(
+    device: Device, id: str, size: int, seconds: float, said: str, seed: int, began: float
+) -> Measurement:
+    words = said or f"{size} bytes, all compared"
+    return Measurement(
+        id,
+        device.uuid,
+        "failed" if said else "done",
+        None if said else round(size / seconds / 1e9, 2),
+        "GB/s",
+        words[:DETAIL_CHARACTERS],
+        seed,
+        round(time.monotonic() - began, 3),
+    )
+
+
+def hbm(
+    device: Device, seed: int, copies: int, *, size: int = HBM_BYTES, corrupt: bool = False
+) -> Measurement:
+    """Copy within the GPU's memory by a kernel; what is read and what is written both count. Raises NodeError."""
+    began = time.monotonic()
+    size = min(size, int(device.memory()[0] * _OF_FREE)) // 4096 * 4096
+    kernel = device.kernel("memory", "stream_copy")
+    with (
+        _buffer(device, size) as source,
+        _buffer(device, size) as target,
+        _patterns(device, seed) as patterns,
+        _patterns(device, seed + 1) as others,
+    ):
+        patterns.fill(source)
+        others.fill(target)  # so that what is found there later was copied
+        arguments = [U64(target.address), U64(source.address), U64(size // 16)]
+        seconds = _best(device, lambda: device.launch(kernel, _BLOCKS_PER_SM * device.sms, arguments), copies)
+        if corrupt:
+            patterns.flip_bit(target)
+        said = complaint(patterns, target, patterns.verify(target))
+    return _measured(device, "bw.hbm", 2 * size, seconds, said, seed, began)
+
+
+def to_device(
+    device: Device, seed: int, copies: int, *, size: int = LINK_BYTES, tile: int = TILE, corrupt: bool = False
+) -> Measurement:
+    """Copy from pinned memory to the GPU, which compares all of it. Raises NodeError."""
+    began = time.monotonic()
+    golden = reference.pattern_bytes(tile, seed)
+    with (
+        _buffer(device, size) as target,
+        _patterns(device, seed) as patterns,
+        _patterns(device, seed + 1) as others,
+        device.pinned(size) as view,
+    ):
+        for start in range(0, size, len(golden)):
+            view[start : start + len(golden)] = golden
+        others.fill(target)
+        seconds = _best(device, lambda: device.from_pinned(target.address, view), copies)
+        if corrupt:
+            patterns.flip_bit(target)
+        said = complaint(patterns, target, patterns.verify(target, mask=tile - 1), mask=tile - 1)
+    return _measured(device, "bw.h2d", size, seconds, said, seed, began)
+
+
+def to_host(
+    device: Device, seed: int, copies: int, *, size: int = LINK_BYTES, tile: int = TILE, corrupt: bool = False
+) -> Measurement:
+    """Copy from the GPU to pinned memory, where the host compares all of it. Raises NodeError."""
+    began = time.monotonic()
+    golden = reference.pattern_bytes(tile, seed)
+    with (
+        _buffer(device, size) as source,
+        _patterns(device, seed) as patterns,
+        device.pinned(size) as view,
+    ):
+        nothing = bytes(len(golden))
+        for start in range(0, size, len(golden)):
+            view[start : start + len(golden)] = nothing
+        patterns.fill(source, mask=tile - 1)
+        if corrupt:
+            patterns.flip_bit(source)
+        seconds = _best(device, lambda: device.to_pinned(view, source.address), copies)
+        device.synchronize()
+        said = differs(view, golden)
+    return _measured(device, "bw.d2h", size, seconds, said, seed, began)
+
+
+def differs(view: memoryview, golden: bytes) -> str:
+    """Return where memory differs from a tile that repeats, or an empty string."""
+    for start in range(0, len(view), len(golden)):
+        part = view[start : start + len(golden)]
+        if part == golden:
+            continue
+        wrong = [at for at in range(0, len(golden), WORD) if part[at : at + WORD] != golden[at : at + WORD]]
+        at = wrong[0]
+        expected, found = (int.from_bytes(data[at : at + WORD], "little") for data in (golden, bytes(part)))
+        place = f"{len(wrong)} wrong words in the {len(golden)} bytes from byte {start}"
+        return f"{place}, the first at byte {start + at}: expected {expected:#018x}, found {found:#018x}"
+    return ""
+
+
+def peer(
+    device: Device, peers: list[Device], seed: int, copies: int, *, size: int = LINK_BYTES
+) -> Measurement:
+    """Copy to the first of the peers that NVLink reaches; that GPU compares all of it. Raises NodeError."""
+    began = time.monotonic()
+    linked = next((one for one in peers if device.is_linked(one)), None)
+    if linked is None:
+        return Measurement("bw.p2p", device.uuid, "skipped", None, "GB/s", "no peer by NVLink", seed)
+    device.connect(linked)
+    with (
+        _buffer(device, size) as source,
+        _buffer(linked, size) as target,
+        _patterns(device, seed) as patterns,
+        _patterns(linked, seed) as there,
+        _patterns(linked, seed + 1) as others,
+    ):
+        patterns.fill(source)
+        others.fill(target)
+        linked.synchronize()
+        seconds = _best(device, lambda: device.copy_to(linked, target.address, source.address, size), copies)
+        device.synchronize()
+        said = complaint(there, target, there.verify(target))
+    found = _measured(device, "bw.p2p", size, seconds, said, seed, began)
+    return replace(found, detail=f"to {linked.uuid}: {found.detail}"[:DETAIL_CHARACTERS])

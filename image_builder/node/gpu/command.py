@@ -1,0 +1,297 @@
+"""``node-agent gpu-smoke``: look at the GPUs, put them under load, judge, and tell.
+
+The exit status is the verdict's (``verdict.EXIT_CODES``), and 0 alone lets a node work. Whatever goes wrong in here
+is no pass either: it ends with a document and a status of its own, never with Python's 1, which means hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from image_builder.node import settings as files
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import checks, document, machine, nvml, readings, sizes, verdict, xids
+from image_builder.node.gpu import settings as gpu_settings
+from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
+from image_builder.node.gpu.model import (
+    TIERS,
+    Check,
+    Gpu,
+    Machine,
+    Nvml,
+    Sample,
+    Seen,
+    Tier,
+    Verdict,
+    Worker,
+    Xid,
+)
+from image_builder.node.gpu.nvml import Library, NvmlError
+from image_builder.node.gpu.settings import Settings
+
+TOOL_VERSION = "1"
+RESULT = "gpu.json"
+# How long the workers may take; the whole of boot-quick is to end within 90 s, of the others within 360 s.
+LOAD_SECONDS: dict[Tier, float] = {"boot-quick": 80, "boot-full": 330, "periodic": 330}
+# What the rest may take before this command gives itself up: a driver can keep any call to itself.
+_REST_SECONDS = 90
+_FABRIC_POLL_SECONDS = 2
+# Without these a load would fail for another reason than the GPU's, or disturb whoever has it.
+_NEEDED = ("sku.known", "driver.", "dev.nodes", "gpu.count", "gpu.lost", "fabric", "mig.mode", "procs")
+# Codes of NodeError that are the configuration's fault.
+_CONFIGURATION = ("settings", "gpu.settings", "gpu.sizes", "gpu.xids", "gpu.tier")
+
+
+class Load(Protocol):
+    """Runs the workers, as ``fleet.run`` does."""
+
+    def __call__(
+        self,
+        uuids: Sequence[str],
+        tier: Tier,
+        seed: int,
+        deadline_seconds: float,
+        on_tick: Callable[[], None],
+    ) -> Sequence[Worker]: ...
+
+
+def _fleet(
+    uuids: Sequence[str], tier: Tier, seed: int, deadline_seconds: float, on_tick: Callable[[], None]
+) -> Sequence[Worker]:
+    from image_builder.node.gpu import fleet
+
+    return fleet.run(uuids, tier, seed, deadline_seconds, on_tick)
+
+
+@dataclass(frozen=True)
+class System:
+    """The doors to the machine; tests have doors of their own."""
+
+    places: machine.Places = field(default_factory=machine.Places)
+    directory: Path = files.DIRECTORY
+    library: Callable[[], AbstractContextManager[Library]] = nvml.opened
+    load: Load = _fleet
+    read_xids: Callable[[str], tuple[Xid, ...]] = machine.read_xids
+    ask: machine.Ask = machine.ask_imds
+    sleep: Callable[[float], None] = time.sleep
+
+
+def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: System = System()) -> int:
+    """Test this node's GPUs, write ``/run/node/gpu.json``, say the result; return the exit status."""
+    is_tier = tier in TIERS
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    chosen = int.from_bytes(os.urandom(4), "big") if seed is None else seed
+    began = document.Run(TOOL_VERSION, tier if is_tier else TIERS[0], started, 0.0, chosen)  # type: ignore[arg-type]
+    result = system.places.run / RESULT
+    clock = time.monotonic()
+
+    def told(made: dict[str, Any]) -> int:
+        made["duration_s"] = round(time.monotonic() - clock, 3)
+        _write(result, made)
+        sys.stdout.write(json.dumps(made, indent=1) + "\n" if as_json else document.text(made))
+        sys.stdout.flush()
+        return int(made["verdict"]["exit_code"])
+
+    def without_evidence(found: Verdict) -> int:
+        return told(document.bare(began, machine.boot_id(system.places.proc), found))
+
+    try:
+        # An old pass must not stand there while, or after, this run fails to end.
+        result.unlink(missing_ok=True)
+        if not is_tier:
+            raise NodeError("gpu.tier", f"{tier!r} is none of {', '.join(TIERS)}")
+        settings = gpu_settings.load(system.directory)
+        seconds = LOAD_SECONDS[began.tier] + settings.fabric_wait_seconds + _REST_SECONDS
+        with _given_up_after(seconds, lambda: without_evidence(_late(seconds))):
+            return told(_tested(began, settings, system))
+    except NodeError as error:
+        is_configuration = error.code in _CONFIGURATION
+        code = verdict.CONFIGURATION if is_configuration else verdict.INCONCLUSIVE
+        return without_evidence(_failed(code, error.code, error.message))
+    except Exception as error:
+        # A bug of this program says nothing about the hardware.
+        traceback.print_exc()
+        return without_evidence(_failed(verdict.INCONCLUSIVE, "internal", f"{type(error).__name__}: {error}"))
+
+
+def _failed(code: int, reason: str, message: str) -> Verdict:
+    is_configuration = code == verdict.CONFIGURATION
+    status, action = ("fail", "config") if is_configuration else ("inconclusive", "none")
+    return Verdict(status, code, action, False, message[:200], reason)  # type: ignore[arg-type]
+
+
+def _late(seconds: float) -> Verdict:
+    words = f"the test did not end within {seconds:g} s: the driver keeps a call to itself"
+    return Verdict("inconclusive", verdict.DEADLINE, "none", False, words, "deadline")
+
+
+@contextmanager
+def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None]:
+    """End the process with 124 after so long: no signal reaches a call that the driver doesn't return from."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(seconds):
+            late()
+            os._exit(verdict.DEADLINE)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _tested(began: document.Run, settings: Settings, system: System) -> dict[str, Any]:
+    """Return the document."""
+    catalogue = xids.load()
+    if settings.expect == "none":
+        seen = Seen(machine.look(system.places, vm_size="none"))
+        evidence = Evidence(began.tier, Expected(settings), catalogue, seen, idle_why="no GPU is expected")
+        check = none_expected(seen.machine)
+        return document.document(began, evidence, (check,), _none_verdict(check))
+    evidence = gather(began.tier, began.seed, settings, catalogue, system)
+    found = checks.judge(evidence)
+    return document.document(began, evidence, found, verdict.verdict(found, began.tier))
+
+
+def none_expected(seen: Machine) -> Check:
+    """Return the one check of a pool without GPUs: there are none."""
+    if not seen.pci:
+        return replace(good(detail="no GPU, and none is expected"), id="gpu.count")
+    words = f"no GPU is expected, and there are {', '.join(gpu.address for gpu in seen.pci)}"
+    return replace(bad("config", "gpu.unexpected", words), id="gpu.count")
+
+
+def _none_verdict(check: Check) -> Verdict:
+    if check.status == "pass":
+        return Verdict("pass", verdict.PASS, "none", False, check.detail)
+    return Verdict("fail", verdict.CONFIGURATION, "config", False, check.detail[:200], check.code)
+
+
+def expectation(settings: Settings, vm_size: str) -> Expected:
+    """Return what a node of this size should be. Raises NodeError: tables or overrides are wrong."""
+    table = sizes.load()
+    found = table.find(vm_size)
+    if not found:
+        count = settings.count if settings.allow_unknown_size else None
+        return Expected(settings, table.version, count=count)
+    size, gpu = sizes.overridden(*found, settings.overrides)
+    return Expected(settings, table.version, size, gpu, size.count, tuple(sorted(settings.overrides)))
+
+
+def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue, system: System) -> Evidence:
+    """Look, put the GPUs under load where that makes sense, and look again. Raises NodeError."""
+    seen = machine.look(system.places, settings.vm_size, system.ask)
+    expected = expectation(settings, seen.vm_size)
+    with ExitStack() as stack:
+        library: Library | None = None
+        try:
+            library = stack.enter_context(system.library()) if seen.pci else None
+            evidence = _settled(tier, expected, catalogue, seen, library, system)
+        except (OSError, NvmlError) as error:
+            evidence = Evidence(
+                tier, expected, catalogue, _with_xids(Seen(seen, nvml.refused(error)), system)
+            )
+        why = idle_reason(evidence)
+        if why or library is None:
+            return replace(evidence, idle_why=why or "not put under load: no GPU is on the PCI bus")
+        return _loaded(evidence, seed, library, system)
+
+
+def _settled(
+    tier: Tier,
+    expected: Expected,
+    catalogue: xids.Catalogue,
+    seen: Machine,
+    library: Library | None,
+    system: System,
+) -> Evidence:
+    """Return what is seen at rest, once the NVLink fabric is up or had its time."""
+    waited = 0.0
+    while True:
+        before = Seen(seen, _named(readings.look(library), system) if library else Nvml())
+        evidence = Evidence(tier, expected, catalogue, before)
+        is_training = any(gpu.fabric_state in ("not-started", "in-progress") for gpu in evidence.gpus)
+        is_starting = seen.fabric_manager in ("activating", "reloading")
+        uses_fabric = expected.size is not None and expected.size.nvswitch
+        if (
+            not (uses_fabric and (is_training or is_starting))
+            or waited >= expected.settings.fabric_wait_seconds
+        ):
+            return replace(evidence, before=_with_xids(before, system))
+        system.sleep(_FABRIC_POLL_SECONDS)
+        waited += _FABRIC_POLL_SECONDS
+        seen = machine.look(system.places, seen.vm_size, system.ask)
+
+
+def idle_reason(evidence: Evidence) -> str:
+    """Return why the GPUs are not to be put under load; empty where they may."""
+    for check in checks.judge(evidence):
+        is_open = check.status in ("fail", "error") or (check.status == "skip" and check.id == "procs")
+        if is_open and check.id.startswith(_NEEDED):
+            return f"not put under load: {check.id}: {check.detail or check.code}"
+    return "" if evidence.gpus else "not put under load: NVML opens no GPU"
+
+
+def _loaded(evidence: Evidence, seed: int, library: Library, system: System) -> Evidence:
+    handles = {gpu.uuid: readings.handle_of(library, gpu.index) for gpu in evidence.gpus}
+    samples: list[Sample] = []
+    began = time.monotonic()
+
+    def on_tick() -> None:
+        at = time.monotonic() - began
+        samples.extend(readings.sample(library, handle, uuid, at) for uuid, handle in handles.items())
+
+    workers = system.load(list(handles), evidence.tier, seed, LOAD_SECONDS[evidence.tier], on_tick)
+    try:
+        after = Seen(evidence.before.machine, readings.look(library))
+    except NvmlError as error:
+        after = Seen(evidence.before.machine, nvml.refused(error))
+    return replace(
+        evidence,
+        after=_with_xids(after, system),
+        samples=tuple(samples),
+        workers=tuple(workers),
+        began_us=int(began * 1_000_000),
+    )
+
+
+def _with_xids(seen: Seen, system: System) -> Seen:
+    try:
+        return replace(seen, xids=system.read_xids(seen.machine.boot_id))
+    except NodeError as error:
+        return replace(seen, machine=replace(seen.machine, journal_error=error.message))
+
+
+def _named(found: Nvml, system: System) -> Nvml:
+    """Return NVML's answers with the names of the processes that it knows by number alone."""
+
+    def named(gpu: Gpu) -> Gpu:
+        if gpu.processes is None:
+            return gpu
+        names = [machine.process_name(system.places.proc, one.pid) for one in gpu.processes]
+        return replace(
+            gpu,
+            processes=tuple(replace(one, name=name) for one, name in zip(gpu.processes, names, strict=True)),
+        )
+
+    return replace(found, gpus=tuple(named(gpu) for gpu in found.gpus))
+
+
+def _write(path: Path, made: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)

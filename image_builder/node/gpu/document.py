@@ -1,0 +1,207 @@
+"""The result: one JSON document, and what people are told instead. Pure; docs/reference/gpu-smoke.schema.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.node.gpu import xids
+from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
+from image_builder.node.gpu.model import Check, Gpu, Seen, Tier, Verdict, Worker
+
+SCHEMA_VERSION = "1.0"
+_TOLD = ("fail", "error", "warn", "skip")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is not evidence: when it was, how long it took, and with which seed. ``started`` is RFC 3339."""
+
+    tool_version: str
+    tier: Tier
+    started: str
+    seconds: float
+    seed: int
+
+
+def document(run: Run, evidence: Evidence, checks: Sequence[Check], found: Verdict) -> dict[str, Any]:
+    """Return the whole document."""
+    return {
+        **_head(run, evidence.before.machine.boot_id),
+        "node": _node(evidence),
+        "driver": _driver(evidence),
+        "expect": {
+            "sku_table_version": evidence.expected.table_version,
+            "xid_table_version": evidence.catalogue.version,
+            "gpu_count": evidence.expected.count,
+            "thresholds_overridden": list(evidence.expected.overridden),
+            "waived": dict(evidence.expected.settings.waived),
+        },
+        "gpus": [_gpu(gpu) for gpu in evidence.gpus],
+        "checks": [_check(check) for check in checks],
+        "xids": _xids(evidence, evidence.latest),
+        "coverage": _coverage(evidence.workers),
+        "verdict": _verdict(found),
+    }
+
+
+def bare(run: Run, boot_id: str, found: Verdict) -> dict[str, Any]:
+    """Return the document of a run that has no evidence: bad settings, or it didn't end."""
+    return {
+        **_head(run, boot_id),
+        "node": {},
+        "driver": {},
+        "expect": {},
+        "gpus": [],
+        "checks": [],
+        "xids": [],
+        "coverage": _coverage(()),
+        "verdict": _verdict(found),
+    }
+
+
+def _head(run: Run, boot_id: str) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool_version": run.tool_version,
+        "tier": run.tier,
+        "seed": run.seed,
+        "boot_id": boot_id,
+        "started": run.started,
+        "duration_s": round(run.seconds, 3),
+    }
+
+
+def _node(evidence: Evidence) -> dict[str, Any]:
+    machine = evidence.before.machine
+    return {
+        "name": machine.name,
+        "vm_size": machine.vm_size,
+        "vm_size_from": machine.vm_size_from,
+        "vm_id": machine.vm_id,
+        "zone": machine.zone,
+        "image_version": machine.image,
+        "kernel": machine.kernel,
+    }
+
+
+def _driver(evidence: Evidence) -> dict[str, Any]:
+    machine = evidence.before.machine
+    return {
+        "pinned": evidence.expected.settings.driver_version,
+        "loaded": machine.driver_loaded,
+        "flavour": machine.flavour,
+        "nvml": evidence.before.nvml.driver,
+        "nvml_error": evidence.before.nvml.error,
+        "libcuda": machine.libraries.get("libcuda", ""),
+        "libnvidia_ml": machine.libraries.get("libnvidia-ml", ""),
+        "fabricmanager": machine.libraries.get("fabricmanager", ""),
+    }
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "pci": gpu.pci,
+        "serial": gpu.serial,
+        "vbios": gpu.vbios,
+        "name": gpu.name,
+        "not_answered": dict(gpu.missing),
+    }
+
+
+def _check(check: Check) -> dict[str, Any]:
+    return {
+        "id": check.id,
+        "gpu_uuid": check.gpu,
+        "status": check.status,
+        "measured": check.measured,
+        "threshold": check.threshold,
+        "op": check.op,
+        "unit": check.unit,
+        "severity": check.severity,
+        "action": check.action,
+        "reason_code": check.code,
+        "detail": check.detail,
+        "duration_s": check.seconds,
+        "seed": check.seed,
+    }
+
+
+def _xids(evidence: Evidence, seen: Seen) -> list[dict[str, Any]]:
+    return [
+        {
+            "xid": xid.number,
+            "pci": xid.pci,
+            "mono_us": xid.monotonic_us,
+            "class": evidence.catalogue.classify(xid.number).name,
+            "during_test": xids.is_during(xid, evidence.began_us),
+            "raw": xid.raw,
+        }
+        for xid in seen.xids
+    ]
+
+
+def _coverage(workers: Sequence[Worker]) -> dict[str, Any]:
+    def percent(worker: Worker) -> float:
+        free = worker.memory_bytes
+        return round(100 * worker.memory_tested_bytes / free, 1) if free else 0.0
+
+    return {
+        "gpus_tested": sum(worker.ended == "done" for worker in workers),
+        "sms_seen": [worker.sms_seen for worker in workers],
+        "mem_tested_pct": [percent(worker) for worker in workers],
+    }
+
+
+def _verdict(found: Verdict) -> dict[str, Any]:
+    return {
+        "status": found.status,
+        "exit_code": found.exit_code,
+        "action": found.action,
+        "retry_after_reboot": found.retry_after_reboot,
+        "reason_code": found.code,
+        "summary": found.summary,
+    }
+
+
+def text(made: dict[str, Any]) -> str:
+    """Return what people are told: every GPU, every check that isn't a plain pass, and the verdict."""
+    return "\n".join([*_gpu_lines(made), *_check_lines(made), *_verdict_lines(made["verdict"])]) + "\n"
+
+
+def _gpu_lines(made: dict[str, Any]) -> Iterable[str]:
+    node = made["node"]
+    if node:
+        loaded = made["driver"]["loaded"] or "none"
+        yield f"{node['vm_size'] or 'unknown size'}, kernel {node['kernel']}, driver {loaded}"
+    for gpu in made["gpus"]:
+        yield f"GPU {gpu['index']}  {gpu['name']}  {gpu['pci']}  {gpu['uuid']}"
+
+
+def _check_lines(made: dict[str, Any]) -> Iterable[str]:
+    """Yield a line for each reason: many checks can have the same one, of many GPUs."""
+    numbers = {gpu["uuid"]: str(gpu["index"]) for gpu in made["gpus"]}
+    lines: dict[tuple[str, str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    for check in made["checks"]:
+        if check["status"] != "pass" and check["reason_code"] != NOT_APPLICABLE:
+            key = (check["status"], check["reason_code"], check["detail"])
+            names, gpus = lines.setdefault(key, ({}, {}))
+            names[check["id"]] = None
+            if check["gpu_uuid"]:
+                gpus[numbers.get(check["gpu_uuid"], check["gpu_uuid"])] = None
+    for status in _TOLD:
+        for (its, code, detail), (names, gpus) in lines.items():
+            if its == status:
+                where = f" on GPU {', '.join(gpus)}" if gpus else ""
+                yield f"{status.upper():5} {', '.join(names)}{where}: {code}{': ' if detail else ''}{detail}"
+    passed = sum(check["status"] == "pass" for check in made["checks"])
+    if made["checks"]:
+        yield f"{passed} of {len(made['checks'])} checks passed"
+
+
+def _verdict_lines(found: dict[str, Any]) -> Iterable[str]:
+    action = f", {found['action']}" if found["action"] != "none" else ""
+    yield f"{found['status']} (exit {found['exit_code']}{action}): {found['summary']}"

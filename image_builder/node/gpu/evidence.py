@@ -1,0 +1,134 @@
+"""What the rules judge: what was expected, what was seen before, under and after the load. And the words they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.node.gpu.model import (
+    DETAIL_CHARACTERS,
+    Action,
+    Check,
+    Gpu,
+    Measurement,
+    Sample,
+    Seen,
+    Tier,
+    Worker,
+)
+from image_builder.node.gpu.settings import Settings
+from image_builder.node.gpu.sizes import GpuModel, Size
+from image_builder.node.gpu.xids import Catalogue
+
+# A check that this node has no need of: it counts as made. Any other skipped check was not made.
+NOT_APPLICABLE = "not-applicable"
+# Nothing was put under load, for a reason that another check has.
+NOT_RUN = "not-run"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What this node should be. ``size`` and ``gpu`` are None for a size that the table doesn't have.
+
+    ``count`` is None where nobody knows. ``overridden`` names the floors that are the pool's own.
+    """
+
+    settings: Settings
+    table_version: str = ""
+    size: Size | None = None
+    gpu: GpuModel | None = None
+    count: int | None = None
+    overridden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was seen. ``after`` is None where nothing was put under load, and ``idle_why`` says why.
+
+    ``began_us`` is when the load began, by CLOCK_MONOTONIC.
+    """
+
+    tier: Tier
+    expected: Expected
+    catalogue: Catalogue
+    before: Seen
+    after: Seen | None = None
+    samples: tuple[Sample, ...] = ()
+    workers: tuple[Worker, ...] = ()
+    began_us: int | None = None
+    idle_why: str = ""
+    own_pids: tuple[int, ...] = ()
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.before.nvml.gpus
+
+    @property
+    def latest(self) -> Seen:
+        return self.after or self.before
+
+    def later(self, uuid: str) -> Gpu | None:
+        """Return a GPU as it was after the load; None where there was none, or it is gone."""
+        gpus = self.after.nvml.gpus if self.after else ()
+        return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
+
+    def worker(self, uuid: str) -> Worker | None:
+        return next((worker for worker in self.workers if worker.gpu == uuid), None)
+
+    def measurements(self, id: str, uuid: str) -> list[Measurement]:
+        worker = self.worker(uuid)
+        return [one for one in worker.measurements if one.id == id] if worker else []
+
+    def samples_of(self, uuid: str) -> list[Sample]:
+        return [one for one in self.samples if one.gpu == uuid]
+
+
+def good(gpu: str = "", detail: str = "", **more: Any) -> Check:
+    """Return a check that passed; the rule's id comes later. ``more`` are fields of Check."""
+    return Check("", gpu, "pass", detail=detail[:DETAIL_CHARACTERS], **more)
+
+
+def bad(action: Action, code: str, detail: str, gpu: str = "", **more: Any) -> Check:
+    """Return a check that failed, and what is to be done."""
+    return Check("", gpu, "fail", action=action, code=code, detail=detail[:DETAIL_CHARACTERS], **more)
+
+
+def doubtful(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
+    """Return a check that warns."""
+    return Check("", gpu, "warn", severity="warn", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
+
+
+def absent(detail: str, gpu: str = "") -> Check:
+    """Return a check that this node has no need of."""
+    return Check("", gpu, "skip", code=NOT_APPLICABLE, detail=detail[:DETAIL_CHARACTERS])
+
+
+def not_made(code: str, detail: str, gpu: str = "") -> Check:
+    """Return a check that should have been made and could not, through nobody's error."""
+    return Check("", gpu, "skip", code=code, detail=detail[:DETAIL_CHARACTERS])
+
+
+def broken(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
+    """Return a check that failed to be made."""
+    return Check("", gpu, "error", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
+
+
+def unanswered(gpu: Gpu, *names: str) -> Check | None:
+    """Return the check that can't be made because the GPU gave no answer to one of these; None if it gave all."""
+    for name in names:
+        if getattr(gpu, name) is None:
+            reason = gpu.missing.get(name, "not recorded")
+            if reason.startswith("error"):
+                return broken("nvml.error", f"{name}: {reason}", gpu.uuid)
+            return not_made("not-supported", f"{name}: {reason}", gpu.uuid)
+    return None
+
+
+def without_gpus(evidence: Evidence) -> Iterator[Check]:
+    """Yield why a rule has no GPU to judge; nothing where it has some."""
+    nvml = evidence.before.nvml
+    if nvml.error:
+        yield broken("nvml.unavailable", nvml.error)
+    elif not nvml.gpus:
+        yield broken("nvml.unavailable", "NVML opens no GPU")

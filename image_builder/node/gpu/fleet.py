@@ -1,0 +1,341 @@
+"""All GPUs at once, each in a process of its own, and none of them waited for longer than was said.
+
+A CUDA call can hang where no signal reaches it, so a worker is killed at its deadline, and one that even SIGKILL
+doesn't end is left behind: both are findings that name the GPU. What a worker prints is checked before it counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess  # noqa: TID251 (programs.run waits for one program; these run side by side and are watched)
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from image_builder.node import programs
+from image_builder.node.gpu.model import Measurement, Tier, Worker, from_json
+
+OUTPUT_BYTES = 1 << 20  # more than any worker has to say
+ERROR_BYTES = 4096  # of what it said on standard error, the end
+REAP_SECONDS = 5.0
+# What the links between GPUs have of the whole: a GPU that hangs must not take the time of the others' links.
+LINKS_SECONDS = 15.0
+TICK_SECONDS = 0.5
+_POLL_SECONDS = 0.1
+_WORDS = 300  # characters of standard error in an outcome
+_abandoned: list[
+    subprocess.Popen[bytes]
+] = []  # processes that can't be killed: nobody waits for them any more
+
+_Told = TypeVar("_Told", Measurement, Worker)
+Argv = Callable[[str, Tier, int, Sequence[str]], list[str]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its status (negative: a signal, None: it is still there), and why it was killed."""
+
+    status: int | None
+    late: bool = False
+    flooded: bool = False
+
+
+def judge(uuid: str, output: bytes, errors: bytes, ended: Ended) -> Worker:
+    """Return what became of one GPU's process, with what it measured before it ended."""
+    measured, summary, complaint = _read(uuid, output)
+    words = _outcome(errors, ended) or complaint
+    if summary is None:
+        return Worker(uuid, words or "error: it ended without a summary", measured)
+    return replace(summary, ended=words or summary.ended, measurements=measured)
+
+
+def _outcome(errors: bytes, ended: Ended) -> str:
+    """Return what is wrong with the way a process ended, or an empty string."""
+    if ended.status is None:
+        return "hung: unkillable"
+    if ended.late:
+        return "killed: deadline"
+    if ended.flooded:
+        return f"error: it said more than {OUTPUT_BYTES} bytes"
+    if ended.status < 0:
+        return f"crashed: signal {-ended.status}"
+    if ended.status:
+        said = " ".join(errors.decode(errors="replace").split())[-_WORDS:]
+        return f"error: exit status {ended.status}: {said or 'it said nothing'}"
+    return ""
+
+
+def _read(uuid: str, output: bytes) -> tuple[tuple[Measurement, ...], Worker | None, str]:
+    """Return the measurements, the summary, and what is wrong with the first line that is neither."""
+    measured: list[Measurement] = []
+    summary = None
+    lines = output.split(b"\n")
+    rest = lines.pop()  # what follows the last newline: nothing, or half a line
+    for number, line in enumerate(lines, 1):
+        try:
+            if summary is not None:
+                raise ValueError("it follows the summary")
+            value = json.loads(line, parse_constant=_finite, parse_float=_finite)
+            if isinstance(value, dict) and "ended" in value:
+                summary = _own(uuid, from_json(Worker, value))
+            else:
+                measured.append(_own(uuid, from_json(Measurement, value)))
+        except (ValueError, RecursionError) as error:
+            return tuple(measured), None, f"error: line {number} is not a worker's: {error}"[:_WORDS]
+    complaint = f"error: line {len(lines) + 1} is cut off" if rest else ""
+    return tuple(measured), summary, complaint
+
+
+def _own(uuid: str, found: _Told) -> _Told:
+    if found.gpu != uuid:
+        raise ValueError(f"it speaks of {found.gpu}")
+    return found
+
+
+def _finite(word: str) -> float:
+    """Return a number of a measurement: infinitely fast is none."""
+    if not math.isfinite(value := float(word)):
+        raise ValueError(f"{word} is no measurement")
+    return value
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Child:
+    """A worker's process while it runs. ``output`` and ``errors`` are what came from its two pipes so far."""
+
+    uuid: str
+    process: subprocess.Popen[bytes]
+    end: float
+    output: bytearray = field(default_factory=bytearray)
+    errors: bytearray = field(default_factory=bytearray)
+    killed_at: float | None = None
+    late: bool = False
+
+    @property
+    def flooded(self) -> bool:
+        return len(self.output) > OUTPUT_BYTES
+
+    def pipes(self) -> list[IO[bytes]]:
+        """Return its standard output and standard error."""
+        return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe]
+
+    def take(self, pipe: IO[bytes]) -> int | None:
+        """Read what is there; return how much, 0 at the end, None where nothing is there yet."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return None
+        if pipe is self.process.stdout:
+            self.output += data[: OUTPUT_BYTES + 1 - len(self.output)]
+        else:
+            self.errors = (self.errors + data)[-ERROR_BYTES:]
+        return len(data)
+
+    def kill(self, now: float) -> None:
+        """End the process and all that it started; it is the leader of its own group."""
+        if self.killed_at is None:
+            self.killed_at = now
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Fleet:
+    """Worker processes, from their start until each has ended or is given up; none is left after the block."""
+
+    def __init__(self, reap_seconds: float = REAP_SECONDS) -> None:
+        self._reap_seconds = reap_seconds
+        self._selector = selectors.DefaultSelector()
+        self._running: dict[str, _Child] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in list(self._running.values()):
+            child.kill(time.monotonic())
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(self._reap_seconds)
+            self._settle(child)
+        self._selector.close()
+
+    def start(self, uuid: str, argv: Sequence[str], environment: Mapping[str, str], end: float) -> None:
+        """Start one GPU's process, to be killed at that time of the monotonic clock. Raises OSError."""
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=_checkout(),
+            start_new_session=True,
+        )
+        child = self._running[uuid] = _Child(uuid, process, end)
+        for pipe in child.pipes():
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, child)
+
+    def wait(self) -> Iterator[Worker]:
+        """Yield what became of each process, as they end. Never waits for longer than a deadline and the reaping."""
+        while self._running:
+            for key, _ in self._selector.select(_POLL_SECONDS):
+                if key.data.take(key.fileobj) == 0:
+                    self._selector.unregister(key.fileobj)
+            now = time.monotonic()
+            for child in list(self._running.values()):
+                if _has_ended(child.process.pid) or self._is_given_up(child, now):
+                    yield self._settle(child)
+                elif child.flooded:
+                    child.kill(now)
+                elif now >= child.end:
+                    child.late = True
+                    child.kill(now)
+
+    def _is_given_up(self, child: _Child, now: float) -> bool:
+        return child.killed_at is not None and now >= child.killed_at + self._reap_seconds
+
+    def _settle(self, child: _Child) -> Worker:
+        """Let go of a process that has ended, or that nothing ends; return what became of it."""
+        del self._running[child.uuid]
+        if child.process.returncode is None:
+            # What it left behind goes too, while its number is still its own: until it is reaped.
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        if child.process.poll() is None:
+            _abandoned.append(child.process)
+        for pipe in child.pipes():
+            # What lies in it, and no more: a process that it left behind may still hold the other end.
+            while not child.flooded and child.take(pipe):
+                pass
+            with suppress(KeyError):
+                self._selector.unregister(pipe)
+            pipe.close()
+        ended = Ended(child.process.returncode, child.late, child.flooded)
+        return judge(child.uuid, bytes(child.output), bytes(child.errors), ended)
+
+
+def _has_ended(pid: int) -> bool:
+    """Tell whether a child has ended; it isn't reaped by that."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _archive() -> str | None:
+    """Return the file that this runs from, where that is the agent's archive."""
+    spec = sys.modules[__name__].__spec__
+    archive: Any = getattr(spec.loader if spec else None, "archive", None)
+    return archive if isinstance(archive, str) else None
+
+
+def _checkout() -> Path | None:
+    return None if _archive() else Path(__file__).parents[3]
+
+
+def worker_argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
+    """Return the command of one GPU's worker: this agent again."""
+    archive = _archive()
+    python = [sys.executable, "-I", archive] if archive else [sys.executable, "-m", "image_builder.node"]
+    more = [word for peer in peers for word in ("--peer", peer)]
+    return [*python, "gpu-worker", "--gpu", uuid, "--tier", tier, "--seed", str(seed), *more]
+
+
+def environment(uuid: str, peers: Sequence[str]) -> dict[str, str]:
+    """Return a worker's environment: it sees its own GPU (and peers), and no compiled kernel of before."""
+    return {
+        **programs.ENVIRONMENT,
+        "CUDA_VISIBLE_DEVICES": ",".join([uuid, *peers]),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_CACHE_DISABLE": "1",
+    }
+
+
+# -- the whole -------------------------------------------------------------------------------------------------
+
+
+def run(
+    uuids: Sequence[str],
+    tier: Tier,
+    seed: int,
+    deadline_seconds: float,
+    on_tick: Callable[[], None] = lambda: None,
+    *,
+    argv: Argv = worker_argv,
+    reap_seconds: float = REAP_SECONDS,
+    tick_seconds: float = TICK_SECONDS,
+    links_seconds: float = LINKS_SECONDS,
+) -> list[Worker]:
+    """Test all GPUs side by side, then the links between them; return what became of each, in the order given.
+
+    ``on_tick`` is called about every ``tick_seconds``, in a thread of its own: one that hangs holds up nothing, one
+    that raises is raised here, after all workers have ended. The deadline is that of the whole; of several GPUs
+    each by itself has ``links_seconds`` less.
+    """
+    end = time.monotonic() + deadline_seconds
+    alone = end - links_seconds if len(uuids) > 1 else end
+    with _ticking(on_tick, tick_seconds), Fleet(reap_seconds) as fleet:
+        found = _round(fleet, {uuid: argv(uuid, tier, seed, ()) for uuid in uuids}, {}, alone)
+        sound = [uuid for uuid in uuids if found[uuid].ended == "done"]
+        if len(sound) > 1:
+            peers = {uuid: [*sound[at + 1 :], *sound[:at]] for at, uuid in enumerate(sound)}
+            commands = {uuid: argv(uuid, tier, seed, peers[uuid]) for uuid in sound}
+            for uuid, worker in _round(fleet, commands, peers, end).items():
+                found[uuid] = joined(found[uuid], worker, seed)
+    return [found[uuid] for uuid in uuids]
+
+
+def _round(
+    fleet: Fleet, commands: Mapping[str, list[str]], peers: Mapping[str, Sequence[str]], end: float
+) -> dict[str, Worker]:
+    """Start all processes and return what became of each."""
+    found: dict[str, Worker] = {}
+    for uuid, argv in commands.items():
+        try:
+            fleet.start(uuid, argv, environment(uuid, peers.get(uuid, ())), end)
+        except OSError as error:
+            found[uuid] = Worker(uuid, f"error: it could not be started: {error}")
+    for worker in fleet.wait():
+        found[worker.gpu] = worker
+    return found
+
+
+def joined(first: Worker, links: Worker, seed: int) -> Worker:
+    """Return a GPU's worker with what the second one said of its links."""
+    if links.ended == "done":
+        return replace(first, measurements=first.measurements + links.measurements)
+    words = f"the process that tried the links: {links.ended}"[:_WORDS]
+    failed = Measurement("bw.p2p", first.gpu, "error", None, "GB/s", words, seed)
+    return replace(first, ended=links.ended, measurements=(*first.measurements, failed))
+
+
+@contextmanager
+def _ticking(on_tick: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call a function now and then until the block ends; raise afterwards what it raised."""
+    over, raised = threading.Event(), list[BaseException]()
+
+    def ticks() -> None:
+        try:
+            on_tick()
+            while not over.wait(seconds):
+                on_tick()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=ticks, daemon=True, name="gpu-ticks")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(seconds)
+    if raised:
+        raise raised[0]

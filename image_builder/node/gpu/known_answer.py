@@ -1,0 +1,280 @@
+"""Known answers: every SM computes what the host has computed before it, and no bit may differ.
+
+A kernel's threads compare by themselves and write a record each; the host compares the records with what a block
+without an error writes. So neither side is trusted alone, and an error has an SM, a thread and a round. Before a
+kernel counts, it must notice an expectation that is wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from image_builder.node.gpu import reference
+from image_builder.node.gpu.cuda import THREADS, U32, U64, Argument, Device
+from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
+from image_builder.node.gpu.reference import LANES, RECORD, Case
+
+BLOCKS_PER_SM = (8, 16, 32, 64)  # more are started as long as an SM has not been seen
+_WARM_SECONDS = 1.0  # an idle GPU's clocks are low
+_BLOCK_BYTES = LANES * RECORD.size
+_TOLD, _KEPT = 3, 64  # wrong threads that a detail names, and that are kept
+
+assert LANES == THREADS
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One thread's record that isn't what it must be. ``round`` is None where the device itself saw no error."""
+
+    block: int
+    sm: int
+    thread: int
+    expected: int
+    found: int
+    round: int | None
+
+    def __str__(self) -> str:
+        where = f"SM {self.sm}, block {self.block}, warp {self.thread // 32}, lane {self.thread % 32}"
+        if self.round is None:
+            return f"{where}: expected checksum {self.expected:#018x}, found {self.found:#018x}"
+        return f"{where}, round {self.round}: expected {self.expected:#018x}, found {self.found:#018x}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a launch's records say: the SMs that were seen, how many threads were wrong on which, the first of them."""
+
+    sms: frozenset[int]
+    count: int = 0
+    wrong_sms: frozenset[int] = frozenset()
+    wrong: tuple[Wrong, ...] = ()
+
+
+def compare(records: bytes, places: bytes, values: Sequence[int], rounds: int) -> Compared:
+    """Compare what all blocks wrote with what they must write. ``places`` has a u32 for each block: its SM."""
+    sms = struct.unpack(f"<{len(places) // 4}I", places)
+    golden = reference.records(values, rounds)
+    if len(records) != len(golden) * len(sms):
+        raise ValueError(f"{len(records)} bytes of records for {len(sms)} blocks")
+    if records == golden * len(sms):
+        return Compared(frozenset(sms))
+    wrong = []
+    for block, sm in enumerate(sms):
+        found = records[block * len(golden) : (block + 1) * len(golden)]
+        if found == golden:
+            continue
+        for thread, (good, bad) in enumerate(
+            zip(RECORD.iter_unpack(golden), RECORD.iter_unpack(found), strict=True)
+        ):
+            if good != bad:
+                wrong.append((block, sm, thread, values[thread], good, bad))
+    told = tuple(_wrong(*one) for one in wrong[:_KEPT])
+    return Compared(frozenset(sms), len(wrong), frozenset(one[1] for one in wrong), told)
+
+
+def _wrong(
+    block: int, sm: int, thread: int, value: int, good: tuple[int, ...], bad: tuple[int, ...]
+) -> Wrong:
+    checksum, found, rounds, first = bad
+    if rounds and found != value:
+        return Wrong(block, sm, thread, value, found, first)
+    return Wrong(block, sm, thread, good[0], checksum, None)
+
+
+def detail(case: Case, found: Compared) -> str:
+    """Return what to say of wrong threads, within a detail's length."""
+    sms = ", ".join(map(str, sorted(found.wrong_sms)[:16]))
+    words = [f"{case.kernel}: {found.count} threads wrong, on SM {sms}"]
+    words += [str(one) for one in found.wrong[:_TOLD]]
+    return "; ".join(words)[:DETAIL_CHARACTERS]
+
+
+# -- launches --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case whose operands and expectations lie on the GPU."""
+
+    start: Callable[[], None]
+    read: Callable[[], Compared]
+
+
+@functools.lru_cache(maxsize=2)
+def _computed(
+    operands: Callable[[int], bytes], values: Callable[[bytes, int], list[int]], steps: int, seed: int
+) -> tuple[bytes, tuple[int, ...]]:
+    """Return a case's operands and values; they are wanted more than once in a row."""
+    made = operands(seed)
+    return made, tuple(values(made, steps))
+
+
+@contextmanager
+def prepared(
+    device: Device,
+    case: Case,
+    seed: int,
+    blocks: int,
+    *,
+    expect: Callable[[list[int]], list[int]] = list,
+    spoil: Callable[[Case, bytes], bytes] | None = None,
+) -> Iterator[Prepared]:
+    """Lay a case out on the GPU until the block ends.
+
+    ``expect`` changes what the device is told to expect, ``spoil`` the operands that it gets; the host compares with
+    what the unchanged operands give.
+    """
+    operands, values = _computed(case.operands, case.values, case.steps, seed)
+    kernel = device.kernel(case.module, case.kernel)
+    sizes = (blocks * _BLOCK_BYTES, 4 * blocks, len(operands), 8 * LANES)
+    addresses: list[int] = []
+    try:
+        for size in sizes:
+            addresses.append(device.allocate(size))
+        records, places, given, wanted = addresses
+        device.upload(given, spoil(case, operands) if spoil else operands)
+        device.upload(wanted, struct.pack(f"<{LANES}Q", *expect(list(values))))
+        arguments: list[Argument] = [*(U64(one) for one in addresses), U32(case.steps), U32(case.rounds)]
+
+        def start() -> None:
+            device.launch(kernel, blocks, arguments)
+
+        def clear() -> None:
+            # What stands there later must have been written by the launch that follows.
+            for address, size in zip(addresses, sizes[:2], strict=False):
+                device.set_bytes(address, 0xFF, size)
+
+        def read() -> Compared:
+            found = device.download(records, sizes[0]), device.download(places, sizes[1])
+            clear()
+            return compare(*found, values, case.rounds)
+
+        clear()
+        yield Prepared(start, read)
+    finally:
+        for address in addresses:
+            device.free(address)
+
+
+def notices(device: Device, case: Case, seed: int) -> str:
+    """Return an empty string where the device notices one wrong expectation, in that thread and no other.
+
+    A comparison that can't fail proves nothing; what is wrong with it is returned otherwise.
+    """
+    lane = seed % LANES
+    small = replace(case, rounds=2)
+
+    def expect(values: list[int]) -> list[int]:
+        return [value ^ (number == lane) for number, value in enumerate(values)]
+
+    with prepared(device, small, seed, device.sms, expect=expect) as one:
+        one.start()
+        found = one.read()
+    # What was computed is right, and its checksum: the count of wrong rounds alone tells of it.
+    if found.count == device.sms and {wrong.thread for wrong in found.wrong} == {lane}:
+        return ""
+    said = f"{found.count} threads noticed a wrong expectation for thread {lane} of {device.sms} blocks"
+    return f"{case.kernel}: {said}"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a case came to: the measurement's status and detail, wrong threads, and how many SMs were seen."""
+
+    status: Literal["done", "failed", "error"]
+    detail: str
+    wrong: int
+    sms_seen: int
+
+
+def answer(
+    device: Device,
+    case: Case,
+    seed: int,
+    seconds: float,
+    *,
+    spoil: Callable[[Case, bytes], bytes] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Answered:
+    """Launch a case for so long, at least once and until every SM was seen; an error ends it. Raises NodeError."""
+    missed = notices(device, case, seed)
+    if missed:
+        return Answered("failed", missed[:DETAIL_CHARACTERS], 1, 0)
+    seen: frozenset[int] = frozenset()
+    end = clock() + seconds
+    for per_sm in BLOCKS_PER_SM:
+        with prepared(device, case, seed, per_sm * device.sms, spoil=spoil) as one:
+            while True:
+                one.start()
+                found = one.read()
+                seen |= found.sms
+                if found.count:
+                    return Answered("failed", detail(case, found), found.count, len(seen))
+                if clock() >= end:
+                    break
+        if len(seen) >= device.sms:
+            return Answered("done", "", 0, len(seen))
+    return Answered("error", f"{case.kernel}: {len(seen)} of {device.sms} SMs were seen", 0, len(seen))
+
+
+def measure(
+    device: Device,
+    id: str,
+    cases: Sequence[Case],
+    seeds: Sequence[int],
+    seconds: float,
+    *,
+    spoil: Callable[[Case, bytes], bytes] | None = None,
+) -> tuple[Measurement, int]:
+    """Run all cases of a measurement with all seeds, ``seconds`` in all; return it and the SMs that each case saw."""
+    began = time.monotonic()
+    if not cases:
+        words = f"compute capability {device.capability} has no kernel"
+        return Measurement(id, device.uuid, "error", None, "mismatches", words, seeds[0]), 0
+    seen = device.sms
+    for seed in seeds:
+        for case in cases:
+            found = answer(device, case, seed, seconds / len(seeds) / len(cases), spoil=spoil)
+            seen = min(seen, found.sms_seen)
+            if found.status != "done":
+                return _measured(device, id, found, seed, began), seen
+    return _measured(device, id, Answered("done", "", 0, seen), seeds[0], began), seen
+
+
+def _measured(device: Device, id: str, found: Answered, seed: int, began: float) -> Measurement:
+    seconds = round(time.monotonic() - began, 3)
+    measured = None if found.status == "error" else float(found.wrong)
+    return Measurement(id, device.uuid, found.status, measured, "mismatches", found.detail, seed, seconds)
+
+
+def rate(
+    device: Device, case: Case, seed: int, seconds: float, *, warm: float = _WARM_SECONDS
+) -> Measurement:
+    """Measure the TFLOP/s of a tensor kernel: the median of its launches after a warm-up, each of them compared."""
+    began = time.monotonic()
+    blocks = BLOCKS_PER_SM[0] * device.sms
+    operations = case.operations * case.steps * case.rounds * blocks * (LANES // 32)
+    rates: list[float] = []
+    with prepared(device, case, seed, blocks) as one:
+        while not rates or time.monotonic() < began + warm + seconds:
+            took = device.timed(one.start)
+            found = one.read()
+            if found.count:
+                answered = Answered("failed", detail(case, found), found.count, len(found.sms))
+                return replace(
+                    _measured(device, "perf.mma", answered, seed, began), measured=None, unit="TFLOP/s"
+                )
+            if time.monotonic() >= began + warm:
+                rates.append(operations / took / 1e12)
+    spent = round(time.monotonic() - began, 3)
+    words = f"{case.kernel} of {case.module}, the median of {len(rates)} launches"
+    return Measurement(
+        "perf.mma", device.uuid, "done", round(median(rates), 2), "TFLOP/s", words, seed, spent
+    )

@@ -1,0 +1,246 @@
+"""What the node says of its GPUs without NVML: the kernel, its files, the journal, and the platform of its size."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import programs, settings
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.gpu import xids
+from image_builder.node.gpu.model import Machine, PciGpu, Port, Xid
+
+# NVIDIA's GPUs without and with an output for displays (PCI class codes).
+_GPU_CLASSES = ("0x0300", "0x0302")
+_VENDOR = "0x10de"
+MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem", "nouveau")
+LIBRARIES: Mapping[str, str] = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
+LIBRARY_DIRECTORIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib")
+_FABRIC_MANAGER = "usr/bin/nv-fabricmanager"
+_LOCAL_NVME = "Microsoft NVMe Direct Disk"
+_IMDS = "169.254.169.254"
+_IMDS_PATH = "/metadata/instance/compute?api-version=2021-02-01"
+_IMDS_TRIES, _IMDS_SECONDS = 3, 2.0
+_VERSION = re.compile(r"\b(\d{3}(?:\.\d+){1,2})\b")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the system keeps things; tests have trees of their own. ``run`` is the agent's."""
+
+    root: Path = Path("/")
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+    run: Path = Path("/run/node")
+    cdi: tuple[Path, ...] = (Path("/run/cdi"), Path("/etc/cdi"))
+
+
+Ask = Callable[[], Mapping[str, Any]]
+
+
+def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
+    """Return what the node says. ``vm_size`` is the configured one; without it ``ask`` is asked of the platform.
+
+    What can't be found is empty: the checks decide what that means.
+    """
+    compute = _platform(places, ask) if not vm_size else {}
+    loaded, flavour = driver_version(_text(places.proc / "driver/nvidia/version"))
+    libraries = {name: library_version(places.root, file) for name, file in LIBRARIES.items()}
+    manager = _fabric_manager_version(places.root)
+    return Machine(
+        name=os.uname().nodename,
+        boot_id=boot_id(places.proc),
+        kernel=os.uname().release,
+        vm_size=vm_size or str(compute.get("vmSize", "")),
+        vm_size_from="configuration" if vm_size else "platform" if compute.get("vmSize") else "",
+        vm_id=str(compute.get("vmId", "")),
+        zone=str(compute.get("zone", "")),
+        image=settings.build_id(places.root / "etc/image-release"),
+        driver_loaded=loaded,
+        flavour=flavour,
+        modules=modules(places.sys),
+        libraries={
+            name: version for name, version in {**libraries, "fabricmanager": manager}.items() if version
+        },
+        pci=pci_gpus(places.sys),
+        nodes=tuple(sorted(path.name for path in places.dev.glob("nvidia*"))),
+        cdi_gpus=cdi_gpus(places.cdi),
+        fabric_manager=_unit_state("nvidia-fabricmanager.service") if manager else "",
+        ports=ports(places.sys),
+        local_nvme=local_nvme(places.sys),
+        memory_bytes=memory_bytes(_text(places.proc / "meminfo")),
+    )
+
+
+def driver_version(text: str) -> tuple[str, str]:
+    """Return version and flavour of the loaded driver, from /proc/driver/nvidia/version; empty where it has none."""
+    line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
+    found = _VERSION.search(line)
+    if not found:
+        return "", ""
+    return found[1], "open" if "Open Kernel Module" in line else "proprietary"
+
+
+def boot_id(proc: Path) -> str:
+    """Return this boot's id, as the kernel writes it."""
+    return _text(proc / "sys/kernel/random/boot_id")
+
+
+def modules(sys: Path) -> dict[str, str]:
+    """Return the loaded modules that matter and their versions, empty for one that tells none."""
+    return {
+        name: _text(sys / "module" / name / "version") for name in MODULES if (sys / "module" / name).is_dir()
+    }
+
+
+def pci_gpus(sys: Path) -> tuple[PciGpu, ...]:
+    """Return NVIDIA's GPUs on the PCI bus, whether a driver has them or not."""
+    found = []
+    for path in sorted((sys / "bus/pci/devices").glob("*")):
+        if _text(path / "vendor") == _VENDOR and _text(path / "class")[:6] in _GPU_CLASSES:
+            driver = (path / "driver").resolve().name if (path / "driver").exists() else ""
+            found.append(PciGpu(path.name, _text(path / "device").removeprefix("0x"), driver))
+    return tuple(found)
+
+
+def library_version(root: Path, file: str) -> str:
+    """Return the version in the name of the file that a library's link leads to; empty where there is none."""
+    for directory in LIBRARY_DIRECTORIES:
+        path = root / directory / file
+        if path.exists():
+            found = _VERSION.search(path.resolve().name)
+            return found[1] if found else ""
+    return ""
+
+
+def _fabric_manager_version(root: Path) -> str:
+    if not (root / _FABRIC_MANAGER).exists():
+        return ""
+    try:
+        found = _VERSION.search(programs.run([str(root / _FABRIC_MANAGER), "--version"], timeout=10).stdout)
+    except ProgramError:
+        return "unknown"
+    return found[1] if found else "unknown"
+
+
+def _unit_state(unit: str) -> str:
+    """Return systemd's word for a unit: ``active``, ``failed``, ``inactive`` and so on; empty without systemd."""
+    try:
+        return programs.run(["systemctl", "is-active", unit], ok=(0, 3, 4), timeout=10).stdout.strip()
+    except ProgramError:
+        return ""
+
+
+def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
+    """Return how many whole GPUs the CDI specs name, None where there is no spec.
+
+    nvidia-ctk names each by its index (and more, by its settings): those are counted, in YAML and in JSON.
+    """
+    specs = [path for place in directories for path in sorted(place.glob("nvidia*")) if path.is_file()]
+    if not specs:
+        return None
+    names = {
+        n
+        for path in specs
+        for n in re.findall(r"""\bname["']?:\s*["']?(\d+)["']?,?\s*$""", _text(path), re.MULTILINE)
+    }
+    return len(names)
+
+
+def ports(sys: Path) -> tuple[Port, ...]:
+    """Return the ports of InfiniBand devices, those of their Ethernet kind too (``layer`` tells)."""
+    found = []
+    for path in sorted((sys / "class/infiniband").glob("*/ports/*")):
+        rate = re.match(r"\d+", _text(path / "rate"))
+        found.append(
+            Port(
+                device=path.parent.parent.name,
+                number=int(path.name),
+                state=_text(path / "state").partition(": ")[2],
+                physical=_text(path / "phys_state").partition(": ")[2],
+                rate_gbit=int(rate[0]) if rate else 0,
+                layer=_text(path / "link_layer"),
+            )
+        )
+    return tuple(found)
+
+
+def local_nvme(sys: Path) -> int:
+    """Return how many local NVMe disks the platform has given; remote ones go by another model."""
+    return sum(_text(path).startswith(_LOCAL_NVME) for path in (sys / "class/nvme").glob("*/model"))
+
+
+def memory_bytes(meminfo: str) -> int:
+    """Return the machine's memory as the kernel sees it, 0 where it doesn't tell."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def process_name(proc: Path, pid: int) -> str:
+    """Return a process' name, whole where its command line tells; empty where it has gone."""
+    argv = _text(proc / str(pid) / "cmdline").split("\0")
+    return Path(argv[0]).name if argv[0] else _text(proc / str(pid) / "comm")
+
+
+def read_xids(boot: str) -> tuple[Xid, ...]:
+    """Return this boot's Xids from the journal. Raises NodeError (``gpu.journal``) where it can't be read."""
+    try:
+        done = programs.run(["journalctl", "-k", "-b", "0", "-o", "json", "--no-pager"], timeout=60)
+        return xids.parse_journal(done.stdout, boot)
+    except (ProgramError, ValueError) as error:
+        raise NodeError("gpu.journal", f"the kernel's log can't be read: {error}") from error
+
+
+def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
+    """Return the platform's answer, asked once a boot; empty where it gives none."""
+    kept = places.run / "imds.json"
+    boot = boot_id(places.proc)
+    try:
+        found: dict[str, Any] = json.loads(kept.read_bytes())
+        if found.get("boot_id") == boot and isinstance(found.get("compute"), dict):
+            return dict(found["compute"])
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:
+        answer = (ask or ask_imds)()
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    few = {key: answer[key] for key in ("vmSize", "vmId", "zone") if isinstance(answer.get(key), str)}
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    draft = kept.with_name(".imds.json.new")
+    draft.write_text(json.dumps({"boot_id": boot, "compute": few}) + "\n", encoding="utf-8")
+    draft.replace(kept)
+    return few
+
+
+def ask_imds() -> Mapping[str, Any]:
+    """Ask Azure's metadata service, never through a proxy. Raises OSError, HTTPException or ValueError."""
+    problem: Exception = OSError("not asked")
+    for _ in range(_IMDS_TRIES):
+        connection = http.client.HTTPConnection(_IMDS, timeout=_IMDS_SECONDS)
+        try:
+            connection.request("GET", _IMDS_PATH, headers={"Metadata": "true"})
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+            if answer.status == http.HTTPStatus.OK and isinstance(found, dict):
+                return found
+            problem = OSError(f"the metadata service answered {answer.status}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            problem = error
+        finally:
+            connection.close()
+    raise problem
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip().strip("\0")
+    except OSError:
+        return ""

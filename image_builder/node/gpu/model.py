@@ -1,0 +1,336 @@
+"""What is seen of GPUs and said of them. Nothing here does anything, and all of it has a JSON form.
+
+``as_json`` and ``from_json`` carry every dataclass here to JSON and back: what a worker prints, what a recording of
+a GPU's answers holds, what the result file says.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+Tier = Literal["boot-quick", "boot-full", "periodic"]
+TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
+DETAIL_CHARACTERS = 512  # the longest detail of a measurement or a check
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One active test on one GPU, as its worker saw it.
+
+    ``id``: kat.int, kat.ffma, kat.dfma, kat.mma, det.fp32, mem.pattern, bw.hbm, bw.h2d, bw.d2h, bw.p2p, perf.mma.
+    ``gpu`` is the UUID. ``status``: ``failed`` is a wrong answer, ``error`` a test that couldn't be run, ``skipped``
+    one that isn't for this GPU, with the reason in ``detail``. ``unit``: GB/s (decimal), TFLOP/s, mismatches, %.
+    ``detail`` has at most 512 characters: which SM, lane, address, what was expected and found.
+    """
+
+    id: str
+    gpu: str
+    status: Literal["done", "failed", "error", "skipped"]
+    measured: float | None
+    unit: str
+    detail: str = ""
+    seed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What became of one GPU's process.
+
+    ``ended``: ``done``, ``killed: deadline``, ``hung: unkillable``, ``crashed: signal 11`` or ``error: …``.
+    ``sms`` is how many the GPU has, ``sms_seen`` how many of them did the known answers. ``memory_bytes`` is what was
+    free, ``memory_tested_bytes`` what of it was written and read back.
+    """
+
+    gpu: str
+    ended: str
+    measurements: tuple[Measurement, ...] = ()
+    sms: int = 0
+    sms_seen: int = 0
+    memory_bytes: int = 0
+    memory_tested_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that has a context on a GPU; ``used_bytes`` is None where the driver doesn't say."""
+
+    pid: int
+    used_bytes: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What NVML said of one GPU. None is no answer, and ``missing`` has the reason by the field's name.
+
+    ``missing``: ``not-supported`` (this GPU or driver has no such thing), ``no-function`` (this library has no such
+    entry) or ``error: …`` (it should have answered). The counts of ECC errors are sums over the places that the GPU
+    tells: ``volatile`` since the driver was loaded, ``aggregate`` over its life. ``remap_histogram``: banks with
+    max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has.
+    ``throttle`` are NVML's bits of nvmlClocksEventReasons. ``temperature_margin_c`` is the distance to slowdown.
+    """
+
+    index: int
+    uuid: str = ""
+    pci: str = ""
+    name: str = ""
+    serial: str | None = None
+    vbios: str | None = None
+    compute_capability: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    ecc_current: bool | None = None
+    ecc_pending: bool | None = None
+    ecc_volatile_uncorrected: int | None = None
+    ecc_volatile_corrected: int | None = None
+    ecc_aggregate_uncorrected: int | None = None
+    ecc_aggregate_corrected: int | None = None
+    ecc_volatile_uncorrected_sram: int | None = None
+    ecc_volatile_uncorrected_dram: int | None = None
+    ecc_aggregate_uncorrected_sram: int | None = None
+    ecc_aggregate_uncorrected_dram: int | None = None
+    sram_threshold_exceeded: bool | None = None
+    remap_correctable: int | None = None
+    remap_uncorrectable: int | None = None
+    remap_pending: bool | None = None
+    remap_failure: bool | None = None
+    remap_histogram: tuple[int, ...] | None = None
+    unrepairable_memory: bool | None = None
+    retired_single_bit: int | None = None
+    retired_double_bit: int | None = None
+    retired_pending: bool | None = None
+    inforom_valid: bool | None = None
+    recovery_action: str | None = None
+    persistence: bool | None = None
+    mig_current: bool | None = None
+    mig_pending: bool | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width_max: int | None = None
+    pcie_replays: int | None = None
+    nvlinks: tuple[bool, ...] | None = None
+    nvlink_errors: int | None = None
+    fabric_state: str | None = None
+    fabric_status: str | None = None
+    throttle: int | None = None
+    temperature_c: int | None = None
+    temperature_slowdown_c: int | None = None
+    temperature_margin_c: int | None = None
+    processes: tuple[Process, ...] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """What the library said: of itself, and of each GPU.
+
+    ``error`` is empty, or why nothing else is known: ``library: …`` (none, or it can't be loaded), ``mismatch: …``
+    (it isn't the loaded driver's), ``init: …``. ``lost`` are the GPUs that it counts and can't open, by index.
+    """
+
+    error: str = ""
+    driver: str = ""
+    count: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a GPU under load, ``seconds`` after the load began."""
+
+    gpu: str
+    seconds: float
+    throttle: int | None = None
+    temperature_c: int | None = None
+    temperature_margin_c: int | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    utilization_percent: int | None = None
+
+
+@dataclass(frozen=True)
+class Xid:
+    """An Xid of the kernel's log; ``pci`` like 0001:00:00. ``monotonic_us`` is CLOCK_MONOTONIC."""
+
+    number: int
+    pci: str
+    monotonic_us: int
+    raw: str
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """A display or 3D controller of NVIDIA (class 0x0300 or 0x0302, vendor 10de) in /sys; ``device`` like 2335."""
+
+    address: str
+    device: str
+    driver: str = ""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an InfiniBand device, as /sys has it."""
+
+    device: str
+    number: int
+    state: str = ""
+    physical: str = ""
+    rate_gbit: int = 0
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the node itself says, without NVML. An empty string is what couldn't be found.
+
+    ``driver_loaded`` and ``flavour`` are from /proc/driver/nvidia/version. ``modules`` are the loaded ones with a
+    version, among them nouveau. ``libraries`` are versions on disk: libcuda, libnvidia-ml, fabricmanager. ``nodes``
+    are names below /dev. ``cdi_gpus`` is None where there is no CDI spec. ``fabric_manager`` is its unit's state.
+    ``journal_error`` tells why the Xids are not known.
+    """
+
+    name: str = ""
+    boot_id: str = ""
+    kernel: str = ""
+    vm_size: str = ""
+    vm_size_from: str = ""
+    vm_id: str = ""
+    zone: str = ""
+    image: str = ""
+    driver_loaded: str = ""
+    flavour: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    pci: tuple[PciGpu, ...] = ()
+    nodes: tuple[str, ...] = ()
+    cdi_gpus: int | None = None
+    fabric_manager: str = ""
+    ports: tuple[Port, ...] = ()
+    local_nvme: int = 0
+    memory_bytes: int = 0
+    journal_error: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The whole node at one time: what a recording holds."""
+
+    machine: Machine = Machine()
+    nvml: Nvml = Nvml()
+    xids: tuple[Xid, ...] = ()
+
+
+Status = Literal["pass", "warn", "fail", "skip", "error"]
+Action = Literal["none", "reboot", "replace", "reimage", "config"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule's outcome, of one GPU or (``gpu`` empty) of the node.
+
+    ``error``: the check could not be made. ``skip``: it is not for this node, or the GPU has no such thing, and
+    ``detail`` says so. ``code`` is the reason in stable words, empty where the status is ``pass``.
+    """
+
+    id: str
+    gpu: str
+    status: Status
+    measured: float | str | None = None
+    threshold: float | str | None = None
+    op: str = ""
+    unit: str = ""
+    severity: Literal["fail", "warn"] = "fail"
+    action: Action = "none"
+    code: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from all checks. Exit code 0 alone lets a node work."""
+
+    status: Literal["pass", "fail", "inconclusive"]
+    exit_code: int
+    action: Action
+    retry_after_reboot: bool
+    summary: str
+    code: str = ""
+
+
+def as_json(value: Any) -> dict[str, Any]:
+    """Return a dataclass of this module as what ``json.dumps`` takes."""
+    return asdict(value)
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """Return the dataclass that JSON stands for. Raises ValueError that names the field which doesn't fit."""
+    made = _decode(kind, value, kind.__name__)
+    return typing.cast(T, made)
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return _decode_dataclass(kind, value, where)
+    if origin is types.UnionType:
+        if value is None and type(None) in inner:
+            return None
+        return _decode_first(inner, value, where)
+    if origin is Literal:
+        return _fitting(value, value in inner, where, f"one of {', '.join(map(repr, inner))}")
+    if origin is tuple:
+        _fitting(value, isinstance(value, list | tuple), where, "a list")
+        return tuple(_decode(inner[0], item, f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is Mapping:
+        _fitting(value, isinstance(value, dict), where, "an object")
+        return {str(key): _decode(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    if kind is float:
+        return float(_fitting(value, _is_number(value), where, "a number"))
+    is_fit = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    return _fitting(value, is_fit, where, f"of type {kind.__name__}")
+
+
+def _decode_first(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return the value as the first of several types that it fits."""
+    for kind in kinds:
+        try:
+            return _decode(kind, value, where)
+        except ValueError:
+            continue
+    raise ValueError(f"{where}: {value!r} is of no type that may stand here")
+
+
+def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+    _fitting(value, isinstance(value, dict), where, "an object")
+    hints = typing.get_type_hints(kind)
+    known = {one.name: one for one in fields(kind)}
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: there is no {', '.join(unknown)}")
+    needed = [n for n, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    absent = [name for name in needed if name not in value]
+    if absent:
+        raise ValueError(f"{where}: {', '.join(absent)} is missing")
+    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fitting(value: Any, is_fit: bool, where: str, wanted: str) -> Any:
+    if not is_fit:
+        raise ValueError(f"{where}: {value!r} is not {wanted}")
+    return value

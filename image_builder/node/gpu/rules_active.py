@@ -1,0 +1,218 @@
+"""Rules about what each GPU computed and copied, from the workers' measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+from image_builder.node.gpu.evidence import NOT_RUN, Evidence, absent, bad, broken, doubtful, good, not_made
+from image_builder.node.gpu.model import Check, Gpu, Measurement, Tier
+from image_builder.node.gpu.sizes import Floor
+
+Judge = Callable[[Evidence, Gpu], Iterator[Check]]
+# From so many GPUs on, the node's median says what a healthy one reaches.
+_MEDIAN_OF = 4
+_HBM_OF_MEDIAN, _MMA_OF_MEDIAN, _MMA_OF_REFERENCE = 0.92, 0.90, 0.85
+# How much of the free memory is written and read back, and how much of the part's memory must be free.
+TESTED_PERCENT: dict[Tier, float] = {"boot-quick": 25.0, "boot-full": 95.0, "periodic": 95.0}
+_FREE_PERCENT = 95.0
+
+
+def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    worker = evidence.worker(gpu.uuid)
+    if evidence.after is None:
+        yield not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+    elif worker is None:
+        yield broken("worker.absent", "no worker tested this GPU", gpu.uuid)
+    elif worker.ended == "done":
+        yield good(gpu.uuid)
+    elif worker.ended.startswith(("killed", "hung")):
+        done = ", ".join(one.id for one in worker.measurements) or "nothing"
+        yield bad("replace", "worker.hung", f"{worker.ended}; it had measured {done}", gpu.uuid)
+    elif worker.ended.startswith("crashed"):
+        yield bad("replace", "worker.crashed", worker.ended, gpu.uuid)
+    else:
+        yield broken("worker.error", worker.ended, gpu.uuid)
+
+
+def answers(id: str) -> Judge:
+    """Return the rule that a test's answers are all right. One wrong answer is never tried again."""
+
+    def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+        found = _measured(evidence, id, gpu)
+        if isinstance(found, Check):
+            yield found
+            return
+        wrong = sum(one.measured or 0 for one in found)
+        numbers = _numbers(found[-1], wrong, 0.0, "==")
+        if wrong:
+            told = "; ".join(one.detail for one in found if one.measured)
+            yield bad("replace", "answer.wrong", told or f"{wrong:g} wrong answers", gpu.uuid, **numbers)
+        elif any(one.measured is None for one in found):
+            yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+        else:
+            yield good(gpu.uuid, found[-1].detail, **numbers)
+
+    return judge
+
+
+def floor(id: str, key: str) -> Judge:
+    """Return the rule that a bandwidth reaches its floor; the least of several measurements counts."""
+
+    def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+        size = evidence.expected.size
+        wanted: Floor | None = getattr(size, key) if size else None
+        if size and wanted is None:
+            yield absent("this size has none", gpu.uuid)
+            return
+        found = _measured(evidence, id, gpu)
+        if isinstance(found, Check):
+            yield found
+            return
+        slowest = min(found, key=lambda one: one.measured or 0.0)
+        if slowest.measured is None:
+            yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+        elif not wanted:
+            words = "there is no floor for an unknown size"
+            yield doubtful("floor.unknown", words, gpu.uuid, **_numbers(slowest, slowest.measured, None, ""))
+        elif slowest.measured < wanted.value:
+            words = f"{slowest.measured:.4g} {slowest.unit}, the floor is {wanted.value:g} ({wanted.source})"
+            numbers = _numbers(slowest, slowest.measured, wanted.value, ">=")
+            yield bad("replace", "bandwidth.low", f"{words} {slowest.detail}".rstrip(), gpu.uuid, **numbers)
+        else:
+            yield good(gpu.uuid, **_numbers(slowest, slowest.measured, wanted.value, ">="))
+
+    return judge
+
+
+def hbm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    verdicts = list(floor("bw.hbm", "hbm_floor_gbps")(evidence, gpu))
+    yield from verdicts
+    if verdicts[0].status in ("pass", "warn"):
+        yield from _median(evidence, gpu, "bw.hbm", _HBM_OF_MEDIAN)
+
+
+def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    found = _measured(evidence, "perf.mma", gpu)
+    if isinstance(found, Check):
+        yield found
+        return
+    slowest = min(found, key=lambda one: one.measured or 0.0)
+    if slowest.measured is None:
+        yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+        return
+    reference = evidence.expected.gpu.mma_reference_tflops if evidence.expected.gpu else None
+    least = _MMA_OF_REFERENCE * reference.value if reference else None
+    numbers = _numbers(slowest, slowest.measured, least, ">=" if reference else "")
+    if reference and least is not None and slowest.measured < least:
+        words = f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} are needed ({reference.source})"
+        yield bad("replace", "compute.slow", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, "" if reference else "this model has no reference yet", **numbers)
+    yield from _median(evidence, gpu, "perf.mma", _MMA_OF_MEDIAN)
+
+
+def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Check]:
+    """Yield that a GPU is slower than its node's others of the same model; with few of them that only warns."""
+    values = {
+        one.uuid: min(found)
+        for one in evidence.gpus
+        if one.name == gpu.name
+        and (found := [m.measured for m in evidence.measurements(id, one.uuid) if m.measured is not None])
+    }
+    if len(values) < 2 or gpu.uuid not in values:
+        return
+    middle = median(values.values())
+    least, has = part * middle, values[gpu.uuid]
+    if has >= least:
+        return
+    unit = evidence.measurements(id, gpu.uuid)[0].unit
+    numbers: dict[str, Any] = {"measured": has, "threshold": round(least, 2), "op": ">=", "unit": unit}
+    words = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} are needed"
+    if len(values) >= _MEDIAN_OF:
+        yield bad("replace", "below.median", words, gpu.uuid, **numbers)
+    else:
+        yield doubtful("below.median", words, gpu.uuid, **numbers)
+
+
+def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    worker = evidence.worker(gpu.uuid)
+    if worker is None or not worker.sms:
+        yield not_made(NOT_RUN, evidence.idle_why or "no worker said how many SMs there are", gpu.uuid)
+        return
+    numbers: dict[str, Any] = {
+        "measured": worker.sms_seen,
+        "threshold": worker.sms,
+        "op": "==",
+        "unit": "SMs",
+    }
+    if worker.sms_seen < worker.sms:
+        words = f"{worker.sms_seen} of {worker.sms} SMs were seen at work"
+        yield broken("coverage.sms", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    worker = evidence.worker(gpu.uuid)
+    if worker is None or not worker.memory_bytes:
+        yield not_made(NOT_RUN, evidence.idle_why or "no worker said how much memory was free", gpu.uuid)
+        return
+    total = gpu.memory_total_bytes or 0
+    reserved = gpu.memory_reserved_bytes or 0
+    usable = max(total - reserved, 1)
+    free = 100 * worker.memory_bytes / usable
+    if total and free < _FREE_PERCENT:
+        numbers: dict[str, Any] = {
+            "measured": round(free, 1),
+            "threshold": _FREE_PERCENT,
+            "op": ">=",
+            "unit": "%",
+        }
+        yield broken("coverage.free", f"{free:.1f} % of the GPU's memory were free", gpu.uuid, **numbers)
+        return
+    tested = 100 * worker.memory_tested_bytes / worker.memory_bytes
+    wanted = TESTED_PERCENT[evidence.tier]
+    numbers = {"measured": round(tested, 1), "threshold": wanted, "op": ">=", "unit": "%"}
+    # Chunks don't fill the last percent of memory exactly.
+    if tested < wanted - 0.5:
+        yield broken("coverage.memory", f"{tested:.1f} % of what was free was tested", gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Check:
+    """Return the measurements of a test that was done, or the check that tells why it wasn't, or its failure."""
+    found = evidence.measurements(id, gpu.uuid)
+    if evidence.after is None:
+        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+    for one in found:
+        if one.status == "failed":
+            more = (
+                _numbers(one, one.measured, 0.0, "==")
+                if one.unit == "mismatches"
+                else _numbers(one, None, None, "")
+            )
+            return bad("replace", "answer.wrong", one.detail or "a wrong answer", gpu.uuid, **more)
+    for one in found:
+        if one.status == "error":
+            return broken("worker.error", one.detail or "it could not be run", gpu.uuid, seed=one.seed)
+    skipped = [one for one in found if one.status == "skipped"]
+    if skipped and len(skipped) == len(found):
+        return not_made("worker.skipped", skipped[0].detail or "the worker skipped it", gpu.uuid)
+    done = [one for one in found if one.status == "done"]
+    if not done:
+        return broken("worker.silent", "its worker gave no result", gpu.uuid)
+    return done
+
+
+def _numbers(one: Measurement, measured: float | None, threshold: float | None, op: str) -> dict[str, Any]:
+    return {
+        "measured": measured,
+        "threshold": threshold,
+        "op": op,
+        "unit": one.unit,
+        "seed": one.seed,
+        "seconds": one.seconds,
+    }

@@ -1,0 +1,301 @@
+"""Rules about each GPU, from what NVML says at rest and again after the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from image_builder.node.gpu.evidence import (
+    NOT_RUN,
+    Evidence,
+    absent,
+    bad,
+    broken,
+    doubtful,
+    good,
+    not_made,
+    unanswered,
+    without_gpus,
+)
+from image_builder.node.gpu.model import Action, Check, Gpu
+
+_RECOVERY: dict[str, Action] = {
+    "gpu-reset": "reboot",
+    "node-reboot": "reboot",
+    "drain-p2p": "reboot",
+    "drain-and-reset": "reboot",
+    "recover-imex-domain": "config",
+    "bus-reset": "reboot",
+    "system-reboot": "reboot",
+}
+# Of 64 pages that V100 and T4 can retire; NVIDIA's own tools take a GPU away at 60, and warn at 15.
+_RETIRED_FAIL, _RETIRED_WARN = 60, 15
+_CORRECTED_FAIL = 1000
+_REPLAYS_WARN, _REPLAYS_FAIL = 10, 80
+_IDLE_BYTES = 1 << 30
+# Where `used` has what the driver reserved in it (an old NVML), that much more is no process' own.
+_RESERVED_BYTES = 1 << 30
+
+
+def each(judge: Callable[[Evidence, Gpu], Iterator[Check]]) -> Callable[[Evidence], Iterator[Check]]:
+    """Return a rule that judges every GPU, and says so where there is none."""
+
+    def rule(evidence: Evidence) -> Iterator[Check]:
+        yield from without_gpus(evidence)
+        for gpu in evidence.gpus:
+            yield from judge(evidence, gpu)
+
+    return rule
+
+
+def inforom(_: Evidence, gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "inforom_valid")
+    if gap:
+        yield gap
+    elif gpu.inforom_valid:
+        yield good(gpu.uuid)
+    else:
+        yield bad("replace", "gpu.inforom", "the InfoROM is corrupted", gpu.uuid)
+
+
+def recovery_action(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    now = evidence.later(gpu.uuid) or gpu
+    gap = unanswered(now, "recovery_action")
+    if gap or now.recovery_action is None:
+        yield gap or broken("nvml.error", "recovery_action", gpu.uuid)
+    elif now.recovery_action == "none":
+        yield good(gpu.uuid)
+    else:
+        action = _RECOVERY.get(now.recovery_action, "replace")
+        words = f"the driver asks for {now.recovery_action}"
+        yield bad(
+            action, "gpu.recovery-action", words, gpu.uuid, measured=now.recovery_action, threshold="none"
+        )
+
+
+def ecc_mode(_: Evidence, gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "ecc_current", "ecc_pending")
+    if gap:
+        yield gap
+    elif gpu.ecc_current and gpu.ecc_pending:
+        yield good(gpu.uuid)
+    elif gpu.ecc_current != gpu.ecc_pending:
+        yield bad("reboot", "ecc.pending", "ECC changes with the next reset", gpu.uuid)
+    else:
+        yield bad("config", "ecc.disabled", "ECC is disabled", gpu.uuid)
+
+
+def ecc_uncorrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    name = "ecc_volatile_uncorrected"
+    now = evidence.later(gpu.uuid)
+    for when, one in (("before the load", gpu), ("after the load", now)):
+        gap = unanswered(one, name) if one else None
+        if gap:
+            yield gap
+            return
+        count = one.ecc_volatile_uncorrected if one else 0
+        if one and count:
+            at = f"SRAM {one.ecc_volatile_uncorrected_sram}, DRAM {one.ecc_volatile_uncorrected_dram}"
+            words = f"{count} uncorrected errors {when} ({at})"
+            numbers: dict[str, Any] = {"measured": count, "threshold": 0, "op": "==", "unit": "errors"}
+            yield bad("reboot", "ecc.uncorrected", words, gpu.uuid, **numbers)
+            return
+    if evidence.after and not now:
+        yield broken("gpu.lost", "the GPU can't be asked after the load", gpu.uuid)
+        return
+    yield good(gpu.uuid, measured=0, threshold=0, op="==", unit="errors")
+
+
+def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    now = evidence.later(gpu.uuid) or gpu
+    count = now.ecc_aggregate_uncorrected_sram
+    gap = unanswered(now, "sram_threshold_exceeded")
+    if now.sram_threshold_exceeded:
+        yield bad("replace", "ecc.sram-threshold", "too many uncorrected errors of SRAM", gpu.uuid)
+    elif count:
+        words = f"{count} uncorrected errors of SRAM in its life"
+        yield doubtful(
+            "ecc.sram-aggregate", words, gpu.uuid, measured=count, threshold=0, op="==", unit="errors"
+        )
+    else:
+        yield gap or good(gpu.uuid)
+
+
+def ecc_corrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    delta = _delta(evidence, gpu, "ecc_volatile_corrected")
+    if isinstance(delta, Check):
+        yield delta
+        return
+    numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "<=", "unit": "errors"}
+    words = f"{delta} corrected errors under load"
+    if delta > _CORRECTED_FAIL:
+        yield bad("replace", "ecc.corrected", words, gpu.uuid, **(numbers | {"threshold": _CORRECTED_FAIL}))
+    elif delta > 0:
+        yield doubtful("ecc.corrected", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
+    """Return by how much a counter grew under load, or the check that can't be made."""
+    if not evidence.after:
+        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+    now = evidence.later(gpu.uuid)
+    if not now:
+        return broken("gpu.lost", "the GPU can't be asked after the load", gpu.uuid)
+    gap = unanswered(gpu, name) or unanswered(now, name)
+    if gap:
+        return gap
+    delta = int(getattr(now, name)) - int(getattr(gpu, name))
+    # A counter that went back was reset, and so was the GPU.
+    return delta if delta >= 0 else broken("nvml.error", f"{name} fell by {-delta} under load", gpu.uuid)
+
+
+def remap(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    model = evidence.expected.gpu
+    now = evidence.later(gpu.uuid) or gpu
+    has_rows = model.row_remapping if model else now.remap_pending is not None
+    yield from (_rows(now) if has_rows else _pages(now))
+
+
+def _rows(gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "remap_failure", "remap_pending")
+    if gap:
+        yield gap
+        return
+    told = (
+        f"{gpu.remap_correctable} rows for corrected errors, {gpu.remap_uncorrectable} for uncorrected ones"
+    )
+    spare = gpu.remap_histogram
+    if gpu.unrepairable_memory:
+        yield bad("replace", "remap.unrepairable", f"the GPU calls its memory unrepairable; {told}", gpu.uuid)
+    elif gpu.remap_failure:
+        yield bad("replace", "remap.failure", f"a row could not be remapped; {told}", gpu.uuid)
+    elif gpu.remap_pending:
+        yield bad("reboot", "remap.pending", f"a row is remapped with the next reset; {told}", gpu.uuid)
+    elif spare and spare[-1]:
+        yield doubtful("remap.exhausted", f"{spare[-1]} banks have no spare row left", gpu.uuid)
+    else:
+        yield good(gpu.uuid, told)
+
+
+def _pages(gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "retired_single_bit", "retired_double_bit", "retired_pending")
+    if gap:
+        yield gap
+        return
+    count = (gpu.retired_single_bit or 0) + (gpu.retired_double_bit or 0)
+    numbers: dict[str, Any] = {"measured": count, "threshold": _RETIRED_WARN, "op": "<", "unit": "pages"}
+    if count >= _RETIRED_FAIL:
+        words = f"{count} pages are retired, 64 is the most"
+        yield bad("replace", "remap.retired", words, gpu.uuid, **(numbers | {"threshold": _RETIRED_FAIL}))
+    elif gpu.retired_pending:
+        yield bad("reboot", "remap.pending", "a page is retired with the next reset", gpu.uuid)
+    elif count >= _RETIRED_WARN or gpu.retired_double_bit:
+        words = f"{count} pages are retired, {gpu.retired_double_bit} for uncorrected errors"
+        yield doubtful("remap.retired", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def pcie_replay(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    delta = _delta(evidence, gpu, "pcie_replays")
+    if isinstance(delta, Check):
+        yield delta
+        return
+    numbers: dict[str, Any] = {"measured": delta, "threshold": _REPLAYS_WARN, "op": "<=", "unit": "replays"}
+    words = f"{delta} replays on PCIe under load"
+    if delta > _REPLAYS_FAIL:
+        yield bad("replace", "pcie.replay", words, gpu.uuid, **(numbers | {"threshold": _REPLAYS_FAIL}))
+    elif delta > _REPLAYS_WARN:
+        yield doubtful("pcie.replay", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    size = evidence.expected.size
+    if not size or not size.nvlink_links:
+        yield absent("no NVLink is used" if size else "the size is not known", gpu.uuid)
+        return
+    now = evidence.later(gpu.uuid) or gpu
+    gap = unanswered(now, "nvlinks")
+    if gap or now.nvlinks is None:
+        yield gap or broken("nvml.error", "nvlinks", gpu.uuid)
+        return
+    active = sum(now.nvlinks)
+    numbers: dict[str, Any] = {
+        "measured": active,
+        "threshold": size.nvlink_links,
+        "op": "==",
+        "unit": "links",
+    }
+    if active != size.nvlink_links:
+        down = ", ".join(str(n) for n, is_up in enumerate(now.nvlinks) if not is_up)
+        words = (
+            f"{active} of {size.nvlink_links} links are active; inactive: {down or 'none that it tells of'}"
+        )
+        yield bad("replace", "nvlink.down", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+    delta = _delta(evidence, gpu, "nvlink_errors")
+    if isinstance(delta, Check):
+        yield delta
+    elif delta:
+        words = f"{delta} errors on NVLink under load"
+        yield bad(
+            "replace", "nvlink.errors", words, gpu.uuid, measured=delta, threshold=0, op="==", unit="errors"
+        )
+
+
+def persistence(_: Evidence, gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "persistence")
+    if gap:
+        yield gap
+    elif gpu.persistence:
+        yield good(gpu.uuid)
+    else:
+        yield bad("config", "persistence.disabled", "persistence mode is disabled", gpu.uuid)
+
+
+def mig_mode(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    wanted = evidence.expected.settings.mig == "enabled"
+    if gpu.missing.get("mig_current") == "not-supported" and not wanted:
+        yield absent("this GPU has no MIG", gpu.uuid)
+        return
+    gap = unanswered(gpu, "mig_current", "mig_pending")
+    if gap:
+        yield gap
+    elif (gpu.mig_current, gpu.mig_pending) != (wanted, wanted):
+        said = [("disabled", "enabled")[bool(mode)] for mode in (gpu.mig_current, gpu.mig_pending)]
+        words = f"MIG is {said[0]} and will be {said[1]}, {evidence.expected.settings.mig} is wanted"
+        yield bad(
+            "config", "mig.mode", words, gpu.uuid, measured=said[0], threshold=evidence.expected.settings.mig
+        )
+    else:
+        yield good(gpu.uuid)
+
+
+def procs(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    gap = unanswered(gpu, "processes", "memory_used_bytes")
+    if gap or gpu.processes is None or gpu.memory_used_bytes is None:
+        yield gap or broken("nvml.error", "processes", gpu.uuid)
+        return
+    own = evidence.expected.settings.own_processes
+    foreign = [one for one in gpu.processes if one.name not in own and one.pid not in evidence.own_pids]
+    allowed = _IDLE_BYTES + (0 if gpu.memory_reserved_bytes is not None else _RESERVED_BYTES)
+    numbers: dict[str, Any] = {
+        "measured": gpu.memory_used_bytes >> 20,
+        "threshold": allowed >> 20,
+        "op": "<=",
+        "unit": "MiB",
+    }
+    if foreign:
+        words = ", ".join(f"{one.name or 'process'} ({one.pid})" for one in foreign)
+        yield not_made("procs.foreign", f"in use by {words}", gpu.uuid)
+    elif gpu.memory_used_bytes > allowed:
+        yield not_made(
+            "procs.memory", f"{numbers['measured']} MiB are in use by nobody that is seen", gpu.uuid
+        )
+    else:
+        yield good(gpu.uuid, **numbers)

@@ -1,0 +1,135 @@
+"""Rules about each GPU under load, from the samples that were taken while the workers ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from image_builder.node.gpu.evidence import (
+    NOT_RUN,
+    Evidence,
+    absent,
+    bad,
+    broken,
+    doubtful,
+    good,
+    not_made,
+)
+from image_builder.node.gpu.model import Check, Gpu, Sample
+
+# nvmlClocksEventReasons: those that are faults. A power cap by software (0x4) is how a busy GPU keeps its limit.
+THROTTLES = {
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+_MASK = sum(THROTTLES)
+_SUSTAINED_SECONDS = 1.0
+_MARGIN_FAIL_C, _MARGIN_WARN_C = 3, 8
+
+
+def _samples(evidence: Evidence, gpu: Gpu) -> list[Sample] | Check:
+    """Return the samples of a GPU, or the check that can't be made without any."""
+    found = evidence.samples_of(gpu.uuid)
+    if found:
+        return found
+    if evidence.after is None:
+        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+    return broken("load.unseen", "the GPU was not looked at under load", gpu.uuid)
+
+
+def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    samples = _samples(evidence, gpu)
+    if isinstance(samples, Check):
+        yield samples
+        return
+    told = [one for one in samples if one.throttle is not None]
+    if not told:
+        yield not_made("not-supported", "the GPU doesn't say why its clocks are low", gpu.uuid)
+        return
+    bits = 0
+    for one in told:
+        bits |= (one.throttle or 0) & _MASK
+    names = ", ".join(name for bit, name in THROTTLES.items() if bits & bit)
+    longest = sustained(told, _MASK)
+    numbers: dict[str, Any] = {
+        "measured": round(longest, 1),
+        "threshold": _SUSTAINED_SECONDS,
+        "op": "<=",
+        "unit": "s",
+    }
+    if longest > _SUSTAINED_SECONDS:
+        yield bad("replace", "throttle.sustained", f"{names}, for {longest:.1f} s", gpu.uuid, **numbers)
+    elif bits:
+        yield doubtful("throttle.short", names, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def sustained(samples: Sequence[Sample], mask: int) -> float:
+    """Return the longest time in seconds during which every sample had one of these bits."""
+    longest, since = 0.0, None
+    for one in samples:
+        if (one.throttle or 0) & mask:
+            since = one.seconds if since is None else since
+            longest = max(longest, one.seconds - since)
+        else:
+            since = None
+    return longest
+
+
+def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    samples = _samples(evidence, gpu)
+    if isinstance(samples, Check):
+        yield samples
+        return
+    margins = [margin for one in samples if (margin := margin_of(one, gpu)) is not None]
+    if not margins:
+        yield not_made(
+            "not-supported", "the GPU tells neither its margin nor its slowdown's threshold", gpu.uuid
+        )
+        return
+    least = min(margins)
+    numbers: dict[str, Any] = {"measured": least, "threshold": _MARGIN_FAIL_C, "op": ">=", "unit": "°C"}
+    words = f"{least} °C below slowdown"
+    if least < _MARGIN_FAIL_C:
+        yield bad("replace", "temp.margin", words, gpu.uuid, **numbers)
+    elif least < _MARGIN_WARN_C:
+        yield doubtful("temp.margin", words, gpu.uuid, **(numbers | {"threshold": _MARGIN_WARN_C}))
+    else:
+        yield good(gpu.uuid, **numbers)
+
+
+def margin_of(one: Sample, gpu: Gpu) -> int | None:
+    """Return how many °C a sample is from slowdown: as the GPU says, or by its fixed threshold."""
+    if one.temperature_margin_c is not None:
+        return one.temperature_margin_c
+    if one.temperature_c is None or gpu.temperature_slowdown_c is None:
+        return None
+    return gpu.temperature_slowdown_c - one.temperature_c
+
+
+def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    """Judge the widest and fastest link that was seen: an idle one is slower, and a load has idle moments."""
+    size, model = evidence.expected.size, evidence.expected.gpu
+    if not size or not model:
+        yield absent("the size is not known", gpu.uuid)
+        return
+    samples = _samples(evidence, gpu)
+    if isinstance(samples, Check):
+        yield samples
+        return
+    width = max((one.pcie_width or 0 for one in samples), default=0)
+    generation = max((one.pcie_generation or 0 for one in samples), default=0)
+    seen, wanted = f"{generation}x{width}", f"{model.pcie_generation}x{size.pcie_width}"
+    numbers: dict[str, Any] = {"measured": seen, "threshold": wanted, "op": ">="}
+    if not width or not generation:
+        yield doubtful("pcie.hidden", "the platform hides the link", gpu.uuid, **numbers)
+    elif width < size.pcie_width:
+        yield bad("replace", "pcie.width", f"{width} lanes, {size.pcie_width} expected", gpu.uuid, **numbers)
+    elif generation < model.pcie_generation:
+        words = f"generation {generation}, {model.pcie_generation} expected"
+        yield bad("replace", "pcie.generation", words, gpu.uuid, **numbers)
+    else:
+        yield good(gpu.uuid, **numbers)

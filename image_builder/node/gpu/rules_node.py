@@ -1,0 +1,301 @@
+"""Rules about the node: its size, driver, devices, kernel's log, and what stands beside the GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from image_builder.node.gpu import xids
+from image_builder.node.gpu.evidence import (
+    Evidence,
+    absent,
+    bad,
+    broken,
+    doubtful,
+    good,
+    not_made,
+    unanswered,
+    without_gpus,
+)
+from image_builder.node.gpu.model import Action, Check
+
+_NO_DEVICE = "no GPU is on the PCI bus"
+_DEVICES = ("nvidiactl", "nvidia-uvm")
+_MEMORY_OF_MODEL = 0.97
+_HOST_MEMORY_WARN, _HOST_MEMORY_FAIL = 0.97, 0.90
+_GIB = 1 << 30
+
+
+def sku_known(evidence: Evidence) -> Iterator[Check]:
+    machine, expected = evidence.before.machine, evidence.expected
+    if expected.size:
+        yield good(detail=f"{expected.size.name}, by the {machine.vm_size_from or 'configuration'}")
+        if expected.size.retired:
+            yield doubtful("sku.retired", f"{expected.size.name} was retired on {expected.size.retired}")
+    elif expected.settings.allow_unknown_size:
+        words = machine.vm_size or "the size can't be found"
+        yield doubtful("sku.unknown", f"{words}: let pass by the configuration, without floors")
+    elif not machine.vm_size:
+        yield broken("sku.unanswered", "no VM size is configured, and the platform's metadata gave none")
+    else:
+        yield bad("config", "sku.unknown", f"{machine.vm_size} is not in table {expected.table_version}")
+
+
+def driver_loaded(evidence: Evidence) -> Iterator[Check]:
+    machine, settings = evidence.before.machine, evidence.expected.settings
+    if not machine.pci:
+        yield absent(_NO_DEVICE)
+        return
+    if settings.kernel and machine.kernel != settings.kernel:
+        words = f"the driver was baked for kernel {settings.kernel}, {machine.kernel} runs"
+        yield bad(
+            "reimage", "driver.kernel", words, measured=machine.kernel, threshold=settings.kernel, op="=="
+        )
+    if not machine.driver_loaded:
+        yield bad("reimage", "driver.absent", "no NVIDIA driver is loaded for the GPUs that are there")
+        return
+    pinned = settings.driver_version
+    versions: dict[str, Any] = {
+        "measured": machine.driver_loaded,
+        "threshold": pinned or None,
+        "op": "==" if pinned else "",
+    }
+    module = machine.modules.get("nvidia", "")
+    flavours = evidence.expected.gpu.driver_flavours if evidence.expected.gpu else ()
+    if pinned and machine.driver_loaded != pinned:
+        yield bad(
+            "reimage", "driver.version", f"{pinned} was baked, {machine.driver_loaded} is loaded", **versions
+        )
+    elif module and module != machine.driver_loaded:
+        yield bad("reimage", "driver.version", f"module {module}, driver {machine.driver_loaded}", **versions)
+    elif settings.driver_flavour and machine.flavour != settings.driver_flavour:
+        yield bad(
+            "reimage", "driver.flavour", f"{settings.driver_flavour} was baked, {machine.flavour} is loaded"
+        )
+    elif flavours and machine.flavour not in flavours:
+        yield bad("reimage", "driver.flavour", f"{machine.flavour}: these GPUs need {' or '.join(flavours)}")
+    else:
+        yield good(detail=machine.flavour, **versions)
+
+
+def driver_match(evidence: Evidence) -> Iterator[Check]:
+    machine, nvml = evidence.before.machine, evidence.before.nvml
+    needed = [name for name in ("libcuda", "libnvidia-ml") if not machine.libraries.get(name)]
+    if needed or nvml.error.startswith("library"):
+        words = f"{', '.join(needed)}: not there" if needed else nvml.error
+        yield bad("reimage", "driver.library", words)
+        return
+    if nvml.error.startswith("mismatch"):
+        yield bad("reimage", "driver.mismatch", nvml.error)
+        return
+    size = evidence.expected.size
+    if size and size.nvswitch and not machine.libraries.get("fabricmanager"):
+        yield bad(
+            "reimage", "driver.fabricmanager", f"{size.name} has NVSwitches, no fabric manager is installed"
+        )
+        return
+    versions = {"loaded": machine.driver_loaded, "NVML": nvml.driver, **machine.libraries}
+    differing = {version for version in versions.values() if version}
+    words = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if len(differing) > 1:
+        yield bad("reimage", "driver.mismatch", words)
+    elif nvml.error and machine.pci:
+        yield broken("nvml.unavailable", nvml.error)
+    else:
+        yield good(detail=words)
+
+
+def driver_nouveau(evidence: Evidence) -> Iterator[Check]:
+    machine = evidence.before.machine
+    taken = [gpu.address for gpu in machine.pci if gpu.driver == "nouveau"]
+    if "nouveau" in machine.modules or taken:
+        yield bad(
+            "reimage", "driver.nouveau", f"nouveau is loaded{' and has ' if taken else ''}{', '.join(taken)}"
+        )
+    else:
+        yield good()
+
+
+def dev_nodes(evidence: Evidence) -> Iterator[Check]:
+    machine, count = evidence.before.machine, evidence.expected.count
+    if not machine.pci:
+        yield absent(_NO_DEVICE)
+        return
+    wanted = [*(f"nvidia{n}" for n in range(count or len(machine.pci))), *_DEVICES]
+    missing = [name for name in wanted if name not in machine.nodes]
+    if missing:
+        yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
+    elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
+        words = f"the CDI specs name {machine.cdi_gpus} GPUs, there should be {count}"
+        yield bad("config", "dev.cdi", words, measured=machine.cdi_gpus, threshold=count, op="==")
+    else:
+        yield good(detail="" if machine.cdi_gpus is not None else "no CDI spec")
+
+
+def gpu_count(evidence: Evidence) -> Iterator[Check]:
+    machine, nvml, expected = evidence.before.machine, evidence.before.nvml, evidence.expected
+    if expected.count is None:
+        yield not_made("gpu.unknown", "nobody says how many GPUs there should be")
+        return
+    opened = len(nvml.gpus)
+    words = f"{expected.count} expected, {len(machine.pci)} on the PCI bus, {nvml.count} counted by NVML"
+    numbers: dict[str, Any] = {
+        "measured": min(len(machine.pci), opened),
+        "threshold": expected.count,
+        "op": "==",
+        "unit": "GPUs",
+    }
+    if len(machine.pci) > expected.count:
+        yield bad("config", "gpu.count", words, **numbers)
+    elif not len(machine.pci) == nvml.count == expected.count:
+        yield bad("reboot", "gpu.count", words, **numbers)
+    else:
+        yield good(detail=words, **numbers)
+    yield from _models(evidence)
+
+
+def _models(evidence: Evidence) -> Iterator[Check]:
+    """Yield GPUs that are of another model than the size has, or lack memory."""
+    model = evidence.expected.gpu
+    if not model:
+        return
+    least = int(_MEMORY_OF_MODEL * model.memory_mib)
+    for gpu in evidence.gpus:
+        if not re.fullmatch(model.name_pattern, gpu.name):
+            words = f"{gpu.name!r}, the size has {model.name_pattern}"
+            yield bad("config", "gpu.model", words, gpu.uuid, measured=gpu.name, threshold=model.name_pattern)
+            continue
+        gap = unanswered(gpu, "memory_total_bytes")
+        if gap or gpu.memory_total_bytes is None:
+            yield gap or broken("nvml.error", "memory_total_bytes", gpu.uuid)
+            continue
+        has = gpu.memory_total_bytes >> 20
+        numbers: dict[str, Any] = {"measured": has, "threshold": least, "op": ">=", "unit": "MiB"}
+        if has < least:
+            yield bad("replace", "gpu.memory", f"{has} MiB of {model.memory_mib}", gpu.uuid, **numbers)
+        else:
+            yield good(gpu.uuid, gpu.name, **numbers)
+
+
+def gpu_lost(evidence: Evidence) -> Iterator[Check]:
+    nvml = evidence.before.nvml
+    if nvml.error:
+        yield from without_gpus(evidence)
+        return
+    lost = dict(nvml.lost)
+    if evidence.after:
+        lost |= {f"{index} under load": why for index, why in evidence.after.nvml.lost.items()}
+        gone = [gpu for gpu in evidence.gpus if not evidence.later(gpu.uuid)]
+        lost |= {f"{gpu.index} under load": evidence.after.nvml.error or "gone" for gpu in gone}
+    if lost:
+        yield bad("reboot", "gpu.lost", "; ".join(f"GPU {index}: {why}" for index, why in lost.items()))
+    else:
+        yield good()
+
+
+def xid_boot(evidence: Evidence) -> Iterator[Check]:
+    if evidence.latest.machine.journal_error:
+        yield broken("xid.unread", evidence.latest.machine.journal_error)
+        return
+    by_address = {xids.address(gpu.pci): gpu.uuid for gpu in evidence.gpus}
+    levels: list[str] = []
+    for xid in evidence.latest.xids:
+        known = evidence.catalogue.classify(xid.number)
+        level = known.during if xids.is_during(xid, evidence.began_us) else known.before
+        levels.append(level)
+        gpu = by_address.get(xid.pci, "")
+        words = f"Xid {xid.number} ({known.name}: {known.means}): {xid.raw}"
+        numbers: dict[str, Any] = {"measured": xid.number}
+        if level == "fail":
+            action: Action = known.action  # type: ignore[assignment]
+            yield bad(action, f"xid.{xid.number}", words, gpu, **numbers)
+        elif level == "warn":
+            yield doubtful(f"xid.{xid.number}", words, gpu, **numbers)
+    if not set(levels) & {"fail", "warn"}:
+        yield good(detail=f"{len(levels)} Xids for the record" if levels else "")
+
+
+def fabric(evidence: Evidence) -> Iterator[Check]:
+    size, model = evidence.expected.size, evidence.expected.gpu
+    if not size or not model or not size.nvswitch:
+        yield absent("no NVSwitches" if size else "the size is not known")
+        return
+    state = evidence.before.machine.fabric_manager
+    if state != "active":
+        yield bad("reboot", "fabric.manager", f"the fabric manager is {state or 'not there'}")
+        return
+    if not model.fabric_state:
+        yield good(detail="the fabric manager is active; these GPUs tell no state of their own")
+        return
+    yield from without_gpus(evidence)
+    for gpu in evidence.gpus:
+        gap = unanswered(gpu, "fabric_state", "fabric_status")
+        if gap:
+            yield gap
+        elif (gpu.fabric_state, gpu.fabric_status) == ("completed", "success"):
+            yield good(gpu.uuid)
+        else:
+            words = f"state {gpu.fabric_state}, status {gpu.fabric_status}"
+            yield bad(
+                "reboot", "fabric.state", words, gpu.uuid, measured=gpu.fabric_state, threshold="completed"
+            )
+
+
+def ib_links(evidence: Evidence) -> Iterator[Check]:
+    size = evidence.expected.size
+    if not size or not size.infiniband_ports:
+        yield absent("no InfiniBand" if size else "the size is not known")
+        return
+    ports = [port for port in evidence.before.machine.ports if port.layer == "InfiniBand"]
+    down = [port for port in ports if (port.state, port.physical) != ("ACTIVE", "LinkUp")]
+    slow = [port for port in ports if port not in down and port.rate_gbit < size.infiniband_gbit]
+    numbers: dict[str, Any] = {
+        "measured": len(ports),
+        "threshold": size.infiniband_ports,
+        "op": "==",
+        "unit": "ports",
+    }
+    if len(ports) != size.infiniband_ports:
+        words = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
+        yield bad("replace", "ib.count", words, **numbers)
+    elif down:
+        words = ", ".join(f"{port.device}/{port.number} {port.state}, {port.physical}" for port in down)
+        yield bad("replace", "ib.down", words)
+    elif slow:
+        words = ", ".join(f"{port.device}/{port.number} {port.rate_gbit} Gb/s" for port in slow)
+        yield bad("replace", "ib.rate", words, threshold=size.infiniband_gbit, op=">=", unit="Gb/s")
+    else:
+        yield good(**numbers)
+
+
+def nvme_local(evidence: Evidence) -> Iterator[Check]:
+    size, has = evidence.expected.size, evidence.before.machine.local_nvme
+    if not size or size.local_nvme is None:
+        yield absent("how many there should be is not known")
+    elif has != size.local_nvme:
+        words = f"{has} local NVMe disks, {size.local_nvme} expected"
+        yield bad(
+            "replace", "nvme.count", words, measured=has, threshold=size.local_nvme, op="==", unit="disks"
+        )
+    else:
+        yield good(measured=has, threshold=size.local_nvme, op="==", unit="disks")
+
+
+def mem_host(evidence: Evidence) -> Iterator[Check]:
+    size, has = evidence.expected.size, evidence.before.machine.memory_bytes
+    if not size:
+        yield absent("the size is not known")
+        return
+    if not has:
+        yield broken("mem.unread", "/proc/meminfo tells no MemTotal")
+        return
+    gib = round(has / _GIB, 1)
+    numbers: dict[str, Any] = {"measured": gib, "threshold": size.memory_gib, "op": ">=", "unit": "GiB"}
+    words = f"{gib} of {size.memory_gib} GiB"
+    if gib < _HOST_MEMORY_FAIL * size.memory_gib:
+        yield bad("replace", "mem.host", words, **numbers)
+    elif gib < _HOST_MEMORY_WARN * size.memory_gib:
+        yield doubtful("mem.host", words, **numbers)
+    else:
+        yield good(**numbers)

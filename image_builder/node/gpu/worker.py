@@ -1,0 +1,264 @@
+"""``node-agent gpu-worker``: the active tests of one GPU, in a process of its own.
+
+The GPU is chosen by CUDA_VISIBLE_DEVICES before this starts. Standard output has one JSON object a line: each
+measurement as soon as it is there, and a summary (``model.Worker``) as the last one. The exit status is 0 where all
+was tried, whatever was found: the judgement is made elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import bandwidth, cuda, known_answer, memory, reference, tensor
+from image_builder.node.gpu.cuda import U64, CudaError, Device, Driver
+from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker, as_json
+from image_builder.node.gpu.reference import Case
+
+SEEDS = 3
+DRILLS = ("result", "memory", "copy", "hang", "crash")
+_PR_SET_PDEATHSIG = 1
+# What only a broken GPU or a broken program answers with, and the kernels are known to be good.
+FINDINGS = frozenset(
+    [
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+        "CUDA_ERROR_INVALID_PC",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_CONTAINED",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how much. Seconds are of one measurement, ``memory_fraction`` is of what is free.
+
+    ``cases`` are the known answers that every GPU gives, ``chunk`` and ``unit`` the sizes that memory is taken in.
+    """
+
+    known_answer_seconds: float
+    tensor_seconds: float
+    memory_fraction: float
+    memory_seconds: float
+    copies: int
+    cases: tuple[Case, ...] = reference.CASES
+    tensor_cases: Callable[[tuple[int, int]], tuple[Case, ...]] = tensor.cases
+    warm_seconds: float = 1.0
+    chunk: int = memory.CHUNK
+    unit: int = memory.UNIT
+    hbm_bytes: int = bandwidth.HBM_BYTES
+    link_bytes: int = bandwidth.LINK_BYTES
+    tile: int = bandwidth.TILE
+
+
+_FULL = Plan(10, 20, 0.95, 60, 20)
+PLANS: Mapping[Tier, Plan] = {
+    "boot-quick": Plan(0.75, 1, 0.25, 0, 5),
+    "boot-full": _FULL,
+    "periodic": _FULL,
+}
+
+
+def run(
+    uuid: str,
+    tier: Tier,
+    seed: int,
+    *,
+    peers: Sequence[str] = (),
+    drill: str = "",
+    driver: Driver | None = None,
+) -> int:
+    """Test a GPU, or with ``peers`` its links to them alone; return 0. Raises NodeError where it can't be opened.
+
+    ``drill`` goes wrong on purpose, to see that it is noticed.
+    """
+    if tier not in PLANS or drill not in ("", *DRILLS):
+        raise NodeError("gpu.usage", f"the tiers are {', '.join(PLANS)}; the drills {', '.join(DRILLS)}")
+    _end_with_the_parent()
+    found = cuda.devices(driver or Driver())
+    device = _of(found, uuid)
+    plan = PLANS[tier]
+    if peers:
+        others = [_of(found, one) for one in peers]
+        _say(as_json(_tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
+        _say(as_json(Worker(uuid, "done", sms=device.sms)))
+        return 0
+    with suppress(OSError):
+        _near(device.pci())
+    if drill in ("hang", "crash"):
+        _misbehave(device, drill)
+    summary = try_all(device, plan, seed, lambda one: _say(as_json(one)), drill=drill)
+    _say(as_json(summary))
+    return 0
+
+
+@dataclass
+class Coverage:
+    """What the tests reached so far: the fewest SMs that a known answer saw, and bytes of memory."""
+
+    sms: int
+    free: int = 0
+    tested: int = 0
+
+
+Attempt = tuple[str, str, Callable[[], Measurement]]  # what is measured, its unit, how
+
+
+def try_all(
+    device: Device, plan: Plan, seed: int, tell: Callable[[Measurement], None], *, drill: str = ""
+) -> Worker:
+    """Make all measurements of one GPU, tell each, and return the summary."""
+    coverage = Coverage(device.sms)
+    for name, unit, work in _attempts(device, plan, seed, drill, coverage):
+        tell(_tried(device, name, unit, seed, work))
+    return Worker(device.uuid, "done", (), device.sms, coverage.sms, coverage.free, coverage.tested)
+
+
+def _attempts(device: Device, plan: Plan, seed: int, drill: str, coverage: Coverage) -> list[Attempt]:
+    tensors = plan.tensor_cases(device.capability)
+    cases = (*plan.cases, *tensors)
+    bad = drill == "copy"
+    link = {"size": plan.link_bytes, "tile": plan.tile}
+    return [
+        *(
+            (name, "mismatches", partial(_known, device, plan, seed, drill, coverage, name, cases))
+            for name in dict.fromkeys([*(case.id for case in cases), "kat.mma"])
+        ),
+        ("perf.mma", "TFLOP/s", partial(_rate, device, plan, seed, tensors)),
+        (
+            "bw.hbm",
+            "GB/s",
+            partial(bandwidth.hbm, device, seed, plan.copies, size=plan.hbm_bytes, corrupt=bad),
+        ),
+        ("bw.h2d", "GB/s", partial(bandwidth.to_device, device, seed, plan.copies, corrupt=bad, **link)),
+        ("bw.d2h", "GB/s", partial(bandwidth.to_host, device, seed, plan.copies, corrupt=bad, **link)),
+        ("mem.pattern", "mismatches", partial(_patterns, device, plan, seed, drill, coverage)),
+    ]
+
+
+def _known(
+    device: Device, plan: Plan, seed: int, drill: str, coverage: Coverage, name: str, cases: Sequence[Case]
+) -> Measurement:
+    before, coverage.sms = coverage.sms, 0  # as long as nothing was seen
+    spoil = flipped if drill == "result" else None
+    mine = [case for case in cases if case.id == name]
+    measured, seen = known_answer.measure(
+        device, name, mine, _seeds(seed), plan.known_answer_seconds, spoil=spoil
+    )
+    coverage.sms = min(before, seen)
+    return measured
+
+
+def _rate(device: Device, plan: Plan, seed: int, tensors: Sequence[Case]) -> Measurement:
+    if not tensors:
+        raise NodeError(
+            "gpu.capability", f"there is no tensor kernel for compute capability {device.capability}"
+        )
+    return known_answer.rate(device, tensors[0], seed, plan.tensor_seconds, warm=plan.warm_seconds)
+
+
+def _patterns(device: Device, plan: Plan, seed: int, drill: str, coverage: Coverage) -> Measurement:
+    tested = memory.measure(
+        device,
+        plan.memory_fraction,
+        _seeds(seed),
+        plan.memory_seconds,
+        corrupt=drill == "memory",
+        chunk=plan.chunk,
+        unit=plan.unit,
+    )
+    coverage.free, coverage.tested = tested.free, tested.tested
+    return tested.measurement
+
+
+def _seeds(seed: int) -> list[int]:
+    return [seed + number for number in range(SEEDS)]
+
+
+def _peer(device: Device, peers: list[Device], plan: Plan, seed: int) -> Measurement:
+    return bandwidth.peer(device, peers, seed, plan.copies, size=plan.link_bytes)
+
+
+def _tried(device: Device, name: str, unit: str, seed: int, work: Callable[[], Measurement]) -> Measurement:
+    """Return a measurement, also where the driver ended it."""
+    try:
+        return work()
+    except NodeError as error:
+        is_finding = isinstance(error, CudaError) and error.name in FINDINGS
+        words = error.message[:DETAIL_CHARACTERS]
+        return Measurement(name, device.uuid, "failed" if is_finding else "error", None, unit, words, seed)
+
+
+def _of(found: Sequence[Device], uuid: str) -> Device:
+    """Return the GPU of that UUID. Raises NodeError: another would be tested in its name."""
+    for device in found:
+        if device.uuid.lower() == uuid.lower():
+            return device
+    seen = ", ".join(device.uuid for device in found) or "none"
+    raise NodeError("gpu.absent", f"CUDA shows no {uuid}, but {seen}")
+
+
+def _say(value: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _end_with_the_parent() -> None:
+    """Let the kernel end this process with the one that waits for it: nobody else would."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# -- the processor next to the GPU -----------------------------------------------------------------------------
+
+
+def _near(pci: str, sys_pci: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Run on the processors next to the GPU, where pinned memory is then taken from. Raises OSError."""
+    near = processors((sys_pci / pci / "local_cpulist").read_text())
+    if usable := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, usable)
+
+
+def processors(text: str) -> set[int]:
+    """Return the processors of a list as /sys writes it: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+# -- drills ----------------------------------------------------------------------------------------------------
+
+
+def flipped(case: Case, operands: bytes) -> bytes:
+    """Return the operands with one bit flipped, with which the GPU computes something else."""
+    changed = bytearray(operands)
+    changed[case.operand_bytes * 77 + 1] ^= 2  # bit 9: of a state, or of an fp16 number's mantissa
+    return bytes(changed)
+
+
+def _misbehave(device: Device, drill: str) -> None:
+    """Hang in a kernel that doesn't end, or die of a signal."""
+    if drill == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    flag = device.allocate(4)
+    device.upload(flag, bytes(4))
+    device.launch(device.kernel("memory", "spin"), 1, [U64(flag)])
+    device.synchronize()

@@ -1,0 +1,132 @@
+"""Errors that the driver writes to the kernel's log, and what NVIDIA's catalogue says of them (``xids.json``).
+
+Read from the journal and only of this boot: text logs have no year, and hold what a repaired machine said before.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu.model import Xid
+
+FORMAT = 1
+# Programs of the kernel's ring buffer write the domain with four digits or eight, with or without the function.
+_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\).*?: (\d+)")
+_OFF_THE_BUS = re.compile(r"NVRM: (?:GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+):? )?.*fallen off the bus")
+_FELL_OFF = 79
+_LEVELS = ("info", "warn", "fail")
+_ACTIONS = ("none", "reboot", "replace", "reimage", "config")
+
+
+@dataclass(frozen=True)
+class XidClass:
+    """What an Xid means: before our test began, and during it. ``info`` is for the record alone."""
+
+    name: str
+    before: str
+    during: str
+    action: str
+    means: str
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    version: str
+    classes: Mapping[str, XidClass]
+    xids: Mapping[int, str]
+
+    def classify(self, number: int) -> XidClass:
+        """Return the class of an Xid, UNKNOWN for one that isn't in the catalogue."""
+        return self.classes[self.xids.get(number, "UNKNOWN")]
+
+
+def load() -> Catalogue:
+    """Return the catalogue that comes with the agent. Raises NodeError (``gpu.xids``)."""
+    return parse_catalogue(json.loads(pkgutil.get_data(__package__, "xids.json") or b"{}"))
+
+
+def parse_catalogue(found: Any) -> Catalogue:
+    """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, a level that there is not."""
+    try:
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r} is not {FORMAT}")
+        classes = {name: XidClass(name, **value) for name, value in found["classes"].items()}
+        xids: dict[int, str] = {}
+        for name, numbers in found["xids"].items():
+            for number in numbers:
+                if number in xids or isinstance(number, bool) or not isinstance(number, int):
+                    raise ValueError(
+                        f"{number!r} stands in {xids.get(number)} and in {name}, or is no number"
+                    )
+                xids[number] = name
+        wrong = [
+            one.name
+            for one in classes.values()
+            if one.before not in _LEVELS or one.during not in _LEVELS or one.action not in _ACTIONS
+        ]
+        wrong += sorted(set(xids.values()) - set(classes)) + ([] if "UNKNOWN" in classes else ["UNKNOWN"])
+        if wrong:
+            raise ValueError(f"classes that are not there or wrong: {', '.join(wrong)}")
+        return Catalogue(str(found["version"]), classes, xids)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NodeError("gpu.xids", f"xids.json: {error}") from error
+
+
+def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
+    """Return the Xids of one boot from ``journalctl -k -o json``, one entry a line, in their order.
+
+    ``boot_id`` is the kernel's, with or without dashes; entries of other boots are left out. Raises ValueError where
+    a line is no entry: a log that can't be read tells nothing.
+    """
+    boot = boot_id.replace("-", "").lower()
+    found: list[Xid] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        entry = json.loads(line)
+        if not isinstance(entry, dict):
+            raise ValueError(f"no journal entry: {line[:80]!r}")
+        if str(entry.get("_BOOT_ID", "")).lower() != boot:
+            continue
+        made = parse_message(_message(entry.get("MESSAGE")), int(entry.get("__MONOTONIC_TIMESTAMP", 0)))
+        found += [made] if made else []
+    return tuple(found)
+
+
+def parse_message(text: str, monotonic_us: int) -> Xid | None:
+    """Return the Xid of a kernel message, None where it has none. A GPU that fell off the bus counts as Xid 79."""
+    xid = _XID.search(text)
+    if xid:
+        return Xid(int(xid[2]), address(xid[1]), monotonic_us, text)
+    off = _OFF_THE_BUS.search(text)
+    return Xid(_FELL_OFF, address(off[1] or ""), monotonic_us, text) if off else None
+
+
+def _message(value: Any) -> str:
+    """Return a message's text: the journal gives one that isn't UTF-8 as a list of bytes."""
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return bytes(value).decode("utf-8", "replace")
+    return value if isinstance(value, str) else ""
+
+
+def address(text: str) -> str:
+    """Return a PCI address in one spelling, ``0001:00:00``, of any that the driver, NVML and /sys use."""
+    parts = text.removeprefix("PCI:").partition(".")[0].split(":")
+    if len(parts) == 2:
+        parts.insert(0, "0")
+    try:
+        numbers = [int(part, 16) for part in parts]
+    except ValueError:
+        return ""
+    return "{:04x}:{:02x}:{:02x}".format(*numbers) if len(numbers) == 3 else ""
+
+
+def is_during(xid: Xid, began_us: int | None) -> bool:
+    """Tell whether an Xid came after the test began; ``began_us`` None: it didn't."""
+    return began_us is not None and xid.monotonic_us >= began_us

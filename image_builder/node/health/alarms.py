@@ -1,0 +1,120 @@
+"""When a finding counts, and when it is over: a judge without a clock and without I/O.
+
+A finding counts as soon as it is found, one that may pass by itself after ``raise_looks`` looks in a row. It is over
+when it has not been found for ``clear_seconds``; each time that it came back within the last hour doubles them, up
+to an hour. So what comes and goes each minute is told a few times an hour, not sixty times. A check that could not look
+has found neither good nor bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from image_builder.node.health.model import Finding, Key
+from image_builder.node.health.settings import Settings
+
+_HOUR = 3600.0
+State = Literal["ok", "degraded", "failed"]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A finding and its history; times are of the monotonic clock.
+
+    ``looks`` is how many in a row have found it, ``last`` when that was; ``raised`` are the times when it began to
+    count, within the last hour or still. ``since`` is the Unix time when it began to count, 0 while it doesn't.
+    """
+
+    check: str
+    finding: Finding
+    looks: int
+    last: float
+    raised: tuple[float, ...] = ()
+    since: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        return self.since > 0
+
+
+def step(
+    alarms: Mapping[Key, Alarm],
+    looked: Mapping[str, tuple[Finding, ...]],
+    now: float,
+    unix: float,
+    settings: Settings,
+) -> dict[Key, Alarm]:
+    """Return the alarms after a look. ``looked`` has what each check found that could look this time."""
+    found: dict[Key, tuple[str, Finding]] = {}
+    for check, findings in looked.items():
+        for one in findings:
+            if weighed := weigh(one, settings):
+                found[one.key] = (check, weighed)
+    after: dict[Key, Alarm] = {}
+    for key, alarm in alarms.items():
+        if key in found or alarm.check in settings.disabled:
+            continue
+        if kept := _absent(alarm, now, settings) if alarm.check in looked else alarm:
+            after[key] = kept
+    for key, (check, finding) in found.items():
+        after[key] = _present(alarms.get(key), check, finding, now, unix, settings)
+    return after
+
+
+def weigh(finding: Finding, settings: Settings) -> Finding | None:
+    """Return a finding with the severity that the settings give its code, None where it is to be ignored."""
+    match settings.severities.get(finding.code, finding.severity):
+        case "ignore":
+            return None
+        case "warn":
+            return replace(finding, severity="warn")
+        case _:
+            return replace(finding, severity="fail")
+
+
+def _present(
+    alarm: Alarm | None, check: str, finding: Finding, now: float, unix: float, settings: Settings
+) -> Alarm:
+    known = alarm or Alarm(check, finding, 0, now)
+    looks = known.looks + 1
+    after = replace(known, finding=finding, looks=looks, last=now)
+    if known.counts or (finding.patient and looks < settings.raise_looks):
+        return after
+    return replace(after, raised=(*known.raised, now), since=unix)
+
+
+def _absent(alarm: Alarm, now: float, settings: Settings) -> Alarm | None:
+    """Return what is left of an alarm whose finding is gone, None when nothing is."""
+    hold = min(settings.clear_seconds * 2 ** max(0, len(alarm.raised) - 1), _HOUR)
+    recent = tuple(when for when in alarm.raised if now - when <= _HOUR)
+    if alarm.counts and now - alarm.last < hold:
+        return replace(alarm, looks=0)
+    return replace(alarm, looks=0, raised=recent, since=0.0) if recent else None
+
+
+def counting(alarms: Mapping[Key, Alarm]) -> list[Alarm]:
+    """Return the alarms that count, the worst first, then by name."""
+    found = [alarm for alarm in alarms.values() if alarm.counts]
+    return sorted(found, key=lambda one: (one.finding.severity != "fail", *one.finding.key))
+
+
+def state(alarms: Mapping[Key, Alarm]) -> State:
+    """Return what the node is: failed with anything that fails it, degraded with a warning."""
+    severities = {alarm.finding.severity for alarm in counting(alarms)}
+    return "failed" if "fail" in severities else "degraded" if severities else "ok"
+
+
+def as_json(alarms: Mapping[Key, Alarm]) -> list[dict[str, Any]]:
+    """Return alarms as JSON."""
+    return [asdict(alarm) for alarm in alarms.values()]
+
+
+def from_json(found: Any) -> dict[Key, Alarm]:
+    """Return alarms from JSON; raises TypeError, ValueError, KeyError for what isn't."""
+    made = [
+        Alarm(**{**one, "finding": Finding(**one["finding"]), "raised": tuple(one["raised"])})
+        for one in found
+    ]
+    return {alarm.finding.key: alarm for alarm in made}

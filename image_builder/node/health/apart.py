@@ -1,0 +1,99 @@
+"""Do something in a process of its own, which may hang.
+
+A call into a driver can wait in the kernel for ever, and then not even SIGKILL ends it. So the process is left
+behind, and its name is remembered: none is started beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from image_builder.node.errors import NodeError
+
+_MOST_BYTES = 4 << 20
+
+
+class HungError(NodeError):
+    """It did not end in time. ``process`` is what to remember of it: its id, and when it was started."""
+
+    def __init__(self, what: str, process: tuple[int, str]) -> None:
+        super().__init__("health.hung", f"{what} hangs in process {process[0]}")
+        self.process = process
+
+
+def started(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return when a process was started, in the kernel's words; empty where there is none, or it has ended."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    words = text.rpartition(")")[2].split()
+    return "" if words[0] in "ZX" else words[19]
+
+
+def run(work: Callable[[], Any], what: str, seconds: float) -> Any:
+    """Return what ``work`` returns, which must be JSON. Raises NodeError (``health.failed``), HungError.
+
+    No thread may run: this forks.
+    """
+    readable, writable = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        _work(work, writable)
+    os.close(writable)
+    try:
+        data = _receive(readable, time.monotonic() + seconds)
+    finally:
+        os.close(readable)
+    if data is None:
+        born = started(pid)
+        os.kill(pid, signal.SIGKILL)
+        _reap(pid, time.monotonic() + 1)
+        raise HungError(what, (pid, born))
+    os.waitpid(pid, 0)
+    try:
+        answer = json.loads(data)
+    except ValueError as error:
+        raise NodeError("health.failed", f"{what} ended without an answer") from error
+    if "error" in answer:
+        raise NodeError("health.failed", f"{what}: {answer['error']}")
+    return answer["value"]
+
+
+def _work(work: Callable[[], Any], writable: int) -> None:
+    """Work, write the answer and end, whatever happens: this process is a copy of the other."""
+    try:
+        try:
+            answer = {"value": work()}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        with os.fdopen(writable, "w", encoding="utf-8") as stream:
+            json.dump(answer, stream)
+    finally:
+        os._exit(0)
+
+
+def _receive(readable: int, until: float) -> bytes | None:
+    """Return all that is written before the other end is closed, None where that takes too long."""
+    parts: list[bytes] = []
+    while (left := until - time.monotonic()) > 0:
+        if not select.select([readable], [], [], left)[0]:
+            continue
+        part = os.read(readable, 1 << 16)
+        if not part or sum(map(len, parts)) > _MOST_BYTES:
+            return b"".join(parts)
+        parts.append(part)
+    return None
+
+
+def _reap(pid: int, until: float) -> None:
+    """Wait for a killed process for a moment; one that can't be killed is left."""
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.02)

@@ -1,0 +1,289 @@
+"""``node-agent health``: one look at the running node, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from image_builder.node import lock, status
+from image_builder.node import settings as files
+from image_builder.node.errors import NodeError
+from image_builder.node.health import (
+    alarms,
+    arrays,
+    clock,
+    condition,
+    filesystems,
+    gpu,
+    infiniband,
+    kernel_log,
+    maintenance,
+    memory,
+    metrics,
+    network,
+    nvme,
+)
+from image_builder.node.health.model import Finding, Look, Outcome, Places, Sample
+from image_builder.node.health.settings import Settings, parse
+
+FORMAT = 1
+# A timer is never exact: a check that is almost due is due.
+_SLACK_SECONDS = 5.0
+Check = Callable[[Look], Outcome]
+
+
+class Client(Protocol):
+    """Tells Kubernetes a node's condition; raises NodeError."""
+
+    def patch_condition(self, node: str, type: str, status: str, reason: str, message: str) -> None: ...
+
+
+Connect = Callable[[Settings], tuple[Client, str]]
+"""Returns the API server, and the node's name there; raises NodeError."""
+
+
+def nvml() -> dict[str, Any]:
+    """Ask NVML; what keeps it from answering is an answer, too."""
+    from image_builder.node.gpu import model, nvml, readings
+
+    try:
+        with nvml.opened() as library:
+            found = readings.look(library)
+    except (OSError, nvml.NvmlError) as error:
+        found = nvml.refused(error)
+    return model.as_json(found)
+
+
+def nvml_said(found: Mapping[str, Any]) -> gpu.Reading:
+    """Return NVML's answers from JSON; raises ValueError."""
+    from image_builder.node.gpu import model
+
+    return model.from_json(model.Nvml, found)
+
+
+def checks() -> dict[str, Check]:
+    """Return every check by its name, the ones that may hang last."""
+    return {
+        "filesystems": filesystems.check,
+        "arrays": arrays.check,
+        "kernel_log": partial(kernel_log.check, judge=kernel_log.catalogue()),
+        "network": network.check,
+        "clock": clock.check,
+        "infiniband": infiniband.check,
+        "maintenance": maintenance.check,
+        "nvme": nvme.check,
+        "gpu": partial(gpu.check, read=nvml, decode=nvml_said),
+    }
+
+
+def connect(settings: Settings) -> tuple[Client, str]:
+    """Be the kubelet; raises NodeError (``kube.config``)."""
+    from image_builder.node import kube  # only at a change: TLS takes as long to load as all else
+
+    client = kube.Client.from_kubeconfig(Path(settings.kubeconfig))
+    return client, settings.node_name or client.access.node or os.uname().nodename.lower()
+
+
+def run(
+    *,
+    as_json: bool = False,
+    places: Places = Places(),  # noqa: B008 (frozen)
+    directory: Path = files.DIRECTORY,
+    release: Path = files.RELEASE,
+    looks: Mapping[str, Check] | None = None,
+    api: Connect = connect,
+) -> int:
+    """Look, tell what changed, and write what is known; print it with ``as_json``.
+
+    Returns 0, whatever was found; 1 where the metrics could not be written. Raises NodeError (``settings``), OSError.
+    """
+    settings = parse(files.load("health", directory))
+    places.run.mkdir(parents=True, exist_ok=True)
+    boot_id = (places.proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    path = places.run / "health-state.json"
+    with lock.held(places.run / "health.lock"):
+        before, trouble = memory.load(path, boot_id)
+        if trouble:
+            status.tell(f"health: {trouble}")
+        after = look_at_all(before, checks() if looks is None else looks, settings, places)
+        _tell_changes(before, after)
+        image = files.build_id(release)
+        wanted = condition.wanted(alarms.counting(after.alarms), boot_id, image)
+        known = document(after, settings, wanted, image)
+        memory.replace_file(places.run / "health.json", json.dumps(known, indent=1) + "\n")
+        _save(path, after)
+        told = tell_kubernetes(after.told, wanted, settings, api)
+        if told != after.told:
+            after = replace(after, told=told)
+            _save(path, after)
+        done = write_metrics(after, settings)
+    if as_json:
+        sys.stdout.write(json.dumps(known, indent=1) + "\n")
+    return 0 if done else 1
+
+
+def _save(path: Path, known: memory.Memory) -> None:
+    memory.replace_file(path, json.dumps(memory.as_json(known)))
+
+
+def look_at_all(
+    before: memory.Memory, looks: Mapping[str, Check], settings: Settings, places: Places
+) -> memory.Memory:
+    """Return what is known after every check that is due has looked."""
+    known: dict[str, memory.Last] = {}
+    looked: dict[str, tuple[Finding, ...]] = {}
+    for name, check in looks.items():
+        last = before.checks.get(name, memory.Last())
+        if name in settings.disabled:
+            continue
+        if not is_due(last, settings.intervals.get(name, 0.0), time.monotonic()):
+            known[name] = last
+            continue
+        known[name], findings = _look(check, last, settings, places)
+        if findings is not None:
+            looked[name] = findings
+    found = alarms.step(before.alarms, looked, time.monotonic(), time.time(), settings)
+    return memory.Memory(before.boot_id, known, found, before.told)
+
+
+def is_due(last: memory.Last, interval: float, now: float) -> bool:
+    """Tell whether a check is to look again."""
+    return last.at < 0 or (now >= last.not_before and now - last.at >= interval - _SLACK_SECONDS)
+
+
+def _look(
+    check: Check, last: memory.Last, settings: Settings, places: Places
+) -> tuple[memory.Last, tuple[Finding, ...] | None]:
+    """Look once; one check's trouble, a bug included, is not another's."""
+    began, unix = time.monotonic(), time.time()
+    try:
+        outcome = check(Look(settings, places, began, last.memory))
+    except NodeError as error:
+        words = f"{error.code}: {error.message}"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    else:
+        return memory.after(last, outcome, began, unix, time.monotonic() - began), outcome.findings
+    seconds = time.monotonic() - began
+    return replace(last, at=began, unix=unix, seconds=seconds, error=words[:500], samples=()), None
+
+
+def _tell_changes(before: memory.Memory, after: memory.Memory) -> None:
+    """Tell people what began and what is over; a look that changes nothing says nothing."""
+    old = {one.finding.key: one for one in alarms.counting(before.alarms)}
+    new = {one.finding.key: one for one in alarms.counting(after.alarms)}
+    for key in new.keys() - old.keys():
+        finding = new[key].finding
+        status.tell(f"health: {finding.severity} {finding.code}: {finding.detail}")
+    for key in old.keys() - new.keys():
+        status.tell(f"health: over: {key[0]}: {key[1]}")
+    for name, last in after.checks.items():
+        if last.error and last.error != before.checks.get(name, memory.Last()).error:
+            status.tell(f"health: {name} could not look: {last.error}")
+
+
+def document(
+    known: memory.Memory, settings: Settings, wanted: condition.Condition, image: str
+) -> dict[str, Any]:
+    """Return ``health.json``."""
+    return {
+        "format": FORMAT,
+        "boot_id": known.boot_id,
+        "image_build": image,
+        "time": round(time.time(), 3),
+        "state": alarms.state(known.alarms),
+        "condition": {"type": settings.condition, **asdict(wanted)},
+        "findings": [
+            {
+                **{name: value for name, value in asdict(one.finding).items() if name != "patient"},
+                "check": one.check,
+                "since": round(one.since, 3),
+            }
+            for one in alarms.counting(known.alarms)
+        ],
+        "checks": {
+            name: {"time": round(last.unix, 3), "seconds": round(last.seconds, 4), "error": last.error}
+            for name, last in known.checks.items()
+        },
+    }
+
+
+def tell_kubernetes(
+    told: condition.Told, wanted: condition.Condition, settings: Settings, api: Connect
+) -> condition.Told:
+    """Set the node's condition where it changed; return what is remembered of that."""
+    now = time.monotonic()
+    # No kubeconfig: the node has not joined yet, which is no failure of anybody.
+    if not settings.condition or not condition.due(told, wanted, now):
+        return told
+    if not Path(settings.kubeconfig).exists():
+        return told
+    try:
+        client, node = api(settings)
+        client.patch_condition(node, settings.condition, wanted.status, wanted.reason, wanted.message)
+    except NodeError as error:
+        from image_builder.node import kube
+
+        after: float | None = getattr(error, "retry_after", None)
+        wait = kube.backoff(
+            told.failures, retry_after=after, base=condition.FIRST_WAIT, cap=condition.LONGEST_WAIT
+        )
+        if not told.failures:
+            status.tell(f"health: Kubernetes could not be told: {error.message}")
+        return condition.unheard(told, now, wait)
+    status.tell(f"health: {settings.condition} is {wanted.status}: {wanted.reason}")
+    return condition.heard(wanted)
+
+
+def write_metrics(known: memory.Memory, settings: Settings) -> bool:
+    """Write what node-exporter collects; tell whether that could be done."""
+    path = Path(settings.textfile_directory) / "node_health.prom"
+    try:
+        memory.replace_file(path, metrics.text(samples(known)))
+    except OSError as error:
+        status.tell(f"health: {path} could not be written: {error.strerror}")
+        return False
+    return True
+
+
+def samples(known: memory.Memory) -> list[Sample]:
+    """Return all metrics: those of the checks, and of this program."""
+    state = alarms.state(known.alarms)
+    found = [Sample("state", float(name == state), {"state": name}) for name in ("ok", "degraded", "failed")]
+    for alarm in alarms.counting(known.alarms):
+        one = alarm.finding
+        labels = {"code": one.code, "subject": one.subject, "severity": one.severity, "action": one.action}
+        found.append(Sample("finding", 1, labels))
+    for name, last in known.checks.items():
+        labels = {"check": name}
+        found += [
+            Sample("check_success", float(not last.error), labels),
+            Sample("check_timestamp_seconds", round(last.unix, 3), labels),
+            Sample("check_duration_seconds", round(last.seconds, 6), labels),
+            *last.samples,
+        ]
+    return [*found, *_own(known)]
+
+
+def _peak_kib() -> int:
+    """Return the most memory that this program had. Unlike getrusage(2) that leaves out what started it."""
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(text.partition("VmHWM:")[2].split()[0])
+
+
+def _own(known: memory.Memory) -> Sequence[Sample]:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return (
+        Sample("run_timestamp_seconds", round(time.time(), 3)),
+        Sample("run_cpu_seconds", round(sum(one.ru_utime + one.ru_stime for one in used), 4)),
+        Sample("run_peak_memory_bytes", max(_peak_kib(), used[1].ru_maxrss) * 1024),
+        Sample("condition_failures", known.told.failures),
+    )

@@ -1,0 +1,235 @@
+"""The kernel's log since the last look: I/O errors, filesystems that gave up, Xids.
+
+Read from /dev/kmsg, record by record, up to its end. The number of the last record is remembered. What was
+overwritten between two looks is counted as lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from image_builder.node.gpu import xids
+from image_builder.node.health import filesystems
+from image_builder.node.health.model import Action, Finding, Look, Outcome, Sample, Severity
+
+_RECORD_BYTES = 8192  # the longest that the kernel gives
+_KERNEL = 0  # syslog's facility of the kernel's own records; it never gives that to a program's
+_DETAIL = 200
+# How many different things are remembered, and how long after it was last seen a trouble counts.
+_MOST = 64
+_HOLD_SECONDS: Mapping[str, float] = {
+    "drive.io-errors": 3600.0,
+    "drive.timeouts": 3600.0,
+    "filesystem.error": 86400.0,
+}
+# Devices that make such lines without any harm: no medium in them, or made of a file that was taken away.
+_HARMLESS = re.compile(r"(?:fd|sr|loop|nbd|zram)\d+")
+_DEVICE = r"([a-z][\w-]*)"
+_TROUBLES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("drive.io-errors", re.compile(rf"(?:I/O|critical \w+|critical space allocation) error, dev {_DEVICE},")),
+    ("drive.io-errors", re.compile(rf"Buffer I/O error on (?:dev|device) {_DEVICE},")),
+    ("drive.io-errors", re.compile(r"nvme (nvme\d+): (?:Device not ready|Removing after)")),
+    ("drive.timeouts", re.compile(r"nvme (nvme\d+): I/O .*timeout")),
+    ("drive.io-errors", re.compile(rf"md/raid[^:]*: Disk failure on {_DEVICE},")),
+    ("filesystem.error", re.compile(rf"EXT4-fs error \(device {_DEVICE}\)")),
+    (
+        "filesystem.error",
+        re.compile(rf"EXT4-fs \({_DEVICE}\): (?:Remounting filesystem read-only|.*aborted)"),
+    ),
+    ("filesystem.error", re.compile(rf"Aborting journal on device {_DEVICE}-\d+")),
+    (
+        "filesystem.error",
+        re.compile(
+            rf"XFS \({_DEVICE}\): (?:Corruption |Metadata corruption|metadata I/O error|log I/O error"
+            r"|.*[Ss]hutting down filesystem|.*xfs_do_force_shutdown|Internal error)"
+        ),
+    ),
+    ("filesystem.error", re.compile(rf"BTRFS (?:error|critical) \(device {_DEVICE}")),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: ``seconds`` since boot, on the monotonic clock. Programs can write to the log as well."""
+
+    number: int
+    seconds: float
+    text: str
+    is_kernels: bool = True
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What the log told of one device: ``count`` times, ``last`` at so many seconds since boot."""
+
+    code: str
+    subject: str
+    count: int
+    last: float
+    detail: str
+
+
+Verdict = tuple[Severity | None, Action]
+# The catalogue's words for an Xid that no test of ours provoked.
+_LEVELS: Mapping[str, Severity | None] = {"info": None, "warn": "warn", "fail": "fail"}
+Judge = Callable[[int], Verdict]
+"""What an Xid means: None is nothing to worry about."""
+
+
+def check(look: Look, judge: Judge) -> Outcome:
+    """Read what is new, and judge it with what was known. Raises OSError."""
+    last = int(look.memory.get("number", -1))
+    records, lost = collect(read(look.places.dev / "kmsg"), last)
+    known = [Trouble(**one) for one in look.memory.get("troubles", [])]
+    troubles = merge(known, find(records))
+    lost += int(look.memory.get("lost", 0))
+    own = own_devices(look)
+    return Outcome(
+        tuple(rule(troubles, look.now, own, judge)),
+        tuple(samples(troubles, lost)),
+        {
+            "number": records[-1].number if records else last,
+            "troubles": [asdict(one) for one in troubles],
+            "lost": lost,
+        },
+    )
+
+
+def own_devices(look: Look) -> frozenset[str]:
+    """Return the devices that hold the configured paths: the node's own, no volume of a pod's."""
+    mounts = filesystems.mounted(look.places.proc)
+    found = [filesystems.containing(os.path.realpath(path), mounts) for path in look.settings.paths]
+    return filesystems.disks_below({one.device for one in found if one}, look.places.sys)
+
+
+def read(path: Path) -> Iterator[bytes]:
+    """Yield what the kernel's buffer holds, a record at a time; raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                record = os.read(fd, _RECORD_BYTES)
+            except BlockingIOError:
+                return  # the end
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    continue  # it was overwritten while it was read: the next one is there
+                raise
+            if not record:
+                return
+            yield record
+    finally:
+        os.close(fd)
+
+
+def collect(raw: Iterable[bytes], last: int) -> tuple[list[Record], int]:
+    """Return the records after number ``last``, and how many of those were overwritten before they could be read."""
+    found: list[Record] = []
+    for line in raw:
+        head, _, rest = line.partition(b";")
+        words = head.split(b",")
+        if len(words) < 3 or not (words[0].isdigit() and words[1].isdigit()):
+            continue
+        number = int(words[1])
+        if number <= last:
+            continue
+        text = rest.partition(b"\n")[0].decode(errors="replace")
+        found.append(Record(number, int(words[2]) / 1e6, text, int(words[0]) >> 3 == _KERNEL))
+    lost = found[0].number - last - 1 if found and last >= 0 else 0
+    return found, lost
+
+
+def find(records: Iterable[Record]) -> list[Trouble]:
+    """Return what is wrong by the log, one for each record that tells of trouble."""
+    found = []
+    for record in records:
+        if record.is_kernels and (named := trouble(record.text)):
+            code, subject = named
+            found.append(Trouble(code, subject, 1, record.seconds, record.text[:_DETAIL]))
+    return found
+
+
+def trouble(text: str) -> tuple[str, str] | None:
+    """Return code and subject of a line; ``gpu.xid`` has the Xid's number before the GPU's address."""
+    if "NVRM:" in text:
+        xid = xids.parse_message(text, 0)
+        return ("gpu.xid", f"{xid.number} {xid.pci}".rstrip()) if xid else None
+    if not any(word in text for word in ("rror", "Remount", "abort", "Abort", "XFS", "nvme", "failure")):
+        return None
+    for code, pattern in _TROUBLES:
+        if match := pattern.search(text):
+            return None if _HARMLESS.match(match[1]) else (code, match[1])
+    return None
+
+
+def merge(known: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
+    """Return all troubles, one for each code and subject; of too many the latest."""
+    found = {(one.code, one.subject): one for one in known}
+    for one in new:
+        before = found.get((one.code, one.subject))
+        count = one.count + (before.count if before else 0)
+        found[one.code, one.subject] = Trouble(one.code, one.subject, count, one.last, one.detail)
+    return sorted(found.values(), key=lambda one: one.last)[-_MOST:]
+
+
+def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Judge) -> list[Finding]:
+    """Return what is wrong. A device that isn't the node's ``own`` is a volume of some pod's: a warning.
+
+    An Xid counts until the next boot, by its class.
+    """
+    found = []
+    for one in troubles:
+        severity: Severity | None
+        action: Action
+        if one.code == "gpu.xid":
+            number = int(one.subject.partition(" ")[0])
+            severity, action = judge(number)
+        elif now - one.last > _HOLD_SECONDS[one.code]:
+            continue
+        elif one.code != "drive.timeouts" and is_own(one.subject, own):
+            severity, action = "fail", "replace"
+        else:
+            severity, action = "warn", "none"  # the drive may have answered later
+        if severity:
+            detail = f"{one.count} times, last: {one.detail}" if one.count > 1 else one.detail
+            found.append(Finding(one.code, one.subject, severity, detail, action))
+    return found
+
+
+def is_own(device: str, own: frozenset[str]) -> bool:
+    """Tell whether a device is one of the node's own, or the controller of one."""
+    return device in own or any(re.fullmatch(rf"{re.escape(device)}n\d+(?:p\d+)?", name) for name in own)
+
+
+def samples(troubles: Iterable[Trouble], lost: int) -> list[Sample]:
+    """Return the metrics of the log, counted since the boot."""
+    names = {
+        "drive.io-errors": "drive_errors_total",
+        "drive.timeouts": "drive_timeouts_total",
+        "filesystem.error": "filesystem_errors_total",
+    }
+    found = [Sample("kernel_log_lost_records_total", lost)]
+    for one in troubles:
+        if one.code == "gpu.xid":
+            xid, _, gpu = one.subject.partition(" ")
+            found.append(Sample("gpu_xid_total", one.count, {"xid": xid, "pci": gpu}))
+        else:
+            found.append(Sample(names[one.code], one.count, {"device": one.subject}))
+    return found
+
+
+def catalogue() -> Judge:
+    """Return what tells an Xid's meaning by NVIDIA's catalogue. Raises NodeError (``gpu.xids``)."""
+    known = xids.load()
+
+    def judge(number: int) -> Verdict:
+        found = known.classify(number)
+        return _LEVELS[found.before], cast(Action, found.action)
+
+    return judge

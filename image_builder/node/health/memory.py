@@ -1,0 +1,96 @@
+"""What a look leaves for the next: ``health-state.json`` in the node's directory below /run, gone with the boot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.node.health import alarms, condition
+from image_builder.node.health.model import Key, Outcome, Sample
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Last:
+    """What is known of a check: its last outcome and when that was, what it remembers, and why it could not look.
+
+    ``at`` and ``not_before`` are of the monotonic clock, ``unix`` is the same as Unix time.
+    """
+
+    at: float = -1.0
+    unix: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+    not_before: float = 0.0
+    samples: tuple[Sample, ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All that is remembered. It is of one boot: the clock and the counters start over with the next."""
+
+    boot_id: str = ""
+    checks: Mapping[str, Last] = field(default_factory=dict)
+    alarms: Mapping[Key, alarms.Alarm] = field(default_factory=dict)
+    told: condition.Told = field(default_factory=condition.Told)
+
+
+def after(last: Last, outcome: Outcome, now: float, unix: float, seconds: float) -> Last:
+    """Return what is known of a check that looked."""
+    rest = now + outcome.rest_seconds
+    return Last(now, unix, seconds, "", rest, outcome.samples, {**last.memory, **outcome.memory})
+
+
+def load(path: Path, boot_id: str) -> tuple[Memory, str]:
+    """Return what the last look left, and why that is nothing where it should be something."""
+    try:
+        found = json.loads(path.read_bytes())
+        if found["format"] != FORMAT or found["boot_id"] != boot_id:
+            return Memory(boot_id), ""
+        return _from_json(found), ""
+    except FileNotFoundError:
+        return Memory(boot_id), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Memory(boot_id), f"{path} is damaged, all is looked at anew: {error!r}"
+
+
+def _from_json(found: Mapping[str, Any]) -> Memory:
+    checks = {
+        str(name): Last(**{**one, "samples": tuple(Sample(**sample) for sample in one["samples"])})
+        for name, one in found["checks"].items()
+    }
+    told = condition.from_json(found["told"])
+    return Memory(found["boot_id"], checks, alarms.from_json(found["alarms"]), told)
+
+
+def as_json(memory: Memory) -> dict[str, Any]:
+    """Return a memory as JSON."""
+    return {
+        "format": FORMAT,
+        "boot_id": memory.boot_id,
+        "checks": {name: asdict(last) for name, last in memory.checks.items()},
+        "alarms": alarms.as_json(memory.alarms),
+        "told": asdict(memory.told),
+    }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file in one step: whoever reads it finds the old or the new one whole. Raises OSError.
+
+    It is not made durable: each run writes it anew.
+    """
+    draft = path.with_name(f".{path.name}.new")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(0o644)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

@@ -1,0 +1,90 @@
+"""The text that node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from image_builder.node.health.model import Sample
+
+PREFIX = "node_health_"
+HELP: Mapping[str, str] = {
+    "state": "1 for the state that the node is in, 0 for the others.",
+    "finding": "1 for each finding that counts.",
+    "check_success": "Whether the check's last look could be made.",
+    "check_timestamp_seconds": "Unix time of the check's last look.",
+    "check_duration_seconds": "How long that look took.",
+    "run_timestamp_seconds": "Unix time of the last run.",
+    "run_cpu_seconds": "Processor time that the last run took until now, its children included.",
+    "run_peak_memory_bytes": "The most memory that the last run had until now.",
+    "condition_failures": "How often in a row Kubernetes could not be told of a change.",
+    "filesystem_used_ratio": "Used part of a filesystem, as anybody but root sees it.",
+    "filesystem_inodes_used_ratio": "Used part of a filesystem's inodes.",
+    "filesystem_readonly": "Whether the filesystem itself is read-only.",
+    "filesystem_errors_total": "Lines in the kernel's log that a filesystem is damaged or gave up.",
+    "drive_errors_total": "Lines in the kernel's log that a drive did not do what it was asked for.",
+    "drive_timeouts_total": "Lines in the kernel's log that a drive did not answer in time.",
+    "kernel_log_lost_records_total": "Records of the kernel's log that were overwritten before they were read.",
+    "md_degraded_devices": "Members that an array lacks.",
+    "nvme_live": "Whether the kernel can use the controller.",
+    "nvme_critical_warning": "The bits of the drive's critical warning.",
+    "nvme_available_spare_ratio": "Spare blocks that are left.",
+    "nvme_used_ratio": "Estimated part of the drive's life that is used; may exceed 1.",
+    "nvme_temperature_celsius": "The drive's temperature.",
+    "nvme_media_errors_total": "Errors of the drive's media, over its life.",
+    "network_default_route": "Whether there is a default route.",
+    "network_carrier_down_total": "How often a physical link lost its carrier.",
+    "dns_lookup_success": "Whether a name has an address.",
+    "dns_lookup_duration_seconds": "How long the lookup took.",
+    "tcp_connect_success": "Whether the endpoint took a connection.",
+    "tcp_connect_duration_seconds": "How long that took.",
+    "clock_synchronized": "Whether something keeps the kernel's clock.",
+    "clock_offset_seconds": "What the kernel still has to correct.",
+    "clock_estimated_error_seconds": "The clock's estimated error.",
+    "clock_maximum_error_seconds": "A bound of the clock's error.",
+    "maintenance_not_before_timestamp_seconds": "Unix time before which the event does not begin; 0: it has begun.",
+    "infiniband_up": "Whether the port is active and its link up.",
+    "infiniband_rate_gigabits_per_second": "The port's rate.",
+    "infiniband_link_downed_total": "How often the port's link went down.",
+    "infiniband_link_error_recovery_total": "How often the port's link recovered from an error.",
+    "infiniband_symbol_error_total": "Symbol errors of the port.",
+    "infiniband_port_rcv_errors_total": "Packets with errors that the port received.",
+    "infiniband_local_link_integrity_errors_total": "How often the port's link had too many errors.",
+    "gpu_expected": "GPUs on the PCI bus.",
+    "gpu_answering": "GPUs that NVML can open.",
+    "gpu_xid_total": "Xids in the kernel's log since the boot.",
+    "gpu_ecc_uncorrected_total": "Uncorrected memory errors since the driver was loaded.",
+    "gpu_ecc_corrected_total": "Corrected memory errors since the driver was loaded.",
+    "gpu_remap_pending": "Whether a row is to be remapped at the next reset.",
+    "gpu_remap_failure": "Whether a row could not be remapped.",
+    "gpu_nvlinks_active": "Active NVLinks.",
+    "gpu_nvlink_errors_total": "Errors of all NVLinks.",
+    "gpu_temperature_celsius": "The GPU's temperature.",
+}
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def text(samples: Iterable[Sample]) -> str:
+    """Return the file's content: each metric's samples together, after its help and its type.
+
+    Raises KeyError for a metric without help. Of samples with the same labels the last counts: the collector
+    refuses a file that has one twice.
+    """
+    groups: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.name, {})[_labels(sample.labels)] = sample.value
+    lines = []
+    for name, values in sorted(groups.items()):
+        full = PREFIX + name
+        lines.append(f"# HELP {full} {HELP[name]}")
+        lines.append(f"# TYPE {full} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines += [f"{full}{labels} {_number(value)}" for labels, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    parts = [f'{name}="{str(value).translate(_ESCAPES)}"' for name, value in labels.items()]
+    return f"{{{','.join(parts)}}}" if parts else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))

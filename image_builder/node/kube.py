@@ -1,0 +1,327 @@
+"""Speak to an API server, with the standard library alone and as little as can be.
+
+A node says one thing a transition (``Client.patch_condition``) and asks nothing. When it is refused it waits, and
+thousands of nodes must not wait the same time: ``backoff``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import ssl
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from image_builder.node import kubeconfig
+from image_builder.node.errors import NodeError
+from image_builder.node.kubeconfig import Access, Pem
+
+# Seconds: connecting, and each read or write. A watch has its own.
+TIMEOUT = 15.0
+# The longest wait between two attempts, and the longest that a server may ask for.
+LONGEST_WAIT, LONGEST_RETRY_AFTER = 600.0, 3600.0
+MESSAGE_BYTES = 1024
+# Answers that another attempt will not change: the request itself is wrong.
+_HOPELESS = frozenset({400, 405, 406, 413, 415, 422})
+_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+STRATEGIC_MERGE = "application/strategic-merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+
+T = TypeVar("T")
+
+
+class KubeError(NodeError):
+    """The API server did not do it. ``status`` is HTTP's, 0 where there was no answer at all.
+
+    ``retry_after`` is what the server asked for, in seconds.
+    """
+
+    def __init__(self, message: str, status: int = 0, retry_after: float | None = None) -> None:
+        super().__init__("kube.refused" if status else "kube.unreachable", message)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Tell whether the same request can't succeed later either."""
+        return self.status in _HOPELESS
+
+
+def backoff(
+    attempt: int,
+    *,
+    retry_after: float | None = None,
+    base: float = 1.0,
+    cap: float = LONGEST_WAIT,
+    chance: Callable[[], float] = random.random,
+) -> float:
+    """Return the seconds to wait after a failed attempt; the first is 0.
+
+    Full jitter: anywhere between nothing and a limit that doubles from ``base`` up to ``cap``, so that nodes that
+    failed together don't come back together. What the server asked for (Retry-After) is waited before that.
+    ``chance`` gives numbers in [0, 1).
+    """
+    limit = min(cap, base * 2.0 ** min(attempt, 60))
+    asked = min(max(retry_after or 0.0, 0.0), LONGEST_RETRY_AFTER)
+    return asked + chance() * limit
+
+
+def patiently(
+    send: Callable[[], T],
+    *,
+    tell: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    chance: Callable[[], float] = random.random,
+) -> T:
+    """Send until it is done, however long that takes; raises KubeError for what can't succeed."""
+    attempt = 0
+    while True:
+        try:
+            return send()
+        except KubeError as error:
+            if error.is_hopeless:
+                raise
+            wait = backoff(attempt, retry_after=error.retry_after, chance=chance)
+            tell(f"{error.message}; again in {wait:.0f} s")
+        sleep(wait)
+        attempt += 1
+
+
+def condition(
+    kind: str, status: str, reason: str, message: str, now: datetime | None = None
+) -> dict[str, str]:
+    """Return a node condition as the API has it. The message is cut to 1 KB, at a character."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message.encode()[:MESSAGE_BYTES].decode(errors="ignore"),
+        "lastHeartbeatTime": stamp,
+        "lastTransitionTime": stamp,
+    }
+
+
+def each_item(text: str, take: Callable[[dict[str, Any]], None]) -> str:
+    """Call ``take`` for each item of a list's JSON; return its resourceVersion. Raises ValueError.
+
+    The API server writes ``items`` last.
+    """
+    head, mark, _ = text.partition('"items":')
+    at = len(head) + len(mark)
+    if not mark or not text.startswith(("[", "null"), at):
+        raise ValueError("it is no list")
+    version = str(json.loads(f"{head}{mark}[]}}")["metadata"]["resourceVersion"])
+    decoder = json.JSONDecoder()
+    at += 1
+    while text.startswith("{", at) or text.startswith(",", at):
+        item, at = decoder.raw_decode(text, at + text.startswith(",", at))
+        take(item)
+    if not text.startswith(("]", "ull"), at):
+        raise ValueError("it has no end")
+    return version
+
+
+class Client:
+    """One connection to an API server, opened when it is needed. Not for several threads at once."""
+
+    def __init__(self, access: Access, *, agent: str = "node-agent", timeout: float = TIMEOUT) -> None:
+        self.access = access
+        self._agent, self._timeout = agent, timeout
+        self._connection: http.client.HTTPSConnection | None = None
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent") -> Self:
+        """Raises NodeError (``kube.config``)."""
+        return cls(kubeconfig.load(path), agent=agent)
+
+    @classmethod
+    def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT) -> Self:
+        """Be a pod's service account; raises NodeError (``kube.config``) outside of a pod."""
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{what}") for what in ("HOST", "PORT"))
+        if not host or not port:
+            raise NodeError("kube.config", "this is no pod: KUBERNETES_SERVICE_HOST is not set")
+        host = f"[{host}]" if ":" in host else host
+        authority, token = Pem(path=directory / "ca.crt"), Pem(path=directory / "token")
+        return cls(Access(f"https://{host}:{port}", authority, token=token), agent=agent)
+
+    def patch_condition(
+        self,
+        node: str,
+        type: str,
+        status: str,
+        reason: str,
+        message: str,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Set one condition of a node, and labels, in one request. Raises KubeError; trying again is the caller's."""
+        body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
+        if labels:
+            body["metadata"] = {"labels": dict(labels)}
+        path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}/status"
+        self.request("PATCH", path, body, STRATEGIC_MERGE)
+
+    def request(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
+    ) -> dict[str, Any]:
+        """Return what the server answers to one request. Raises KubeError."""
+        try:
+            with self._answered(method, path, body, content_type, self._timeout) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise KubeError(f"{method} {path}: the answer broke off: {error}") from error
+        return found
+
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        """Call ``take`` for each item of a list; return the list's version. Raises KubeError.
+
+        One item at a time: as Python objects thousands of nodes take four times what their text does.
+        """
+        try:
+            with self._answered("GET", path, None, "", self._timeout) as answer:
+                text = answer.read().decode()
+            return each_item(text, take)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise KubeError(f"GET {path}: the answer broke off: {error}") from error
+
+    def watch(self, path: str, *, idle: float) -> Iterator[dict[str, Any]]:
+        """Yield the events of a watch until the server ends it. ``idle``: seconds without any byte.
+
+        Raises KubeError for a refusal and for a connection that broke, which is how a long silence ends too.
+        """
+        try:
+            with self._answered("GET", path, None, "", idle) as answer:
+                while line := answer.readline():
+                    event: dict[str, Any] = json.loads(line)
+                    yield event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise KubeError(f"the watch broke off: {error}") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def interrupt(self) -> None:
+        """End what another thread waits for on this connection; that thread closes it."""
+        sock = self._connection.sock if self._connection else None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answered(
+        self, method: str, path: str, body: Any, content_type: str, timeout: float
+    ) -> http.client.HTTPResponse:
+        words = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": "application/json", "User-Agent": self._agent}
+        if words is not None:
+            headers["Content-Type"] = content_type
+        if self.access.token:
+            headers["Authorization"] = f"Bearer {self.access.token.read().strip()}"
+        try:
+            answer = self._send(method, path, words, headers, timeout)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise KubeError(f"{method} {self.access.server}{path}: {error}") from error
+        if answer.status >= 300:
+            said = _said(answer)
+            self.close()
+            raise KubeError(f"{method} {path}: {answer.status} {said}", answer.status, _retry_after(answer))
+        return answer
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout: float
+    ) -> http.client.HTTPResponse:
+        """Send on the open connection, and once more on a new one where the server had closed it meanwhile."""
+        reused = self._connection is not None
+        while True:
+            connection = self._connection or self._connect()
+            self._connection = connection
+            if connection.sock is not None:
+                connection.sock.settimeout(timeout)
+            connection.timeout = timeout
+            try:
+                connection.request(method, path, body, dict(headers))
+                return connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                # What the server closed while nobody spoke shows now, in many ways; a silence is none of them. A
+                # request of ours says what is to be, so that twice is as good as once.
+                if not reused or isinstance(error, TimeoutError):
+                    raise
+                reused = False
+
+    def _connect(self) -> http.client.HTTPSConnection:
+        parts = urllib.parse.urlsplit(self.access.server)
+        if not parts.hostname:
+            raise NodeError("kube.config", f"{self.access.server!r} names no host")
+        context = tls(self.access)
+        if self.access.server_name:
+            return _Renamed(parts.hostname, parts.port or 443, context, self.access.server_name)
+        return http.client.HTTPSConnection(parts.hostname, parts.port or 443, context=context)
+
+
+class _Renamed(http.client.HTTPSConnection):
+    """A server that is reached under one name and proves another (``tls-server-name``)."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext, name: str) -> None:
+        super().__init__(host, port, context=context)
+        self._context_, self._name = context, name
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._context_.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def tls(access: Access) -> ssl.SSLContext:
+    """Return a context that trusts the cluster's authority alone, with our certificate as it is now."""
+    context = ssl.create_default_context(cadata=access.authority.read() or None)
+    if access.certificate and access.key:
+        # OpenSSL takes a file; this one is never on a disk.
+        fd = os.memfd_create("client-certificate")
+        try:
+            os.write(fd, f"{access.certificate.read()}\n{access.key.read()}".encode())
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        except (OSError, ssl.SSLError) as error:
+            raise NodeError("kube.config", f"the client certificate can't be used: {error}") from error
+        finally:
+            os.close(fd)
+    return context
+
+
+def _said(answer: http.client.HTTPResponse) -> str:
+    """Return the message of the server's Status object, or the status line."""
+    try:
+        return str(json.loads(answer.read(65536))["message"])[:500]
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return answer.reason
+
+
+def _retry_after(answer: http.client.HTTPResponse) -> float | None:
+    value = answer.headers.get("Retry-After", "")
+    if value.isdigit():
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,129 @@
+"""What every node is asked, with GPUs or without: its disk, its network, its container engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from image_builder.node import programs, status
+from image_builder.node.errors import ProgramError
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check
+from image_builder.node.preflight.settings import Settings
+
+_ENGINES: Mapping[str, list[str]] = {
+    "docker": ["docker", "version", "--format", "{{.Server.Version}}"],
+    "containerd": ["ctr", "version"],
+}
+# One attempt, in seconds; and between two.
+_ATTEMPT, _PAUSE = 10.0, 2.0
+# What helps a section that failed. A disk that can't be had is the machine's, images are the image's.
+_HELP: Mapping[str, str] = {"disk": "replace", "seed": "reimage", "preload": "reimage"}
+
+Probe = Callable[[], str]
+
+
+def prepared(found: Mapping[str, Any], wanted: Sequence[str]) -> list[Check]:
+    """Judge the sections of ``/run/node/status.json`` that a boot of this node fills before the kubelet starts."""
+    checks = []
+    for name in wanted:
+        section = found.get(name)
+        if section is None:
+            words = f"node-agent {name} has left no word of this boot"
+            checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", words, "reboot"))
+        elif section["state"] == status.FAILED:
+            code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))
+            checks.append(Check(name, FAILED, code, reason, _HELP.get(name, "reboot")))
+        else:
+            checks.append(Check(name, PASSED, reason=str(section.get("reason", ""))))
+    return checks
+
+
+def reach(settings: Settings) -> list[Check]:
+    """Resolve the names, connect to the places, ask the engine; all at once, for ``wait_seconds`` at most."""
+    probes: dict[str, tuple[str, Probe]] = {
+        **{f"dns:{name}": ("network.dns", _resolver(name)) for name in settings.dns},
+        **{f"tcp:{place}": ("network.tcp", _connector(place)) for place in settings.tcp},
+    }
+    if settings.engine:
+        probes["engine"] = ("runtime.engine", _asker(settings.engine))
+    if not probes:
+        return [Check("network", SKIPPED, reason="no endpoint is configured")]
+    results = _try_all(probes, settings.wait_seconds)
+    return [_settled(name, probes[name][0], *results[name]) for name in results]
+
+
+def _settled(name: str, code: str, reason: str | None, seconds: float) -> Check:
+    if reason is None:
+        return Check(name, PASSED, seconds=seconds)
+    # A network that is away is away for thousands of nodes: none of them is the worse for it, and none is started
+    # again because of it.
+    if code.startswith("network."):
+        return Check(name, INCONCLUSIVE, code, reason, "none", seconds)
+    return Check(name, FAILED, code, reason, "reboot", seconds)
+
+
+def _try_all(
+    probes: Mapping[str, tuple[str, Probe]], wait_seconds: float
+) -> dict[str, tuple[str | None, float]]:
+    """Return for each probe what is wrong (None: nothing) and the seconds it took."""
+    began = time.monotonic()
+    deadline = began + wait_seconds
+    results: dict[str, tuple[str | None, float]] = {
+        name: (f"no answer within {wait_seconds:g} s", round(wait_seconds, 3)) for name in probes
+    }
+
+    def work(name: str, probe: Probe) -> None:
+        while True:
+            reason = probe()
+            results[name] = (reason or None, round(time.monotonic() - began, 3))
+            if not reason or time.monotonic() + _PAUSE > deadline:
+                return
+            time.sleep(_PAUSE)
+
+    # As daemons: a resolver's call has no deadline, and must not keep this program alive.
+    threads = [
+        threading.Thread(target=work, args=(name, probe), daemon=True) for name, (_, probe) in probes.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
+    return dict(results)
+
+
+def _resolver(name: str) -> Probe:
+    def probe() -> str:
+        try:
+            socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return f"{name} can't be resolved: {error.strerror or error}"
+        return ""
+
+    return probe
+
+
+def _connector(place: str) -> Probe:
+    host, _, port = place.rpartition(":")
+
+    def probe() -> str:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ATTEMPT).close()
+        except OSError as error:
+            return f"{place} can't be reached: {error.strerror or error}"
+        return ""
+
+    return probe
+
+
+def _asker(engine: str) -> Probe:
+    def probe() -> str:
+        try:
+            programs.run(_ENGINES[engine], timeout=_ATTEMPT)
+        except ProgramError as error:
+            return f"{engine} does not answer: {error.message}"
+        return ""
+
+    return probe

@@ -1,0 +1,98 @@
+"""What a preflight finds, and what it comes to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+FILE = "preflight.json"
+REPORTED = "preflight.reported"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
+# What a person or a machine is to do with the node, the mildest first.
+ACTIONS = ("none", "reboot", "config", "reimage", "replace")
+
+CONDITION = "NodePreflightPassed"
+_STATUS = {PASSED: "True", FAILED: "False"}
+_BOOT = re.compile(r"^boot=([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:\s|$)")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test. ``code`` tells why it isn't passed, ``action`` what would help.
+
+    ``final``: no reboot may repeat it. A processor that once gave a wrong answer is not asked again until it gives
+    the right one.
+    """
+
+    id: str
+    state: str
+    code: str = ""
+    reason: str = ""
+    action: str = "none"
+    seconds: float = 0.0
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all checks come to. ``reboot``: the node is to be started again now, and tested again."""
+
+    state: str
+    code: str = ""
+    reason: str = ""
+    action: str = "none"
+    reboot: bool = False
+
+
+def document(
+    verdict: Verdict, checks: Sequence[Check], *, boot_id: str, image_build: str, started: str, seconds: float
+) -> dict[str, Any]:
+    """Return what ``/run/node/preflight.json`` holds. ``started`` is a time with its zone (RFC 3339)."""
+    return {
+        "format": FORMAT,
+        "boot_id": boot_id,
+        "image_build": image_build,
+        "state": verdict.state,
+        "code": verdict.code,
+        "reason": verdict.reason,
+        "action": verdict.action,
+        "checks": [asdict(check) for check in checks],
+        "started": started,
+        "seconds": round(seconds, 3),
+    }
+
+
+def read_boot_id(path: Path = BOOT_ID) -> str:
+    """Return this boot's id, the one that the kubelet tells as ``status.nodeInfo.bootID``. Raises OSError."""
+    return path.read_text(encoding="ascii").strip()
+
+
+def condition_status(state: str) -> str:
+    """Return the condition's status: ``True``, ``False``, or ``Unknown`` for anything that wasn't settled."""
+    return _STATUS.get(state, "Unknown")
+
+
+def condition_reason(code: str) -> str:
+    """Return a code as Kubernetes writes reasons: ``gpu.kat-int`` is ``GpuKatInt``, and no code is ``Passed``."""
+    return "".join(word.capitalize() for word in re.split(r"[^A-Za-z0-9]+", code)) or "Passed"
+
+
+def message(found: Mapping[str, Any]) -> str:
+    """Return the condition's message for a document: the boot and the image that it speaks of come first."""
+    image = found["image_build"] or "unknown"
+    said = f"boot={found['boot_id']} image={image} {found['state']} in {found['seconds']:.0f} s"
+    if found["state"] != PASSED:
+        said += f": {found['code']}: {found['reason']} (action: {found['action']})"
+    return said
+
+
+def boot_of(message: str) -> str:
+    """Return the boot id that a condition's message speaks of; empty where there is none."""
+    match = _BOOT.match(message)
+    return match[1] if match else ""

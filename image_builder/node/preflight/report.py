@@ -1,0 +1,156 @@
+"""``node-agent preflight --report``: tell the API server, once a transition, what this boot was found to be.
+
+One PATCH. Nothing is asked, nothing is watched, nothing is repeated while the node runs: the boot id in the message
+tells whether it is stale.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import durable, kube, kubeconfig, status
+from image_builder.node import settings as files
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import Client
+from image_builder.node.preflight import model
+from image_builder.node.preflight.settings import Settings, parse
+
+# What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
+_POLL = 2.0
+# The early word of a failure keeps the kubelet from starting for so long at most.
+_EARLY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is, and how time passes."""
+
+    run: Path = status.DIRECTORY
+    etc: Path = files.DIRECTORY
+    boot_id: Path = model.BOOT_ID
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random
+
+
+def run(places: Places = Places()) -> int:
+    """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
+    settings = parse(files.load("preflight", places.etc))
+    found = verdict_of_this_boot(places.run, places.boot_id)
+    if not settings.kubeconfig:
+        raise NodeError("preflight.none", "there is nobody to report to: the settings name no kubeconfig")
+    if _is_reported(places.run, found):
+        status.tell("preflight: it was reported already")
+        return 0
+    _await_kubelet(settings, places.sleep)
+    # Nodes that were started together don't report together.
+    places.sleep(places.chance() * settings.jitter_seconds)
+
+    def send() -> None:
+        # The kubelet may have got its certificate only now, or a new one: read it at every attempt.
+        _send(settings, found, kube.TIMEOUT)
+
+    kube.patiently(_refusals(send), tell=_tell, sleep=places.sleep, chance=places.chance)
+    _remember(places.run, found)
+    status.tell(f"preflight: reported: {model.message(found)}")
+    return 0
+
+
+def try_now(settings: Settings, directory: Path) -> None:
+    """Report at once, before the kubelet starts, and only once: for a boot that did not pass on a known node.
+
+    Its Node object may have no taint, and the kubelet can't give it one; the controller does when it hears of this. A
+    node that isn't known yet registers with the taint.
+    """
+    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+        return
+    try:
+        found = json.loads((directory / model.FILE).read_bytes())
+        _send(settings, found, _EARLY_SECONDS)
+        _remember(directory, found)
+    except (NodeError, OSError, ValueError) as error:
+        status.tell(f"preflight: not reported yet: {error}")
+
+
+def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:
+    """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
+    try:
+        found: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
+        now = model.read_boot_id(boot_id)
+    except (OSError, ValueError) as error:
+        raise NodeError("preflight.none", f"there is no verdict to report: {error}") from error
+    if found["boot_id"] != now:
+        raise NodeError("preflight.none", f"the verdict is of boot {found['boot_id']}, this one is {now}")
+    return found
+
+
+def _send(settings: Settings, found: Mapping[str, Any], timeout: float) -> None:
+    access = kubeconfig.load(Path(settings.kubeconfig))
+    node = settings.node_name or access.node or os.uname().nodename.lower()
+    with Client(access, timeout=timeout) as client:
+        client.patch_condition(
+            node,
+            model.CONDITION,
+            model.condition_status(found["state"]),
+            model.condition_reason(found["code"]),
+            model.message(found),
+            labels={status.PREFLIGHT_LABEL: status.label_of(found["state"])},
+        )
+
+
+def _refusals(send: Callable[[], None]) -> Callable[[], None]:
+    """Make a kubeconfig that isn't there yet, or half written, something to wait for."""
+
+    def wrapped() -> None:
+        try:
+            send()
+        except kube.KubeError:
+            raise
+        except NodeError as error:
+            raise kube.KubeError(error.message) from error
+
+    return wrapped
+
+
+def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
+    """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
+
+    A node that nobody has told how to join has no kubeconfig, and nothing to report to.
+    """
+    while not Path(settings.kubeconfig).exists():
+        sleep(_POLL)
+    while True:
+        try:
+            with urllib.request.urlopen(settings.healthz, timeout=_POLL) as answer:  # noqa: S310 (a setting)
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        sleep(_POLL)
+
+
+def _is_reported(directory: Path, found: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads((directory / model.REPORTED).read_bytes()) == _key(found))
+    except (OSError, ValueError):
+        return False
+
+
+def _remember(directory: Path, found: Mapping[str, Any]) -> None:
+    durable.write_json(directory / model.REPORTED, _key(found))
+
+
+def _key(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("boot_id", "state", "code", "started")}
+
+
+def _tell(text: str) -> None:
+    status.tell(f"preflight: not reported yet: {text}")

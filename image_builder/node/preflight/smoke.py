@@ -1,0 +1,141 @@
+"""The GPU smoke test, run in a child process that may hang, crash or lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess  # noqa: TID251 (programs.run waits for a killed program, and one in a driver's call may never end)
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import programs
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
+
+ID = "gpu"
+DEADLINE = 124
+# Seconds that a killed child is waited for: longer, and it hangs in the kernel, which is a finding.
+_REAP_SECONDS = 10.0
+# Checks whose failure is a wrong answer of the hardware.
+_KNOWN_ANSWERS = ("kat.", "det.")
+_LIMIT = 8 << 20
+
+# Exit status of the smoke test: (state, code, action). Only 0 passes, and not by itself.
+_ENDINGS: Mapping[int, tuple[str, str, str]] = {
+    1: (FAILED, "gpu.hardware", "replace"),
+    2: (FAILED, "gpu.reboot", "reboot"),
+    3: (INCONCLUSIVE, "gpu.inconclusive", "none"),
+    4: (FAILED, "gpu.config", "config"),
+    5: (FAILED, "gpu.image", "reimage"),
+    DEADLINE: (FAILED, "gpu.deadline", "reboot"),
+}
+
+
+def command(tier: str) -> list[str]:
+    """Return what starts the smoke test: this program again, whether it is one file or a package."""
+    program = (
+        [sys.argv[0]] if Path(sys.argv[0]).suffix != ".py" else [sys.executable, "-m", "image_builder.node"]
+    )
+    return [*program, "gpu-smoke", "--tier", tier, "--json"]
+
+
+def run(argv: Sequence[str], seconds: float, boot_id: str) -> Check:
+    """Run the smoke test and return what it comes to; never raises, and never waits longer than that."""
+    began = time.monotonic()
+    try:
+        status, said, tail = _run(argv, seconds)
+        found = judge(status, said, tail, boot_id)
+    except OSError as error:
+        found = Check(ID, INCONCLUSIVE, "gpu.program", f"`{' '.join(argv)}`: {error.strerror}", "reimage")
+    return Check(**{**found.__dict__, "seconds": round(time.monotonic() - began, 3)})
+
+
+def judge(status: int | None, said: bytes, tail: str, boot_id: str) -> Check:
+    """Return what an exit status and an output come to. ``status`` None: it was killed, and did not even die.
+
+    A pass needs both: status 0, and a document that says so of this boot.
+    """
+    if status is None:
+        return Check(
+            ID, FAILED, "gpu.hung", "the smoke test hangs in the kernel and can't be killed", "reboot"
+        )
+    found = _document(said)
+    verdict = found.get("verdict")
+    summary = str(verdict.get("summary", "")) if isinstance(verdict, Mapping) else ""
+    if status == 0:
+        says_so = isinstance(verdict, Mapping) and (verdict.get("status"), verdict.get("exit_code")) == (
+            "pass",
+            0,
+        )
+        if says_so and found.get("boot_id") == boot_id:
+            return Check(ID, PASSED, reason=summary)
+        words = "it ended with 0, but its document does not say that this boot passed"
+        return Check(ID, INCONCLUSIVE, "gpu.output", words, "reimage")
+    ending = _ENDINGS.get(status)
+    if ending is None:
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        return Check(ID, INCONCLUSIVE, "gpu.crashed", f"the smoke test ended with {how}: {tail}", "reboot")
+    state, code, action = ending
+    failed = [check for check in _checks(found) if check.get("status") == "fail"]
+    wrong = [check for check in failed if str(check.get("id", "")).startswith(_KNOWN_ANSWERS)]
+    if wrong:
+        state, action = FAILED, "replace"
+    speaking: Mapping[str, Any] = verdict if isinstance(verdict, Mapping) else {}
+    reason = summary
+    if wrong:
+        speaking = wrong[0]
+        reason = " ".join(str(speaking[key]) for key in ("id", "gpu_uuid", "detail") if speaking.get(key))
+    code = str(speaking.get("reason_code") or code)
+    return Check(ID, state, code, reason or tail or f"status {status}", action, final=bool(wrong))
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(said)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _checks(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    checks = found.get("checks")
+    return [check for check in checks if isinstance(check, Mapping)] if isinstance(checks, list) else []
+
+
+def _run(argv: Sequence[str], seconds: float) -> tuple[int | None, bytes, str]:
+    """Return the status (None: it can't be killed), what it said, and the end of what it complained of."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=programs.ENVIRONMENT,
+            start_new_session=True,
+        )
+        status: int | None
+        try:
+            status = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = DEADLINE if _kill(child) else None
+        out.seek(0)
+        err.seek(max(0, err.seek(0, os.SEEK_END) - 4096))
+        tail = programs.tail(err.read().decode(errors="replace"))
+        return status, out.read(_LIMIT), tail
+
+
+def _kill(child: subprocess.Popen[bytes]) -> bool:
+    """Kill the child and what it started; tell whether it died."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    try:
+        child.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

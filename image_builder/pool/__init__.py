@@ -1,0 +1,1 @@
+"""Pools: bring sets of scale sets up from an image in waves, verified and resumable."""

@@ -1,0 +1,165 @@
+"""The commands for pools: plan a rollout, and look at one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from image_builder import render
+from image_builder.command import register, show
+from image_builder.errors import DefinitionError, Problem
+from image_builder.options import AsJson, VaultFile
+
+if TYPE_CHECKING:
+    from image_builder.pool.plan import Plan
+    from image_builder.pool.policy import Policy
+
+app = typer.Typer(
+    help="Bring pools up from an image, in waves.\n\nExample:\n\n\b\n"
+    "  image-builder pool plan -i inventories/azure_vmss vmss_h100_a --out h100.plan.json",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Inventory = Annotated[
+    list[Path],
+    typer.Option(
+        "-i", "--inventory", metavar="PATH", help="an inventory, as in Ansible; repeatable, required"
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
+
+
+@register(app)
+def plan(
+    pools: Annotated[list[str], typer.Argument(metavar="POOL...", help="groups of the inventory")],
+    inventory: Inventory,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="where to write the plan")],
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="sizes of waves, rates, budgets, deadlines, as YAML"),
+    ] = None,
+    vault_password_file: VaultFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write down which hosts come up in which wave, and what stops them. Nothing is touched.
+
+    Example:
+
+        image-builder pool plan -i inventories/azure_vmss pools --out pools.plan.json
+    """
+    from image_builder.pool.inventory import read_fleet
+    from image_builder.pool.plan import make_plan, save
+
+    chosen = _policy(policy)
+    fleet = read_fleet(inventory, pools, vault_password_file)
+    made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
+    save(made, out)
+    result = {
+        "plan": os.fspath(out),
+        "digest": made.digest,
+        "inventory": made.inventory.digest,
+        "hosts": len(made.hosts),
+        "pools": {pool.name: pool.hosts for pool in made.pools},
+        "waves": [
+            {"name": w.name, "hosts": len(w.hosts), "slices": len(w.slices), "budget": w.budget}
+            for w in made.waves
+        ],
+        "budget": made.budget,
+        "max_unavailable": made.max_unavailable,
+    }
+    show(result, _plan_text(out, made), as_json=as_json)
+    return 0
+
+
+def _policy(path: Path | None) -> Policy:
+    """Return the policy in a file, the default one without; raises DefinitionError with all problems."""
+    import yaml
+    from pydantic import ValidationError
+
+    from image_builder.pool.policy import Policy
+
+    if path is None:
+        return Policy()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
+        return Policy.model_validate_json(_json(values or {}))
+    except OSError as error:
+        raise DefinitionError([Problem(str(path), "policy", str(error.strerror))]) from error
+    except yaml.YAMLError as error:
+        raise DefinitionError([Problem(str(path), "policy", " ".join(str(error).split()))]) from error
+    except ValidationError as error:
+        faults = [(".".join(str(p) for p in f["loc"]) or "policy", f["msg"]) for f in error.errors()]
+        raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
+
+
+def _json(values: Any) -> str:
+    import json
+
+    return json.dumps(values, default=str)
+
+
+def _plan_text(out: Path, made: Plan) -> str:
+    rows = [("wave", "hosts", "slices", "may fail", "soak")]
+    rows += [
+        (w.name, str(len(w.hosts)), str(len(w.slices)), str(w.budget), render.human_seconds(w.soak_seconds))
+        for w in made.waves
+    ]
+    total = (
+        f"{len(made.hosts)} hosts in {len(made.waves)} waves; {made.budget} may fail, "
+        f"{made.max_unavailable} may be unavailable at once, {made.policy.join_rate:g} join in a second"
+    )
+    return f"{render.columns(rows)}\n{total}\n{out}"
+
+
+@register(app)
+def status(plan: PlanFile, as_json: AsJson = False) -> int:
+    """Tell how far a plan's run is; exit status 1 when it was stopped or interrupted.
+
+    Example:
+
+        image-builder pool status h100.plan.json
+    """
+    from image_builder.pool.report import text
+
+    told = _told(plan)
+    brief = {key: value for key, value in told.items() if key not in ("results", "slowest", "gates")}
+    show(brief, text(told), as_json=as_json)
+    return 1 if told["state"] in ("stopped", "interrupted") else 0
+
+
+@register(app)
+def report(plan: PlanFile, as_json: AsJson = False) -> int:
+    """Tell how each host of a plan's run ended, what failed alike, and the waves in time.
+
+    Example:
+
+        image-builder pool report h100.plan.json --json
+    """
+    from image_builder.pool.report import text
+
+    told = _told(plan)
+    rows = [
+        (name, result["outcome"]["kind"] if result["outcome"] else result["state"])
+        for name, result in told["results"].items()
+    ]
+    show(told, f"{text(told)}\n{render.columns(rows)}", as_json=as_json)
+    return 0
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """Return the report of the run whose journal lies beside a plan."""
+    from image_builder.pool import plan as plans
+    from image_builder.pool.journal import in_use, journal_of, read_journal
+    from image_builder.pool.report import report as make_report
+    from image_builder.pool.resume import past
+
+    made = plans.load(path)
+    journal = journal_of(path)
+    records = read_journal(journal) if journal.exists() else []
+    running = bool(records) and in_use(journal)
+    return make_report(past(made, records, str(journal)), records, running=running)

@@ -1,0 +1,36 @@
+"""The role's defaults, seen in the sandbox they were applied to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from testinfra.host import Host
+
+UNITS = "/etc/systemd/system"
+
+
+def test_settings_are_what_the_agent_reads(host: Host) -> None:
+    found = json.loads(host.file("/etc/node-agent/preflight.json").content_string)
+    assert found["hard"] is False and found["reboot"] is True
+    assert found["taint"] == "image-builder/preflight" and found["engine"] == "docker"
+    assert found["dns"] == [] and found["tcp"] == [] and found["jitter_seconds"] == 30
+
+
+@pytest.mark.parametrize("unit", ["preflight", "preflight-report"])
+def test_units_are_enabled(host: Host, unit: str) -> None:
+    assert host.service(f"{unit}.service").is_enabled
+
+
+def test_every_boot_is_tested_before_the_kubelet_starts(host: Host) -> None:
+    lines = host.file(f"{UNITS}/preflight.service").content_string.splitlines()
+    assert "ExecStart=/usr/local/sbin/node-agent preflight" in lines
+    assert {"Type=oneshot", "RemainAfterExit=yes", "Before=kubelet.service"} <= set(lines)
+    assert not [line for line in lines if line.startswith("Condition")]
+    waits = host.file(f"{UNITS}/kubelet.service.d/20-preflight.conf").content_string.splitlines()
+    assert {"Requires=preflight.service", "After=preflight.service"} <= set(waits)
+
+
+def test_nothing_waits_for_the_report(host: Host) -> None:
+    lines = host.file(f"{UNITS}/preflight-report.service").content_string.splitlines()
+    assert "Type=exec" in lines and "After=preflight.service kubelet.service" in lines

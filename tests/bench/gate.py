@@ -1,0 +1,160 @@
+"""Count what a pool of thousands asks of the API server, by the server's own audit log.
+
+    .venv/bin/python tests/bench/gate.py [--nodes 7500] [--json]
+
+Every node is simulated with an identity of its own, and reports by the agent's own client; the API server, etcd and the
+controller are real. Two transitions of each node are counted: it registers and is let in; it was started again (its
+kubelet tells another boot id), is gated, reports, and is let in again. What a kubelet asks anyway (registering,
+telling its boot id) is not counted. Goal: at most 2 requests a node a transition. Leaving jitter and rate limit out,
+the seconds say how fast an API server on this machine takes it, and nothing about a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from image_builder.gate.controller import Controller, Settings  # the path comes first
+from image_builder.node.kube import Client
+from image_builder.node.preflight import model
+from tests.gates import Cluster, become_ready, register, running, wait_until
+
+GOAL = 2.0
+THREADS = 4
+CONTROLLER, AGENT = "gate-bench", "node-agent"
+
+
+def report(cluster: Cluster, name: str, kubeconfig: Path, boot: str) -> None:
+    """Say what a node's agent says after a boot that passed."""
+    found = {"boot_id": boot, "image_build": "b" * 64, "state": model.PASSED, "seconds": 41.0, "code": ""}
+    with Client.from_kubeconfig(kubeconfig) as client:
+        client.patch_condition(
+            name,
+            model.CONDITION,
+            model.condition_status(model.PASSED),
+            model.condition_reason(""),
+            model.message(found),
+            labels={"image-builder/preflight": "ok"},
+        )
+
+
+class Pool:
+    """The simulated nodes: their names, kubeconfigs and boots."""
+
+    def __init__(self, cluster: Cluster, count: int) -> None:
+        self.cluster = cluster
+        self.names = [f"node-{number:05}" for number in range(count)]
+        self.kubeconfigs = {name: cluster.kubelet(name) for name in self.names}
+        self.admin = cluster.kubeconfig("lab:admin", "system:masters")
+        self.boots: dict[str, str] = {}
+
+    def each(self, work: Callable[[Sequence[str]], None]) -> None:
+        """Do something for all nodes, in a few threads."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(work, [self.names[start::THREADS] for start in range(THREADS)]))
+
+    def start(self, *, known: bool) -> None:
+        """Let all kubelets say that their nodes were started."""
+        self.boots = {name: str(uuid.uuid4()) for name in self.names}
+
+        def work(names: Sequence[str]) -> None:
+            # An administrator's connection in place of thousands of kubelets': not what is counted.
+            with Client.from_kubeconfig(self.admin, agent="kubelet") as client:
+                for name in names:
+                    (become_ready if known else register)(client, name, self.boots[name])
+
+        self.each(work)
+
+    def report(self) -> None:
+        def work(names: Sequence[str]) -> None:
+            for name in names:
+                report(self.cluster, name, self.kubeconfigs[name], self.boots[name])
+
+        self.each(work)
+
+    def settle(self, controller: Controller, *, out: int) -> None:
+        """Wait until so many nodes have the taint, by what the controller was told."""
+
+        def there() -> bool:
+            nodes = list(controller.informer.nodes.values())
+            return len(nodes) == len(self.names) and sum(bool(node.taints) for node in nodes) == out
+
+        if not wait_until(there, 900):
+            raise SystemExit("the controller does not settle the pool")
+
+
+def measure(count: int) -> dict[str, float]:
+    """Return the figures of one run."""
+    with running() as cluster:
+        kubeconfig = cluster.kubeconfig("lab:admin", "system:masters")
+        settings = Settings(rate=1000, burst=1000)
+        stop = threading.Event()
+        controller = Controller(
+            lambda: Client.from_kubeconfig(kubeconfig, agent=CONTROLLER), "bench", settings, lambda _: None
+        )
+        thread = threading.Thread(target=controller.run, args=(stop,))
+        thread.start()
+        try:
+            pool = Pool(cluster, count)
+            pool.start(known=False)
+            pool.settle(controller, out=count)
+            began = time.monotonic()
+            pool.report()
+            pool.settle(controller, out=0)
+            first = time.monotonic() - began
+            after_first = _counted(cluster)
+            pool.start(known=True)
+            pool.settle(controller, out=count)
+            pool.report()
+            pool.settle(controller, out=0)
+            after_second = _counted(cluster)
+        finally:
+            stop.set()
+            thread.join(30)
+    return {
+        "nodes": count,
+        "requests_a_node_registered_and_let_in": after_first[0] / count,
+        # Two transitions: gated again, and let in again.
+        "requests_a_node_a_transition_after_a_reboot": (after_second[0] - after_first[0]) / count / 2,
+        "largest": max(after_first[0] / count, (after_second[0] - after_first[0]) / count / 2),
+        "lists_and_watches": after_second[1],
+        "requests_of_the_lease": after_second[2],
+        "seconds_to_let_all_in": round(first, 1),
+    }
+
+
+def _counted(cluster: Cluster) -> tuple[int, int, int]:
+    """Return the requests that are of a node, those for all nodes, and those of the lease."""
+    agents = cluster.requests(agent=AGENT)
+    gate = cluster.requests(agent=CONTROLLER)
+    leases = sum(number for (_, resource), number in gate.items() if resource == "leases")
+    lists = gate["list", "nodes"] + gate["watch", "nodes"]
+    return agents.total() + gate.total() - leases - lists, lists, leases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=7500)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = measure(options.nodes)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            goal = f"  goal <= {GOAL:g}" if name.startswith(("requests_a", "largest")) else ""
+            print(f"{name:45} {value:10.4g}{goal}")
+    return 0 if found["largest"] <= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

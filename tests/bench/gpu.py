@@ -1,0 +1,304 @@
+"""How near the GPU smoke test comes to what a GPU can do, and whether it catches what goes wrong.
+
+    .venv/bin/python tests/bench/gpu.py [--rounds N] [--json]
+
+Needs a GPU and its driver; where there is none it says so, measures nothing and ends with 4. Everything is measured
+on the first GPU that CUDA shows, in one run, beside the GPU's own ceiling.
+
+    hbm_ratio          bw.hbm / a device-to-device copy by the driver of the same size; goal >= 0.85
+    h2d_ratio          bw.h2d / a pinned copy of 1 GiB; goal >= 0.9
+    d2h_ratio          likewise, to the host; goal >= 0.9
+    mma_ratio          perf.mma / cuBLAS's product of fp16 matrices, 8192 by 8192; goal >= 0.5. Left out, and said so,
+                       where libcublas is not found
+    boot_quick_seconds the workers of `boot-quick`, all GPUs; goal <= 30
+    caught_KIND        of `--rounds` runs each: a corrupted result, memory and copy, a crashed and a killed worker, a
+                       hung kernel; goal: all
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import datetime
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder.node.errors import NodeError  # noqa: E402
+from image_builder.node.gpu import bandwidth, cuda, fleet, known_answer, tensor  # noqa: E402
+from image_builder.node.gpu.model import Tier, Worker  # noqa: E402
+
+NO_GPU = 4  # the smoke test's own status for what this machine can't do
+COPIES = 20
+LARGE = 1 << 30
+SIDE = 8192
+SECONDS = 5.0  # of the tensor test
+DEADLINE, HUNG_DEADLINE = 90.0, 20.0
+_CUDA_R_16F, _CUBLAS_COMPUTE_32F, _CUBLAS_GEMM_DEFAULT, _CUBLAS_OP_N = 2, 68, -1, 0
+_CUBLAS = ("libcublas.so.13", "libcublas.so.12", "libcublas.so.11")
+_GOALS = {
+    "hbm_ratio": (">=", 0.85),
+    "h2d_ratio": (">=", 0.9),
+    "d2h_ratio": (">=", 0.9),
+    "mma_ratio": (">=", 0.5),
+    "boot_quick_seconds": ("<=", 30.0),
+}
+# What must be seen of each kind of drill.
+_DRILLS: dict[str, Callable[[Worker], bool]] = {
+    "result": lambda found: _failed(found) >= {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"},
+    "memory": lambda found: "mem.pattern" in _failed(found),
+    "copy": lambda found: _failed(found) >= {"bw.hbm", "bw.h2d", "bw.d2h"},
+    "crash": lambda found: found.ended == "crashed: signal 11",
+    "killed": lambda found: found.ended == "crashed: signal 9",
+    "hang": lambda found: found.ended in ("killed: deadline", "hung: unkillable"),
+}
+Found = dict[str, Any]
+
+
+def _failed(found: Worker) -> set[str]:
+    return {one.id for one in found.measurements if one.status == "failed"}
+
+
+# -- ceilings --------------------------------------------------------------------------------------------------
+
+
+def speeds(device: cuda.Device) -> Found:
+    """Measure ours and the ceiling of each copy, in GB/s."""
+    ours = {
+        "hbm": bandwidth.hbm(device, 1, COPIES),
+        "h2d": bandwidth.to_device(device, 1, COPIES),
+        "d2h": bandwidth.to_host(device, 1, COPIES),
+    }
+    theirs = {"hbm": _device_copy(device), **_pinned_copies(device)}
+    found: Found = {}
+    for name, one in ours.items():
+        if one.measured is None:
+            raise RuntimeError(f"{one.id}: {one.status}: {one.detail}")
+        found |= {
+            f"{name}_ours": one.measured,
+            f"{name}_reference": round(theirs[name], 1),
+            f"{name}_ratio": round(one.measured / theirs[name], 3),
+        }
+    return found
+
+
+def _best(device: cuda.Device, work: Callable[[], None]) -> float:
+    work()
+    return min(device.timed(work) for _ in range(COPIES))
+
+
+def _device_copy(device: cuda.Device) -> float:
+    size = min(bandwidth.HBM_BYTES, int(device.memory()[0] * 0.4)) // 4096 * 4096
+    with _memory(device, size, size) as (source, target):
+        return 2 * size / _best(device, lambda: device.copy(target, source, size)) / 1e9
+
+
+def _pinned_copies(device: cuda.Device) -> dict[str, float]:
+    with _memory(device, LARGE) as (address,), device.pinned(LARGE) as view:
+        return {
+            "h2d": LARGE / _best(device, lambda: device.from_pinned(address, view)) / 1e9,
+            "d2h": LARGE / _best(device, lambda: device.to_pinned(view, address)) / 1e9,
+        }
+
+
+@contextmanager
+def _memory(device: cuda.Device, *sizes: int) -> Iterator[tuple[int, ...]]:
+    addresses = tuple(device.allocate(size) for size in sizes)
+    try:
+        yield addresses
+    finally:
+        for address in addresses:
+            device.free(address)
+
+
+def tensors(device: cuda.Device) -> Found:
+    """Measure our tensor kernel and cuBLAS, in TFLOP/s."""
+    case = tensor.cases(device.capability)[0]
+    ours = known_answer.rate(device, case, 1, SECONDS)
+    if ours.measured is None:
+        raise RuntimeError(f"perf.mma: {ours.status}: {ours.detail}")
+    found: Found = {"mma_ours": ours.measured}
+    library = _cublas()
+    if library is None:
+        return {**found, "mma_missing": "libcublas is not on this machine: no ratio"}
+    theirs = _product(device, library)
+    return {
+        **found,
+        "mma_reference": round(theirs, 1),
+        "mma_ratio": round(ours.measured / theirs, 3),
+    }
+
+
+def _cublas() -> ctypes.CDLL | None:
+    for name in (*_CUBLAS, ctypes.util.find_library("cublas")):
+        try:
+            if name:
+                return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _product(device: cuda.Device, library: ctypes.CDLL) -> float:
+    """Return the TFLOP/s of cublasGemmEx on fp16 matrices, with sums in fp32."""
+    handle = ctypes.c_void_p()
+    _done("cublasCreate_v2", library.cublasCreate_v2(ctypes.byref(handle)))
+    size = 2 * SIDE * SIDE
+    one, nothing = ctypes.c_float(1), ctypes.c_float(0)
+    side = ctypes.c_int(SIDE)
+    with _memory(device, size, size, size) as (a, b, c):
+        # fp16 numbers between 1 and 2: as many bits change as with any others.
+        row = b"".join((0x3C00 | n * 37 % 1024).to_bytes(2, "little") for n in range(SIDE))
+        for address in (a, b):
+            device.upload(address, row * SIDE)
+
+        def work() -> None:
+            arguments = (
+                *(handle, _CUBLAS_OP_N, _CUBLAS_OP_N, side, side, side, ctypes.byref(one)),
+                *(ctypes.c_void_p(a), _CUDA_R_16F, side, ctypes.c_void_p(b), _CUDA_R_16F, side),
+                *(ctypes.byref(nothing), ctypes.c_void_p(c), _CUDA_R_16F, side),
+                *(_CUBLAS_COMPUTE_32F, _CUBLAS_GEMM_DEFAULT),
+            )
+            _done("cublasGemmEx", library.cublasGemmEx(*arguments))
+
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            device.timed(work)
+        return 2 * SIDE**3 / _best(device, work) / 1e12
+
+
+def _done(function: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{function}: status {status}")
+
+
+# -- the whole, and what goes wrong ----------------------------------------------------------------------------
+
+
+def boot_quick(uuids: Sequence[str]) -> Found:
+    """Run all workers as at boot; each must end well."""
+    began = time.monotonic()
+    found = fleet.run(uuids, "boot-quick", 1, DEADLINE)
+    seconds = time.monotonic() - began
+    bad = [
+        f"{one.gpu}: {one.ended} {sorted(_failed(one))}"
+        for one in found
+        if one.ended != "done" or _failed(one)
+    ]
+    if bad:
+        raise RuntimeError("; ".join(bad))
+    return {"boot_quick_seconds": round(seconds, 1), "gpus": len(uuids)}
+
+
+def drills(uuid: str, rounds: int) -> Found:
+    """Let each kind of thing go wrong so many times; count how often it was caught."""
+    found: Found = {}
+    for kind, is_caught in _DRILLS.items():
+        caught = sum(is_caught(_drill(uuid, kind, number)) for number in range(rounds))
+        found[f"caught_{kind}"] = caught
+    return {**found, "rounds": rounds}
+
+
+def _drill(uuid: str, kind: str, seed: int) -> Worker:
+    def argv(gpu: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
+        more = [] if kind == "killed" else ["--drill", kind]
+        return [*fleet.worker_argv(gpu, tier, seed, peers), *more]
+
+    if kind == "killed":
+        threading.Timer(4, _kill_workers, [uuid]).start()
+    deadline = HUNG_DEADLINE if kind == "hang" else DEADLINE
+    return fleet.run([uuid], "boot-quick", seed, deadline, argv=argv)[0]
+
+
+def _kill_workers(uuid: str) -> None:
+    """Kill this process's worker for a GPU from outside, as the kernel does where memory runs out."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if uuid in Path("/proc", pid, "cmdline").read_text():
+                os.kill(int(pid), signal.SIGKILL)
+
+
+# -- output ----------------------------------------------------------------------------------------------------
+
+
+def find() -> tuple[cuda.Driver, list[cuda.Device]]:
+    """Return the driver and its GPUs. Raises NodeError where there is none."""
+    driver = cuda.Driver()
+    devices = cuda.devices(driver)
+    if not devices:
+        raise NodeError("gpu.absent", "CUDA shows no GPU")
+    return driver, devices
+
+
+def measure(driver: cuda.Driver, devices: Sequence[cuda.Device], rounds: int) -> Found:
+    device = devices[0]
+    version = driver.number("cuDriverGetVersion")
+    found: Found = {
+        "gpu": device.name,
+        "sms": device.sms,
+        "capability": ".".join(map(str, device.capability)),
+        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    found |= speeds(device) | tensors(device)
+    found |= boot_quick([one.uuid for one in devices])
+    return found | drills(device.uuid, rounds)
+
+
+def is_met(found: Found) -> bool:
+    met = [
+        found[key] >= goal if sign == ">=" else found[key] <= goal
+        for key, (sign, goal) in _GOALS.items()
+        if key in found
+    ]
+    return all(met) and all(found[f"caught_{kind}"] == found["rounds"] for kind in _DRILLS)
+
+
+def show(found: Found) -> None:
+    print(f"{found['gpu']}, {found['sms']} SMs, CUDA {found['cuda']}, {found['date']}")
+    print(f"{'name':22}{'ours':>12}{'reference':>12}{'ratio':>8}{'goal':>10}")
+    units = {"hbm": "GB/s", "h2d": "GB/s", "d2h": "GB/s", "mma": "TFLOP/s"}
+    for name, unit in units.items():
+        goal = " ".join(map(str, _GOALS[f"{name}_ratio"]))
+        reference, ratio = found.get(f"{name}_reference", "-"), found.get(f"{name}_ratio", "-")
+        print(f"{f'{name}, {unit}':22}{found[f'{name}_ours']:>12}{reference:>12}{ratio:>8}{goal:>10}")
+    print(f"{'boot-quick, s':22}{found['boot_quick_seconds']:>12}{'-':>12}{'-':>8}{'<= 30':>10}")
+    for kind in _DRILLS:
+        print(f"{f'caught: {kind}':22}{found[f'caught_{kind}']:>12}{found['rounds']:>12}{'-':>8}{'all':>10}")
+    if "mma_missing" in found:
+        print(found["mma_missing"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        driver, devices = find()
+    except NodeError as error:
+        print(f"no GPU on this machine, nothing was measured: {error.message}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"gpu": None, "reason": error.message}))
+        return NO_GPU
+    found = measure(driver, devices, options.rounds)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 0 if is_met(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

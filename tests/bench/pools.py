@@ -1,0 +1,197 @@
+"""How long a rollout of 7,500 hosts takes to plan, and what such a rollout comes to.
+
+    .venv/bin/python tests/bench/pools.py [--hosts 7500] [--json]
+
+Needs nothing: the inventory is made here (75 scale sets of 100 hosts), each measurement has a process of its own.
+
+    plan_seconds     `pool plan` of all hosts, the whole command, goal <= 10
+    plan_gib         its largest resident size, goal <= 1
+    plan_ratio       CPU seconds of `pool plan` / of reading the same inventory and each host's variables by
+                     Ansible's own API
+
+Below it: the arithmetic of such a rollout, by hand and by driving it in simulated time (tests/unit/pool/simulation.py;
+no real host or control plane is part of these figures).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder.pool.model import at_most  # noqa: E402
+from image_builder.pool.policy import Policy  # noqa: E402
+from image_builder.pool.progress import Progress  # noqa: E402
+from image_builder.pool.records import Record  # noqa: E402
+from tests.unit.pool.simulation import START, Faults, World, make, make_hosts, simulate  # noqa: E402
+
+_GOALS = {"plan_seconds": 10.0, "plan_gib": 1.0}
+_IMAGE_BYTES, _REGISTRY_BITS = 17e9, 100e9
+_LEASE_SECONDS, _STATUS_SECONDS = 10, 300
+_READ = """
+import sys
+from pathlib import Path
+from image_builder.definition import engine
+source = engine.read_inventory([Path(sys.argv[1])], None, Path(sys.argv[2]))
+for name in source.group("pools"):
+    source.variables.get_vars(host=source.manager.get_host(name), include_hostvars=False)
+"""
+
+
+class Took(NamedTuple):
+    wall: float
+    cpu: float
+    peak_bytes: int
+
+
+def write_inventory(folder: Path, count: int) -> Path:
+    """Write an inventory of so many hosts; return it."""
+    lines, current = ["all: {children: {pools: {children: {"], ""
+    for host in make_hosts(count):
+        if host.scale_set != current:
+            lines += ["}}," if current else ""]
+            current = host.scale_set
+            facts = {"pool_image": host.image, "pool_vm_size": host.vm_size, "pool_zone": host.zone}
+            lines += [f"{current.replace('-', '_')}: {{vars: {json.dumps(facts)}, hosts: {{"]
+        lines.append(f"  {host.name}: {{ansible_host: {host.address}}},")
+    lines.append("}}}}}}")
+    file = folder / "hosts.yml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def child(argv: list[str]) -> Took:
+    """Run this Python in a process of its own."""
+    started = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.DEVNULL, env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, argv
+    return Took(time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def measure(count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_inventory(Path(folder), count)
+        out = Path(folder) / "plan.json"
+        read = child(["-c", _READ, str(file), str(REPO / "playbooks/layers")])
+        plan = child(["-m", "image_builder.cli", "pool", "plan", "-i", str(file), "pools", "--out", str(out)])
+        size = out.stat().st_size
+    return {
+        "hosts": count,
+        "plan_seconds": round(plan.wall, 2),
+        "plan_cpu_seconds": round(plan.cpu, 2),
+        "read_seconds": round(read.wall, 2),
+        "read_cpu_seconds": round(read.cpu, 2),
+        "plan_gib": round(plan.peak_bytes / 2**30, 3),
+        "read_gib": round(read.peak_bytes / 2**30, 3),
+        "plan_ratio": round(plan.cpu / read.cpu, 2),
+        "plan_mb": round(size / 1e6, 2),
+    }
+
+
+def by_hand(count: int, policy: Policy) -> list[tuple[str, str]]:
+    """Return what a rollout comes to, by arithmetic over its plan alone."""
+    plan = make(count, policy)
+    waves = plan.waves
+    early, late = waves[:3], waves[3:]
+    # A wave lasts until its last join slot, and then for as long as the slowest twentieth takes.
+    lasts = [len(wave.hosts) / policy.join_rate + 60 for wave in waves]
+    clock = sum(max(s + w.soak_seconds, w.cadence_seconds) for s, w in zip(lasts[:-1], waves, strict=False))
+    largest = max(len(wave.hosts) for wave in waves)
+    return [
+        ("scale sets of 100", str(-(-count // 100))),
+        ("waves", f"{len(waves)}: {', '.join(str(len(w.hosts)) for w in early)}, {len(late)} x <= {largest}"),
+        ("image replicas (one for 50 VMs at once)", str(-(-largest // 50))),
+        (
+            "joins: cap, mean of a full wave",
+            f"{policy.join_rate:g}/s, {largest / policy.cadence_seconds:.1f}/s",
+        ),
+        ("jitter window of the largest wave", f"{largest / policy.join_rate:.0f} s"),
+        ("clock, lower bound by the join rate", f"{count / policy.join_rate / 60:.0f} min"),
+        ("clock, with soaks and cadence", f"{(clock + lasts[-1]) / 60:.0f} min"),
+        ("  and 10 min of active preflight", f"{(clock + lasts[-1]) / 60 + 10:.0f} min"),
+        ("leases once joined", f"{count / _LEASE_SECONDS:.0f} PUT/s"),
+        ("node status once joined", f"{count / _STATUS_SECONDS:.0f}/s"),
+        ("image bytes, were they pulled", f"{count * _IMAGE_BYTES / 1e12:.1f} TB"),
+        ("  at 100 Gbit/s", f"{count * _IMAGE_BYTES * 8 / _REGISTRY_BITS / 3600:.1f} h"),
+        ("budget of the run, of a full wave", f"{plan.budget}, {at_most(policy.wave_budget, largest)}"),
+        ("unavailable at once", str(plan.max_unavailable)),
+    ]
+
+
+def simulated(count: int, policy: Policy, faults: Faults) -> list[tuple[str, str]]:
+    """Return what the driver makes of it, in simulated time."""
+    started = time.process_time()
+    most = 0
+    plan = make(count, policy)
+    world = World(plan, faults)
+
+    def check() -> None:
+        nonlocal most
+        most = max(most, len(world.touched) - len(world.fine))
+
+    world.check = check
+    done: tuple[Progress, World, list[Record]] = simulate(plan, faults, world=world)
+    progress, _, records = done
+    seconds = time.process_time() - started
+    return [
+        ("clock", f"{(world.time - START) / 60:.0f} min"),
+        ("ended", "all waves" if progress.finished else progress.stopped),
+        ("hosts failed, budget", f"{progress.failed}, {plan.budget}"),
+        ("unavailable at once, allowed", f"{most}, {plan.max_unavailable}"),
+        ("joins, of one host at most", f"{sum(world.joins.values())}, {max(world.joins.values())}"),
+        ("Ansible processes, of hosts at most", f"{len(world.slices)}, {max(world.slices)}"),
+        ("records", str(len(records))),
+        ("CPU of the driver and the simulation", f"{seconds:.1f} s"),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=7500)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = measure(options.hosts)
+    wide = Policy(wave_budget="7%", budget="5%")
+    bad = Faults(failures=0.02, hangs=0.005, token_gap=15.0, throttled=[(3000, 3200)])
+    tables = {
+        "by arithmetic": by_hand(options.hosts, Policy()),
+        "simulated, nothing goes wrong": simulated(options.hosts, Policy(), Faults()),
+        "simulated, 2 % fail, 0.5 % hang, tokens expire, 200 s of 429; budgets 5 % and 7 %": simulated(
+            options.hosts, wide, bad
+        ),
+        "simulated, the same with the budgets of 2 %": simulated(options.hosts, Policy(), bad),
+    }
+    if options.json:
+        print(json.dumps(found | {"tables": {name: dict(rows) for name, rows in tables.items()}}))
+    else:
+        print(f"{'name':<34}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
+        rows = [
+            (f"plan {options.hosts} hosts, wall", "plan_seconds", "read_seconds", "s"),
+            ("  CPU", "plan_cpu_seconds", "read_cpu_seconds", "s"),
+            ("  peak memory", "plan_gib", "read_gib", "GiB"),
+        ]
+        for name, ours, other, unit in rows:
+            ratio, goal = found[ours] / found[other], _GOALS.get(ours)
+            limit = f"<= {goal:g}" if goal else "-"
+            print(f"{name:<34}{found[ours]:>8} {unit:<3}{found[other]:>8} {unit:<3}{ratio:>10.2f}{limit:>10}")
+        for name, lines in tables.items():
+            print(f"\n{options.hosts} hosts, {name}")
+            for what, value in lines:
+                print(f"  {what:<42}{value}")
+    return 0 if all(found[key] <= goal for key, goal in _GOALS.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

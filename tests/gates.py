@@ -1,0 +1,220 @@
+"""The lab's control plane for a test: it runs in namespaces of its own, and the test speaks to it as anyone does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from image_builder import failure, namespace
+from image_builder.control_plane import lab_definition, obtain
+from image_builder.events import NullMonitor
+from image_builder.gate.model import Node, Rules, node_from
+from image_builder.lab.control_plane import ADMINISTRATORS, NODES, ControlPlane
+from image_builder.node.kube import Client, KubeError
+from image_builder.settings import DEFAULT_STORE, Settings
+from tests.builds import REPO
+
+_CHILD = "import sys; from tests import gates; sys.exit(gates.child(sys.argv[1], sys.argv[2]))"
+TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
+
+
+class Cluster:
+    """A control plane that runs. What it does is asked of its process, line by line."""
+
+    def __init__(self, process: subprocess.Popen[str], work: Path) -> None:
+        self._process = process
+        self.work = work
+        self._clients: list[Client] = []
+        self.admin = self.client("lab:admin", ADMINISTRATORS)
+
+    def _ask(self, *words: str) -> Path:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the control plane ended"
+        return Path(json.loads(answer))
+
+    def client(self, name: str, *groups: str, agent: str = "test") -> Client:
+        """Return a connection of a user, closed when the cluster ends."""
+        self._clients.append(Client.from_kubeconfig(self.kubeconfig(name, *groups), agent=agent))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def kubeconfig(self, name: str, *groups: str) -> Path:
+        """Return a new kubeconfig of a user."""
+        return self._ask("kubeconfig", name, *groups)
+
+    def kubelet(self, node: str) -> Path:
+        """Return the kubeconfig of a node's kubelet."""
+        return self.kubeconfig(f"system:node:{node}", NODES)
+
+    def stop_api(self) -> None:
+        self._ask("stop")
+
+    def start_api(self) -> None:
+        self._ask("start")
+        self.admin.close()
+
+    def node(self, name: str) -> Node:
+        """Return a node as the gate sees it."""
+        return node_from(self.admin.request("GET", f"/api/v1/nodes/{name}"), Rules())
+
+    def is_out(self, name: str) -> bool:
+        return TAINT["key"] in [taint["key"] for taint in self.node(name).taints]
+
+    def requests(self, *, agent: str) -> Counter[tuple[str, str]]:
+        """Return how often each (verb, resource) was asked by clients of that name, from the server's own audit log.
+
+        A watch counts once.
+        """
+        found: Counter[tuple[str, str]] = Counter()
+        for line in (self.work / "audit.log").read_text().splitlines():
+            event = json.loads(line)
+            # A watch is complete when it ends.
+            stage = "ResponseStarted" if event["verb"] == "watch" else "ResponseComplete"
+            if event.get("userAgent") == agent and event["stage"] == stage:
+                target = event.get("objectRef", {})
+                resource = "/".join(target[k] for k in ("resource", "subresource") if target.get(k))
+                found[event["verb"], resource] += 1
+        return found
+
+
+@contextmanager
+def running() -> Iterator[Cluster]:
+    """Run a control plane, made first where the store lacks it."""
+    store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
+    work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
+    work.mkdir(mode=0o700)
+    log = (work / "lab.log").open("w")
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", _CHILD, store, work],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            ready = child.stdout.readline()
+            assert ready, (work / "lab.log").read_text()[-4000:]
+            cluster = Cluster(child, work)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+    finally:
+        log.close()
+        subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
+
+
+def child(store: str, work: str) -> int:
+    """Be the process that has the control plane; it ends with its standard input."""
+
+    def serve() -> int:
+        settings = Settings(store=Path(store))
+        made = obtain(lab_definition(), settings, NullMonitor())
+        with ControlPlane(made.programs, made.tree, Path(work)) as plane:
+            print(json.dumps(plane.server), flush=True)
+            for line in sys.stdin:
+                print(json.dumps(_do(plane, json.loads(line))), flush=True)
+        return 0
+
+    def guarded() -> int:
+        return failure.guard(serve, json_wanted=False, command="control plane")
+
+    return namespace.run_isolated(guarded)
+
+
+def _do(plane: ControlPlane, words: list[str]) -> str:
+    what, *more = words
+    if what == "kubeconfig":
+        return os.fspath(plane.kubeconfig(more[0], *more[1:]))
+    if what == "stop":
+        plane.stop_api()
+    elif what == "start":
+        plane.start_api()
+    return ""
+
+
+def register(client: Client, name: str, boot_id: str, **labels: str) -> None:
+    """Make a Node object as a kubelet does that was told to register with the taint and the label."""
+    client.request("POST", "/api/v1/nodes", new_node(name, **labels))
+    become_ready(client, name, boot_id)
+
+
+def new_node(name: str, **labels: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"image-builder/preflight": "failed", **labels}},
+        "spec": {"taints": [TAINT]},
+    }
+
+
+def become_ready(client: Client, name: str, boot_id: str) -> None:
+    """Tell a node's state as a kubelet does after each start: it is ready, and this is its boot."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "KubeletReady",
+        "message": "",
+        "lastHeartbeatTime": now,
+        "lastTransitionTime": now,
+    }
+    room = {"cpu": "8", "memory": "32Gi", "pods": "110"}
+    info = {
+        "bootID": boot_id,
+        **dict.fromkeys(
+            (
+                "architecture",
+                "containerRuntimeVersion",
+                "kernelVersion",
+                "kubeProxyVersion",
+                "kubeletVersion",
+                "machineID",
+                "operatingSystem",
+                "osImage",
+                "systemUUID",
+            ),
+            "lab",
+        ),
+    }
+    status = {"conditions": [ready], "capacity": room, "allocatable": room, "nodeInfo": info}
+    client.request(
+        "PATCH",
+        f"/api/v1/nodes/{name}/status",
+        {"status": status},
+        "application/strategic-merge-patch+json",
+    )
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 30) -> bool:
+    """Wait until ``what`` holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (holds := what()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds
+
+
+def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
+    """Return how a request was refused."""
+    try:
+        send()
+    except KubeError as error:
+        return {"status": error.status, "message": error.message}
+    raise AssertionError("it was not refused")

@@ -1,0 +1,42 @@
+"""Mutations for test_node_health.py."""
+
+from __future__ import annotations
+
+from mutations import append, change, chmod, given, link, record, remove
+from mutations_booted import record_booted
+
+SERVICE = "/etc/systemd/system/node-health.service"
+TIMER = "/etc/systemd/system/node-health.timer"
+SETTINGS = "/etc/node-agent/health.json"
+
+record(
+    "test_node_is_looked_at",
+    remove("/etc/systemd/system/timers.target.wants/node-health.timer"),
+    change(TIMER, "^OnCalendar=.*$", "OnCalendar=daily"),
+    link(TIMER, "/dev/null"),
+)
+record(
+    "test_look_is_confined",
+    change(SERVICE, "^ProtectSystem=.*$", "ProtectSystem=no"),
+    change(SERVICE, "^CapabilityBoundingSet=.*$", ""),
+    change(SERVICE, "^ExecStart=.*$", "ExecStart=/bin/true"),
+    append(SERVICE, "\n[Service]\nProtectClock=yes\n"),
+)
+record(
+    "test_health_settings_are_declared_ones",
+    change(SETTINGS, '"condition": "[A-Za-z]*"', '"condition": "Other"'),
+    change(SETTINGS, '"imds": "[^"]*"', '"imds": "http://192.0.2.1"'),
+)
+record(
+    "test_metrics_have_a_directory",
+    given(lambda v: chmod(v["node_health_textfile_directory"], 0o777)),
+    given(lambda v: chmod(v["node_health_textfile_directory"], 0o775)),
+)
+record_booted(
+    "test_node_was_looked_at",
+    'systemctl stop node-health.timer; sed -i \'s/"time": [0-9.]*/"time": 1/\' /run/node/health.json',
+)
+record_booted(
+    "test_metrics_are_written",
+    "systemctl stop node-health.timer; rm -f /var/lib/prometheus/node-exporter/node_health.prom",
+)

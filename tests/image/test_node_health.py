@@ -1,0 +1,111 @@
+"""Passive health: a timer looks at the node, and on a machine its results are fresh and say that all is well."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from suite import (
+    Tree,
+    assignments,
+    booted,
+    differences,
+    load,
+    needs,
+    nothing,
+    offline,
+    output,
+    read,
+    starts_at_boot,
+)
+from testinfra.host import Host
+
+V = dict[str, Any]
+TIMER = "node-health.timer"
+UNITS = "/etc/systemd/system"
+SETTINGS = "/etc/node-agent/health.json"
+HEALTH = "/run/node/health.json"
+# What of the sandbox must not get lost: it runs as root, each minute, for as long as the node lives.
+SANDBOX = {
+    "Type": "oneshot",
+    "ProtectSystem": "strict",
+    "NoNewPrivileges": "yes",
+    "CapabilityBoundingSet": "CAP_SYSLOG CAP_SYS_ADMIN CAP_DAC_OVERRIDE",
+    "CPUWeight": "20",
+    "TimeoutStartSec": "50",
+}
+# Options of systemd that would blind a check without a word.
+BLINDING = ("ProtectKernelLogs", "ProtectClock", "PrivateDevices", "PrivateNetwork", "PrivateTmp")
+
+# An image whose layer has no such role has no such variable either.
+node = needs("gate")
+
+
+@offline
+@booted
+@node
+def test_node_is_looked_at(host: Host, tree: Tree, v: V) -> None:
+    """The timer starts with the machine, and comes as often as the definition says."""
+    assert starts_at_boot(tree, TIMER)
+    found = assignments(read(host, f"{UNITS}/{TIMER}"))
+    nothing(differences({"OnCalendar": f"*:0/{v['node_health_interval_minutes']}"}, found))
+
+
+@offline
+@booted
+@node
+def test_look_is_confined(host: Host) -> None:
+    """The service runs the agent with little weight, and can write to nothing but its results."""
+    found = assignments(read(host, f"{UNITS}/node-health.service"))
+    nothing(differences({**SANDBOX, "ExecStart": "/usr/local/sbin/node-agent health"}, found))
+    nothing(name for name in BLINDING if name in found)
+
+
+@offline
+@booted
+@node
+def test_health_settings_are_declared_ones(host: Host, v: V) -> None:
+    """The agent is told what the definition says."""
+    names = ("condition", "kubeconfig", "textfile_directory", "paths", "severities", "registries", "imds")
+    nothing(differences({name: v[f"node_health_{name}"] for name in names}, load(host, SETTINGS)))
+
+
+@offline
+@booted
+@node
+def test_metrics_have_a_directory(host: Host, v: V) -> None:
+    """node-exporter's textfile collector has a directory to look into, and not everybody writes there."""
+    found = host.file(v["node_health_textfile_directory"])
+    assert found.is_directory, "there is no such directory"
+    assert not found.mode & 0o022, f"its mode is {found.mode:o}"
+
+
+@booted
+@node
+def test_node_was_looked_at(host: Host, v: V) -> None:
+    """A look was made a short time ago, every check could look, and nothing fails the node."""
+    wait = 150 * v["node_health_interval_minutes"]
+    for _ in range(wait):
+        if host.file(HEALTH).exists:
+            break
+        time.sleep(1)
+    found = load(host, HEALTH)
+    age = int(output(host, "date +%s")) - found["time"]
+    assert age < wait, f"the last look was {age:.0f} s ago"
+    # No platform answers in the lab; all others have to see.
+    blind = {name: one["error"] for name, one in found["checks"].items() if name != "maintenance"}
+    nothing(f"{name}: {error}" for name, error in blind.items() if error)
+    nothing(f"{one['code']}: {one['detail']}" for one in found["findings"] if one["severity"] == "fail")
+
+
+@booted
+@node
+def test_metrics_are_written(host: Host, v: V) -> None:
+    """The file for node-exporter is there, of this boot, and within the budget that the agent is given."""
+    text = read(host, f"{v['node_health_textfile_directory']}/node_health.prom")
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    started = float(read(host, "/proc/stat").partition("btime ")[2].split()[0])
+    assert float(found["node_health_run_timestamp_seconds"]) > started, "they are of another boot"
+    assert float(found["node_health_run_peak_memory_bytes"]) <= 40e6, found[
+        "node_health_run_peak_memory_bytes"
+    ]

@@ -1,0 +1,424 @@
+"""Who may work, decided by a real API server, a real scheduler and the controller as a process of its own."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.gate.controller import Controller, Settings
+from image_builder.gate.informer import Informer
+from image_builder.gate.lease import Settings as LeaseSettings
+from image_builder.gate.model import ADMITTED, Rules
+from image_builder.lab.control_plane import NODES
+from image_builder.node import status
+from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.preflight import model, report
+from image_builder.node.preflight.settings import Settings as PreflightSettings
+from tests.builds import REPO
+from tests.gates import Cluster, become_ready, refusal, register, running, wait_until
+
+pytestmark = pytest.mark.root
+
+GATE = "system:serviceaccount:kube-system:image-builder-gate"
+HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running() as found:
+        for manifest in manifests():
+            if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
+                found.admin.request("POST", collection(manifest), manifest)
+        yield found
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Return what the documentation says to apply."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
+
+
+def collection(manifest: dict[str, Any]) -> str:
+    namespace = manifest["metadata"].get("namespace")
+    middle = f"namespaces/{namespace}/" if namespace else ""
+    return f"/apis/{manifest['apiVersion']}/{middle}{manifest['kind'].lower()}s"
+
+
+@contextmanager
+def controlled(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+    """Run the controller as the documentation does: by the command, with its service account's rights alone."""
+    argv = [sys.executable, "-P", "-m", "image_builder.cli", "gate", "run", "--kubeconfig"]
+    log = (cluster.work / "gate.log").open("a")
+    with subprocess.Popen(
+        [*argv, os.fspath(cluster.kubeconfig(GATE, "system:serviceaccounts"))],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": os.fspath(REPO)},
+        stderr=log,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.send_signal(signal.SIGTERM)
+            child.wait(30)
+            log.close()
+
+
+class Machine:
+    """A node of the test: the kubelet's identity, and the files that its preflight leaves."""
+
+    def __init__(self, cluster: Cluster, directory: Path, name: str, healthz: str) -> None:
+        self.cluster, self.name, self.healthz = cluster, name, healthz
+        self.kubeconfig = cluster.kubelet(name)
+        self.kubelet = cluster.client(f"system:node:{name}", NODES, agent="kubelet")
+        self.directory = directory / name
+        self.directory.mkdir()
+        self.boot = ""
+
+    def start(self, *, known: bool) -> None:
+        """Start the machine: a new boot id, and a kubelet that tells it."""
+        self.boot = str(uuid.uuid4())
+        (self.directory / "boot_id").write_text(f"{self.boot}\n")
+        (self.directory / model.REPORTED).unlink(missing_ok=True)
+        if known:
+            become_ready(self.kubelet, self.name, self.boot)
+        else:
+            register(self.kubelet, self.name, self.boot, machine=self.name)
+
+    def verdict(self, state: str, code: str = "", action: str = "none") -> dict[str, Any]:
+        """Write what a preflight of this boot would have."""
+        return {
+            "format": 1,
+            "boot_id": self.boot,
+            "image_build": "b" * 64,
+            "state": state,
+            "code": code,
+            "reason": "mismatch in SM 7" if code else "",
+            "action": action,
+            "checks": [],
+            "started": "2026-01-01T00:00:00+00:00",
+            "seconds": 41.0,
+        }
+
+    def report(self, state: str, code: str = "", action: str = "none") -> int:
+        """Report as the unit does, by the agent's own code."""
+        run, etc = self.directory / "run", self.directory / "etc"
+        for folder in (run, etc):
+            folder.mkdir(exist_ok=True)
+        (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
+        settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
+        (etc / "preflight.json").write_text(json.dumps(settings))
+        return report.run(report.Places(run, etc, self.directory / "boot_id"))
+
+    def is_out(self) -> bool:
+        return self.cluster.is_out(self.name)
+
+    def condition(self) -> dict[str, Any]:
+        found = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
+        return next((c for c in found if c["type"] == model.CONDITION), {})
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def healthz() -> Iterator[str]:
+    """What the kubelet answers on its own health port once it works."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/healthz"
+        server.shutdown()
+
+
+@pytest.fixture
+def machine(cluster: Cluster, tmp_path: Path, healthz: str) -> Callable[[], Machine]:
+    return lambda: Machine(cluster, tmp_path, f"node-{uuid.uuid4().hex[:8]}", healthz)
+
+
+def pod(cluster: Cluster, machine: Machine) -> str:
+    """Ask for a pod that fits on one machine alone."""
+    name = f"pod-{uuid.uuid4().hex[:8]}"
+    manifest = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "nodeSelector": {"machine": machine.name},
+            "containers": [{"name": "a", "image": "pause"}],
+            "terminationGracePeriodSeconds": 0,
+        },
+    }
+    cluster.admin.request("POST", "/api/v1/namespaces/default/pods", manifest)
+    return name
+
+
+def scheduled(cluster: Cluster, name: str) -> tuple[str, str]:
+    """Return the node that a pod was given, and what the scheduler says of it where it was given none."""
+    found = cluster.admin.request("GET", f"/api/v1/namespaces/default/pods/{name}")
+    said = [
+        c.get("message", "") for c in found["status"].get("conditions", []) if c["type"] == "PodScheduled"
+    ]
+    return found["spec"].get("nodeName", ""), " ".join(said)
+
+
+def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    node = machine()
+    with controlled(cluster):
+        node.start(known=False)
+        first = pod(cluster, node)
+        assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, first)[1])
+        assert scheduled(cluster, first)[0] == "" and node.is_out()
+
+        assert node.report(model.PASSED) == 0
+        assert wait_until(lambda: not node.is_out())
+        assert wait_until(lambda: scheduled(cluster, first)[0] == node.name)
+        assert (node.condition()["status"], node.condition()["reason"]) == ("True", "Passed")
+        assert model.boot_of(node.condition()["message"]) == node.boot
+
+        # Started again: the condition still says True, but of another boot.
+        node.start(known=True)
+        assert wait_until(node.is_out)
+        second = pod(cluster, node)
+        assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, second)[1])
+        assert scheduled(cluster, second)[0] == ""
+
+        assert node.report(model.PASSED) == 0
+        assert wait_until(lambda: scheduled(cluster, second)[0] == node.name)
+
+
+@pytest.mark.parametrize("state", [model.FAILED, model.INCONCLUSIVE])
+def test_a_node_that_did_not_pass_stays_out(
+    cluster: Cluster, machine: Callable[[], Machine], state: str
+) -> None:
+    bad, good = machine(), machine()
+    with controlled(cluster):
+        bad.start(known=False)
+        good.start(known=False)
+        bad.report(state, "gpu.kat.int", "replace")
+        good.report(model.PASSED)
+        # What was reported later was acted upon: so this is what becomes of the other one.
+        assert wait_until(lambda: not good.is_out())
+        assert bad.is_out()
+    condition = bad.condition()
+    assert condition["status"] == model.condition_status(state) != "True"
+    assert condition["reason"] == "GpuKatInt"
+    assert "gpu.kat.int" in condition["message"] and "action: replace" in condition["message"]
+    labels = cluster.admin.request("GET", f"/api/v1/nodes/{bad.name}")["metadata"]["labels"]
+    assert labels[status.PREFLIGHT_LABEL] == status.FAILED
+
+
+def test_a_known_node_that_fails_is_out_before_its_kubelet_starts(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    node = machine()
+    with controlled(cluster):
+        node.start(known=False)
+        node.report(model.PASSED)
+        assert wait_until(lambda: not node.is_out())
+        # The next boot fails. Its kubelet has told nothing yet: the boot id is still the old one.
+        before = node.boot
+        node.boot = str(uuid.uuid4())
+        (node.directory / model.FILE).write_text(
+            json.dumps(node.verdict(model.FAILED, "gpu.bw.h2d", "replace"))
+        )
+        report.try_now(PreflightSettings(kubeconfig=os.fspath(node.kubeconfig)), node.directory)
+        assert wait_until(node.is_out)
+        assert cluster.node(node.name).boot_id == before
+
+
+def test_a_report_is_sent_once(cluster: Cluster, machine: Callable[[], Machine]) -> None:
+    node = machine()
+    node.start(known=False)
+    before = cluster.requests(agent="node-agent")
+    assert node.report(model.PASSED) == 0
+    assert node.report(model.PASSED) == 0
+    asked = cluster.requests(agent="node-agent") - before
+    assert dict(asked) == {("patch", "nodes/status"): 1}
+
+
+def test_a_node_can_neither_let_itself_in_nor_speak_for_another(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    one, other = machine(), machine()
+    one.start(known=False)
+    other.start(known=False)
+    untaint = [{"op": "replace", "path": "/spec/taints", "value": []}]
+    path = f"/api/v1/nodes/{one.name}"
+    refused = refusal(lambda: one.kubelet.request("PATCH", path, untaint, JSON_PATCH))
+    assert refused["status"] == 403 and "taints" in refused["message"]
+    refused = refusal(
+        lambda: one.kubelet.patch_condition(other.name, model.CONDITION, "True", "Passed", "boot=")
+    )
+    assert refused["status"] == 403
+    assert one.is_out() and other.condition() == {}
+
+
+def test_break_glass_lets_one_boot_in_without_the_controller(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    node, marker = machine(), machine()
+    node.start(known=False)
+    node.report(model.FAILED, "gpu.config", "config")
+    admin = os.fspath(cluster.kubeconfig("lab:admin", "system:masters"))
+    argv = [sys.executable, "-P", "-m", "image_builder.cli", "gate"]
+    env = {**os.environ, "PYTHONPATH": os.fspath(REPO)}
+    admit = [
+        *argv,
+        "admit",
+        node.name,
+        "--reason",
+        "INC-1",
+        "--by",
+        "someone",
+        "--kubeconfig",
+        admin,
+        "--json",
+    ]
+    done = subprocess.run(admit, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gpu.config" in json.loads(done.stdout)["was"]
+    assert not node.is_out()
+    found = cluster.admin.request("GET", f"/api/v1/nodes/{node.name}")["metadata"]["annotations"][ADMITTED]
+    record = json.loads(found)
+    assert (record["by"], record["reason"], record["boot_id"]) == ("someone", "INC-1", node.boot)
+    assert record["at"].endswith("+00:00")
+    with controlled(cluster):
+        marker.start(known=False)
+        marker.report(model.PASSED)
+        assert wait_until(lambda: not marker.is_out())
+        assert not node.is_out()  # the controller honours it
+        node.start(known=True)
+        assert wait_until(node.is_out)  # for that boot
+    shown = subprocess.run(
+        [*argv, "status", "--kubeconfig", admin, "--json"], env=env, capture_output=True, text=True
+    )
+    lines = {line["node"]: line for line in json.loads(shown.stdout)["nodes"]}
+    assert lines[marker.name] == {**lines[marker.name], "gate": "in", "may_work": "yes"}
+    assert lines[node.name]["why"] == "what was reported is of another boot"
+
+
+def test_without_the_controller_nodes_stay_out_and_its_start_settles_them(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    passed, failed = machine(), machine()
+    for node in (passed, failed):
+        node.start(known=False)
+    passed.report(model.PASSED)
+    failed.report(model.FAILED, "gpu.kat.int", "replace")
+    assert passed.is_out() and failed.is_out()
+    with controlled(cluster):
+        assert wait_until(lambda: not passed.is_out())
+        assert failed.is_out()
+
+
+def test_an_api_server_that_was_away_changes_nothing_in_the_end(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    nodes = [machine() for _ in range(4)]
+    with controlled(cluster):
+        for node in nodes[:2]:
+            node.start(known=False)
+            node.report(model.PASSED)
+        assert wait_until(lambda: not any(node.is_out() for node in nodes[:2]))
+        for node in nodes[2:]:
+            node.start(known=False)
+        cluster.stop_api()
+        reports = [threading.Thread(target=node.report, args=(model.PASSED,)) for node in nodes[2:]]
+        for thread in reports:
+            thread.start()
+        assert not wait_until(lambda: not all(t.is_alive() for t in reports), seconds=5)  # they wait
+        cluster.start_api()
+        for thread in reports:
+            thread.join(120)
+        assert wait_until(lambda: not any(node.is_out() for node in nodes), seconds=90)
+        nodes[0].start(known=True)
+        assert wait_until(nodes[0].is_out, seconds=60)
+
+
+def _controller(cluster: Cluster, name: str, said: list[str]) -> tuple[Controller, Callable[[], None]]:
+    kubeconfig = cluster.kubeconfig(GATE)
+    settings = Settings(lease=LeaseSettings(duration=4, deadline=3, pause=0.5))
+    made = Controller(lambda: Client.from_kubeconfig(kubeconfig, agent=name), name, settings, said.append)
+    stop = threading.Event()
+    thread = threading.Thread(target=made.run, args=(stop,))
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join(30)
+
+    return made, end
+
+
+def test_one_of_two_controllers_acts_and_the_other_takes_over(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    said: list[str] = []
+    one, end_one = _controller(cluster, "gate-one", said)
+    assert wait_until(lambda: one.election.leads)
+    two, end_two = _controller(cluster, "gate-two", said)
+    try:
+        node = machine()
+        node.start(known=False)
+        node.report(model.PASSED)
+        assert wait_until(lambda: not node.is_out())
+        assert not two.election.leads
+        end_one()
+        assert wait_until(lambda: two.election.leads)
+        node.start(known=True)
+        assert wait_until(node.is_out)
+        patches = [cluster.requests(agent=f"gate-{n}")["patch", "nodes"] for n in ("one", "two")]
+        assert patches == [1, 1]
+    finally:
+        end_one()
+        end_two()
+
+
+def test_a_watch_from_a_forgotten_version_lists_again(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    said: list[str] = []
+    seen: list[str] = []
+    client = cluster.client(GATE, agent="informer-410")
+    informer = Informer(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
+    informer._version = "1"  # of a time before this API server's
+    stop = threading.Event()
+    thread = threading.Thread(target=informer.run, args=(stop,))
+    thread.start()
+    node = machine()
+    node.start(known=False)
+    assert wait_until(lambda: node.name in seen)
+    stop.set()
+    informer.interrupt()
+    thread.join(30)
+    asked = cluster.requests(agent="informer-410")
+    assert asked["list", "nodes"] == 1 and informer.synced.is_set()
+
+
+def test_rights_are_no_more_than_it_needs(cluster: Cluster) -> None:
+    client = cluster.client(GATE)
+    assert refusal(lambda: client.request("GET", "/api/v1/namespaces/kube-system/secrets"))["status"] == 403
+    assert refusal(lambda: client.request("DELETE", "/api/v1/nodes/any"))["status"] == 403

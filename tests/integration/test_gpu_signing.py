@@ -1,0 +1,83 @@
+"""Modules are signed by a key of one's own with the kernel's program, and by no other key than the certificate's."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
+
+from image_builder.errors import CommandError, HostError
+from image_builder.namespace import run_isolated
+from image_builder.sandbox import open_root
+from image_builder.stages import module_build
+from tests.builds import Workplace
+
+pytestmark = pytest.mark.root
+
+
+def make_key(folder: Path, name: str) -> tuple[Path, str]:
+    """Make a key with a certificate, as `openssl req -x509` does; return the key's file and the certificate."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / f"{name}.key"
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+    return path, certificate.public_bytes(encoding).decode()
+
+
+def test_modules_are_signed_by_the_certificates_key_alone(
+    tmp_path: Path, worker_gpu: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root_tree = worker_gpu.object("module_root") / "product" / "tree"
+    product = worker_gpu.object("module_build") / "product"
+    kernel = next(product.glob("files/usr/lib/modules/*")).name
+    own, certificate = make_key(tmp_path, "Ours")
+    other, _ = make_key(tmp_path, "Another")
+
+    def sign(key: Path) -> list[module_build.Module]:
+        monkeypatch.setenv(module_build.KEY_VARIABLE, str(key))
+        binds = module_build._signing_files(certificate, tmp_path)
+        with open_root([root_tree], tmp_path / "root", binds=binds) as root:
+            built, target = root.path / "var/lib/built", tmp_path / "signed"
+            built.mkdir(parents=True)
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            for file in product.rglob("nvidia*.ko"):
+                shutil.copyfile(file, built / file.name)
+            module_build._sign(root, built, kernel)
+            return module_build._collect(root, built, target)
+
+    def isolated() -> int:
+        once, again = sign(own), sign(own)
+        assert {module.signer for module in once} == {"Ours"} and once == again
+        assert module_build.problems(once, kernel, once[0].version, "open", signed=True) == []
+        with pytest.raises(CommandError):
+            sign(other)
+        return 0
+
+    assert run_isolated(isolated) == 0
+
+
+def test_no_key_is_an_error_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(module_build.KEY_VARIABLE, raising=False)
+    with pytest.raises(HostError, match="no private key") as raised:
+        module_build._signing_files("x", tmp_path)
+    assert module_build.KEY_VARIABLE in str(raised.value.hint)

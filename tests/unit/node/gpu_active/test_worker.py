@@ -1,0 +1,187 @@
+"""The worker: everything is measured, each error becomes a measurement, and every drill is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import bandwidth, cuda, fleet, memory, reference, tensor, worker
+from image_builder.node.gpu.model import Measurement, Worker
+from image_builder.node.gpu.reference import Case
+from tests.unit.node.gpu_active import library
+from tests.unit.node.gpu_active.library import ECC, KIB, Gpu
+
+UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
+PEER = "GPU-12345678-9abc-def0-1234-56789abcdef1"
+IDS = [
+    "kat.int",
+    "kat.ffma",
+    "kat.dfma",
+    "det.fp32",
+    "kat.mma",
+    "perf.mma",
+    "bw.hbm",
+    "bw.h2d",
+    "bw.d2h",
+    "mem.pattern",
+]
+KIND = dict.fromkeys(IDS, "mismatches") | dict.fromkeys(["bw.hbm", "bw.h2d", "bw.d2h"], "GB/s")
+KIND["perf.mma"] = "TFLOP/s"
+
+
+def _tensors(capability: tuple[int, int]) -> tuple[Case, ...]:
+    return tuple(replace(case, steps=1, rounds=1) for case in tensor.cases(capability))
+
+
+SHIPPED = dict(worker.PLANS)
+PLAN = worker.Plan(
+    known_answer_seconds=0,
+    tensor_seconds=0,
+    memory_fraction=0.25,
+    memory_seconds=0,
+    copies=1,
+    cases=tuple(replace(case, steps=2, rounds=1) for case in reference.CASES),
+    tensor_cases=_tensors,
+    warm_seconds=0,
+    chunk=8 * KIB,
+    unit=KIB,
+    hbm_bytes=4 * KIB,
+    link_bytes=4 * KIB,
+    tile=128,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the tier what an interpreter can do, and leave this process alone."""
+    monkeypatch.setitem(worker.PLANS, "boot-quick", PLAN)
+    monkeypatch.setattr(worker, "_end_with_the_parent", lambda: None)
+    monkeypatch.setattr(worker, "SEEDS", 1)
+    for module in (memory, bandwidth):
+        monkeypatch.setattr(module, "_BLOCKS_PER_SM", 1)
+
+
+def _run(
+    capsys: pytest.CaptureFixture[str], *gpus: Gpu, peers: tuple[str, ...] = (), drill: str = ""
+) -> Worker:
+    driver = library.Driver(*gpus)
+    assert worker.run(UUID, "boot-quick", 4, peers=peers, drill=drill, driver=driver) == 0
+    output = capsys.readouterr().out
+    return fleet.judge(UUID, output.encode(), b"", fleet.Ended(0))
+
+
+def _by_id(found: Worker) -> dict[str, Measurement]:
+    return {one.id: one for one in found.measurements}
+
+
+def test_a_gpu_that_is_well_passes_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _run(capsys, Gpu(UUID, bytes=160 * KIB))
+    assert [one.id for one in found.measurements] == IDS
+    assert {one.status for one in found.measurements} == {"done"}
+    assert {one.id: one.unit for one in found.measurements} == KIND
+    assert {one.measured for one in found.measurements if one.unit == "mismatches"} == {0.0}
+    assert (found.ended, found.sms, found.sms_seen) == ("done", 2, 2)
+    assert found.memory_bytes == 160 * KIB and found.memory_tested_bytes >= 40 * KIB
+
+
+@pytest.mark.parametrize(
+    ("drill", "failing"),
+    [
+        ("result", {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"}),
+        ("memory", {"mem.pattern"}),
+        ("copy", {"bw.hbm", "bw.h2d", "bw.d2h"}),
+    ],
+)
+def test_every_drill_is_caught(capsys: pytest.CaptureFixture[str], drill: str, failing: set[str]) -> None:
+    found = _run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB), drill=drill)
+    assert {one.id for one in found.measurements if one.status == "failed"} == failing
+    assert {one.id for one in found.measurements if one.status == "done"} == set(IDS) - failing
+
+
+def test_a_driver_that_ends_with_an_error_of_the_gpu_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = Gpu(UUID, sms=1, bytes=80 * KIB, refuses={"cuLaunchKernel": ECC})
+    found = _run(capsys, gpu)
+    assert {one.status for one in found.measurements} == {"failed"}
+    assert _by_id(found)["kat.int"].detail == "cuLaunchKernel: CUDA_ERROR_ECC_UNCORRECTABLE (214)"
+    assert _by_id(found)["kat.int"].measured is None
+    assert (found.sms_seen, found.memory_tested_bytes) == (0, 0)
+
+
+def test_a_call_that_is_refused_is_an_error_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, refuses={"cuMemHostAlloc": 999})))
+    assert {name for name, one in found.items() if one.status == "error"} == {"bw.h2d", "bw.d2h"}
+    assert found["bw.h2d"].detail == "cuMemHostAlloc: error (999)" and found["bw.h2d"].unit == "GB/s"
+
+
+def test_a_gpu_before_volta_passes_nothing_of_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, capability=(6, 0))))
+    assert list(found) == IDS
+    assert {name for name, one in found.items() if one.status == "error"} == {"kat.mma", "perf.mma"}
+
+
+def test_links_to_peers_are_all_that_is_tried_with_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = Gpu(UUID, sms=1), Gpu(PEER, sms=1)
+    found = _run(capsys, *gpus, peers=(PEER,))
+    assert [(one.id, one.status) for one in found.measurements] == [("bw.p2p", "done")]
+    assert found.ended == "done"
+
+
+def test_another_gpu_than_the_one_asked_for_is_refused() -> None:
+    with pytest.raises(NodeError, match=f"CUDA shows no {UUID}, but {PEER}"):
+        worker.run(UUID, "boot-quick", 1, driver=library.Driver(Gpu(PEER)))
+    with pytest.raises(NodeError, match="but none"):
+        worker.run(UUID, "boot-quick", 1, driver=library.Driver())
+
+
+def test_an_unknown_tier_or_drill_is_refused() -> None:
+    for tier, drill in (("boot-slow", ""), ("boot-quick", "fire")):
+        with pytest.raises(NodeError) as caught:
+            worker.run(UUID, tier, 1, drill=drill)  # type: ignore[arg-type]
+        assert caught.value.code == "gpu.usage"
+
+
+def test_a_node_without_the_driver_says_so() -> None:
+    with pytest.raises(NodeError) as caught:
+        cuda.Driver("libcuda-that-is-not-there.so.1")
+    assert caught.value.code == "gpu.library" and "can't be loaded" in caught.value.message
+
+
+def test_what_the_compiler_says_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "text_of", lambda _: b".visible .entry broken {}\0")
+    device, _ = library.device(Gpu(UUID))
+    with pytest.raises(cuda.CudaError) as caught:
+        device.kernel("base", "kat_int")
+    assert caught.value.name == "CUDA_ERROR_INVALID_PTX"
+    assert (
+        caught.value.message
+        == "cuModuleLoadDataEx: CUDA_ERROR_INVALID_PTX (218); base.ptx: an entry could not be read"
+    )
+
+
+def test_a_known_error_comes_with_a_hint() -> None:
+    error = cuda.CudaError("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY")
+    assert error.message.startswith("cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802); does the fabric manager run")
+
+
+@pytest.mark.parametrize(("plan", "most"), [(SHIPPED["boot-quick"], 40), (SHIPPED["boot-full"], 165)])
+def test_the_plans_fit_into_their_tiers(plan: worker.Plan, most: float) -> None:
+    """What has a time takes half of the 80 and 330 s that the workers have; the rest is for what has none."""
+    spent = 5 * plan.known_answer_seconds + plan.warm_seconds + plan.tensor_seconds + plan.memory_seconds
+    assert spent <= most
+    assert plan.memory_fraction == (0.25 if most == 40 else 0.95)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("0-3,8\n", {0, 1, 2, 3, 8}), ("7\n", {7}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})],
+)
+def test_processors_near_a_gpu(text: str, found: set[int]) -> None:
+    assert worker.processors(text) == found
+
+
+def test_a_gpu_whose_place_is_not_known_runs_anywhere(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        worker._near("0000:17:00.0", tmp_path)

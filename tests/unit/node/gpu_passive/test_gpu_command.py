@@ -1,0 +1,284 @@
+"""`node-agent gpu-smoke` from end to end, with a fake library that serves recorded answers: no GPU is here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import command, nvml
+from image_builder.node.gpu.command import System
+from image_builder.node.gpu.model import Gpu, Process, Tier, Worker, Xid
+from tests.unit.node.gpu_passive.answering import Node
+from tests.unit.node.gpu_passive.recordings import BOOT, node
+from tests.unit.node.gpu_passive.recordings import places as below
+
+Tree = Callable[..., System]
+
+
+@pytest.fixture
+def schema(repo_root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((repo_root / "docs/reference/gpu-smoke.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+T4 = node("T4")
+
+
+def loaded(workers: Sequence[Worker]) -> Callable[..., Sequence[Worker]]:
+    def load(
+        uuids: Sequence[str], tier: Tier, seed: int, deadline_seconds: float, on_tick: Callable[[], None]
+    ) -> Sequence[Worker]:
+        assert list(uuids) == [gpu.uuid for gpu in T4.gpus]
+        assert 0 < deadline_seconds < 360
+        for _ in range(3):
+            on_tick()
+        return workers
+
+    return load
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("nothing may be put under load")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """Return what makes a node with one recorded T4, but for the arguments."""
+
+    def make(
+        gpus: tuple[Gpu, ...] = T4.gpus,
+        *,
+        settings: dict[str, Any] | None = None,
+        codes: dict[str, int] | None = None,
+        error: Exception | None = None,
+        load: Any = None,
+        devices: int = 1,
+        xids: Any = lambda _: (),
+    ) -> System:
+        driver = T4.before.machine.driver_loaded
+        places = below(tmp_path)
+        put(
+            places.proc / "driver/nvidia/version",
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  x\n",
+        )
+        put(places.proc / "sys/kernel/random/boot_id", BOOT + "\n")
+        put(places.proc / "meminfo", f"MemTotal: {28 << 20} kB\n")
+        for name in ("libcuda", "libnvidia-ml"):
+            real = places.root / f"usr/lib/x86_64-linux-gnu/{name}.so.{driver}"
+            put(real, "")
+            real.with_name(f"{name}.so.1").unlink(missing_ok=True)
+            real.with_name(f"{name}.so.1").symlink_to(real.name)
+        for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+            put(places.dev / name, "")
+        put(places.sys / "module/nvidia/version", driver)
+        for number in range(devices):
+            at = places.sys / f"bus/pci/devices/{number + 1:04x}:00:00.0"
+            for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("device", "0x1eb8")):
+                put(at / name, text)
+        directory = tmp_path / "etc"
+        put(directory / "gpu.json", json.dumps({"vm_size": "Standard_NC4as_T4_v3"} | (settings or {})))
+
+        @contextmanager
+        def library() -> Iterator[nvml.Library]:
+            if error:
+                raise error
+            yield nvml.Library(Node(gpus, driver, codes=codes))
+
+        return System(places, directory, library, load or loaded(T4.workers), xids, never, lambda _: None)
+
+    return make
+
+
+def result(system: System, schema: dict[str, Any], tier: str = "boot-full") -> tuple[int, dict[str, Any]]:
+    code = command.run(tier, system=system)
+    made: dict[str, Any] = json.loads((system.places.run / "gpu.json").read_text(encoding="utf-8"))
+    jsonschema.validate(made, schema)
+    assert made["verdict"]["exit_code"] == code
+    return code, made
+
+
+def test_a_healthy_node(tree: Tree, schema: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, made = result(tree(), schema)
+    assert code == 0, made["verdict"]
+    assert made["boot_id"] == BOOT
+    assert made["coverage"]["gpus_tested"] == made["expect"]["gpu_count"] == 1
+    assert made["gpus"][0]["uuid"] == T4.gpus[0].uuid
+    assert made["seed"] > 0
+    said = capsys.readouterr().out
+    assert "pass (exit 0)" in said and "Tesla T4" in said
+
+
+def test_json_on_stdout_is_the_file(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    system = tree()
+    assert command.run("boot-quick", as_json=True, seed=5, system=system) == 0
+    said = capsys.readouterr().out
+    assert said == (system.places.run / "gpu.json").read_text(encoding="utf-8")
+    assert json.loads(said)["seed"] == 5
+
+
+def test_no_gpu_where_none_is_expected(
+    tree: Tree, schema: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = tree(devices=0, settings={"expect": "none"}, load=never, error=OSError("not there"))
+    code, made = result(system, schema)
+    assert (code, made["verdict"]["summary"]) == (0, "no GPU, and none is expected")
+    assert "no GPU" in capsys.readouterr().out
+
+
+def test_a_gpu_where_none_is_expected(tree: Tree, schema: dict[str, Any]) -> None:
+    code, made = result(tree(settings={"expect": "none"}, load=never), schema)
+    assert (code, made["verdict"]["reason_code"]) == (4, "gpu.unexpected")
+
+
+def test_no_gpu_where_some_are_expected(tree: Tree, schema: dict[str, Any]) -> None:
+    code, made = result(tree(devices=0, load=never), schema)
+    assert (code, made["verdict"]["reason_code"]) == (2, "gpu.count")
+
+
+BUSY = (replace(T4.gpus[0], processes=(Process(4711, 1 << 30),)),)
+MIG = (replace(T4.gpus[0], mig_current=True, mig_pending=True, missing={}),)
+# Name: what is other on the node, the exit code and the reason. None of them may be put under load.
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "unknown size": ({"settings": {"vm_size": "Standard_NC4as_T5_v9"}}, 4, "sku.unknown"),
+    "no library": (
+        {"error": OSError("libnvidia-ml.so.1: cannot open shared object file")},
+        5,
+        "driver.library",
+    ),
+    "versions differ": (
+        {"error": nvml.NvmlError("nvmlInit_v2", nvml.VERSION_MISMATCH)},
+        5,
+        "driver.mismatch",
+    ),
+    "another driver than baked": ({"settings": {"driver_version": "580.1.1"}}, 5, "driver.version"),
+    "driver for another kernel": ({"settings": {"kernel": "5.10.0-1-amd64"}}, 5, "driver.kernel"),
+    "MIG": ({"gpus": MIG}, 4, "mig.mode"),
+    "a foreign process": ({"gpus": BUSY}, 3, "procs.foreign"),
+    "one GPU too many": ({"devices": 2}, 4, "gpu.count"),
+    "NVML fails": ({"codes": {"nvmlDeviceGetCount_v2": 999}}, 2, "gpu.count"),
+    "bad settings": ({"settings": {"overrides": {"hbm_floor_gbps": 9}}}, 4, "gpu.settings"),
+    "an implausible floor": (
+        {"settings": {"overrides": {"hbm_floor_gbps": {"value": 200000, "from": "MB/s"}}}},
+        4,
+        "gpu.settings",
+    ),
+    "a waiver of nothing": ({"settings": {"waived": {"pcie.lnik": "x"}}}, 4, "gpu.settings"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_fails_closed(name: str, tree: Tree, schema: dict[str, Any]) -> None:
+    arguments, code, reason = REFUSED[name]
+    found, made = result(tree(**{"load": never} | arguments), schema)
+    assert (found, made["verdict"]["reason_code"]) == (code, reason), made["verdict"]
+
+
+def test_an_unknown_tier(tree: Tree, schema: dict[str, Any]) -> None:
+    code, made = result(tree(load=never), schema, tier="deep")
+    assert (code, made["verdict"]["reason_code"]) == (4, "gpu.tier")
+
+
+def test_a_journal_that_cannot_be_read(tree: Tree, schema: dict[str, Any]) -> None:
+    def unread(_: str) -> tuple[Xid, ...]:
+        raise NodeError("gpu.journal", "no journal")
+
+    code, made = result(tree(xids=unread), schema)
+    assert (code, made["verdict"]["reason_code"]) == (3, "xid.unread")
+
+
+def test_xids_before_and_during(tree: Tree, schema: dict[str, Any]) -> None:
+    words = "NVRM: Xid (PCI:0001:00:00): 31, pid=1"
+    early, late = Xid(31, "0001:00:00", 1, words), Xid(31, "0001:00:00", 2**62, words)
+    code, made = result(tree(xids=lambda _: (early,)), schema)
+    assert code == 0 and [one["during_test"] for one in made["xids"]] == [False]
+    code, made = result(tree(xids=lambda _: (early, late)), schema)
+    assert (code, made["verdict"]["reason_code"]) == (1, "xid.31")
+
+
+def test_a_bug_is_no_verdict_on_the_hardware(tree: Tree, schema: dict[str, Any]) -> None:
+    def bug(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    code, made = result(tree(load=bug), schema)
+    assert (code, made["verdict"]["reason_code"]) == (3, "internal")
+    assert made["verdict"]["action"] == "none"
+
+
+def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, Any]) -> None:
+    system = tree()
+    assert result(system, schema)[0] == 0
+
+    def stopped(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        command.run("boot-full", system=replace(system, load=stopped))
+    assert not (system.places.run / "gpu.json").exists()
+
+
+def test_a_worker_that_hung_is_a_failure_that_names_the_gpu(tree: Tree, schema: dict[str, Any]) -> None:
+    hung = (Worker(T4.gpus[0].uuid, "hung: unkillable"),)
+    code, made = result(tree(load=loaded(hung)), schema)
+    assert (code, made["verdict"]["reason_code"]) == (1, "worker.hung")
+    assert T4.gpus[0].uuid in made["verdict"]["summary"]
+
+
+def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that keeps a call: the watchdog writes a document and ends the process with 124."""
+    ended: list[int] = []
+
+    monkeypatch.setattr("os._exit", ended.append)
+    with command._given_up_after(0.0, lambda: ended.append(-1)):
+        for _ in range(1000):
+            if len(ended) == 2:
+                break
+            time.sleep(0.005)
+    assert ended == [-1, 124]
+    late = command._late(1)
+    assert (late.exit_code, late.status) == (124, "inconclusive")
+
+
+def test_the_fabric_has_its_time(tree: Tree) -> None:
+    """Eight H200 whose fabric is in progress at the first looks."""
+    evidence = node("H200")
+    waiting = tuple(replace(gpu, fabric_state="in-progress") for gpu in evidence.gpus)
+    looks = [waiting, waiting, evidence.gpus]
+    slept: list[float] = []
+
+    class Training(Node):
+        def _count(self, out: Any) -> int:
+            if len(looks) > 1:
+                self.gpus = looks.pop(0)
+            else:
+                self.gpus = looks[0]
+            return super()._count(out)
+
+    system = replace(tree(load=never), sleep=slept.append)
+    library = nvml.Library(Training(waiting, "550.90.12"))
+    expected = evidence.expected
+    found = command._settled(
+        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
+    )
+    assert [gpu.fabric_state for gpu in found.gpus] == ["completed"] * 8
+    assert slept == [2, 2]
+    looks[:] = [waiting]
+    never_ready = command._settled(
+        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
+    )
+    assert {gpu.fabric_state for gpu in never_ready.gpus} == {"in-progress"}
+    assert sum(slept) == 4 + expected.settings.fabric_wait_seconds

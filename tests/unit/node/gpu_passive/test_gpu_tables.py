@@ -1,0 +1,331 @@
+"""The tables that come with the agent are sound, and a slip of the pen in one is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import settings, sizes, xids
+from image_builder.node.gpu.sizes import Floor
+
+PACKAGE = Path(sizes.__file__).parent
+TABLE = json.loads((PACKAGE / "sizes.json").read_text(encoding="utf-8"))
+XIDS = json.loads((PACKAGE / "xids.json").read_text(encoding="utf-8"))
+H200, A100 = "Standard_ND96isr_H200_v5", "Standard_ND96asr_v4"
+
+
+def test_every_size_of_the_sources_is_there() -> None:
+    found = sizes.load()
+    assert {size.name for size in found.sizes.values()} == {
+        *(f"Standard_NC{n}_v3" for n in ("6s", "12s", "24s", "24rs")),
+        "Standard_ND40rs_v2",
+        "Standard_ND40s_v2",
+        *(f"Standard_NC{n}as_T4_v3" for n in (4, 8, 16, 64)),
+        *(f"Standard_NC{n}ads_A100_v4" for n in (24, 48, 96)),
+        "Standard_ND96asr_v4",
+        "Standard_ND96amsr_A100_v4",
+        "Standard_ND96ams_A100_v4",
+        "Standard_NC40ads_H100_v5",
+        "Standard_NC80adis_H100_v5",
+        "Standard_ND96isr_H100_v5",
+        "Standard_ND96is_H100_v5",
+        "Standard_ND96isr_H200_v5",
+        "Standard_ND96isrf_H200_v5",
+        "Standard_ND96is_H200_v5",
+    }
+
+
+def test_the_role_that_installs_the_driver_knows_the_same_sizes(repo_root: Path) -> None:
+    role = yaml.safe_load((repo_root / "roles/nvidia/vars/sizes.yml").read_text(encoding="utf-8"))
+    flavours = {name: value["flavours"] for name, value in role["__nvidia_generations"].items()}
+    theirs = {
+        name: (flavours[one["generation"]], one["nvswitch"], one["infiniband"])
+        for name, one in role["__nvidia_sizes"].items()
+    }
+    table = sizes.load()
+    ours = {
+        name.removeprefix("standard_"): (
+            list(table.gpus[size.gpu].driver_flavours),
+            size.nvswitch,
+            size.infiniband_ports,
+        )
+        for name, size in table.sizes.items()
+    }
+    assert ours == theirs
+
+
+def test_a_size_is_found_however_it_is_spelled() -> None:
+    found = sizes.load().find("STANDARD_nd96ISR_h200_V5")
+    assert found and found[0].name == H200 and found[1].name_pattern == "NVIDIA H200"
+    assert sizes.load().find("Standard_D4s_v5") is None
+
+
+def set_size(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda table: table["sizes"][name].__setitem__(key, value)
+
+
+def set_gpu(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda table: table["gpus"][name].__setitem__(key, value)
+
+
+def floor(value: Any, source: Any = "x") -> dict[str, Any]:
+    return {"value": value, "from": source}
+
+
+def drop(group: str, name: str, key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda table: table[group][name].__delitem__(key)
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    # The mistakes that a published table has had.
+    "H200 in MB/s": (set_size(H200, "hbm_floor_gbps", floor(2333000)), "hbm_floor_gbps: 2.333e"),
+    "H200 in TB/s": (set_size(H200, "hbm_floor_gbps", floor(2.333)), "hbm_floor_gbps: 2.333 is not 960"),
+    "A100 lost a digit": (set_size(A100, "hbm_floor_gbps", floor(137.5)), "hbm_floor_gbps: 137.5 is not 311"),
+    "A100 above its peak": (set_size(A100, "hbm_floor_gbps", floor(1830)), "hbm_floor_gbps: 1830 is not"),
+    "a key for MB/s": (set_size(H200, "hbm_floor_mbps", floor(2333)), "hbm_floor_mbps: there is no such key"),
+    "H100 NVL over links that it hasn't": (
+        set_size("Standard_NC80adis_H100_v5", "p2p_floor_gbps", floor(335)),
+        "p2p_floor_gbps: 335 is not 60 to 300",
+    ),
+    "copies in bits": (set_size(H200, "h2d_floor_gbps", floor(384)), "h2d_floor_gbps: 384"),
+    "copies too slow to matter": (set_size(H200, "d2h_floor_gbps", floor(12.5)), "d2h_floor_gbps: 12.5"),
+    "peak in MB/s": (set_gpu("h200-sxm5-141gb", "hbm_peak_gbps", 4800000), "hbm_peak_gbps: 4.8e+06"),
+    "memory in GiB": (set_gpu("h200-sxm5-141gb", "memory_mib", 141), "memory_mib: 141"),
+    "PCIe of another generation": (set_gpu("h200-sxm5-141gb", "pcie_peak_gbps", 31.5), "pcie_peak_gbps: not"),
+    "a reference above the peak": (
+        set_gpu("h200-sxm5-141gb", "mma_reference_tflops", floor(990)),
+        "mma_reference_tflops: 990",
+    ),
+    "no count": (drop("sizes", H200, "count"), "count: missing"),
+    "no count at all": (set_size(H200, "count", 0), "count: 0"),
+    "a count of text": (set_size(H200, "count", "8"), "count: '8' is of another type"),
+    "a count that is true": (set_size(H200, "count", True), "count: True"),
+    "no source": (set_size(H200, "hbm_floor_gbps", floor(2333, "")), "from: nothing"),
+    "a bare number": (set_size(H200, "hbm_floor_gbps", 2333), "no object with value and from"),
+    "an unknown part": (set_size(H200, "gpu", "h300"), "there is no 'h300'"),
+    "no memory peak": (drop("gpus", "t4", "hbm_peak_gbps"), "hbm_peak_gbps: missing"),
+    "links that the part hasn't": (
+        set_size("Standard_NC6s_v3", "nvlink_links", 6),
+        "nvlink_links: not 0 to 0",
+    ),
+    "p2p without links": (set_size("Standard_NC24s_v3", "p2p_floor_gbps", floor(100)), "p2p_floor_gbps"),
+    "an unknown flavour": (set_gpu("t4", "driver_flavours", ["nouveau"]), "driver_flavours"),
+    "a pattern for anything": (set_gpu("t4", "name_pattern", ".*"), "name_pattern"),
+    "another format": (lambda table: table.__setitem__("format", 2), "format: 2"),
+    "an unknown group": (lambda table: table.__setitem__("floors", {}), "floors: there is no such key"),
+    "no sizes": (lambda table: table.__setitem__("sizes", {}), "sizes: missing"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_slip_of_the_pen_is_refused(name: str) -> None:
+    change, said = WRONG[name]
+    table = copy.deepcopy(TABLE)
+    change(table)
+    with pytest.raises(NodeError) as caught:
+        sizes.parse(table)
+    assert caught.value.code == "gpu.sizes"
+    assert said in caught.value.message
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    table = copy.deepcopy(TABLE)
+    for name in ("H200 in MB/s", "memory in GiB", "no count"):
+        WRONG[name][0](table)
+    with pytest.raises(NodeError) as caught:
+        sizes.parse(table)
+    # A size that lacks a key can't be judged further.
+    assert all(word in caught.value.message for word in ("memory_mib: 141", "count: missing"))
+
+
+@pytest.mark.parametrize("name", TABLE["sizes"])
+def test_a_floor_a_thousand_times_off_is_refused_for_each_size(name: str) -> None:
+    for key, old in TABLE["sizes"][name].items():
+        for factor in (1000, 0.001, 8):
+            if isinstance(old, dict):
+                table = copy.deepcopy(TABLE)
+                table["sizes"][name][key] = floor(old["value"] * factor)
+                with pytest.raises(NodeError):
+                    sizes.parse(table)
+
+
+def test_a_pool_has_floors_of_its_own() -> None:
+    found = sizes.load().find(H200)
+    assert found
+    size, gpu = sizes.overridden(
+        *found, {"hbm_floor_gbps": Floor(4000, "bench"), "mma_reference_tflops": Floor(500, "b")}
+    )
+    assert size.hbm_floor_gbps == Floor(4000, "bench")
+    assert gpu.mma_reference_tflops == Floor(500, "b")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"hbm_floor_gbps": Floor(4_000_000, "MB/s")},
+        {"hbm_floor_gbps": Floor(4.0, "TB/s")},
+        {"count": Floor(7, "x")},
+        {"mma_reference_tflops": Floor(5000, "x")},
+    ],
+)
+def test_a_pools_floors_are_judged_as_the_tables(overrides: dict[str, Floor]) -> None:
+    found = sizes.load().find(H200)
+    assert found
+    with pytest.raises(NodeError) as caught:
+        sizes.overridden(*found, overrides)
+    assert caught.value.code == "gpu.settings"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_settings() -> None:
+    assert settings.parse({}) == settings.Settings()
+    found = settings.parse(
+        {
+            "expect": "none",
+            "driver_version": "535.247.01",
+            "driver_flavour": "open",
+            "overrides": {"hbm_floor_gbps": {"value": 2400, "from": "bench"}},
+            "waived": {"pcie.link": "why"},
+            "own_processes": ["x"],
+            "fabric_wait_seconds": 10,
+        }
+    )
+    assert found.overrides == {"hbm_floor_gbps": Floor(2400.0, "bench")}
+    assert (found.expect, found.own_processes, found.fabric_wait_seconds) == ("none", ("x",), 10.0)
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"vmsize": "x"}, "vmsize: there is no such setting"),
+    "expect": ({"expect": "maybe"}, "'maybe' is none of gpus, none"),
+    "mig": ({"mig": "on"}, "'on' is neither"),
+    "mig of YAML": ({"mig": False}, "mig: False is no text"),
+    "unknown size without a count": ({"allow_unknown_size": True}, "count: needed"),
+    "count": ({"count": 0}, "count: not 1 to 16"),
+    "count of text": ({"count": "8"}, "no whole number"),
+    "flavour": ({"driver_flavour": "closed"}, "'closed' is none of"),
+    "version": ({"driver_version": "latest"}, "'latest' is no version"),
+    "override without a source": ({"overrides": {"hbm_floor_gbps": 2400}}, "no object with value and from"),
+    "unknown override": ({"overrides": {"hbm_floor": {"value": 1, "from": "x"}}}, "hbm_floor: not one of"),
+    "a waiver without a reason": ({"waived": {"pcie.link": " "}}, "no reason"),
+    "a waiver of wrong answers": ({"waived": {"kat.int": "it's only one"}}, "can't be waived"),
+    "a waiver of ECC": ({"waived": {"ecc.mode": "x"}}, "can't be waived"),
+    "processes": ({"own_processes": "x"}, "no list"),
+    "wait": ({"fabric_wait_seconds": 601}, "not 0 to 600"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_settings(name: str) -> None:
+    value, said = BAD_SETTINGS[name]
+    with pytest.raises(NodeError) as caught:
+        settings.parse(value)
+    assert caught.value.code == "gpu.settings" and said in caught.value.message
+
+
+# -- Xids --------------------------------------------------------------------------------------------------------
+
+
+def test_the_catalogue() -> None:
+    found = xids.load()
+    failing = {n for n in range(1, 200) if found.classify(n).before == "fail"}
+    assert failing == {
+        *(46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158),  # RESET_GPU
+        *(48, 74, *range(144, 151), 79, 54, 78, 151, 154, 167, 171, 172),
+    }
+    assert found.classify(63).name == "IGNORE"
+    assert found.classify(170).name == "UNKNOWN"
+    assert found.classify(79).action == "replace"
+
+
+def in_two_classes(table: dict[str, Any]) -> None:
+    table["xids"]["IGNORE"].append(79)
+
+
+def unknown_class(table: dict[str, Any]) -> None:
+    table["xids"]["PANIC"] = [300]
+
+
+def unknown_level(table: dict[str, Any]) -> None:
+    table["classes"]["IGNORE"]["before"] = "ok"
+
+
+def no_default(table: dict[str, Any]) -> None:
+    del table["classes"]["UNKNOWN"]
+
+
+@pytest.mark.parametrize("change", [in_two_classes, unknown_class, unknown_level, no_default])
+def test_a_wrong_catalogue_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    table = copy.deepcopy(XIDS)
+    change(table)
+    with pytest.raises(NodeError) as caught:
+        xids.parse_catalogue(table)
+    assert caught.value.code == "gpu.xids"
+
+
+# Kernel messages as they were published: the spellings differ from driver to driver.
+MESSAGES = {
+    "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked": (63, "0000:10:1c"),
+    "NVRM: Xid (0000:03:00): 14, Channel 00000001": (14, "0000:03:00"),
+    "NVRM: Xid (PCI:0002:00:00): 79, pid=1582259, name=nvc:[driver], GPU has fallen off the bus.": (
+        79,
+        "0002:00:00",
+    ),
+    "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.": (79, "0000:01:00"),
+    "NVRM: GPU 0000:09:00.0: GPU has fallen off the bus.": (79, "0000:09:00"),
+    "NVRM: GPU at PCI:0000:18:00.0 has fallen off the bus.": (79, "0000:18:00"),
+    "NVRM: GPU has fallen off the bus.": (79, ""),
+    "[6085126.134786] NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x1": (
+        154,
+        "0008:01:00",
+    ),
+    "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05": None,
+    "NVRM: Xid (PCI:0000:66:00): abc, pid=2280636": None,
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message(message: str) -> None:
+    found = xids.parse_message(message, 7)
+    assert ((found.number, found.pci) if found else None) == MESSAGES[message]
+
+
+@pytest.mark.parametrize("text", ["00000001:00:00.0", "0001:00:00.0", "PCI:0001:00:00", "0001:00:00"])
+def test_an_address_has_one_spelling(text: str) -> None:
+    assert xids.address(text) == "0001:00:00"
+
+
+BOOT = "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11"
+
+
+def entry(message: Any, boot: str = BOOT, at: int = 5) -> str:
+    values = {"_BOOT_ID": boot.replace("-", ""), "MESSAGE": message, "__MONOTONIC_TIMESTAMP": str(at)}
+    return json.dumps(values) + "\n"
+
+
+def test_the_journal_of_one_boot() -> None:
+    words = "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus."
+    other = "0" * 32
+    text = (
+        entry("other")
+        + entry(words, other)
+        + entry(words, at=77)
+        + entry(list(words.encode()), at=78)
+        + entry(None)
+    )
+    found = xids.parse_journal(text, BOOT)
+    assert [(one.number, one.monotonic_us) for one in found] == [(79, 77), (79, 78)]
+
+
+@pytest.mark.parametrize("text", ["no journal here\n", "[]\n"])
+def test_a_journal_that_is_none_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="journal|Expecting"):
+        xids.parse_journal(text, BOOT)

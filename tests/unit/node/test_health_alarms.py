@@ -1,0 +1,289 @@
+"""When a finding counts, when Kubernetes is told, and what is written: decisions without a clock."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.node.errors import NodeError
+from image_builder.node.health import alarms, command, condition, memory, metrics
+from image_builder.node.health import settings as health_settings
+from image_builder.node.health.alarms import Alarm
+from image_builder.node.health.model import Finding, Key, Outcome, Sample
+from image_builder.node.health.settings import Settings, endpoint, parse
+
+REPO = Path(__file__).resolve().parents[3]
+SETTINGS = Settings()
+PATIENT = Finding("network.route", "default", "fail", "there is no default route", patient=True)
+AT_ONCE = Finding("filesystem.read-only", "/", "fail", "/: read-only", action="replace")
+WARNING = Finding("network.api", "192.0.2.1:6443", "warn", "refused", patient=True)
+
+
+class Node:
+    """Looks once a minute, as the timer does, and counts what Kubernetes is told."""
+
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.settings, self.now, self.patches = settings, 0.0, 0
+        self.alarms: Mapping[Key, Alarm] = {}
+        self.told = condition.Told()
+
+    def look(self, *found: Finding, could_look: bool = True) -> str:
+        self.now += 60
+        looked = {"check": found} if could_look else {}
+        self.alarms = alarms.step(self.alarms, looked, self.now, self.now, self.settings)
+        wanted = condition.wanted(alarms.counting(self.alarms), "boot", "")
+        if condition.due(self.told, wanted, self.now):
+            self.patches += 1
+            self.told = condition.heard(wanted)
+        return alarms.state(self.alarms)
+
+
+def test_what_may_pass_counts_when_it_stays() -> None:
+    node = Node()
+    assert [node.look(PATIENT) for _ in range(3)] == ["ok", "ok", "failed"]
+    node = Node()
+    assert [node.look(PATIENT), node.look(PATIENT), node.look(), node.look(PATIENT)] == ["ok"] * 4
+
+
+def test_what_can_t_pass_counts_at_once_and_is_over_after_a_while() -> None:
+    node = Node()
+    assert node.look(AT_ONCE) == "failed"
+    assert [node.look() for _ in range(5)] == ["failed"] * 4 + ["ok"]
+    assert node.patches == 2
+
+
+def test_a_check_that_can_t_look_changes_nothing() -> None:
+    node = Node()
+    node.look(AT_ONCE)
+    assert [node.look(could_look=False) for _ in range(100)] == ["failed"] * 100
+    assert node.look() == "ok" and node.patches == 2
+
+
+def test_flapping_is_told_a_few_times_an_hour() -> None:
+    """Every pattern of a finding that comes and goes: at most 4 patches an hour, however fast it is."""
+    for period in range(2, 40):
+        node = Node()
+        first = 0
+        for minute in range(24 * 60):
+            node.look(*([AT_ONCE] if minute % period < max(1, period // 2) else []))
+            first = node.patches if minute == 120 else first
+        assert first <= 9, f"every {period} minutes: {first} patches in two hours"
+        assert node.patches <= 24 * 4, f"every {period} minutes: {node.patches} patches a day"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_bounded_and_what_stays_is_always_told(seed: int) -> None:
+    chance = random.Random(seed)
+    node = Node()
+    for _ in range(24 * 60):
+        node.look(*([AT_ONCE] if chance.random() < 0.2 else []))
+    assert node.patches <= 60
+    for _ in range(3):
+        node.look(AT_ONCE)
+    assert node.told.status == "False"
+    for _ in range(61):
+        node.look()
+    assert node.told.status == "True"
+
+
+def test_message_alone_is_no_change() -> None:
+    node = Node()
+    for percent in range(97, 100):
+        node.look(replace(AT_ONCE, detail=f"/ is {percent}% full"))
+    assert node.patches == 1
+
+
+def test_warnings_are_not_told_to_kubernetes() -> None:
+    node = Node()
+    node.look()
+    assert [node.look(WARNING) for _ in range(5)][-1] == "degraded"
+    assert node.patches == 1 and node.told.status == "True"
+
+
+def test_settings_weigh_findings() -> None:
+    node = Node(Settings(severities={"network.api": "fail", "filesystem.read-only": "ignore"}))
+    for _ in range(3):
+        node.look(WARNING, AT_ONCE)
+    assert [one.finding.code for one in alarms.counting(node.alarms)] == ["network.api"]
+    assert node.told == condition.Told("False", "NetworkApi")
+
+
+def test_disabled_check_takes_its_alarms_along() -> None:
+    node = Node()
+    node.look(AT_ONCE)
+    node.settings = Settings(disabled=("check",))
+    assert node.look(could_look=False) == "ok"
+
+
+def test_condition_names_the_worst_and_fits() -> None:
+    many = [
+        Alarm("check", Finding("drive.io-errors", f"sd{n}", "fail", "x" * 150), 1, 0.0, (0.0,), 1.0)
+        for n in range(20)
+    ]
+    found = condition.wanted(many, "b" * 36, "i" * 64)
+    assert found.status == "False" and found.reason == "DriveIoErrors"
+    assert len(found.message.encode()) <= 1024 and found.message.startswith("20 findings: ")
+    assert found.message.endswith(f"... (boot {'b' * 36}, image {'i' * 64})")
+
+
+def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
+    told, wanted = condition.Told(), condition.Condition("False", "X", "")
+    assert condition.due(told, wanted, 0.0)
+    told = condition.unheard(told, 0.0, 50.0)
+    assert not condition.due(told, wanted, 49.0) and condition.due(told, wanted, 50.0)
+    assert told.failures == 1 and condition.heard(wanted).failures == 0
+
+
+def test_metrics_are_prometheus_text() -> None:
+    text = metrics.text(
+        [
+            Sample("finding", 1, {"code": "x.y", "subject": 'a "b"\\\n'}),
+            Sample("drive_errors_total", 3, {"device": "sda"}),
+            Sample("drive_errors_total", 4, {"device": "sdb"}),
+            Sample("drive_errors_total", 5, {"device": "sda"}),
+            Sample("clock_offset_seconds", -1.5e-07),
+        ]
+    )
+    assert text.splitlines() == [
+        f"# HELP node_health_clock_offset_seconds {metrics.HELP['clock_offset_seconds']}",
+        "# TYPE node_health_clock_offset_seconds gauge",
+        "node_health_clock_offset_seconds -1.5e-07",
+        f"# HELP node_health_drive_errors_total {metrics.HELP['drive_errors_total']}",
+        "# TYPE node_health_drive_errors_total counter",
+        'node_health_drive_errors_total{device="sda"} 5',
+        'node_health_drive_errors_total{device="sdb"} 4',
+        f"# HELP node_health_finding {metrics.HELP['finding']}",
+        "# TYPE node_health_finding gauge",
+        'node_health_finding{code="x.y",subject="a \\"b\\"\\\\\\n"} 1',
+    ]
+
+
+def test_metrics_have_names_as_prometheus_wants_them() -> None:
+    """Base units, `_total` for counters alone, no type in a name (prometheus.io/docs/practices/naming)."""
+    for name, words in metrics.HELP.items():
+        assert name == name.lower() and name.replace("_", "").isalnum(), name
+        assert not name.endswith(("_ms", "_percent", "_kilobytes", "_gauge", "_count", "_bytes_total")), name
+        assert words.endswith(".") and "\n" not in words, name
+
+
+def test_reference_lists_every_metric_code_and_setting() -> None:
+    text = (REPO / "docs/reference/node-health.md").read_text(encoding="utf-8")
+    assert [name for name in metrics.HELP if f"`node_health_{name}`" not in text] == []
+    source = "".join(path.read_text() for path in (REPO / "image_builder/node/health").glob("*.py"))
+    codes = set(
+        re.findall(
+            r'"((?:filesystem|drive|array|network|clock|maintenance|gpu|infiniband)\.[a-z-]+)"', source
+        )
+    )
+    assert len(codes) > 20
+    assert [code for code in sorted(codes) if f"`{code}`" not in text] == []
+    assert [name for name in Settings.__dataclass_fields__ if f"`{name}`" not in text] == []
+
+
+def state(alarm: Alarm) -> memory.Memory:
+    last = memory.after(
+        memory.Last(), Outcome((AT_ONCE,), (Sample("state", 1, {"a": "b"}),), {"n": [1]}), 1.0, 2.0, 0.5
+    )
+    return memory.Memory(
+        "boot", {"check": last}, {alarm.finding.key: alarm}, condition.Told("True", "X", 2, 5.0)
+    )
+
+
+def test_memory_survives_json(tmp_path: Path) -> None:
+    known = state(Alarm("check", AT_ONCE, 2, 3.0, (1.0, 2.0), 9.0))
+    memory.replace_file(tmp_path / "x", json.dumps(memory.as_json(known)))
+    assert memory.load(tmp_path / "x", "boot") == (known, "")
+    assert memory.load(tmp_path / "x", "next boot") == (memory.Memory("next boot"), "")
+    assert memory.load(tmp_path / "none", "boot") == (memory.Memory("boot"), "")
+
+
+def test_damaged_memory_is_none_and_is_told(tmp_path: Path) -> None:
+    whole = json.dumps(memory.as_json(state(Alarm("check", AT_ONCE, 2, 3.0, (1.0,), 9.0))))
+    path = tmp_path / "x"
+    damaged: Sequence[str] = [
+        *(whole[:cut] for cut in range(0, len(whole), 7)),
+        "[]",
+        "null",
+        whole.replace('"alarms": [', '"alarms": [1, '),
+        whole.replace('"samples": [', '"samples": [{"nonsense": 1}, '),
+        whole.replace('"told": {', '"told": {"nonsense": 1, '),
+    ]
+    for text in damaged:
+        path.write_text(text)
+        found, trouble = memory.load(path, "boot")
+        assert found == memory.Memory("boot") and "damaged" in trouble, text
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "damaged" in memory.load(path, "boot")[1]
+
+
+def test_slow_checks_wait_for_their_turn() -> None:
+    assert command.is_due(memory.Last(), 600.0, 0.0)
+    last = memory.Last(at=100.0)
+    assert not command.is_due(last, 600.0, 690.0) and command.is_due(last, 600.0, 696.0)
+    assert command.is_due(last, 0.0, 101.0)
+    assert not command.is_due(replace(last, not_before=500.0), 0.0, 400.0)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"path": "/"}, "path: there is no such setting"),
+    "check": ({"disabled": ["disk"]}, "no check is called"),
+    "interval": ({"intervals": {"gpu": -1}}, "0 to 86400"),
+    "interval of nothing": ({"intervals": {"disk": 1}}, "no check is called"),
+    "severity": ({"severities": {"network.dns": "bad"}}, "severities"),
+    "code": ({"severities": {"dns": "warn"}}, "severities"),
+    "list": ({"paths": "/"}, "paths: it has another shape"),
+    "relative": ({"paths": ["mnt"]}, "'mnt' is no absolute path"),
+    "thresholds": ({"full_warn_percent": 98}, "full_warn_percent is not above"),
+    "port": ({"registries": ["registry.test"]}, "'registry.test' is not HOST:PORT"),
+    "number": ({"raise_looks": 0}, "at least 1"),
+    "truth": ({"flaps": True}, "flaps: it has another shape"),
+    "https": ({"imds": "https://x"}, "imds: an http address"),
+    "name": ({"names": ["a..b"]}, "names: letters"),
+    "condition": ({"condition": "Node Healthy"}, "condition: letters"),
+}
+
+
+@pytest.mark.parametrize(("found", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(NodeError) as caught:
+        parse(found)
+    assert caught.value.code == "settings" and words in caught.value.message
+
+
+def test_endpoints() -> None:
+    assert endpoint("registry.test:5000") == ("registry.test", 5000)
+    assert endpoint("[2001:db8::1]:443") == ("2001:db8::1", 443)
+    assert endpoint("192.0.2.1:6443") == ("192.0.2.1", 6443)
+    for wrong in (
+        "registry.test",
+        "registry.test:0",
+        "registry.test:70000",
+        "[x]:1",
+        "a b:1",
+        ":1",
+        "2001:db8::1:443",
+    ):
+        assert endpoint(wrong) is None, wrong
+
+
+def test_role_writes_the_agents_names_and_defaults() -> None:
+    role = REPO / "roles/node_health"
+    names = yaml.safe_load((role / "vars/main.yml").read_text())["__node_health_settings"]
+    assert set(Settings.__dataclass_fields__) - set(names) == {"node_name", "connect_seconds"}
+    defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
+    assert parse({name: defaults[f"node_health_{name}"] for name in names}) == Settings()
+
+
+def test_every_check_has_an_interval_and_a_choice_in_the_role() -> None:
+    assert set(command.checks()) == set(health_settings.CHECKS) == set(Settings().intervals)
+    specs = yaml.safe_load((REPO / "roles/node_health/meta/argument_specs.yml").read_text())
+    options = specs["argument_specs"]["main"]["options"]
+    assert set(options["node_health_disabled"]["choices"]) == set(health_settings.CHECKS)

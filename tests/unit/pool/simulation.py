@@ -1,0 +1,211 @@
+"""A fleet in simulated time: thousands of hosts with faults, one clock that jumps to what happens next.
+
+Nothing here waits. The driver is the real one; what it does is written down, so that a test can compare it with
+what it may do. The distribution of durations is that of facts about real nodes: half of them join within 30 s,
+95 % within 60 s.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from image_builder.pool.driver import Event, Work, run
+from image_builder.pool.gates import Reading
+from image_builder.pool.model import OK, Host, Joined, Outcome, Pool, ScaleSet, Step, ended, failed
+from image_builder.pool.plan import Plan, PlannedFrom, make_plan
+from image_builder.pool.policy import Policy
+from image_builder.pool.progress import Progress, apply, begin
+from image_builder.pool.records import Opened, Record
+
+START = 1_000_000.0
+_MEDIAN, _SIGMA = 30.0, math.log(2) / 1.645
+
+Fate = Literal["well", "hangs before", "hangs after"] | Outcome
+# What can be wrong with a host for good, evenly spread.
+FAULTS: tuple[Outcome, ...] = (
+    ended("refused"),
+    ended("timeout"),
+    ended("auth"),
+    ended("host key"),
+    ended("sudo"),
+    failed("image", 11),
+    failed("disk", 31),
+    failed("disk", 32),
+    failed("gpu", 61),
+    failed("gpu", 62),
+    failed("ready", 91),
+    failed("verify", 101),
+)
+
+
+def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> list[Host]:
+    """Return hosts in scale sets of 100, as InfiniBand has them, over VM size x zone x image."""
+    found = []
+    for n in range(number_of_hosts):
+        number = n // scale_set
+        found.append(
+            Host(
+                name=f"gpu-{number:02}-{n:06}",
+                address=f"10.{n // 65536}.{n // 256 % 256}.{n % 256}",
+                pool="gpu",
+                scale_set=f"gpu-{number:02}",
+                vm_size=f"size-{number % cells // 4}",
+                zone=str(number % 2 + 1),
+                image=f"image-{number % 4 // 2}",
+            )
+        )
+    return found
+
+
+def make(number_of_hosts: int, policy: Policy | None = None) -> Plan:
+    """Return the plan of so many hosts."""
+    hosts = make_hosts(number_of_hosts)
+    sets = Counter(host.scale_set for host in hosts)
+    pool = Pool(name="gpu", scale_sets=tuple(ScaleSet(name=n, capacity=c, hosts=c) for n, c in sets.items()))
+    return make_plan(PlannedFrom(paths=("hosts.yml",), digest="d"), [pool], hosts, policy or Policy())
+
+
+@dataclass
+class Faults:
+    """What goes wrong. ``token_gap`` are the seconds at the end of each ``token_seconds`` in which tokens are refused.
+
+    ``throttled`` are spans of seconds since the start in which the API servers answer a tenth with 429.
+    """
+
+    failures: float = 0.0
+    hangs: float = 0.0
+    token_seconds: float = 900.0
+    token_gap: float = 0.0
+    throttled: Sequence[tuple[float, float]] = ()
+    fates: dict[str, Fate] = field(default_factory=dict)
+    seed: int = 1
+
+    def fate(self, name: str) -> Fate:
+        if name in self.fates:
+            return self.fates[name]
+        drawn = random.Random(f"{self.seed}/{name}")
+        chance = drawn.random()
+        if chance < self.failures:
+            return drawn.choice(FAULTS)
+        if chance < self.failures + self.hangs:
+            return drawn.choice(["hangs before", "hangs after"])
+        return "well"
+
+
+@dataclass
+class World:
+    """The fleet. What happened to it stands here, as the hosts know it and not as the driver thinks."""
+
+    plan: Plan
+    faults: Faults
+    time: float = START
+    events: list[tuple[float, int, Event]] = field(default_factory=list)
+    order: Iterator[int] = field(default_factory=count)
+    joins: Counter[str] = field(default_factory=Counter)
+    slots: list[float] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+    fine: set[str] = field(default_factory=set)
+    refused_tokens: int = 0
+    red_starts: int = 0
+    reading: Reading = field(default_factory=Reading)
+    check: Callable[[], None] = lambda: None
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, until: float) -> Sequence[Event]:
+        self.check()
+        if not self.events or self.events[0][0] > until:
+            self.time = max(self.time, until)
+            return ()
+        self.time = max(self.time, self.events[0][0])
+        found = []
+        while self.events and self.events[0][0] <= self.time:
+            event = heapq.heappop(self.events)[2]
+            if event.step == "verify" and event.outcome.ok:
+                self.fine.add(event.host)
+            found.append(event)
+        return found
+
+    def _later(self, seconds: float, work: Work, step: Step, outcome: Outcome, joined: Joined) -> None:
+        event = Event(work.host.name, step, work.attempt, outcome, joined, seconds)
+        heapq.heappush(self.events, (self.time + work.delay + seconds, next(self.order), event))
+
+    def probe(self, work: Sequence[Work]) -> None:
+        for w in work:
+            fate = self.faults.fate(w.host.name)
+            joined: Joined = "yes" if self.joins[w.host.name] else "no"
+            if isinstance(fate, Outcome) and fate.kind != "failed":
+                self._later(10.0 if fate.kind == "timeout" else 0.2, w, "probe", fate, "unknown")
+            elif fate in ("hangs before", "hangs after") and w.host.name in self.touched:
+                pass  # it stopped answering altogether
+            else:
+                self._later(0.3, w, "probe", OK, joined)
+
+    def bootstrap(self, work: Sequence[Work]) -> None:
+        self.slices.append(len(work))
+        for w in work:
+            name, fate = w.host.name, self.faults.fate(w.host.name)
+            slot = self.time + w.delay
+            self.slots.append(slot)
+            self.touched.add(name)
+            self.red_starts += self._is_red(self.time)
+            drawn = random.Random(f"{self.faults.seed}/{name}/{w.attempt}")
+            seconds = _MEDIAN * math.exp(drawn.gauss(0, _SIGMA))
+            if fate == "hangs before":
+                continue
+            if self._token_refused(slot):
+                self.refused_tokens += 1
+                self._later(3.0, w, "bootstrap", failed("credentials", 71), "no")
+            elif isinstance(fate, Outcome) and fate.phase not in ("verify", "ready"):
+                self._later(seconds / 2, w, "bootstrap", fate, "no")
+            else:
+                self.joins[name] += 1
+                if isinstance(fate, Outcome) and fate.phase == "ready":
+                    self._later(seconds + 60, w, "bootstrap", fate, "yes")
+                elif fate != "hangs after":
+                    self._later(seconds, w, "bootstrap", OK, "yes")
+
+    def verify(self, work: Sequence[Work]) -> None:
+        for w in work:
+            fate = self.faults.fate(w.host.name)
+            self._later(8.0, w, "verify", fate if isinstance(fate, Outcome) else OK, "yes")
+
+    def give_up(self, host: str, step: Step, attempt: int) -> None:
+        pass
+
+    def gate(self) -> Reading:
+        if self._is_red(self.time):
+            return self.reading.model_copy(update={"requests": 30_000, "throttled": 3_000})
+        return self.reading.model_copy(update={"requests": 30_000})
+
+    def _is_red(self, at: float) -> bool:
+        return any(a <= at - START < b for a, b in self.faults.throttled)
+
+    def _token_refused(self, at: float) -> bool:
+        gap = self.faults.token_gap
+        return bool(gap) and (at - START) % self.faults.token_seconds >= self.faults.token_seconds - gap
+
+
+def simulate(
+    plan: Plan,
+    faults: Faults,
+    *,
+    world: World | None = None,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> tuple[Progress, World, list[Record]]:
+    """Drive a whole rollout; return its end, the fleet, and the records."""
+    world = world or World(plan, faults)
+    progress = begin(plan)
+    records: list[Record] = [Opened(at=world.time, plan=plan.digest)]
+    apply(progress, records[0])
+    run(progress, world, records.append, stop_asked)
+    return progress, world, records

@@ -1,0 +1,151 @@
+"""The commands `pool plan`, `pool status`, `pool report`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from image_builder import errors
+from image_builder.cli import app
+from image_builder.pool import plan as plans
+from image_builder.pool.journal import journal_of, open_journal
+from image_builder.pool.model import CLASSES, failed
+from image_builder.pool.records import Record
+from tests.unit.pool.simulation import Faults, make, simulate
+
+HOSTS = """
+all:
+  children:
+    cpu:
+      vars: {pool_image: worker, pool_vm_size: D16}
+      hosts: {cpu-0: {ansible_host: 10.0.0.1}, cpu-1: {ansible_host: 10.0.0.2}, cpu-2: {ansible_host: 10.0.0.3}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _run(*argv: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["pool", *argv])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    file = tmp_path / "hosts.yml"
+    file.write_text(HOSTS)
+    return file
+
+
+def test_a_plan_is_written_and_told(hosts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    status, told, _ = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--json")
+    assert status == 0
+    plan = plans.load(out)
+    answer = json.loads(told)
+    assert answer["digest"] == plan.digest and answer["pools"] == {"cpu": 3}
+    assert [w["name"] for w in answer["waves"]] == ["canaries", "wave 1", "wave 2"]
+    before = out.read_bytes()
+    assert _run("plan", "-i", str(hosts), "cpu", "--out", str(out))[0] == 0
+    assert out.read_bytes() == before
+
+
+def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
+    out, policy = tmp_path / "p.json", tmp_path / "policy.yml"
+    policy.write_text("waves: ['100%']\nmax_unavailable: '100%'\ndeadlines: {bootstrap: 60.0}\n")
+    status, _, _ = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == 0
+    made = plans.load(out)
+    assert [len(wave.hosts) for wave in made.waves] == [1, 2] and made.policy.deadlines.bootstrap == 60
+    policy.write_text("waves: []\nspeed: 9\nbudget: 2\n")
+    status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == errors.DefinitionError.exit_code
+    assert all(word in err for word in ("waves", "speed", "budget", "3 problems"))
+    assert plans.load(out) == made
+
+
+def test_without_an_inventory_nothing_is_planned(tmp_path: Path) -> None:
+    status, _, err = _run("plan", "cpu", "--out", str(tmp_path / "p.json"))
+    assert status == errors.UsageError.exit_code and "--inventory" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_that_is_not_there_leaves_no_plan(hosts: Path, tmp_path: Path) -> None:
+    status, told, _ = _run("plan", "-i", str(hosts), "cpus", "--out", str(tmp_path / "p.json"), "--json")
+    assert status == errors.DefinitionError.exit_code
+    assert "did you mean `cpu`" in json.loads(told)["error"]["problems"][0]["what"]
+    assert not (tmp_path / "p.json").exists()
+
+
+def _ran(folder: Path, faults: Faults, records: slice = slice(None)) -> Path:
+    """Write a plan and the journal of its simulated run; return the plan's file."""
+    plan = make(60)
+    path = folder / "p.json"
+    plans.save(plan, path)
+    told: list[Record] = simulate(plan, faults)[2][records]
+    with open_journal(journal_of(path)) as journal:
+        for record in told:
+            journal.append(record)
+    return path
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    plans.save(make(60), tmp_path / "p.json")
+    status, told, _ = _run("status", str(tmp_path / "p.json"), "--json")
+    assert status == 0
+    answer = json.loads(told)
+    assert answer["state"] == "not started" and answer["counts"]["not started"] == 60
+    assert not journal_of(tmp_path / "p.json").exists()
+
+
+def test_a_finished_run_is_reported_host_by_host(tmp_path: Path) -> None:
+    path = _ran(tmp_path, Faults())
+    status, told, _ = _run("report", str(path), "--json")
+    answer = json.loads(told)
+    assert status == 0 and answer["state"] == "finished"
+    assert answer["counts"]["ok"] == 60 == len(answer["results"])
+    assert set(answer["counts"]) == {*CLASSES, "not started", "in work"}
+    assert answer["seconds"]["bootstrap"]["p50"] < answer["seconds"]["bootstrap"]["p95"]
+    assert len(answer["slowest"]) == 20
+    assert all(w["passed"] > w["began"] for w in answer["waves"])
+    status, text, _ = _run("status", str(path))
+    assert status == 0 and text.startswith("finished\n60 hosts: 60 ok\n0 failed of 1 allowed")
+
+
+def test_a_stopped_run_says_why_and_what_failed(tmp_path: Path) -> None:
+    first = make(60).waves[0].hosts[0]
+    path = _ran(tmp_path, Faults(fates={first: failed("gpu", 61, "")}))
+    status, text, _ = _run("status", str(path))
+    assert status == 1
+    assert "stopped: 1 host of canaries failed, its budget is 0" in text
+    assert f"1 x failed gpu 61: {first}" in text
+    answer = json.loads(_run("report", str(path), "--json")[1])
+    (alike,) = answer["failures"]
+    assert alike["hosts"] == [first] and sum(alike["zones"].values()) == 1
+
+
+def test_a_killed_run_is_interrupted_and_a_living_one_runs(tmp_path: Path) -> None:
+    path = _ran(tmp_path, Faults(), slice(0, 30))
+    status, told, _ = _run("status", str(path), "--json")
+    assert status == 1 and json.loads(told)["state"] == "interrupted"
+    with open_journal(journal_of(path)):
+        status, told, _ = _run("status", str(path), "--json")
+        assert status == 0 and json.loads(told)["state"] == "running"
+
+
+def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:
+    path = _ran(tmp_path, Faults())
+    data = journal_of(path).read_bytes()
+    journal_of(path).write_bytes(data.replace(b'"step":"verify"', b'"step":"vandal"', 1))
+    status, _, err = _run("status", str(path))
+    assert status == errors.ImageBuilderError.exit_code and "the journal is damaged" in err
