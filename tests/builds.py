@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from image_builder.store import Store
+
 REPO = Path(__file__).resolve().parents[1]
 IMAGE = "minimal"
 
@@ -85,6 +87,14 @@ class Workplace:
     def forget_id(self, stage_id: str) -> None:
         """Remove one stage from the store."""
         subprocess.run(["rm", "-rf", "--one-file-system", self.store / "objects" / stage_id], check=True)
+
+    def sealed(self) -> tuple[tuple[Path, ...], Path]:
+        """Return the layers of the sealed image that was published last, topmost first, and its facts."""
+        facts = self.artefact / "facts.json"
+        store = Store(self.store)
+        build_id = json.loads(facts.read_bytes())["build_id"]
+        ids = [build_id, *store.meta(build_id)["lowers"]]
+        return tuple(store.product(stage_id) / "tree" for stage_id in ids), facts
 
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""

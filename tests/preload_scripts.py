@@ -27,6 +27,7 @@ start_docker() {
   dockerd=$!
   wait_for docker info
 }
+# What wait returns is the signal's number.
 stop_docker() { kill $dockerd; wait $dockerd || true; }
 start() {
   mount -t tmpfs tmpfs /run
@@ -126,6 +127,7 @@ settings "$pause"
 preload first
 docker container ls --all --no-trunc --format '{{json .}}' >"$scratch/guards"
 docker volume ls --quiet >"$scratch/volumes"
+# grep's status 1 says that there is none, which is an answer.
 grep -c /mnt/ /proc/self/mountinfo >"$scratch/mounts" || true
 grep merged /proc/self/mountinfo >"$scratch/merged" || true
 preload second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,19 +14,26 @@ from pathlib import Path
 RDONLY, NOSUID, NODEV, NOEXEC, NOATIME, BIND = 1, 2, 4, 8, 1024, 4096
 # For a look at what may be anybody's.
 READ_ONLY = RDONLY | NOSUID | NODEV | NOEXEC
+# How mountinfo writes a blank, a tab, a line's end, a backslash and a hash.
+_ESCAPE = re.compile(r"\\([0-7]{3})")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo: ``device`` is ``major:minor``, ``root`` what of the filesystem is seen at ``target``."""
+    """A line of mountinfo: ``device`` is ``major:minor``, ``root`` what of the filesystem is seen at ``target``.
+
+    ``read_only`` is what the filesystem itself is: a bind mount, or the view of a sandboxed service, can be read-only
+    without that.
+    """
 
     device: str
     root: str
     target: str
     filesystem: str
     source: str
+    read_only: bool = False
 
 
 def listed(proc: Path = Path("/proc")) -> list[Mount]:
@@ -37,13 +45,12 @@ def listed(proc: Path = Path("/proc")) -> list[Mount]:
 def _parse(line: str) -> Mount:
     before, _, after = line.partition(" - ")
     words, rest = before.split(" "), after.split(" ")
-    return Mount(words[2], _plain(words[3]), _plain(words[4]), rest[0], _plain(rest[1]))
+    read_only = "ro" in rest[2].split(",")
+    return Mount(words[2], _plain(words[3]), _plain(words[4]), rest[0], _plain(rest[1]), read_only)
 
 
 def _plain(word: str) -> str:
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        word = word.replace(code, character)
-    return word
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), word)
 
 
 def at(target: str | Path) -> Mount | None:

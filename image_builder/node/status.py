@@ -23,6 +23,7 @@ from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 
 DIRECTORY = Path("/run/node")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FORMAT = 1
 SECTIONS = ("disk", "seed", "preload", "promotion")
 # Sections that only some nodes have.
@@ -33,6 +34,11 @@ PREFIX = "image-builder"
 _LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
 PREFLIGHT_LABEL = f"{PREFIX}/preflight"
 PENDING = "pending"
+
+
+def boot_id(path: Path = BOOT_ID) -> str:
+    """Return this boot's id, the one that the kubelet tells as ``status.nodeInfo.bootID``. Raises OSError."""
+    return path.read_text(encoding="ascii").strip()
 
 
 def tell(text: str) -> None:

@@ -203,8 +203,8 @@ def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
     try:
         # Without places, which would take ten times as long: those are looked up for what is wrong.
         merged = source.variables.get_vars(host=source.manager.get_host(name), include_hostvars=False)
-    except Exception:
-        source.host_variables(name)  # says which file it is
+    except Exception:  # of Ansible's templar and plugins, anything; nothing of it is swallowed
+        source.host_variables(name)  # raises what names the file
         raise
     values: dict[str, JSON] = {key: engine.plain(merged[key]) for key in _READ if key in merged}
     templates = [key for key, value in values.items() if is_template(value)]

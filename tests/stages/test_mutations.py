@@ -17,7 +17,6 @@ from image_builder.namespace import run_isolated
 from image_builder.report.verification import SuiteResult, from_json
 from image_builder.sandbox import open_root
 from image_builder.stages.verify import observe_suite
-from image_builder.store import Store
 from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
@@ -30,11 +29,7 @@ def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
         layers = os.environ["IMAGE_BUILDER_SEALED_TREE"].split(":")
         return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_FACTS"])
     built: Workplace = request.getfixturevalue("worker")
-    facts = built.artefact / "facts.json"
-    store = Store(built.store)
-    build_id = json.loads(facts.read_bytes())["build_id"]
-    ids = [build_id, *store.meta(build_id)["lowers"]]
-    return tuple(store.product(stage_id) / "tree" for stage_id in ids), facts
+    return built.sealed()
 
 
 def run_in_sandbox(work: Path, lowers: tuple[Path, ...], facts: Path, *, mutated: bool) -> SuiteResult:

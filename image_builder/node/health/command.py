@@ -107,7 +107,7 @@ def run(
     """
     settings = parse(files.load("health", directory))
     places.run.mkdir(parents=True, exist_ok=True)
-    boot_id = (places.proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    boot_id = status.boot_id(places.proc / status.BOOT_ID.relative_to("/proc"))
     path = places.run / "health-state.json"
     with lock.held(places.run / "health.lock"):
         before, trouble = memory.load(path, boot_id)

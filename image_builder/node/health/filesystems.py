@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.node import mounts
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 from image_builder.node.health.settings import Settings
+from image_builder.node.mounts import Mount
 
 # Asking one of these can take for ever, and none of them is the node's own.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "afs")
 # Made to be read: that they can't be written to says nothing.
 _READ_ONLY = ("squashfs", "erofs", "iso9660", "cramfs", "romfs")
-# How mountinfo writes a blank, a tab, a line's end and a backslash.
-_ESCAPE = re.compile(r"\\([0-7]{3})")
-
-
-@dataclass(frozen=True)
-class Mounted:
-    """What is mounted at ``target``: ``device`` is major:minor, ``read_only`` what the filesystem itself is.
-
-    A bind mount, or the view of a sandboxed service, can be read-only without the filesystem being so.
-    """
-
-    target: str
-    device: str
-    kind: str
-    read_only: bool
 
 
 @dataclass(frozen=True)
@@ -37,7 +23,7 @@ class Usage:
     """How full the filesystem of a path is, as anybody but root sees it. 0 inodes: it has no limit of them."""
 
     path: str
-    mounted: Mounted
+    mounted: Mount
     total_bytes: int
     free_bytes: int
     total_inodes: int
@@ -55,40 +41,26 @@ class Usage:
 
 def check(look: Look) -> Outcome:
     """Look at the filesystem of each configured path that is there. Raises OSError."""
-    usages = measure(look.settings.paths, mounted(look.places.proc))
+    usages = measure(look.settings.paths, mounts.listed(look.places.proc))
     return Outcome(tuple(rule(usages, look.settings)), tuple(samples(usages)))
 
 
-def mounted(proc: Path) -> list[Mounted]:
-    """Return what is mounted, later mounts last; raises OSError."""
-    text = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    return [_parse(line) for line in text.splitlines()]
-
-
-def _parse(line: str) -> Mounted:
-    before, _, after = line.partition(" - ")
-    words, rest = before.split(" "), after.split(" ")
-    return Mounted(
-        _ESCAPE.sub(lambda m: chr(int(m[1], 8)), words[4]), words[2], rest[0], "ro" in rest[2].split(",")
-    )
-
-
-def containing(path: str, mounts: Sequence[Mounted]) -> Mounted | None:
+def containing(path: str, among: Sequence[Mount]) -> Mount | None:
     """Return the mount that a path lies on: the longest target that leads to it, of equals the last."""
-    found: Mounted | None = None
-    for one in mounts:
+    found: Mount | None = None
+    for one in among:
         below = path == one.target or path.startswith(one.target.rstrip("/") + "/")
         if below and (found is None or len(one.target) >= len(found.target)):
             found = one
     return found
 
 
-def measure(paths: Iterable[str], mounts: Sequence[Mounted]) -> list[Usage]:
+def measure(paths: Iterable[str], among: Sequence[Mount]) -> list[Usage]:
     """Measure each filesystem once, under the first path that names it; remote ones and missing paths not at all."""
     found: dict[str, Usage] = {}
     for path in paths:
-        one = containing(os.path.realpath(path), mounts)
-        if one is None or one.kind in _REMOTE or one.device in found or not os.path.exists(path):
+        one = containing(os.path.realpath(path), among)
+        if one is None or one.filesystem in _REMOTE or one.device in found or not os.path.exists(path):
             continue
         state = os.statvfs(path)
         # Blocks that are root's alone are neither used nor free to anybody: they count as not there.
@@ -103,8 +75,8 @@ def rule(usages: Iterable[Usage], settings: Settings) -> list[Finding]:
     """Return what is wrong with filesystems."""
     found = []
     for one in usages:
-        if one.mounted.read_only and one.mounted.kind not in _READ_ONLY:
-            detail = f"{one.path}: {one.mounted.kind} on {one.mounted.target} is read-only"
+        if one.mounted.read_only and one.mounted.filesystem not in _READ_ONLY:
+            detail = f"{one.path}: {one.mounted.filesystem} on {one.mounted.target} is read-only"
             found.append(Finding("filesystem.read-only", one.path, "fail", detail, action="replace"))
         parts = {
             "filesystem.full": (one.used, "full"),
@@ -127,7 +99,7 @@ def samples(usages: Iterable[Usage]) -> list[Sample]:
     """Return the metrics of filesystems."""
     found = []
     for one in usages:
-        labels: Mapping[str, str] = {"path": one.path, "fstype": one.mounted.kind}
+        labels: Mapping[str, str] = {"path": one.path, "fstype": one.mounted.filesystem}
         found += [
             Sample("filesystem_used_ratio", round(one.used, 4), labels),
             Sample("filesystem_inodes_used_ratio", round(one.inodes_used, 4), labels),

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
+from image_builder.node import mounts
 from image_builder.node.gpu import xids
 from image_builder.node.health import filesystems
 from image_builder.node.health.model import Action, Finding, Look, Outcome, Sample, Severity
@@ -103,8 +104,8 @@ def check(look: Look, judge: Judge) -> Outcome:
 
 def own_devices(look: Look) -> frozenset[str]:
     """Return the devices that hold the configured paths: the node's own, no volume of a pod's."""
-    mounts = filesystems.mounted(look.places.proc)
-    found = [filesystems.containing(os.path.realpath(path), mounts) for path in look.settings.paths]
+    mounted = mounts.listed(look.places.proc)
+    found = [filesystems.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
     return filesystems.disks_below({one.device for one in found if one}, look.places.sys)
 
 

@@ -26,7 +26,7 @@ class Places:
     run: Path = status.DIRECTORY
     etc: Path = files.DIRECTORY
     release: Path = files.RELEASE
-    boot_id: Path = model.BOOT_ID
+    boot_id: Path = status.BOOT_ID
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
     smoke: Callable[[str], Sequence[str]] = smoke.command
@@ -41,7 +41,7 @@ def run(places: Places = Places()) -> int:
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         with lock.held(places.run / "preflight.lock"):
-            boot_id = model.read_boot_id(places.boot_id)
+            boot_id = status.boot_id(places.boot_id)
             build = files.build_id(places.release)
             _forget(places.run)
             settings, found = _test(places, boot_id)

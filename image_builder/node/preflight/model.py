@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 FORMAT = 1
 FILE = "preflight.json"
 REPORTED = "preflight.reported"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
 # What a person or a machine is to do with the node, the mildest first.
@@ -66,11 +64,6 @@ def document(
         "started": started,
         "seconds": round(seconds, 3),
     }
-
-
-def read_boot_id(path: Path = BOOT_ID) -> str:
-    """Return this boot's id, the one that the kubelet tells as ``status.nodeInfo.bootID``. Raises OSError."""
-    return path.read_text(encoding="ascii").strip()
 
 
 def condition_status(state: str) -> str:

@@ -36,7 +36,7 @@ class Places:
 
     run: Path = status.DIRECTORY
     etc: Path = files.DIRECTORY
-    boot_id: Path = model.BOOT_ID
+    boot_id: Path = status.BOOT_ID
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
@@ -84,7 +84,7 @@ def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:
     """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
     try:
         found: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
-        now = model.read_boot_id(boot_id)
+        now = status.boot_id(boot_id)
     except (OSError, ValueError) as error:
         raise NodeError("preflight.none", f"there is no verdict to report: {error}") from error
     if found["boot_id"] != now:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
 from image_builder.node.health import (
@@ -26,7 +27,7 @@ from image_builder.node.health import (
     network,
     nvme,
 )
-from image_builder.node.health.filesystems import Mounted, Usage
+from image_builder.node.health.filesystems import Usage
 from image_builder.node.health.model import Finding, Look, Places
 from image_builder.node.health.settings import Settings
 
@@ -37,8 +38,12 @@ def codes(findings: list[Finding] | tuple[Finding, ...]) -> list[tuple[str, str,
     return [(one.code, one.subject, one.severity) for one in findings]
 
 
+def mounted(target: str, device: str, kind: str, *, read_only: bool) -> mounts.Mount:
+    return mounts.Mount(device, "/", target, kind, "", read_only)
+
+
 def usage(free: int, inodes: int = 50, *, kind: str = "ext4", read_only: bool = False) -> Usage:
-    return Usage("/data", Mounted("/data", "8:1", kind, read_only), 100, free, 100, inodes)
+    return Usage("/data", mounted("/data", "8:1", kind, read_only=read_only), 100, free, 100, inodes)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +65,13 @@ def test_filesystems(seen: Usage, wanted: list[tuple[str, str, str]]) -> None:
 
 def test_path_lies_on_the_mount_with_the_longest_target_and_of_these_the_last() -> None:
     root, data, again = (
-        Mounted("/", "8:1", "ext4", False),
-        Mounted("/mnt/local", "8:2", "xfs", False),
-        Mounted("/mnt/local", "8:3", "xfs", True),
+        mounted("/", "8:1", "ext4", read_only=False),
+        mounted("/mnt/local", "8:2", "xfs", read_only=False),
+        mounted("/mnt/local", "8:3", "xfs", read_only=True),
     )
-    mounts = [root, data, again]
-    assert filesystems.containing("/mnt/local/docker", mounts) == again
-    assert filesystems.containing("/mnt/localother", mounts) == root
+    every = [root, data, again]
+    assert filesystems.containing("/mnt/local/docker", every) == again
+    assert filesystems.containing("/mnt/localother", every) == root
     assert filesystems.containing("/mnt/local", [root, data]) == data
 
 
@@ -77,9 +82,9 @@ def test_mountinfo_tells_the_filesystem_s_own_state(tmp_path: Path) -> None:
         "36 35 98:0 / / ro,noatime shared:2 - ext4 /dev/root rw,errors=remount-ro\n"
         "37 36 98:1 / /a\\040b rw - xfs /dev/x ro,attr2\n"
     )
-    assert filesystems.mounted(tmp_path) == [
-        Mounted("/", "98:0", "ext4", False),
-        Mounted("/a b", "98:1", "xfs", True),
+    assert mounts.listed(tmp_path) == [
+        mounts.Mount("98:0", "/", "/", "ext4", "/dev/root", read_only=False),
+        mounts.Mount("98:1", "/", "/a b", "xfs", "/dev/x", read_only=True),
     ]
 
 

@@ -11,12 +11,12 @@ from image_builder.node import mounts
 MOUNTINFO = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
 30 22 0:28 / /var/lib/preload ro,nodev - erofs /opt/preload/store.erofs ro
-31 22 0:29 /sub /mnt/with\\040space rw shared:2 master:1 - tmpfs some\\134thing rw
+31 22 0:29 /sub /mnt/with\\040space\\043 rw shared:2 master:1 - tmpfs some\\134thing rw
 32 22 0:30 / /var/lib/preload ro - erofs /dev/mapper/preload ro
 33 22 0:31 / /var/lib/preloaded rw - tmpfs tmpfs rw
 """
-LOWER = mounts.Mount("0:28", "/", "/var/lib/preload", "erofs", "/opt/preload/store.erofs")
-UPPER = mounts.Mount("0:30", "/", "/var/lib/preload", "erofs", "/dev/mapper/preload")
+LOWER = mounts.Mount("0:28", "/", "/var/lib/preload", "erofs", "/opt/preload/store.erofs", read_only=True)
+UPPER = mounts.Mount("0:30", "/", "/var/lib/preload", "erofs", "/dev/mapper/preload", read_only=True)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_mounts_are_read_with_their_escapes(listed: list[mounts.Mount]) -> None:
     assert listed == [
         mounts.Mount("254:0", "/", "/", "ext4", "/dev/vda1"),
         LOWER,
-        mounts.Mount("0:29", "/sub", "/mnt/with space", "tmpfs", "some\\thing"),
+        mounts.Mount("0:29", "/sub", "/mnt/with space#", "tmpfs", "some\\thing"),
         UPPER,
         mounts.Mount("0:31", "/", "/var/lib/preloaded", "tmpfs", "tmpfs"),
     ]
