@@ -56,13 +56,14 @@ def scan(data_root: Path, engine: str) -> Links:
             continue
         for entry in entries:
             place = os.path.join(entry.path, name)
-            if os.path.islink(place):
+            try:
                 layer = os.path.basename(os.readlink(place))
-                served.add(layer)
-                if not os.path.isdir(place):
-                    broken.add(layer)
-            elif os.path.isdir(place):
-                directories += 1
+            except OSError:  # no link, or none any more: the promotion goes on meanwhile
+                directories += os.path.isdir(place)
+                continue
+            served.add(layer)
+            if not os.path.isdir(place):
+                broken.add(layer)
     return Links(frozenset(served), frozenset(broken), directories)
 
 

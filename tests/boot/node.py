@@ -96,8 +96,14 @@ class Instance:
     def boot(self, *, clock: str = "") -> str:
         """Switch it on and wait until all is started; return systemd's word for that."""
         self.vm.power_on(clock=clock)
+        return self.wait_until_started()
+
+    def wait_until_started(self) -> str:
+        """Wait until all of a machine that was switched on is started; return systemd's word for that."""
         self.vm.wait_for_ssh(total_seconds=BOOT_SECONDS, quiet_seconds=300)
-        return wait_for_system(self.ssh)
+        state = wait_for_system(self.ssh)
+        assert state != "starting", f"not started: {self.shell('systemctl list-jobs --no-pager')}"
+        return state
 
     def restart(self) -> str:
         """Shut it down in order and boot it again."""
@@ -152,9 +158,9 @@ class Instance:
 
     def status(self) -> dict[str, Any]:
         """Return what ``node-agent status --json`` tells."""
-        found: dict[str, Any] = json.loads(
-            self.ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=300).stdout
-        )
+        done = self.ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=300)
+        assert done.stdout, f"node-agent status: {done.stderr}"
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.boot import start_pod, wait_for_system
+from image_builder.boot import start_pod
 from image_builder.events import NullMonitor
 from image_builder.node import layout
 from image_builder.stages.verify import observe_suite
@@ -18,6 +18,9 @@ from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allo
 
 Facts = dict[str, Any]
 DISK_LINE, SEED_LINE = "node-agent: disk: ", "node-agent: seed: "
+# Its network stage is over: it has made the user, and the journal of the filesystem was just committed, or will be.
+USERS_LINE = "Finished \x1b[0;1;39mcloud-init-network.service"
+USERS_SECONDS = 6.0
 PROMOTION_SECONDS = 1200.0
 EVICTION_SECONDS = 600.0
 MORE = "more.lab.internal/built-here:1"  # an image that no bake knows
@@ -175,8 +178,26 @@ def _action(node: Instance) -> str:
 
 def wait_until_up(place: Place) -> Facts:
     """Wait for a machine that was switched on."""
-    place.node.vm.wait_for_ssh(total_seconds=BOOT_SECONDS)
-    return _observe(place.node, wait_for_system(place.node.ssh))
+    return _observe(place.node, place.node.wait_until_started())
+
+
+def cut_after_users(place: Place) -> Facts:
+    """Kill QEMU in the first boot, when cloud-init has just made the user."""
+    _insert(place)
+    node = place.node
+    node.vm.power_on()
+    node.wait(lambda: node.said(USERS_LINE), BOOT_SECONDS, "cloud-init makes the user")
+    time.sleep(USERS_SECONDS)
+    node.end()
+    return {}
+
+
+def first_boot_again(place: Place) -> Facts:
+    """See whether this boot began the first one anew, and that it is done now."""
+    node = place.node
+    again = node.shell("systemctl show --property=ConditionResult --value first-boot-again.service").strip()
+    node.shell("test -e /var/lib/cloud/instance/first-boot-is-on-disk")
+    return {"first_boot_again": again == "yes"}
 
 
 def cut_while_promoting(place: Place) -> Facts:
@@ -189,7 +210,8 @@ def cut_while_promoting(place: Place) -> Facts:
 
 
 def _wait_for_copies(place: Place, amount: int) -> None:
-    before = allocated(place.file())
+    before, told = allocated(place.file()), place.node.status()
+    assert not _is_through(told), f"the promotion is through: {told['promotion']}"
     place.node.wait(lambda: allocated(place.file()) > before + amount, PROMOTION_SECONDS, "promotion writes")
 
 

@@ -9,6 +9,7 @@ from mutations_booted import record_booted
 
 SSHD = "/etc/ssh/sshd_config.d/10-hardening.conf"
 CLOUD = "/etc/cloud/cloud.cfg.d/95_image.cfg"
+FIRST_BOOT = "/etc/systemd/system/first-boot"
 GUARD = "/etc/systemd/system/azure-pod-guard.service"
 ACCOUNTING = "/etc/systemd/system/network-accounting.service"
 
@@ -61,8 +62,8 @@ record(
 )
 record(
     "test_hardening_sysctls_are_configured",
-    write("/etc/sysctl.d/99-later.conf", "kernel/kptr_restrict = 0\n"),
-    remove("/etc/sysctl.d/80-hardening.conf"),
+    write("/etc/sysctl.d/zzz-later.conf", "kernel/kptr_restrict = 0\n"),
+    remove("/etc/sysctl.d/zz-hardening.conf"),
 )
 record("test_declared_file_modes", chmod("/root", 0o755), chown("/etc/ssh/sshd_config", 1, 0))
 record("test_account_files_are_protected", chmod("/etc/shadow", 0o644), chown("/etc/gshadow", 0, 0))
@@ -93,6 +94,12 @@ record(
     "test_cloud_init_starts_at_boot",
     write("/etc/cloud/cloud-init.disabled", ""),
     link("/etc/systemd/system/cloud-init-local.service", "/dev/null"),
+)
+record(
+    "test_first_boot_survives_a_power_failure",
+    remove("/etc/systemd/system/cloud-init-local.service.wants/first-boot-again.service"),
+    change(f"{FIRST_BOOT}-again.service", "^ConditionPathExists=!.*\n", ""),
+    change(f"{FIRST_BOOT}-durable.service", "^ExecStart=/usr/bin/sync .*\n", ""),
 )
 record(
     "test_cloud_init_leaves_the_network_alone",
@@ -159,6 +166,7 @@ record_booted(
     "test_cloud_init_is_done",
     r"sed -i 's/\"errors\": \[\]/\"errors\": [\"mutation\"]/' /run/cloud-init/status.json",
 )
+record_booted("test_first_boot_is_on_the_disk", "rm /var/lib/cloud/instance/first-boot-is-on-disk")
 record_booted(
     "test_fstab_is_the_images",
     "echo '/dev/disk/cloud/azure_resource-part1 /mnt auto defaults,nofail 0 2' >> /etc/fstab",

@@ -23,6 +23,13 @@ from testinfra.host import Host
 
 V = dict[str, Any]
 
+MARKER = "/var/lib/cloud/instance/first-boot-is-on-disk"
+FIRST_BOOT_CONDITIONS = (
+    "Before=cloud-init-main.service cloud-init-local.service",
+    "ConditionPathExists=/var/lib/cloud/instance",
+    f"ConditionPathExists=!{MARKER}",
+)
+
 with_cloud_init = needs("system", azure_guest_cloud_init=True)
 
 
@@ -65,6 +72,22 @@ def test_cloud_init_starts_at_boot(tree: Tree) -> None:
     units = ["cloud-init-local.service", "cloud-config.service", "cloud-final.service"]
     nothing(unit for unit in units if not starts_at_boot(tree, unit))
     nothing(tree.matching("/etc/cloud/cloud-init.disabled"))
+
+
+@offline
+@booted
+@with_cloud_init
+def test_first_boot_survives_a_power_failure(host: Host, tree: Tree) -> None:
+    """A first boot counts as done when its results are on the disk; until then the next boot begins it anew."""
+    again, durable = (
+        read(host, f"/etc/systemd/system/first-boot-{name}.service") for name in ("again", "durable")
+    )
+    nothing(u for u in ("again", "durable") if not starts_at_boot(tree, f"first-boot-{u}.service"))
+    nothing(line for line in FIRST_BOOT_CONDITIONS if line not in again.splitlines())
+    assert "ExecStart=/usr/bin/cloud-init clean" in again.splitlines()
+    assert re.search(
+        rf"^ExecStart=/usr/bin/sync .*\n(.*\n)*ExecStart=/usr/bin/touch {MARKER}$", durable, re.MULTILINE
+    )
 
 
 @offline
@@ -203,6 +226,13 @@ def test_cloud_init_is_done(host: Host) -> None:
     status = json.loads(done.stdout)
     nothing(differences({"status": "done", "errors": []}, status))
     assert status["detail"], "no datasource"
+
+
+@booted
+@with_cloud_init
+def test_first_boot_is_on_the_disk(host: Host) -> None:
+    """What the first boot made was synced, so that no later one makes it anew."""
+    output(host, f"test -e {MARKER}")
 
 
 @booted

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node import report
+from image_builder.node import durable, report
 from image_builder.node.report import Links
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -51,6 +52,26 @@ def test_links_of_a_data_root_are_counted(tmp_path: Path, engine: str, folder: s
     (tmp_path / folder / "2" / name).mkdir(parents=True)
     (tmp_path / folder / "l").mkdir()  # Docker's short names: no layer
     assert report.scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1)
+
+
+def _exchange(one: Path, other: Path, times: int) -> None:
+    for _ in range(times):
+        durable.exchange(one, other)
+
+
+def test_a_layer_may_be_promoted_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "store" / A).mkdir(parents=True)
+    (tmp_path / "overlay2/0").mkdir(parents=True)
+    place, copy = tmp_path / "overlay2/0/diff", tmp_path / "copy"
+    place.symlink_to(tmp_path / "store" / A)
+    copy.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        promotion = pool.submit(_exchange, copy, place, 20_000)
+        found = set()
+        while not promotion.done():
+            found.add(report.scan(tmp_path, "docker"))
+    assert promotion.exception() is None
+    assert found == {Links(frozenset({A}), frozenset(), 0), Links(frozenset(), frozenset(), 1)}
 
 
 def test_there_may_be_no_data_root(tmp_path: Path) -> None:
