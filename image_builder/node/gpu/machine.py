@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs, settings
+from image_builder.node import imds, programs, settings
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.model import Machine, PciGpu, Port, Xid
@@ -24,7 +23,6 @@ LIBRARIES: Mapping[str, str] = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libn
 LIBRARY_DIRECTORIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib")
 _FABRIC_MANAGER = "usr/bin/nv-fabricmanager"
 _LOCAL_NVME = "Microsoft NVMe Direct Disk"
-_IMDS = "169.254.169.254"
 _IMDS_PATH = "/metadata/instance/compute?api-version=2021-02-01"
 _IMDS_TRIES, _IMDS_SECONDS = 3, 2.0
 _VERSION = re.compile(r"\b(\d{3}(?:\.\d+){1,2})\b")
@@ -210,7 +208,7 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
         pass
     try:
         answer = (ask or ask_imds)()
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError):
         return {}
     few = {key: answer[key] for key in ("vmSize", "vmId", "zone") if isinstance(answer.get(key), str)}
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -221,21 +219,18 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
 
 
 def ask_imds() -> Mapping[str, Any]:
-    """Ask Azure's metadata service, never through a proxy. Raises OSError, HTTPException or ValueError."""
+    """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
     problem: Exception = OSError("not asked")
     for _ in range(_IMDS_TRIES):
-        connection = http.client.HTTPConnection(_IMDS, timeout=_IMDS_SECONDS)
         try:
-            connection.request("GET", _IMDS_PATH, headers={"Metadata": "true"})
-            answer = connection.getresponse()
-            found = json.loads(answer.read())
-            if answer.status == http.HTTPStatus.OK and isinstance(found, dict):
-                return found
-            problem = OSError(f"the metadata service answered {answer.status}")
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            said = imds.ask(_IMDS_PATH, seconds=_IMDS_SECONDS)
+            found = json.loads(said.body)
+        except (OSError, ValueError) as error:
             problem = error
-        finally:
-            connection.close()
+            continue
+        if said.status == 200 and isinstance(found, dict):
+            return found
+        problem = OSError(f"the metadata service answered {said.status}")
     raise problem
 
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from image_builder.node import imds
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
+from image_builder.node.imds import Said
 
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _TIMEOUT = 5.0
-_MOST_BYTES = 1 << 20
 _REST_SECONDS, _MOST_REST = 60.0, 3600.0
 # The machine goes on where it was; all others end or restart it.
 _PAUSES = ("Freeze",)
@@ -38,15 +38,6 @@ class Event:
     description: str = ""
 
 
-@dataclass(frozen=True)
-class Said:
-    """An answer: HTTP status, body, and the seconds that the service wants to be left alone for."""
-
-    status: int
-    body: bytes
-    retry_after: float = 0.0
-
-
 def check(look: Look) -> Outcome:
     """Ask for events. Raises NodeError (``health.imds``), OSError."""
     address = look.settings.imds
@@ -54,9 +45,9 @@ def check(look: Look) -> Outcome:
         return Outcome()
     name = str(look.memory.get("name", ""))
     if not name:
-        said = ask(address, _NAME)
+        said = imds.ask(_NAME, address=address, seconds=_TIMEOUT)
         name = said.body.decode(errors="replace").strip() if said.status == 200 else ""
-    said = ask(address, _EVENTS)
+    said = imds.ask(_EVENTS, address=address, seconds=_TIMEOUT)
     if said.status in (429, 503):
         # Asked too often: what was found last still counts, and it is left alone for a while.
         return _resting(look, name, said)
@@ -77,23 +68,6 @@ def _resting(look: Look, name: str, said: Said) -> Outcome:
 
 def _as_json(event: Event) -> dict[str, Any]:
     return {**vars(event), "resources": list(event.resources)}
-
-
-def ask(address: str, path: str) -> Said:
-    """Ask the metadata service, past any proxy. Raises OSError, NodeError (``health.imds``)."""
-    import http.client  # only here: it takes as long to load as all else together
-
-    parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_TIMEOUT)
-    try:
-        connection.request("GET", path, headers={"Metadata": "true"})
-        answer = connection.getresponse()
-        after = answer.getheader("Retry-After", "")
-        return Said(answer.status, answer.read(_MOST_BYTES), float(after) if after.isdigit() else 0.0)
-    except http.client.HTTPException as error:
-        raise NodeError("health.imds", f"{address}{path}: {error!r}") from error
-    finally:
-        connection.close()
 
 
 def parse(said: Said) -> list[Event]:

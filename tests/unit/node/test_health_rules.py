@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import mounts
+from image_builder.node import imds, mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
 from image_builder.node.health import (
@@ -367,16 +367,16 @@ PREEMPT = (
 
 
 def test_maintenance() -> None:
-    (event,) = maintenance.parse(maintenance.Said(200, PREEMPT))
+    (event,) = maintenance.parse(imds.Said(200, PREEMPT))
     assert event.not_before == 1615856326 and event.resources == ("myspotvm",)
     (found,) = maintenance.rule([event])
     assert (found.code, found.subject, found.severity) == ("maintenance.scheduled", "Preempt", "fail")
     assert "2021-03-16T00:58:46Z" in found.detail
     assert codes(maintenance.rule([replace(event, kind="Freeze")]))[0][2] == "warn"
     assert maintenance.rule([replace(event, status="Completed")]) == []
-    begun = maintenance.parse(maintenance.Said(200, PREEMPT.replace(b"Tue, 16 Mar 2021 00:58:46 GMT", b"")))
+    begun = maintenance.parse(imds.Said(200, PREEMPT.replace(b"Tue, 16 Mar 2021 00:58:46 GMT", b"")))
     assert "not before now" in maintenance.rule(begun)[0].detail
-    assert maintenance.parse(maintenance.Said(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
+    assert maintenance.parse(imds.Said(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_maintenance() -> None:
 )
 def test_answers_that_are_no_events_are_neither_good_nor_bad(status: int, body: bytes) -> None:
     with pytest.raises(NodeError) as caught:
-        maintenance.parse(maintenance.Said(status, body))
+        maintenance.parse(imds.Said(status, body))
     assert caught.value.code == "health.imds"
 
 
