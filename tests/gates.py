@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from image_builder import failure, namespace
 from image_builder.control_plane import lab_definition, obtain
@@ -20,11 +26,15 @@ from image_builder.events import NullMonitor
 from image_builder.gate.model import Node, Rules, node_from
 from image_builder.lab.control_plane import ADMINISTRATORS, NODES, ControlPlane
 from image_builder.node.kube import Client, KubeError
+from image_builder.node.preflight import model, report
 from image_builder.settings import DEFAULT_STORE, Settings
 from tests.builds import REPO
 
 _CHILD = "import sys; from tests import gates; sys.exit(gates.child(sys.argv[1], sys.argv[2]))"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
+
+GATE = "system:serviceaccount:kube-system:image-builder-gate"
+HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
 
 
 class Cluster:
@@ -218,3 +228,95 @@ def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
     except KubeError as error:
         return {"status": error.status, "message": error.message}
     raise AssertionError("it was not refused")
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Return what the documentation says to apply."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
+
+
+def collection(manifest: dict[str, Any]) -> str:
+    namespace = manifest["metadata"].get("namespace")
+    middle = f"namespaces/{namespace}/" if namespace else ""
+    return f"/apis/{manifest['apiVersion']}/{middle}{manifest['kind'].lower()}s"
+
+
+def give_rights(cluster: Cluster) -> None:
+    """Give the controller what the documentation says, and nothing else."""
+    for manifest in manifests():
+        if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
+            cluster.admin.request("POST", collection(manifest), manifest)
+
+
+class Machine:
+    """A node of the test: the kubelet's identity, and the files that its preflight leaves."""
+
+    def __init__(self, cluster: Cluster, directory: Path, name: str, healthz: str) -> None:
+        self.cluster, self.name, self.healthz = cluster, name, healthz
+        self.kubeconfig = cluster.kubelet(name)
+        self.kubelet = cluster.client(f"system:node:{name}", NODES, agent="kubelet")
+        self.directory = directory / name
+        self.directory.mkdir()
+        self.boot = ""
+
+    def start(self, *, known: bool) -> None:
+        """Start the machine: a new boot id, and a kubelet that tells it."""
+        self.boot = str(uuid.uuid4())
+        (self.directory / "boot_id").write_text(f"{self.boot}\n")
+        (self.directory / model.REPORTED).unlink(missing_ok=True)
+        if known:
+            become_ready(self.kubelet, self.name, self.boot)
+        else:
+            register(self.kubelet, self.name, self.boot, machine=self.name)
+
+    def verdict(self, state: str, code: str = "", action: str = "none") -> dict[str, Any]:
+        """Write what a preflight of this boot would have."""
+        return {
+            "format": 1,
+            "boot_id": self.boot,
+            "image_build": "b" * 64,
+            "state": state,
+            "code": code,
+            "reason": "mismatch in SM 7" if code else "",
+            "action": action,
+            "checks": [],
+            "started": "2026-01-01T00:00:00+00:00",
+            "seconds": 41.0,
+        }
+
+    def report(self, state: str, code: str = "", action: str = "none") -> int:
+        """Report as the unit does, by the agent's own code."""
+        run, etc = self.directory / "run", self.directory / "etc"
+        for folder in (run, etc):
+            folder.mkdir(exist_ok=True)
+        (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
+        settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
+        (etc / "preflight.json").write_text(json.dumps(settings))
+        return report.run(report.Places(run, etc, self.directory / "boot_id"))
+
+    def is_out(self) -> bool:
+        return self.cluster.is_out(self.name)
+
+    def condition(self) -> dict[str, Any]:
+        found = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
+        return next((c for c in found if c["type"] == model.CONDITION), {})
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def healthy() -> Iterator[str]:
+    """Yield where a kubelet answers on its own health port, as one that works."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/healthz"
+        server.shutdown()

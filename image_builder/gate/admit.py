@@ -68,6 +68,8 @@ def why(node: Node) -> str:
         return "it has not told its boot id"
     if node.admitted_boot == node.boot_id:
         return "let in by hand"
+    if node.is_under_test:
+        return "it is tested again"
     if not node.status:
         return "nothing was reported yet"
     if node.tested_boot != node.boot_id:

@@ -60,6 +60,12 @@ def run(
     taint: Taint = _DEFAULTS.taint,
     rate: Annotated[float, typer.Option(help="the most nodes that are changed in a second")] = 50.0,
     namespace: Annotated[str, typer.Option(help="where the leader's lease is")] = "kube-system",
+    retest_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="the most of the fleet that may be out for re-tests; 0: none is made"
+        ),
+    ] = 0.02,
     as_json: Annotated[bool, typer.Option("--json", help="say each thing as one JSON object a line")] = False,
 ) -> int:
     """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
@@ -72,11 +78,17 @@ def run(
     """
     from image_builder.gate.controller import Controller, Settings
     from image_builder.gate.lease import Settings as LeaseSettings
+    from image_builder.gate.retest import Limits
 
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
-    settings = Settings(Rules(taint=taint), rate, lease=LeaseSettings(namespace=namespace))
+    settings = Settings(
+        Rules(taint=taint),
+        rate,
+        lease=LeaseSettings(namespace=namespace),
+        limits=Limits(share=retest_share),
+    )
     identity = f"{os.uname().nodename}_{os.getpid()}"
 
     def tell(text: str) -> None:

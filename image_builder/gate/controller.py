@@ -19,6 +19,8 @@ from image_builder.gate.lease import Election
 from image_builder.gate.lease import Settings as LeaseSettings
 from image_builder.gate.model import Node, Rules
 from image_builder.gate.queue import Queue
+from image_builder.gate.retest import Limits
+from image_builder.gate.retester import Retester
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import JSON_PATCH, Client, KubeError, backoff
 
@@ -35,11 +37,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """``rate`` is the most changes a second, ``burst`` how many at once after a pause."""
+    """``rate`` is the most changes a second, ``burst`` how many at once after a pause. Re-tests are thought of every
+    ``turn`` seconds."""
 
     rules: Rules = field(default_factory=Rules)
     rate: float = 50.0
     burst: int = 100
+    limits: Limits = field(default_factory=Limits)
+    turn: float = 30.0
     lease: LeaseSettings = field(default_factory=LeaseSettings)
 
 
@@ -55,6 +60,8 @@ class Controller:
         self.election = Election(connect(), identity, settings.lease, time.monotonic)
         self.informer = Informer(connect(), settings.rules, self._changed, self._removed, tell)
         self._failures = 0
+        self._retester = Retester(self._client, settings.rules, settings.limits, tell)
+        self._turned = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
         """Work until ``stop`` is set. Raises NodeError when a part of it has died: better none than half of one."""
@@ -71,6 +78,7 @@ class Controller:
             if not self.election.leads or not self.informer.synced.is_set():
                 stop.wait(_IDLE / 5)
                 continue
+            self._turn()
             node = self._next()
             if node is not None:
                 stop.wait(self._settle(node))
@@ -78,6 +86,13 @@ class Controller:
         for thread in threads:
             thread.join(5)
         self._client.close()
+
+    def _turn(self) -> None:
+        """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
+        now = time.monotonic()
+        if now - self._turned >= self.settings.turn:
+            self._retester.turn(list(self.informer.nodes.values()), time.time())
+            self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:
         """Take and renew the lease; nothing may end this but ``stop``, or nobody would renew it."""

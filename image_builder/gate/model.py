@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from image_builder.node.preflight.model import CONDITION, boot_of
+from image_builder.node.preflight.model import ANSWER, CONDITION, GRANTED, HELD, WISH, boot_of, retest_of
 from image_builder.node.status import PREFLIGHT_LABEL
 
 EFFECT = "NoSchedule"
@@ -24,9 +25,35 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """A node asks to be tested again. ``tested`` is when it was, ``until`` when it stops looking for an answer (Unix
+    times), ``text`` the annotation as it stands there."""
+
+    boot_id: str
+    nonce: str
+    tested: float
+    until: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the gate has answered to the wish of that number, and when (Unix time)."""
+
+    boot_id: str
+    nonce: str
+    state: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Node:
     """``boot_id`` is what the kubelet says, ``tested_boot`` what the condition speaks of, ``admitted_boot`` what a
-    person let in; each is empty where there is none. ``taints`` are the API's own objects, in their order."""
+    person let in; each is empty where there is none. ``taints`` are the API's own objects, in their order.
+
+    ``retested`` is the number of the re-test that the condition speaks of, empty for the boot's own test, and
+    ``reported`` when it was written (Unix time, 0: not known).
+    """
 
     name: str
     boot_id: str = ""
@@ -35,6 +62,17 @@ class Node:
     message: str = ""
     admitted_boot: str = ""
     taints: tuple[Mapping[str, Any], ...] = ()
+    retested: str = ""
+    reported: float = 0.0
+    wish: Wish | None = None
+    answer: Answer | None = None
+
+    @property
+    def is_under_test(self) -> bool:
+        """Tell whether this boot is out for a re-test that has not been reported yet."""
+        answer = self.answer
+        is_open = answer is not None and answer.state in (HELD, GRANTED) and answer.boot_id == self.boot_id
+        return is_open and answer is not None and answer.nonce != self.retested
 
 
 def node_from(found: Mapping[str, Any], rules: Rules) -> Node:
@@ -43,15 +81,44 @@ def node_from(found: Mapping[str, Any], rules: Rules) -> Node:
     conditions = [c for c in status.get("conditions") or [] if c.get("type") == rules.condition]
     condition = conditions[0] if conditions else {}
     message = str(condition.get("message", ""))
+    annotations = meta.get("annotations") or {}
     return Node(
         name=meta["name"],
         boot_id=str((status.get("nodeInfo") or {}).get("bootID", "")),
         status=str(condition.get("status", "")),
         tested_boot=boot_of(message),
         message=message,
-        admitted_boot=_admitted_boot((meta.get("annotations") or {}).get(ADMITTED, "")),
+        admitted_boot=_admitted_boot(annotations.get(ADMITTED, "")),
         taints=tuple(spec.get("taints") or ()),
+        retested=retest_of(message),
+        reported=_time(str(condition.get("lastHeartbeatTime") or "")),
+        wish=_wish(str(annotations.get(WISH, ""))),
+        answer=_answer(str(annotations.get(ANSWER, ""))),
     )
+
+
+def _time(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _wish(text: str) -> Wish | None:
+    try:
+        found = json.loads(text)
+        boot_id, nonce = str(found["boot_id"]), str(found["nonce"])
+        return Wish(boot_id, nonce, float(found["tested"]), float(found["until"]), text)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _answer(text: str) -> Answer | None:
+    try:
+        found = json.loads(text)
+        return Answer(str(found["boot_id"]), str(found["nonce"]), str(found["state"]), float(found["at"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _admitted_boot(annotation: str) -> str:

@@ -20,6 +20,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("promote", help="copy seeded layers to the local disk")
     preflight = commands.add_parser("preflight", help="test this boot before the kubelet starts")
     preflight.add_argument("--report", action="store_true", help="tell the API server what it came to")
+    preflight.add_argument(
+        "--retest", action="store_true", help="test the GPUs again, where the gate grants it"
+    )
     health = commands.add_parser("health", help="look at the running node, tell what changed")
     health.add_argument("--json", action="store_true", help="for programs")
     status = commands.add_parser("status", help="what happened, and why")
@@ -63,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
                 from image_builder.node.preflight.report import run as report_preflight
 
                 return report_preflight()
+            if options.retest:
+                from image_builder.node.preflight.retest import run as retest_preflight
+
+                return retest_preflight()
             from image_builder.node.preflight.command import run as preflight
 
             return preflight()

@@ -34,6 +34,7 @@ MESSAGE_BYTES = 1024
 _HOPELESS = frozenset({400, 405, 406, 413, 415, 422})
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
+MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 
 T = TypeVar("T")

@@ -157,6 +157,7 @@ def both(*mutations: Mutation) -> Mutation:
 # The records stand in one module per topic, like the checks.
 import mutations_cloud  # noqa: E402, F401
 import mutations_container_runtime  # noqa: E402, F401
+import mutations_gate  # noqa: E402, F401
 import mutations_gpu  # noqa: E402, F401
 import mutations_hygiene  # noqa: E402, F401
 import mutations_kernel  # noqa: E402, F401

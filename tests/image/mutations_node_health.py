@@ -34,9 +34,9 @@ record(
 )
 record_booted(
     "test_node_was_looked_at",
-    'systemctl stop node-health.timer; sed -i \'s/"time": [0-9.]*/"time": 1/\' /run/node/health.json',
+    'systemctl stop node-health.timer node-health.service; sed -i \'s/"time": [0-9.]*/"time": 1/\' /run/node/health.json',
 )
 record_booted(
     "test_metrics_are_written",
-    "systemctl stop node-health.timer; rm -f /var/lib/prometheus/node-exporter/node_health.prom",
+    "systemctl stop node-health.timer node-health.service; rm -f /var/lib/prometheus/node-exporter/node_health.prom",
 )

@@ -17,11 +17,13 @@ STATUS = "/run/node/status.json"
 ENGINES = ("docker.service", "containerd.service", "kubelet.service")
 
 node = needs("node")
+# The agent comes with either layer.
+agent = needs(image_layers=lambda names: not {"node", "gate"}.isdisjoint(names))
 
 
 @offline
 @booted
-@node
+@agent
 def test_node_agent_is_what_was_baked(host: Host) -> None:
     """The program is compiled from the sources beside it, and it is root's alone to change."""
     code = (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,48 +12,28 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from image_builder.gate.controller import Controller, Settings
 from image_builder.gate.informer import Informer
 from image_builder.gate.lease import Settings as LeaseSettings
 from image_builder.gate.model import ADMITTED, Rules
-from image_builder.lab.control_plane import NODES
 from image_builder.node import status
 from image_builder.node.kube import JSON_PATCH, Client
 from image_builder.node.preflight import model, report
 from image_builder.node.preflight.settings import Settings as PreflightSettings
 from tests.builds import REPO
-from tests.gates import Cluster, become_ready, refusal, register, running, wait_until
+from tests.gates import GATE, Cluster, Machine, give_rights, healthy, refusal, running, wait_until
 
 pytestmark = pytest.mark.root
-
-GATE = "system:serviceaccount:kube-system:image-builder-gate"
-HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with running() as found:
-        for manifest in manifests():
-            if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
-                found.admin.request("POST", collection(manifest), manifest)
+        give_rights(found)
         yield found
-
-
-def manifests() -> list[dict[str, Any]]:
-    """Return what the documentation says to apply."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
-
-
-def collection(manifest: dict[str, Any]) -> str:
-    namespace = manifest["metadata"].get("namespace")
-    middle = f"namespaces/{namespace}/" if namespace else ""
-    return f"/apis/{manifest['apiVersion']}/{middle}{manifest['kind'].lower()}s"
 
 
 @contextmanager
@@ -78,77 +56,10 @@ def controlled(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
             log.close()
 
 
-class Machine:
-    """A node of the test: the kubelet's identity, and the files that its preflight leaves."""
-
-    def __init__(self, cluster: Cluster, directory: Path, name: str, healthz: str) -> None:
-        self.cluster, self.name, self.healthz = cluster, name, healthz
-        self.kubeconfig = cluster.kubelet(name)
-        self.kubelet = cluster.client(f"system:node:{name}", NODES, agent="kubelet")
-        self.directory = directory / name
-        self.directory.mkdir()
-        self.boot = ""
-
-    def start(self, *, known: bool) -> None:
-        """Start the machine: a new boot id, and a kubelet that tells it."""
-        self.boot = str(uuid.uuid4())
-        (self.directory / "boot_id").write_text(f"{self.boot}\n")
-        (self.directory / model.REPORTED).unlink(missing_ok=True)
-        if known:
-            become_ready(self.kubelet, self.name, self.boot)
-        else:
-            register(self.kubelet, self.name, self.boot, machine=self.name)
-
-    def verdict(self, state: str, code: str = "", action: str = "none") -> dict[str, Any]:
-        """Write what a preflight of this boot would have."""
-        return {
-            "format": 1,
-            "boot_id": self.boot,
-            "image_build": "b" * 64,
-            "state": state,
-            "code": code,
-            "reason": "mismatch in SM 7" if code else "",
-            "action": action,
-            "checks": [],
-            "started": "2026-01-01T00:00:00+00:00",
-            "seconds": 41.0,
-        }
-
-    def report(self, state: str, code: str = "", action: str = "none") -> int:
-        """Report as the unit does, by the agent's own code."""
-        run, etc = self.directory / "run", self.directory / "etc"
-        for folder in (run, etc):
-            folder.mkdir(exist_ok=True)
-        (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
-        settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
-        (etc / "preflight.json").write_text(json.dumps(settings))
-        return report.run(report.Places(run, etc, self.directory / "boot_id"))
-
-    def is_out(self) -> bool:
-        return self.cluster.is_out(self.name)
-
-    def condition(self) -> dict[str, Any]:
-        found = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
-        return next((c for c in found if c["type"] == model.CONDITION), {})
-
-
-class _Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"ok")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def healthz() -> Iterator[str]:
-    """What the kubelet answers on its own health port once it works."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/healthz"
-        server.shutdown()
+    with healthy() as address:
+        yield address
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The checks of a GPU's driver can fail: each gets a good image with one thing broken, and must turn red.
+"""The checks of driver and gate can fail: each gets a good image with one thing broken, and must turn red.
 
 The image is `worker_gpu`, built when it isn't yet: its modules are compiled, or come from the store. Or a tree alone:
 ``IMAGE_BUILDER_GPU_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_GPU_FACTS`` its
@@ -21,7 +21,13 @@ from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
 
-SELECTED = ("test_gpu.py",)
+# The gate's checks, too: no other image of the lab has that layer.
+SELECTED = (
+    "test_gpu.py",
+    "test_gate.py",
+    "test_node_health.py",
+    "test_local_disk.py::test_node_agent_is_what_was_baked",
+)
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
     return built.sealed()
 
 
-def test_every_offline_check_of_the_driver_sees_its_mutations(
+def test_every_offline_check_of_driver_and_gate_sees_its_mutations(
     tmp_path: Path, sealed: tuple[tuple[Path, ...], Path]
 ) -> None:
     lowers, facts = sealed
@@ -60,4 +66,4 @@ def test_every_offline_check_of_the_driver_sees_its_mutations(
         if (check.outcome, check.exception) != ("failed", "AssertionError")
     }
     assert blind == {}
-    assert len({check.name.partition("[")[0] for check in mutants.checks}) >= 15
+    assert len({check.name.partition("[")[0] for check in mutants.checks}) >= 25

@@ -224,7 +224,7 @@ def tell_kubernetes(
     # No kubeconfig: the node has not joined yet, which is no failure of anybody.
     if not settings.condition or not condition.due(told, wanted, now):
         return told
-    if not Path(settings.kubeconfig).exists():
+    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return told
     try:
         client, node = api(settings)

@@ -41,7 +41,7 @@ def check(look: Look) -> Outcome:
 def observe(look: Look) -> Facts:
     """Return what is seen; connections and lookups each take ``connect_seconds`` at most."""
     settings, places = look.settings, look.places
-    api_servers = settings.api_servers or server_of(Path(settings.kubeconfig))
+    api_servers = settings.api_servers or server_of(settings.kubeconfig)
     wanted = [*settings.registries, *api_servers]
     hosts = {one: found[0] for one in wanted if (found := endpoint(one))}
     names = [name for name in (*settings.names, *hosts.values()) if not is_address(name)]
@@ -67,9 +67,10 @@ def _addresses(answers: Mapping[str, dns.Answer], name: str) -> Sequence[str]:
     return answers[name].addresses if name in answers else ()
 
 
-def server_of(path: Path) -> tuple[str, ...]:
-    """Return the API server of a kubeconfig as HOST:PORT; nothing where there is no such file yet, or a damaged one."""
-    if not path.exists():
+def server_of(name: str) -> tuple[str, ...]:
+    """Return a kubeconfig's API server as HOST:PORT; nothing without one, before it is there, for a damaged one."""
+    path = Path(name)
+    if not name or not path.exists():
         return ()
     try:
         server = urlsplit(kubeconfig.load(path).server)

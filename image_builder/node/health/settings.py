@@ -38,7 +38,7 @@ _CODE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
 
 @dataclass(frozen=True)
 class Settings:
-    """``condition`` empty: Kubernetes is told nothing. ``node_name`` empty: the host's name.
+    """``condition`` or ``kubeconfig`` empty: Kubernetes is told nothing. ``node_name`` empty: the host's name.
 
     ``severities`` changes those of single codes. ``raise_looks``: how many looks in a row must find what may pass by
     itself. ``clear_seconds``: how long it must be gone, longer for what comes back. ``names`` are looked up beside the
@@ -132,7 +132,7 @@ def _problems(made: Settings) -> list[str]:
 
 
 def _paths(made: Settings) -> tuple[str, ...]:
-    return (*made.paths, made.textfile_directory, made.kubeconfig)
+    return (*made.paths, made.textfile_directory, *filter(None, [made.kubeconfig]))
 
 
 def endpoint(text: str) -> tuple[str, int] | None:

@@ -17,7 +17,11 @@ ACTIONS = ("none", "reboot", "config", "reimage", "replace")
 
 CONDITION = "NodePreflightPassed"
 _STATUS = {PASSED: "True", FAILED: "False"}
+# A node's wish to be tested again while it works, and the gate's answer to it: annotations with JSON.
+WISH, ANSWER = "image-builder/retest-wanted", "image-builder/retest"
+HELD, GRANTED, REFUSED, WITHDRAWN = "held", "granted", "refused", "withdrawn"
 _BOOT = re.compile(r"^boot=([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:\s|$)")
+_RETEST = re.compile(r"^boot=\S+ retest=([0-9a-f]{16})(?:\s|$)")
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,10 @@ def condition_reason(code: str) -> str:
 
 
 def message(found: Mapping[str, Any]) -> str:
-    """Return the condition's message for a document: the boot and the image that it speaks of come first."""
+    """Return the condition's message for a document: what it speaks of comes first, boot, re-test and image."""
     image = found["image_build"] or "unknown"
-    said = f"boot={found['boot_id']} image={image} {found['state']} in {found['seconds']:.0f} s"
+    again = f" retest={found['retest']}" if found.get("retest") else ""
+    said = f"boot={found['boot_id']}{again} image={image} {found['state']} in {found['seconds']:.0f} s"
     if found["state"] != PASSED:
         said += f": {found['code']}: {found['reason']} (action: {found['action']})"
     return said
@@ -88,4 +93,10 @@ def message(found: Mapping[str, Any]) -> str:
 def boot_of(message: str) -> str:
     """Return the boot id that a condition's message speaks of; empty where there is none."""
     match = _BOOT.match(message)
+    return match[1] if match else ""
+
+
+def retest_of(message: str) -> str:
+    """Return the number of the re-test that a condition's message speaks of; empty where it speaks of a boot's test."""
+    match = _RETEST.match(message)
     return match[1] if match else ""

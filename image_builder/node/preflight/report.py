@@ -92,10 +92,15 @@ def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:
     return found
 
 
-def _send(settings: Settings, found: Mapping[str, Any], timeout: float) -> None:
+def connect(settings: Settings, timeout: float) -> tuple[Client, str]:
+    """Be the kubelet: return a client, and the node's name there. Raises NodeError (``kube.config``)."""
     access = kubeconfig.load(Path(settings.kubeconfig))
-    node = settings.node_name or access.node or os.uname().nodename.lower()
-    with Client(access, timeout=timeout) as client:
+    return Client(access, timeout=timeout), settings.node_name or access.node or os.uname().nodename.lower()
+
+
+def _send(settings: Settings, found: Mapping[str, Any], timeout: float) -> None:
+    client, node = connect(settings, timeout)
+    with client:
         client.patch_condition(
             node,
             model.CONDITION,

@@ -17,7 +17,8 @@ class Settings:
     """``hard``: the kubelet doesn't start on a node that did not pass. ``reboot``: the node may start itself again,
     once for an image. ``dns`` are names to resolve, ``tcp`` places (``host:port``) to connect to, ``engine`` is who
     must answer; for all three together ``wait_seconds`` is the most. ``gpu_seconds`` is the smoke test's deadline.
-    ``jitter_seconds`` spreads the reports of nodes that were started together.
+    ``jitter_seconds`` spreads the reports of nodes that were started together. GPUs whose last test is older than
+    ``retest_days`` are to be tested again, where the gate grants it; 0: never.
     """
 
     hard: bool = False
@@ -33,6 +34,7 @@ class Settings:
     node_name: str = ""
     healthz: str = "http://127.0.0.1:10248/healthz"
     jitter_seconds: float = 30.0
+    retest_days: float = 7.0
 
 
 def parse(found: Mapping[str, Any]) -> Settings:
@@ -70,6 +72,7 @@ def _problems(made: Settings) -> list[str]:
         "wait_seconds: 1 to 900": 1 <= made.wait_seconds <= 900,
         "gpu_seconds: 30 to 3600": 30 <= made.gpu_seconds <= 3600,
         "jitter_seconds: 0 to 600": 0 <= made.jitter_seconds <= 600,
+        "retest_days: at least 0": made.retest_days >= 0,
         **{f"tcp: {place!r} is no host:port": _is_place(place) for place in made.tcp},
     }
     return [words for words, is_kept in rules.items() if not is_kept]

@@ -49,13 +49,14 @@ def test_agent_takes_what_the_role_writes() -> None:
         "node_health_intervals": {"gpu": 60},
         "node_health_severities": {"network.registry": "fail"},
         "node_health_condition": "",
+        "node_health_kubeconfig": "",
         "node_health_imds": "",
     }
     assert problems(**given) == []
     found = parse(json.loads(rendered("health.json.j2", **given)))
     assert found.registries == ("registry.test:443", "[2001:db8::1]:5000")
     assert found.intervals["gpu"] == 60 and found.intervals["nvme"] == 600
-    assert found.condition == found.imds == ""
+    assert found.condition == found.imds == found.kubeconfig == ""
 
 
 def test_timer_has_the_declared_interval() -> None:

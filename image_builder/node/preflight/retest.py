@@ -1,0 +1,153 @@
+"""``node-agent preflight --retest``: test the GPUs of a node that works, where the gate grants it.
+
+The node asks, so that nobody watches: by its timer once a day, and only when its last test is old enough. One request
+tells the wish; then it looks for the answer every few minutes, for an hour at most. The gate takes the node out of
+service before it says yes; what is found is reported as a boot's verdict is, with the number of the wish.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import durable, kube, lock, status
+from image_builder.node import settings as files
+from image_builder.node.gpu import settings as gpu_settings
+from image_builder.node.kube import KubeError
+from image_builder.node.preflight import model, report, smoke
+from image_builder.node.preflight.judge import judge
+from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check
+from image_builder.node.preflight.settings import Settings, parse
+
+TIER = "periodic"
+# How often the answer is looked for, and the longest pause between two looks (seconds).
+LOOKS, LOOK_SECONDS = 12, 300.0
+_DAY = 86400.0
+# The GPUs are somebody's: nothing was found, in either direction.
+_BUSY = "procs."
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is, and how time passes. ``chance`` gives numbers in [0, 1)."""
+
+    run: Path = status.DIRECTORY
+    etc: Path = files.DIRECTORY
+    boot_id: Path = status.BOOT_ID
+    smoke: Callable[[str], Sequence[str]] = smoke.command
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random
+    now: Callable[[], float] = time.time
+
+
+def run(places: Places = Places()) -> int:
+    """Ask, wait for the answer, test, report; return 0, whatever was found.
+
+    Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
+    """
+    settings = parse(files.load("preflight", places.etc))
+    found = report.verdict_of_this_boot(places.run, places.boot_id)
+    why_not = reason_not_to_ask(found, settings, places.now(), gpu_settings.are_expected(places.etc))
+    if why_not:
+        status.tell(f"retest: not now: {why_not}")
+        return 0
+    wish = make_wish(found, places.now(), secrets.token_hex(8))
+    answer = _answer(wish, settings, places)
+    if answer != model.GRANTED:
+        status.tell(f"retest: not now: {answer or 'nobody answered'}")
+        return 0
+    with lock.held(places.run / "preflight.lock"):
+        check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(found["boot_id"]))
+        started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
+        told = after(found, check, str(wish["nonce"]), started)
+        durable.write_json(places.run / model.FILE, told)
+        status.update("preflight", section(told), directory=places.run, settings=places.etc)
+    status.tell(f"retest: {check.state}: {check.code or check.reason}")
+    return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
+
+
+def reason_not_to_ask(found: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
+    """Return why this node wants no re-test; empty where it does."""
+    if not settings.retest_days or not settings.kubeconfig:
+        return "the settings want none"
+    if not has_gpus:
+        return "there are no GPUs to test"
+    if found["state"] != PASSED:
+        return f"the last test: {found['state']}"
+    age = now - datetime.fromisoformat(found["started"]).timestamp()
+    return "" if age >= settings.retest_days * _DAY else f"the last test was {age / 3600:.0f} h ago"
+
+
+def make_wish(found: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any]:
+    """Return what the node asks for: ``tested`` and ``until`` (when it stops looking) are Unix times."""
+    return {
+        "boot_id": found["boot_id"],
+        "nonce": nonce,
+        "tested": int(datetime.fromisoformat(found["started"]).timestamp()),
+        "until": int(now + LOOKS * LOOK_SECONDS),
+    }
+
+
+def answer_to(node: Mapping[str, Any], nonce: str) -> str:
+    """Return the gate's answer to a wish by its number, from a Node object; empty where there is none yet."""
+    try:
+        found = json.loads(node["metadata"]["annotations"][model.ANSWER])
+        return str(found["state"]) if found["nonce"] == nonce else ""
+    except (KeyError, TypeError, ValueError):
+        return ""
+
+
+def after(found: Mapping[str, Any], check: Check, nonce: str, started: str) -> dict[str, Any]:
+    """Return the verdict after a re-test. One that was not made because the GPUs are in use leaves the old one."""
+    if check.state == INCONCLUSIVE and check.code.startswith(_BUSY):
+        return {**found, "retest": nonce, "started": started}
+    verdict = judge([check])
+    told = model.document(
+        verdict,
+        [check],
+        boot_id=str(found["boot_id"]),
+        image_build=str(found["image_build"]),
+        started=started,
+        seconds=check.seconds,
+    )
+    return {**told, "retest": nonce}
+
+
+def section(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``/run/node/status.json`` says of a verdict."""
+    kept = {name: told[name] for name in ("code", "reason", "action", "seconds")}
+    return {"state": status.OK if told["state"] == PASSED else status.FAILED, **kept}
+
+
+def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
+    """Tell the wish, and look for its answer; empty where nobody gave one in time. Raises NodeError.
+
+    An API server that does not take the wish is left alone until tomorrow: there is no hurry.
+    """
+    client, name = report.connect(settings, kube.TIMEOUT)
+    path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
+    with client:
+        annotation = {"metadata": {"annotations": {model.WISH: json.dumps(wish)}}}
+        try:
+            client.request("PATCH", path, annotation, kube.MERGE_PATCH)
+        except KubeError as error:
+            status.tell(f"retest: {error.message}")
+            return ""
+        for _ in range(LOOKS):
+            places.sleep(LOOK_SECONDS * (0.5 + places.chance() / 2))
+            try:
+                found = answer_to(client.request("GET", path), str(wish["nonce"]))
+            except KubeError as error:
+                status.tell(f"retest: {error.message}")
+                continue
+            if found not in ("", model.HELD):
+                return found
+    return ""

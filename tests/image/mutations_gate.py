@@ -1,0 +1,69 @@
+"""Mutations for test_gate.py."""
+
+from __future__ import annotations
+
+from mutations import append, change, given, link, record, remove, write
+from mutations_booted import record_booted
+
+UNITS = "/etc/systemd/system"
+UNIT = f"{UNITS}/preflight.service"
+REPORT = "preflight-report.service"
+RETEST = "preflight-retest.timer"
+SETTINGS = "/etc/node-agent/preflight.json"
+WAITS = f"{UNITS}/kubelet.service.d/20-preflight.conf"
+
+record(
+    "test_every_boot_is_tested",
+    remove(f"{UNITS}/multi-user.target.wants/preflight.service"),
+    link(UNIT, "/dev/null"),
+    change(UNIT, "^Before=kubelet.service$", ""),
+    change(UNIT, "^ExecStart=.*$", "ExecStart=-/usr/local/sbin/node-agent preflight"),
+    append(UNIT, "\n[Unit]\nConditionPathExists=/dev/nvidia0\n"),
+    change(UNIT, " docker.service", ""),
+)
+record(
+    "test_kubelet_waits_for_the_verdict",
+    remove(WAITS),
+    change(WAITS, "^Requires=", "Wants="),
+    change(WAITS, "^After=.*$", ""),
+)
+record(
+    "test_preflight_settings_are_declared_ones",
+    change(SETTINGS, '"taint": "[^"]*"', '"taint": "other/taint"'),
+    change(SETTINGS, '"gpu_tier": "[^"]*"', '"gpu_tier": "none"'),
+    change(SETTINGS, '"reboot": true', '"reboot": false'),
+)
+record(
+    "test_verdict_is_reported_where_somebody_hears_it",
+    given(
+        lambda v: (
+            remove(f"{UNITS}/multi-user.target.wants/{REPORT}")
+            if v["gpu_preflight_kubeconfig"]
+            else write(
+                f"{UNITS}/{REPORT}", "[Service]\nExecStart=/usr/local/sbin/node-agent preflight --report\n"
+            )
+        )
+    ),
+    given(
+        lambda v: (
+            remove(f"{UNITS}/timers.target.wants/{RETEST}")
+            if v["__gpu_preflight_retests"]
+            else link(f"{UNITS}/timers.target.wants/{RETEST}", "/usr/lib/x")
+        )
+    ),
+)
+record(
+    "test_no_boot_is_judged_before_it_was",
+    write("/var/lib/node-agent/preflight.json", '{"build": "", "reboots": 1, "boot_id": ""}\n'),
+)
+
+# In this order the last one still finds a verdict.
+record_booted(
+    "test_this_boot_has_a_verdict",
+    'sed -i \'s/"boot_id": "[^"]*/"boot_id": "00000000/\' /run/node/preflight.json',
+)
+record_booted("test_kubelet_would_register_out", "echo NODE_AGENT_KUBELET_ARGS= > /run/node/kubelet.env")
+record_booted(
+    "test_gpus_that_can_not_be_tested_are_no_pass",
+    'sed -i -E \'s/"state": "(inconclusive|failed)"/"state": "passed"/\' /run/node/preflight.json',
+)
