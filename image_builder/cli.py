@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder import __version__, checks, failure, lab_commands, pool_commands, render
+from image_builder import (
+    __version__,
+    checks,
+    failure,
+    lab_commands,
+    pool_render_command,  # noqa: F401 (registers itself beside the other commands for pools)
+    pool_run_commands,
+    render,
+)
 from image_builder.command import host_settings, register, show
 from image_builder.gate import commands as gate_commands
 from image_builder.options import (
@@ -276,7 +284,7 @@ def build(
 
 app.add_typer(lab_commands.app, name="lab")
 app.add_typer(gate_commands.app, name="gate")
-app.add_typer(pool_commands.app, name="pool")
+app.add_typer(pool_run_commands.app, name="pool")
 app.add_typer(checks.app)
 app.add_typer(checks.store_app, name="store")
 

@@ -14,7 +14,8 @@
     ├── VerifyError             12  a check failed, or none ran
     ├── BootError               13  the VM didn't come up
     ├── PublishError            14  an artefact could not be published
-    └── PullError               15  a container image could not be pulled, or isn't the one that was promised
+    ├── PullError               15  a container image could not be pulled, or isn't the one that was promised
+    └── PoolError               16  a rollout stopped before its end, or left hosts that are not up
 
 Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 """
@@ -150,3 +151,7 @@ class PullError(ImageBuilderError):
     ) -> None:
         super().__init__(message, hint=hint)
         self.records = tuple(records)
+
+
+class PoolError(ImageBuilderError):
+    exit_code = 16

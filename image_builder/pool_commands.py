@@ -10,12 +10,14 @@ import typer
 
 from image_builder import render
 from image_builder.command import register, show
-from image_builder.errors import DefinitionError, Problem
+from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.options import AsJson, VaultFile
 
 if TYPE_CHECKING:
     from image_builder.pool.plan import Plan
     from image_builder.pool.policy import Policy
+    from image_builder.pool.progress import Progress
+    from image_builder.pool.records import Record
 
 app = typer.Typer(
     help="Bring pools up from an image, in waves.\n\nExample:\n\n\b\n"
@@ -126,23 +128,38 @@ def status(plan: PlanFile, as_json: AsJson = False) -> int:
     """
     from image_builder.pool.report import text
 
-    told = _told(plan)
+    told = read_run(plan)[2]
     brief = {key: value for key, value in told.items() if key not in ("results", "slowest", "gates")}
     show(brief, text(told), as_json=as_json)
     return 1 if told["state"] in ("stopped", "interrupted") else 0
 
 
 @register(app)
-def report(plan: PlanFile, as_json: AsJson = False) -> int:
+def report(
+    plan: PlanFile,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="write it as one HTML file, too")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write it as JUnit XML, too, for a CI")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
     """Tell how each host of a plan's run ended, what failed alike, and the waves in time.
 
     Example:
 
-        image-builder pool report h100.plan.json --json
+        image-builder pool report h100.plan.json --html h100.html
     """
+    from image_builder.pool.html import page
+    from image_builder.pool.junit import junit as junit_document
     from image_builder.pool.report import text
 
-    told = _told(plan)
+    progress, records, told = read_run(plan)
+    if html:
+        _write(html, page(progress, records, told).encode())
+    if junit:
+        _write(junit, junit_document(progress, told))
     rows = [
         (name, result["outcome"]["kind"] if result["outcome"] else result["state"])
         for name, result in told["results"].items()
@@ -151,8 +168,18 @@ def report(plan: PlanFile, as_json: AsJson = False) -> int:
     return 0
 
 
-def _told(path: Path) -> dict[str, Any]:
-    """Return the report of the run whose journal lies beside a plan."""
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file in one step; raises UsageError where it can't be one, OSError."""
+    from image_builder.node import durable
+
+    try:
+        durable.write(path, data)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise UsageError(f"can't write {path}: {error.strerror}") from error
+
+
+def read_run(path: Path) -> tuple[Progress, list[Record], dict[str, Any]]:
+    """Return the state, the records and the report of the run whose journal lies beside a plan."""
     from image_builder.pool import plan as plans
     from image_builder.pool.journal import in_use, journal_of, read_journal
     from image_builder.pool.report import report as make_report
@@ -162,4 +189,5 @@ def _told(path: Path) -> dict[str, Any]:
     journal = journal_of(path)
     records = read_journal(journal) if journal.exists() else []
     running = bool(records) and in_use(journal)
-    return make_report(past(made, records, str(journal)), records, running=running)
+    progress = past(made, records, str(journal))
+    return progress, records, make_report(progress, records, running=running)

@@ -10,6 +10,7 @@ engine and the kubelet:
     node-agent preload   ask the engine for every image, load what is missing     (preload/)
     node-agent promote   copy seeded layers to the local disk                     (promote/)
     node-agent preflight test this boot, before the kubelet starts                (preflight/)
+    node-agent join      become a node of a cluster                               (join/)
     node-agent gpu-smoke test the GPUs                                            (gpu/)
     node-agent health    look at the running node, tell what changed              (health/)
     node-agent status    what of all that happened, and why

@@ -23,6 +23,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     preflight.add_argument(
         "--retest", action="store_true", help="test the GPUs again, where the gate grants it"
     )
+    join = commands.add_parser("join", help="become a node of a cluster, as the node configuration says")
+    join.add_argument(
+        "--status", action="store_true", help="print what became of it; 1 where it has not joined"
+    )
     health = commands.add_parser("health", help="look at the running node, tell what changed")
     health.add_argument("--json", action="store_true", help="for programs")
     status = commands.add_parser("status", help="what happened, and why")
@@ -73,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
             from image_builder.node.preflight.command import run as preflight
 
             return preflight()
+        case "join":
+            from image_builder.node.join import command as join
+
+            return join.tell_status() if options.status else join.run()
         case "health":
             from image_builder.node.health.command import run as health
 

@@ -1,6 +1,7 @@
 """What the roles tell the node agent: JSON files below ``/etc/node-agent``, one for each role.
 
-``disk.json`` (role local_disk), ``preload.json`` (role image_preload) and ``kubelet.json`` (role kubelet).
+``disk.json`` (role local_disk), ``preload.json`` (role image_preload) and ``kubelet.json`` (role kubelet). One is the
+agent's own: ``join-taints.json``, what the node joined with.
 """
 
 from __future__ import annotations
@@ -40,5 +41,6 @@ def build_id(path: Path = RELEASE) -> str:
 
 
 def kubelet_taints(directory: Path = DIRECTORY) -> list[str]:
-    """Return the taints that the kubelet registers with by its configuration."""
-    return [str(taint) for taint in load("kubelet", directory).get("taints", [])]
+    """Return the taints that the kubelet registers with: those of the image, and those that the node joined with."""
+    found = [load(name, directory).get("taints", []) for name in ("kubelet", "join-taints")]
+    return list(dict.fromkeys(str(taint) for taints in found for taint in taints))

@@ -5,7 +5,7 @@ A reading that could not be had is red: a control plane that doesn't answer need
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ class Reading(Strict):
     ``requests`` are all that its API servers answered, ``throttled`` those with 429, ``errors`` those with 5xx.
     ``csr_seconds`` is the age of the oldest pending certificate request, 0 without one. ``not_ready`` are nodes
     that registered more than five minutes ago and aren't Ready: those that just join are no alarm.
-    ``unread`` says why there is no reading; the numbers mean nothing then.
+    ``unread`` says why there is no reading, ``unwatched`` that nobody was to look; the numbers mean nothing then.
     """
 
     requests: int = Field(default=0, ge=0)
@@ -30,13 +30,7 @@ class Reading(Strict):
     csr_seconds: float = Field(default=0.0, ge=0)
     not_ready: int = Field(default=0, ge=0)
     unread: str = ""
-
-
-class ControlPlane(Protocol):
-    """Where readings come from."""
-
-    def read(self) -> Reading:
-        """Return what happened since the last call. A failure to read is a reading with ``unread``."""
+    unwatched: bool = False
 
 
 def judge(
@@ -48,6 +42,8 @@ def judge(
     and are not any more are the harm that waves are there to bound. ``not_ready_before`` is what was so before
     the wave, ``hosts`` all hosts of the run.
     """
+    if reading.unwatched:
+        return "go", ("nobody looks at the control plane: no kubeconfig was given",)
     if reading.unread:
         return "hold", (f"the control plane can't be read: {reading.unread}",)
     held: list[str] = []

@@ -210,14 +210,15 @@ def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
     templates = [key for key, value in values.items() if is_template(value)]
     if not templates:
         return values, set()
-    evaluated, failures = engine.evaluate_all(_all_plain(merged, name), templates)
+    evaluated, failures = engine.evaluate_all(all_plain(merged, name), templates)
     for key, why in failures.items():
         reading.faults[key, why].append(name)
     kept = {key: value for key, value in values.items() if key not in templates}
     return kept | evaluated, set(failures)
 
 
-def _all_plain(merged: Mapping[str, Any], name: str) -> dict[str, JSON]:
+def all_plain(merged: Mapping[str, Any], name: str) -> dict[str, JSON]:
+    """Return a host's merged variables as plain data, without Ansible's own, for its templates to be evaluated with."""
     from image_builder.definition import engine
 
     skipped = ("groups", "omit", "vars", "hostvars")

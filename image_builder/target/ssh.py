@@ -6,6 +6,7 @@ time of the connection object when ``known_hosts`` is missing, and refused when 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import shlex
@@ -31,6 +32,8 @@ _CONNECT_SECONDS = 10.0
 _BANNER_SECONDS = 30.0  # an emulated machine takes seconds to fork its sshd
 _AUTH_SECONDS = 60.0
 _KEEPALIVE_SECONDS = 15
+# Standard output wakes its reader; standard error, which fills the same window, is looked at this often.
+_LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class SshTarget:
                 address.port,
                 username=address.user,
                 key_filename=str(address.key) if address.key else None,
-                sock=self._dial(banner_seconds),
+                sock=dial(address.host, address.port, _CONNECT_SECONDS, banner_seconds),
                 look_for_keys=False,
                 allow_agent=False,
                 timeout=_CONNECT_SECONDS,
@@ -175,18 +178,6 @@ class SshTarget:
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
         self._client = client
-
-    def _dial(self, banner_seconds: float) -> socket.socket:
-        """Connect and see the server's banner, so that a port forward to nowhere is told from a server."""
-        sock = socket.create_connection((self.address.host, self.address.port), _CONNECT_SECONDS)
-        try:
-            sock.settimeout(banner_seconds)
-            if not sock.recv(1, socket.MSG_PEEK):
-                raise ConnectionRefusedError("the port is open but no SSH server answers")
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def save_known_hosts(self, path: Path) -> None:
         """Write the pinned host key to ``path`` and use it from now on."""
@@ -243,7 +234,7 @@ class SshTarget:
             if input is not None:
                 channel.sendall(input.encode())
             channel.shutdown_write()
-            out, err = _drain(channel, deadline)
+            out, err = (stream.decode("utf-8", "replace") for stream in drain(channel, deadline))
             return channel.recv_exit_status(), out, err
         finally:
             channel.close()
@@ -285,24 +276,46 @@ class SshTarget:
         }
 
 
-def _drain(channel: paramiko.Channel, deadline: float) -> tuple[str, str]:
-    """Read both streams to their end; raises TimeoutError at ``deadline`` (monotonic seconds)."""
-    streams: tuple[list[bytes], list[bytes]] = ([], [])
+def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) -> socket.socket:
+    """Connect and see that the server says something, so that a port forward to nowhere is told from a server.
+
+    Raises OSError: TimeoutError after either time, ConnectionRefusedError also where it hangs up at once.
+    """
+    sock = socket.create_connection((host, port), connect_seconds)
+    try:
+        sock.settimeout(banner_seconds)
+        if not sock.recv(1, socket.MSG_PEEK):
+            raise ConnectionRefusedError("the port is open but no SSH server answers")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def drain(channel: paramiko.Channel, deadline: float, limit: int | None = None) -> tuple[bytes, bytes]:
+    """Read both streams until the command has ended; beyond ``limit`` bytes what they hold is dropped.
+
+    Raises TimeoutError at ``deadline`` (monotonic seconds).
+    """
+    streams = bytearray(), bytearray()
+
+    def keep(stream: bytearray, part: bytes) -> None:
+        stream += part if limit is None else part[: max(0, limit - len(stream))]
+
     while True:
-        quiet = True
-        if channel.recv_ready():
-            streams[0].append(channel.recv(65536))
-            quiet = False
-        if channel.recv_stderr_ready():
-            streams[1].append(channel.recv_stderr(65536))
-            quiet = False
-        if quiet and channel.exit_status_ready() and (channel.eof_received or channel.closed):
-            break
-        if quiet and channel.closed:
-            break
-        if time.monotonic() > deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             raise TimeoutError
-        if quiet:
-            time.sleep(0.02)
-    out, err = (b"".join(stream).decode("utf-8", "replace") for stream in streams)
-    return out, err
+        channel.settimeout(min(left, _LOOK_SECONDS))
+        part = None
+        with contextlib.suppress(TimeoutError):
+            part = channel.recv(65536)
+            keep(streams[0], part)
+        # Both streams end at once: what is left of this one then is here already.
+        while channel.recv_stderr_ready():
+            keep(streams[1], channel.recv_stderr(65536))
+        if part == b"":
+            break
+    if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return bytes(streams[0]), bytes(streams[1])

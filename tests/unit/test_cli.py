@@ -33,6 +33,11 @@ COMMANDS = [
     ("pool", "plan"),
     ("pool", "status"),
     ("pool", "report"),
+    ("pool", "run"),
+    ("pool", "resume"),
+    ("pool", "abort"),
+    ("pool", "verify"),
+    ("pool", "render"),
     ("store", "gc"),
     ("store", "verify"),
 ]

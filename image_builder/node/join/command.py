@@ -1,0 +1,253 @@
+"""``node-agent join``: the phases in their order, each with its deadline, all within one budget."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from image_builder.node import kube, layout, lock, status
+from image_builder.node import settings as files
+from image_builder.node.errors import NodeError
+from image_builder.node.join import credentials, identity, kubelet, surroundings
+from image_builder.node.join import record as records
+from image_builder.node.join import settings as join_settings
+from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
+from image_builder.node.join.config import default_deadlines
+from image_builder.node.join.credentials import Token
+from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.identity import Told
+from image_builder.node.join.progress import Done, digest
+from image_builder.node.join.record import Ended, Record
+from image_builder.node.join.settings import Settings
+from image_builder.node.join.slot import slot
+
+# Before a configuration says otherwise.
+_BUDGET = 900.0
+# From the slot on, until a kubelet has asked for its certificate.
+_TOKEN_SECONDS = 60.0
+# Nobody has told this node how to join: no failure of a unit, and not joined.
+_NOT_TOLD = 12
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is. ``restart`` is how a running kubelet is started again."""
+
+    run: Path = status.DIRECTORY
+    etc: Path = files.DIRECTORY
+    release: Path = files.RELEASE
+    boot_id: Path = status.BOOT_ID
+    listed: Path = layout.LIST
+    firmware: Path = Path("/sys/class/dmi/id/product_uuid")
+    restart: tuple[str, ...] = kubelet.RESTART
+
+
+@dataclass
+class Joining:
+    """A run, as far as it is: what the phases learn, the later ones need. ``began`` is of the monotonic clock."""
+
+    places: Places
+    boot_id: str
+    began: float
+    settings: Settings = field(default_factory=Settings)
+    told_: Told | None = None
+    token: Token | None = field(default=None, repr=False)
+    is_member: bool = False
+    # Why the preflight did not pass, where the node joins nevertheless.
+    doubt: str = ""
+
+    @property
+    def told(self) -> Told:
+        assert self.told_ is not None
+        return self.told_
+
+    @property
+    def kubelet(self) -> kubelet.Places:
+        places = self.places
+        return kubelet.Places(Path(self.settings.kubernetes), places.etc, places.run, places.restart)
+
+
+def run(places: Places = Places()) -> int:
+    """Join, or see that this node has joined. Return 0 where it has, and where nobody has told it to; else 1.
+
+    Raises OSError where not even the record can be written.
+    """
+    began = time.monotonic()
+    with lock.held(places.run / "join.lock"):
+        joining = Joining(places, status.boot_id(places.boot_id), began)
+        record = Record(places.run, joining.boot_id, lambda: time.monotonic() - began)
+        for name in PHASES:
+            ended = _phase(name, joining, record)
+            record.end(ended)
+            if ended.state == records.FAILED:
+                break
+        joined = record.close()
+    if joined:
+        return 0
+    failure = record.failure
+    return 0 if failure and failure.code == _NOT_TOLD else 1
+
+
+def _phase(name: str, joining: Joining, record: Record) -> Ended:
+    """Go through one phase, whatever comes of it."""
+    began = time.monotonic()
+    config = joining.told.config if joining.told_ else None
+    budget = joining.began + (config.budget_seconds if config else _BUDGET)
+    deadlines = config.deadlines if config else default_deadlines()
+    record.begin(name)
+    try:
+        if began >= budget:
+            raise JoinError(OVER, f"the {budget - joining.began:g} s for all phases are over")
+        done = _STEPS[name](joining, Deadline(min(budget, began + deadlines[name])))
+    except JoinError as error:
+        number, reason = error.number, error.message
+    except (NodeError, OSError) as error:
+        number, reason = UNEXPECTED, f"{type(error).__name__}: {error}"
+    else:
+        if joining.told_:
+            record.about = _about(joining.told)
+        state = records.DEGRADED if done.number else records.SKIPPED if done.is_skipped else records.OK
+        return Ended(name, state, time.monotonic() - began, done.number, done.reason, done.key)
+    return Ended(name, records.FAILED, time.monotonic() - began, number, reason)
+
+
+def _about(told: Told) -> dict[str, object]:
+    return {
+        "generation": told.config.generation,
+        "config": told.config.digest,
+        "source": told.source,
+        "vm_id": told.machine.vm_id,
+    }
+
+
+def _identity(joining: Joining, deadline: Deadline) -> Done:
+    places = joining.places
+    try:
+        joining.settings = join_settings.parse(files.load("join", places.etc))
+        files.kubelet_taints(places.etc)
+    except NodeError as error:
+        raise JoinError(16, error.message) from error
+    told = identity.learn(joining.settings, deadline, places.firmware)
+    told.labels(files.build_id(places.release))
+    joining.told_ = told
+    words = f"{told.machine.vm_id}, generation {told.config.generation} from {told.source}"
+    return Done(digest(told.machine.vm_id, told.config.digest), words)
+
+
+def _network(joining: Joining, deadline: Deadline) -> Done:
+    return surroundings.network(joining.told, deadline)
+
+
+def _disk(joining: Joining, deadline: Deadline) -> Done:
+    places = joining.places
+    return surroundings.disk(places.run, places.etc, places.listed, deadline)
+
+
+def _runtime(joining: Joining, deadline: Deadline) -> Done:
+    places = joining.places
+    return surroundings.runtime(places.run, places.etc, places.listed, joining.settings.engine, deadline)
+
+
+def _gpu(joining: Joining, deadline: Deadline) -> Done:
+    places = joining.places
+    done = surroundings.gpu(places.run, places.etc, places.boot_id, deadline)
+    joining.doubt = done.reason if done.number else ""
+    return done
+
+
+def _credentials(joining: Joining, deadline: Deadline) -> Done:
+    told, config = joining.told, joining.told.config
+    key = digest(config.server, config.ca)
+    if _is_member(joining, deadline):
+        joining.is_member = True
+        return Done(key, "the kubelet has its certificate")
+    if config.credentials.kind == "broker":
+        who = {"vm_id": told.machine.vm_id, "node": told.name, "boot_id": joining.boot_id}
+        token = credentials.from_broker(config, joining.settings.imds, who, deadline)
+    else:
+        token = credentials.from_custom_data(told.custom)
+    credentials.prove(config, token.text, joining.settings.clock_seconds, deadline)
+    credentials.check_life(token, _wait_for_slot(joining) + _TOKEN_SECONDS, time.time())
+    joining.token = token
+    return Done(key, f"a bootstrap token that {config.server} takes")
+
+
+def _is_member(joining: Joining, deadline: Deadline) -> bool:
+    """Tell whether the kubelet's certificate is one that the API server takes. Raises JoinError (65, 67)."""
+    access = kubelet.membership(joining.kubelet.config)
+    if access is None:
+        return False
+    if access.server != joining.told.config.server:
+        words = (
+            f"this node is a member of {access.server}: it needs a new disk to become one of another cluster"
+        )
+        raise JoinError(65, words)
+    attempt = 0
+    while True:
+        try:
+            with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
+                client.request("GET", "/version")
+            return True
+        except kube.KubeError as error:
+            if error.status in (401, 403):
+                return error.status == 403  # 401: it has expired, and another is needed
+            if not deadline.wait(kube.backoff(attempt, retry_after=error.retry_after, cap=10.0)):
+                raise JoinError(67, error.message) from error
+        attempt += 1
+
+
+def _wait_for_slot(joining: Joining) -> float:
+    """Return the seconds until this node's slot. What the phases before it took is waited for only once."""
+    due = slot(joining.told.machine.vm_id, joining.told.config.window)
+    return max(0.0, joining.began + due - time.monotonic())
+
+
+def _join(joining: Joining, deadline: Deadline) -> Done:
+    due = slot(joining.told.machine.vm_id, joining.told.config.window)
+    key = f"{due:.3f}"
+    if joining.is_member:
+        return Done(key, "a member already", is_skipped=True)
+    wait = _wait_for_slot(joining)
+    if wait and not deadline.wait(wait):
+        raise JoinError(71, f"the slot is in {wait:.0f} s, and {deadline.left:.0f} s are left")
+    return Done(key, f"slot {due:.1f} s of {joining.told.config.window:.1f} s, waited {wait:.1f} s")
+
+
+def _kubelet(joining: Joining, _deadline: Deadline) -> Done:
+    build = files.build_id(joining.places.release)
+    token = joining.token.text if joining.token else ""
+    return kubelet.write(joining.told, token, build, joining.kubelet)
+
+
+def _ready(joining: Joining, deadline: Deadline) -> Done:
+    done = kubelet.wait_until_ready(joining.kubelet, joining.settings.healthz, joining.boot_id, deadline)
+    if joining.doubt:
+        raise JoinError(94, f"{done.reason}, with its taint: {joining.doubt}")
+    return done
+
+
+_STEPS: Mapping[str, Callable[[Joining, Deadline], Done]] = {
+    "identity": _identity,
+    "network": _network,
+    "disk": _disk,
+    "runtime": _runtime,
+    "gpu": _gpu,
+    "credentials": _credentials,
+    "join": _join,
+    "kubelet": _kubelet,
+    "ready": _ready,
+}
+
+
+def tell_status(places: Places = Places()) -> int:
+    """Print the record; return 0 where this boot has joined. Raises NodeError (``join.none``): there is no record."""
+    found = records.read(places.run)
+    if not found:
+        raise NodeError("join.none", f"{places.run / records.FILE}: there is no record of this boot")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    is_this_boot = found.get("boot_id") == status.boot_id(places.boot_id)
+    return 0 if is_this_boot and found.get("state") == records.OK else 1

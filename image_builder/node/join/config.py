@@ -1,0 +1,250 @@
+"""The node configuration: how to join which cluster. ``node-config.schema.json`` says what it looks like.
+
+It reaches the machine as user data, which every process can read, so it holds no secret. Everything that is wrong with
+it is told at once, each with its path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pkgutil
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from image_builder.node.join import schema as schemas
+from image_builder.node.join import secrets
+from image_builder.node.join.codes import PHASES, JoinError
+
+# Azure's limit of user data, which is sent as base64 (three bytes as four characters).
+MOST_BYTES = 65536 // 4 * 3
+PLATFORM, NONE = "platform", "none"
+# Seconds. Disk, images and preflight have units of their own that come before this one.
+_DEADLINES: Mapping[str, float] = {
+    "identity": 60,
+    "network": 60,
+    "disk": 30,
+    "runtime": 60,
+    "gpu": 30,
+    "credentials": 120,
+    "join": 10,
+    "kubelet": 60,
+    "ready": 300,
+}
+# What a kubelet may say of itself below Kubernetes' own names (kubelet's --node-labels; plugin NodeRestriction).
+_OWN_SPACES = ("kubelet.kubernetes.io", "node.kubernetes.io")
+_OWN_LABELS = frozenset(
+    {
+        "kubernetes.io/hostname",
+        "kubernetes.io/arch",
+        "kubernetes.io/os",
+        "topology.kubernetes.io/zone",
+        "topology.kubernetes.io/region",
+        "failure-domain.beta.kubernetes.io/zone",
+        "failure-domain.beta.kubernetes.io/region",
+        "beta.kubernetes.io/arch",
+        "beta.kubernetes.io/os",
+        "beta.kubernetes.io/instance-type",
+        "node.kubernetes.io/instance-type",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Where the bootstrap token comes from. All but ``kind`` is the broker's."""
+
+    kind: str
+    url: str = ""
+    resource: str = ""
+    client_id: str = ""
+    ca: str = ""
+
+
+@dataclass(frozen=True)
+class Taint:
+    key: str
+    effect: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}:{self.effect}"
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """A configuration. ``ip`` and ``provider_id`` may be ``platform`` or ``none``; ``max_pods`` 0 is the image's.
+
+    ``deadlines`` has all phases, in seconds. ``digest`` is the SHA-256 of the text.
+    """
+
+    generation: int
+    server: str
+    ca: str
+    credentials: Credentials
+    dns: tuple[str, ...] = ()
+    name: str = ""
+    provider_id: str = PLATFORM
+    ip: str = PLATFORM
+    max_pods: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    platform_labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Taint, ...] = ()
+    hosts: int = 1
+    rate: float = 5.0
+    budget_seconds: float = 900.0
+    deadlines: Mapping[str, float] = field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def window(self) -> float:
+        """Return the seconds that the slots are spread over."""
+        return self.hosts / self.rate
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Return the API server's host, without brackets, and its port."""
+        parts = urlsplit(self.server)
+        return parts.hostname or "", parts.port or 443
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema."""
+    data = pkgutil.get_data(__package__, "node-config.schema.json")
+    assert data is not None
+    found: dict[str, Any] = schemas.load(data)
+    return found
+
+
+def parse(text: bytes) -> NodeConfig:
+    """Return the configuration; raises JoinError (13 or 14) with all that is wrong."""
+    if len(text) > MOST_BYTES:
+        raise JoinError(13, f"it has {len(text)} bytes, at most {MOST_BYTES} are user data")
+    try:
+        found = schemas.load(text)
+    except ValueError as error:  # of JSON, UTF-8, a key that is there twice
+        said = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
+        raise JoinError(13, f"it is no JSON: {said}") from error
+    if hidden := [f"{path}: {what} must not be here" for path, what in secrets.found(found)]:
+        raise JoinError(14, "; ".join(hidden))
+    if wrong := problems(found):
+        raise JoinError(13, "; ".join(wrong))
+    return _build(found, hashlib.sha256(text).hexdigest())
+
+
+def problems(found: Any) -> list[str]:
+    """Return everything that is wrong with a configuration, beside secrets."""
+    if wrong := schemas.problems(found, json_schema()):
+        return wrong
+    return [f"{path}: {what}" for path, what in _rules(found)]
+
+
+def _build(found: Mapping[str, Any], digest: str) -> NodeConfig:
+    cluster, node, join = found["cluster"], found.get("node", {}), found.get("join", {})
+    hosts, rate = int(join.get("hosts", 1)), float(join.get("rate", 5))
+    return NodeConfig(
+        generation=found["generation"],
+        server=cluster["server"],
+        ca=cluster["ca"],
+        credentials=Credentials(**found["credentials"]),
+        dns=tuple(cluster.get("dns", ())),
+        name=node.get("name", ""),
+        provider_id=node.get("provider_id", PLATFORM),
+        ip=node.get("ip", PLATFORM),
+        max_pods=node.get("max_pods", 0),
+        labels=dict(node.get("labels", {})),
+        platform_labels=dict(node.get("platform_labels", {})),
+        taints=tuple(Taint(**taint) for taint in node.get("taints", ())),
+        hosts=hosts,
+        rate=rate,
+        budget_seconds=float(join.get("budget_seconds", 900)),
+        deadlines=_deadlines(join),
+        digest=digest,
+    )
+
+
+def _deadlines(join: Mapping[str, Any]) -> dict[str, float]:
+    """Return all deadlines: that of the slot's phase is what the slots take, and a little."""
+    window = join.get("hosts", 1) / join.get("rate", 5)
+    own = {**_DEADLINES, "join": window + _DEADLINES["join"], **join.get("deadlines", {})}
+    return {phase: float(own[phase]) for phase in PHASES}
+
+
+def default_deadlines() -> dict[str, float]:
+    """Return the deadlines that hold before there is a configuration."""
+    return _deadlines({})
+
+
+def _rules(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a schema can't say."""
+    cluster, node, join = found["cluster"], found.get("node", {}), found.get("join", {})
+    for path, owner in (("cluster", cluster), ("credentials", found["credentials"])):
+        if "ca" in owner and not _is_authority(owner["ca"]):
+            yield f"{path}.ca", "no certificate that can be read"
+        for key in ("server", "url"):
+            if key in owner and not _has_port(owner[key]):
+                yield f"{path}.{key}", "its port is none"
+    if found["credentials"]["kind"] == "custom-data" and len(found["credentials"]) > 1:
+        yield "credentials", "kind custom-data has nothing else"
+    for number, address in enumerate(cluster.get("dns", ())):
+        if not is_address(address):
+            yield f"cluster.dns[{number}]", "no address"
+    if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE) and not is_address(ip):
+        yield "node.ip", "no address"
+    yield from _label_rules(node)
+    taints = [(taint["key"], taint["effect"]) for taint in node.get("taints", ())]
+    for number, taint in enumerate(taints):
+        if taint in taints[:number]:
+            yield f"node.taints[{number}]", "this key with this effect is there already"
+    deadlines = _deadlines(join)
+    if deadlines["join"] < join.get("hosts", 1) / join.get("rate", 5):
+        yield "join.deadlines.join", "less than hosts / rate: the last ones could never join"
+    if join.get("budget_seconds", 900) < deadlines["join"]:
+        yield "join.budget_seconds", "less than the slots alone take: hosts / rate"
+
+
+def _label_rules(node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for where in ("labels", "platform_labels"):
+        for key in node.get(where, {}):
+            if not _may_set(key):
+                yield f"node.{where}.{key}", "a kubelet must not set this label: its name is Kubernetes' own"
+    for key in node.get("labels", {}).keys() & node.get("platform_labels", {}).keys():
+        yield f"node.platform_labels.{key}", "is in labels, too"
+
+
+def _may_set(key: str) -> bool:
+    space = key.rpartition("/")[0]
+    is_reserved = re.search(r"(^|\.)(kubernetes|k8s)\.io$", space)
+    is_open = any(space == own or space.endswith(f".{own}") for own in _OWN_SPACES)
+    return not is_reserved or key in _OWN_LABELS or is_open
+
+
+def _has_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0 and bool(urlsplit(url).hostname)
+    except ValueError:
+        return False
+
+
+def is_address(text: str) -> bool:
+    """Tell whether this is an address of IPv4 or IPv6."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, text)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _is_authority(pem: str) -> bool:
+    """Tell whether OpenSSL takes the certificates."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
+    except (ssl.SSLError, ValueError):
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""A bootstrap token, and the proof that it will do: the API server is asked with it before the kubelet is.
+
+A kubelet with a token that has expired, a CA that is not the cluster's or a clock of yesterday tries for ever, and says
+so in its own log alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from image_builder.node import kube
+from image_builder.node.join import api, imds
+from image_builder.node.join.codes import JoinError
+from image_builder.node.join.config import NodeConfig
+from image_builder.node.join.deadline import Deadline
+
+TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
+# OpenSSL's words for a certificate that is not valid yet, or not any more (X509_V_ERR_...).
+_OUT_OF_TIME = (9, 10)
+_LONGEST_WAIT = 10.0
+# A token that was made this second may not be known to each API server yet.
+_REFUSALS = 3
+
+
+@dataclass(frozen=True)
+class Token:
+    """A bootstrap token; ``expires`` in Unix time, 0 where nobody said."""
+
+    text: str
+    expires: float = 0.0
+
+
+def from_custom_data(found: Mapping[str, Any]) -> Token:
+    """Return the token of custom data. Raises JoinError (68)."""
+    text = found.get("bootstrap_token")
+    if not isinstance(text, str) or not TOKEN.fullmatch(text):
+        raise JoinError(
+            68, "`bootstrap_token` in the custom data is missing, or no token (abcdef.0123456789abcdef)"
+        )
+    return Token(text)
+
+
+def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadline: Deadline) -> Token:
+    """Ask the broker for a token, as this machine's managed identity. Raises JoinError (61, 62, 63, 65)."""
+    wanted = config.credentials
+    proof = imds.identity_token(address, wanted.resource, wanted.client_id, deadline)
+    attempt = 0
+    while True:
+        after = 0.0
+        try:
+            timeout = max(1.0, min(api.TIMEOUT, deadline.left))
+            said = api.ask(wanted.url, wanted.ca or config.ca, token=proof, body=who, timeout=timeout)
+            if said.status == 200:
+                return parse_broker(said.body)
+            what = f"the broker answered {said.status}"
+            if said.status < 500 and said.status != 429:
+                raise JoinError(62, what)
+            after = said.retry_after
+        except ssl.SSLCertVerificationError as error:
+            raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
+        except OSError as error:
+            what = f"the broker does not answer: {error}"
+        if not deadline.wait(kube.backoff(attempt, retry_after=after, cap=_LONGEST_WAIT)):
+            raise JoinError(62, what)
+        attempt += 1
+
+
+def parse_broker(body: bytes) -> Token:
+    """Return the token of a broker's answer, ``{"token": ..., "expires": RFC 3339}``. Raises JoinError (63)."""
+    try:
+        found = json.loads(body)
+        text, expires = found["token"], datetime.fromisoformat(found["expires"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        # Not what it holds: the token could be in it.
+        raise JoinError(63, f"the broker's answer is not understood: {type(error).__name__}") from error
+    if not isinstance(text, str) or not TOKEN.fullmatch(text):
+        raise JoinError(63, "the broker's answer has no bootstrap token (abcdef.0123456789abcdef)")
+    if expires.tzinfo is None:
+        raise JoinError(63, "the broker's `expires` has no time zone")
+    return Token(text, expires.timestamp())
+
+
+def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadline) -> None:
+    """See that the API server is the one, takes the token, and has our time. Raises JoinError (64 to 67).
+
+    ``/version`` is what everybody may read, but not with a token that is wrong.
+    """
+    attempt, refused = 0, 0
+    while True:
+        after = 0.0
+        try:
+            timeout = max(1.0, min(api.TIMEOUT, deadline.left))
+            said = api.ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
+            check_clock(said.date, time.time(), clock_seconds)
+            # 403: it knows who asks, and has been told to keep its version to itself.
+            if said.status in (200, 403):
+                return
+            what, number, after = f"{config.server} answered {said.status}", 67, said.retry_after
+            if said.status == 401:
+                number, what = 64, f"{config.server} does not take the token: it is expired, or unknown there"
+                refused += 1
+        except ssl.SSLCertVerificationError as error:
+            raise _unproven(error, config, clock_seconds) from error
+        except OSError as error:
+            number, what = 67, f"{config.server} does not answer: {error}"
+        pause = kube.backoff(attempt, retry_after=after, cap=_LONGEST_WAIT)
+        if refused >= _REFUSALS or not deadline.wait(pause):
+            raise JoinError(number, what)
+        attempt += 1
+
+
+def check_clock(theirs: float, ours: float, most: float) -> None:
+    """Raise JoinError (66) where two clocks are further apart than ``most`` seconds. ``theirs`` 0: nobody knows."""
+    if theirs and abs(off := ours - theirs) > most:
+        words = "ahead of" if off > 0 else "behind"
+        raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {words} the API server's")
+
+
+def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_seconds: float) -> JoinError:
+    """Tell a wrong clock from a wrong CA: a proven chain that is out of its time, and a server that has another."""
+    if error.verify_code in _OUT_OF_TIME:
+        try:
+            # Hearsay, and nothing is sent: it is for the words of an error alone.
+            said = api.ask(f"{config.server}/version", None)
+            check_clock(said.date, time.time(), clock_seconds)
+        except JoinError as wrong_clock:
+            return wrong_clock
+        except OSError:
+            pass  # then nobody can tell which of the two it is
+    return JoinError(65, f"{config.server} is not proven by this CA: {error.verify_message}")
+
+
+def check_life(token: Token, needed: float, now: float) -> None:
+    """Raise JoinError (69) where a token expires before the kubelet could use it, ``needed`` seconds from now."""
+    if token.expires and token.expires < now + needed:
+        left = max(0.0, token.expires - now)
+        raise JoinError(69, f"the token expires in {left:.0f} s, and it is needed for {needed:.0f} s")

@@ -1,0 +1,139 @@
+"""Who this machine is, and what it is told: user data, custom data, or a file, the first that says something.
+
+Custom data is one JSON object, ``{"config": {...}, "bootstrap_token": "..."}``, each of them or both: only root reads
+it, so it may hold a token. What does not begin with ``{`` is meant for somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.node.join import imds
+from image_builder.node.join import schema as schemas
+from image_builder.node.join.codes import JoinError
+from image_builder.node.join.config import NONE, PLATFORM, NodeConfig, parse
+from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.imds import Machine
+from image_builder.node.join.settings import Settings
+
+_CUSTOM_KEYS = ("config", "bootstrap_token")
+# The metadata service is waited for so long where something else says how to join.
+_SHARE = 0.5
+_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Told:
+    """This machine, its configuration, where that came from, and what else the custom data hold."""
+
+    machine: Machine
+    config: NodeConfig
+    source: str
+    custom: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ip(self) -> str:
+        """Return the node's address, empty where the kubelet is to find it."""
+        return {PLATFORM: self.machine.ip, NONE: ""}.get(self.config.ip, self.config.ip)
+
+    @property
+    def provider_id(self) -> str:
+        """Return the cloud's name of the machine, empty for none."""
+        chosen = self.config.provider_id
+        return {PLATFORM: self.machine.provider_id, NONE: ""}.get(chosen, chosen)
+
+    @property
+    def name(self) -> str:
+        """Return the name that the kubelet registers with."""
+        return self.config.name or os.uname().nodename.lower()
+
+    def labels(self, build: str) -> dict[str, str]:
+        """Return the labels; ``build`` is the image's. Raises JoinError (15) for a fact that is no label's value."""
+        facts = {**self.machine.facts(), "build": build}
+        own = {key: facts[fact] for key, fact in self.config.platform_labels.items() if facts[fact]}
+        for key, value in own.items():
+            if not _VALUE.fullmatch(value):
+                raise JoinError(15, f"node.platform_labels.{key}: {value!r} can't be a label's value")
+        return {**self.config.labels, **own}
+
+
+def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Told:
+    """Return what this machine is told. Raises JoinError (11 to 15), OSError."""
+    custom = custom_data(Path(settings.custom_data))
+    written = _written(custom, Path(settings.file))
+    machine = _machine(settings, deadline, firmware, alone=not written)
+    if machine.user_data.lstrip().startswith(b"{"):
+        source, text = "user data", machine.user_data
+    elif written:
+        source, text = written
+    else:
+        raise JoinError(12, f"neither user data nor custom data nor {settings.file} says how to join")
+    told = Told(machine, _parsed(text, source), source, custom)
+    _check(told)
+    return told
+
+
+def custom_data(path: Path) -> dict[str, Any]:
+    """Return what the custom data hold for this program. Raises JoinError (13), OSError."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    if not text.lstrip().startswith(b"{"):
+        return {}
+    try:
+        found: dict[str, Any] = schemas.load(text)
+    except ValueError as error:
+        raise JoinError(13, f"the custom data is no JSON: {type(error).__name__}") from error
+    if not set(found) & set(_CUSTOM_KEYS):
+        return {}  # somebody else's; cloud-init also keeps user data here where there is no custom data
+    if unknown := sorted(set(found) - set(_CUSTOM_KEYS)):
+        raise JoinError(13, "; ".join(f"custom data: {key}: there is no such key" for key in unknown))
+    return found
+
+
+def _written(custom: Mapping[str, Any], file: Path) -> tuple[str, bytes] | None:
+    if "config" in custom:
+        return "custom data", json.dumps(custom["config"], sort_keys=True).encode()
+    try:
+        return str(file), file.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _machine(settings: Settings, deadline: Deadline, firmware: Path, *, alone: bool) -> Machine:
+    if not settings.imds:
+        return imds.without_platform(firmware)
+    try:
+        return imds.instance(settings.imds, deadline if alone else deadline.sooner(deadline.left * _SHARE))
+    except JoinError:
+        if alone:
+            raise
+        return imds.without_platform(firmware)
+
+
+def _parsed(text: bytes, source: str) -> NodeConfig:
+    try:
+        return parse(text)
+    except JoinError as error:
+        raise JoinError(error.number, f"{source}: {error.message}") from error
+
+
+def _check(told: Told) -> None:
+    """Raise JoinError (15) with all that the platform should have said and did not."""
+    missing = [
+        f"node.{name}: the platform does not say it, and the configuration leaves it to the platform"
+        for name, chosen, value in (
+            ("ip", told.config.ip, told.ip),
+            ("provider_id", told.config.provider_id, told.provider_id),
+        )
+        if chosen == PLATFORM and not value
+    ]
+    if missing:
+        raise JoinError(15, "; ".join(missing))

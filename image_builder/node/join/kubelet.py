@@ -1,0 +1,186 @@
+"""The kubelet's files, which its path unit waits for, and what becomes of it: certificate, answer, Ready.
+
+The token is in one file, which only root reads, and is removed as soon as the kubelet has a certificate of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.node import durable, kube, kubeconfig, programs, status
+from image_builder.node import settings as files
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.join.codes import JoinError
+from image_builder.node.join.config import NodeConfig
+from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.identity import Told
+from image_builder.node.join.progress import Done, digest
+from image_builder.node.kubeconfig import Access
+from image_builder.node.promote.kubelet import wait_for_answer
+
+# What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.
+TAINTS = "join-taints.json"
+_POLL = 0.5
+# The API server is asked seldom, and not by all nodes of a wave in the same moment.
+_ASK_SECONDS = 3.0
+RESTART = ("systemctl", "--no-block", "try-restart", "kubelet.service")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the kubelet looks: ``kubernetes`` is /etc/kubernetes. ``etc`` and ``run`` are the agent's."""
+
+    kubernetes: Path
+    etc: Path
+    run: Path
+    restart: Sequence[str] = RESTART
+
+    @property
+    def config(self) -> Path:
+        return self.kubernetes / "kubelet.conf"
+
+    @property
+    def bootstrap(self) -> Path:
+        return self.kubernetes / "bootstrap-kubelet.conf"
+
+
+def membership(path: Path) -> Access | None:
+    """Return how the kubelet speaks to the API server, None where it has no certificate.
+
+    A kubelet writes its kubeconfig before it has the certificate that this names.
+    """
+    try:
+        access = kubeconfig.load(path)
+        return access if access.node else None
+    except NodeError:
+        return None
+
+
+def environment(told: Told, build: str, taints: Sequence[str]) -> str:
+    """Return ``node.env``: what is different on each node. ``taints`` are those of the image's kubelet."""
+    config = told.config
+    arguments = [
+        f"--hostname-override={config.name}" if config.name else "",
+        f"--cluster-dns={','.join(config.dns)}" if config.dns else "",
+        f"--max-pods={config.max_pods}" if config.max_pods else "",
+    ]
+    if config.taints:
+        every = dict.fromkeys([*taints, *map(str, config.taints)])
+        arguments.append(f"--register-with-taints={','.join(every)}")
+    lines = {
+        "KUBELET_NODE_LABELS": ",".join(f"{key}={value}" for key, value in told.labels(build).items()),
+        "KUBELET_NODE_IP": told.ip,
+        "KUBELET_PROVIDER_ID": told.provider_id,
+        "KUBELET_EXTRA_ARGS": " ".join(argument for argument in arguments if argument),
+    }
+    return "".join(f"{name}={value}\n" for name, value in lines.items() if value)
+
+
+def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
+    """Return the kubeconfig that a kubelet asks for its certificate with; JSON, which is YAML."""
+    value = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "bootstrap",
+        "clusters": [
+            {
+                "name": "cluster",
+                "cluster": {"server": config.server, "certificate-authority": os.fspath(authority)},
+            }
+        ],
+        "users": [{"name": "bootstrap", "user": {"token": token}}],
+        "contexts": [{"name": "bootstrap", "context": {"cluster": "cluster", "user": "bootstrap"}}],
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def write(told: Told, token: str, build: str, places: Places) -> Done:
+    """Write what differs; ``token`` is empty for a member. Raises JoinError (81, 82)."""
+    # Without either file none runs: the path unit starts it.
+    may_run = places.config.exists() or places.bootstrap.exists()
+    try:
+        changed = _write_all(told, token, build, places)
+    except OSError as error:
+        raise JoinError(81, str(error)) from error
+    if changed and may_run:
+        try:
+            programs.run(places.restart)
+        except ProgramError as error:
+            raise JoinError(82, error.message) from error
+    key = digest(environment(told, build, files.kubelet_taints(places.etc)), told.config.ca)
+    return Done(key, f"written: {', '.join(changed)}" if changed else "nothing to write")
+
+
+def _write_all(told: Told, token: str, build: str, places: Places) -> list[str]:
+    authority = places.kubernetes / "pki/ca.crt"
+    own = json.dumps({"taints": list(map(str, told.config.taints))}, indent=1) + "\n"
+    changed = [TAINTS] if _write(places.etc / TAINTS, own, 0o644) else []
+    wanted: Mapping[Path, str] = {
+        authority: told.config.ca,
+        places.kubernetes / "node.env": environment(told, build, files.kubelet_taints(places.etc)),
+    }
+    changed += [path.name for path, text in wanted.items() if _write(path, text, 0o644)]
+    if TAINTS in changed or "join" not in status.read(places.run):
+        # The environment that the agent gives the kubelet is written anew with it.
+        section = {
+            "state": status.OK,
+            "code": "",
+            "reason": f"told to join, generation {told.config.generation}",
+        }
+        status.update("join", section, directory=places.run, settings=places.etc)
+    # Last: the kubelet starts when this appears.
+    if token and _write(places.bootstrap, bootstrap_config(told.config, authority, token), 0o600):
+        changed.append(places.bootstrap.name)
+    return changed
+
+
+def _write(path: Path, text: str, mode: int) -> bool:
+    """Write a file unless it is that already; tell whether it was written. Raises OSError."""
+    data = text.encode()
+    try:
+        if path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
+            return False
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    durable.write(path, data, mode)
+    return True
+
+
+def wait_until_ready(places: Places, healthz: str, boot_id: str, deadline: Deadline) -> Done:
+    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93)."""
+    while (access := membership(places.config)) is None:
+        if not deadline.poll(_POLL):
+            raise JoinError(
+                91, f"{places.config} has no certificate: the signing request is not approved, or not made"
+            )
+    try:
+        places.bootstrap.unlink(missing_ok=True)
+    except OSError as error:
+        raise JoinError(81, f"the bootstrap token can't be removed: {error}") from error
+    if not wait_for_answer(healthz, deadline.left):
+        raise JoinError(92, f"{healthz} does not answer 200")
+    what = ""
+    while what := _not_ready(access, deadline):
+        if not deadline.poll(_ASK_SECONDS * (0.5 + random.random())):  # noqa: S311 (no secret)
+            raise JoinError(93, what)
+        access = membership(places.config) or access
+    return Done(digest(access.node, boot_id), f"{access.node} is Ready")
+
+
+def _not_ready(access: Access, deadline: Deadline) -> str:
+    """Return why the API server does not call the node Ready; empty where it does."""
+    try:
+        with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
+            found = client.request("GET", f"/api/v1/nodes/{access.node}")
+    except NodeError as error:
+        return error.message
+    conditions = found.get("status", {}).get("conditions", [])
+    ready: dict[str, str] = next((one for one in conditions if one.get("type") == "Ready"), {})
+    if ready.get("status") == "True":
+        return ""
+    return f"{access.node} is not Ready: {ready.get('reason', '')}: {ready.get('message', '')}"

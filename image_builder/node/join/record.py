@@ -1,0 +1,114 @@
+"""What became of the joining, phase by phase: ``/run/node/provision.json``.
+
+    {"format": 1, "boot_id": "...", "state": "running", "phase": "credentials", "code": 0, "reason": "",
+     "class": "", "generation": 7, "config": "3f9a...", "source": "user data", "vm_id": "...",
+     "phases": [{"name": "identity", "state": "ok", "seconds": 0.04, "code": 0, "reason": "...", "class": "",
+                 "key": "..."}], "seconds": 0.9}
+
+``state`` is ``running``, ``ok`` or ``failed``; a phase's also ``skipped`` or ``degraded``. The record of a node that
+has joined is not written again by a run that finds nothing else than what it says: each phase has a ``key``, equal
+while what the phase is about is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import durable, status
+from image_builder.node.join.codes import CODES
+
+FORMAT = 1
+FILE = "provision.json"
+RUNNING, OK, FAILED, SKIPPED, DEGRADED = "running", "ok", "failed", "skipped", "degraded"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a phase ended. ``code`` is one of CODES, 0 for none."""
+
+    name: str
+    state: str
+    seconds: float
+    code: int = 0
+    reason: str = ""
+    key: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": round(self.seconds, 3), "class": kind(self.code)}
+
+
+def kind(code: int) -> str:
+    """Return what kind of failure a code is, empty for none."""
+    return CODES[code].kind if code else ""
+
+
+@dataclass
+class Record:
+    """The record while a node joins. ``clock`` gives the seconds since it began."""
+
+    directory: Path
+    boot_id: str
+    clock: Callable[[], float]
+    about: dict[str, Any] = field(default_factory=dict)
+    phases: list[Ended] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._before = read(self.directory)
+        self._is_quiet = self._before.get("boot_id") == self.boot_id and self._before.get("state") == OK
+
+    @property
+    def failure(self) -> Ended | None:
+        """Return the first phase that failed."""
+        return next((phase for phase in self.phases if phase.state == FAILED), None)
+
+    def begin(self, name: str) -> None:
+        """Note that a phase has begun. A node that has joined stays so until something is found to be wrong."""
+        if not self._is_quiet:
+            self._write(RUNNING, name)
+
+    def end(self, phase: Ended) -> None:
+        """Note how a phase ended."""
+        self.phases.append(phase)
+        code = f" {phase.code}" if phase.code else ""
+        words = f": {phase.reason}" if phase.reason else ""
+        status.tell(f"join: {phase.name} {phase.state}{code}{words} ({phase.seconds:.1f} s)")
+
+    def close(self) -> bool:
+        """Write how it all ended; tell whether the node has joined."""
+        failure = self.failure
+        keys = {phase["name"]: phase["key"] for phase in self._before.get("phases", [])}
+        if self._is_quiet and not failure and keys == {phase.name: phase.key for phase in self.phases}:
+            return True
+        self._write(FAILED if failure else OK, failure.name if failure else "")
+        return failure is None
+
+    def _write(self, state: str, phase: str) -> None:
+        failure = self.failure
+        code = failure.code if failure else 0
+        value = {
+            "format": FORMAT,
+            "boot_id": self.boot_id,
+            "state": state,
+            "phase": phase,
+            "code": code,
+            "reason": failure.reason if failure else "",
+            "class": kind(code),
+            **self.about,
+            "phases": [one.as_json() for one in self.phases],
+            "seconds": round(self.clock(), 3),
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.write_json(self.directory / FILE, value)
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return the record, empty where there is none that can be read."""
+    try:
+        found: dict[str, Any] = json.loads((directory / FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -1,0 +1,124 @@
+"""What must be there before a kubelet is of use: network, local disk, images and their engine, a sound machine.
+
+Other units of this boot made these, or have tested them; here their word is taken, and waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from image_builder.node import settings as files
+from image_builder.node import status
+from image_builder.node.errors import NodeError
+from image_builder.node.join.codes import JoinError
+from image_builder.node.join.config import is_address
+from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.identity import Told
+from image_builder.node.join.progress import Done, digest
+from image_builder.node.preflight import checks
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
+from image_builder.node.preflight.settings import Settings as Endpoints
+
+_POLL = 0.5
+_NETWORK = {"network.dns": 22, "network.tcp": 23}
+
+
+def network(told: Told, deadline: Deadline) -> Done:
+    """See that the address is ours, the API server's name resolves, and it takes connections. Raises JoinError."""
+    while told.ip and not _is_ours(told.ip):
+        if not deadline.poll(_POLL):
+            raise JoinError(21, f"{told.ip} is no address of this machine")
+    host, port = told.config.endpoint
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    wanted = Endpoints(
+        dns=() if is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.left)
+    )
+    for check in checks.reach(wanted):
+        if check.state != PASSED:
+            raise JoinError(_NETWORK[check.code], check.reason)
+    return Done(digest(told.config.server, told.ip), f"{told.ip or 'any address'}, {place} answers")
+
+
+def _is_ours(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def disk(run: Path, etc: Path, listed: Path, deadline: Deadline) -> Done:
+    """See what became of the local disk in this boot. Raises JoinError (31, 32)."""
+    return _section("disk", (31, 32), run, etc, listed, deadline)
+
+
+def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline) -> Done:
+    """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
+    done = _section("preload", (41, 42), run, etc, listed, deadline)
+    if engine:
+        for check in checks.reach(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.left))):
+            if check.state != PASSED:
+                raise JoinError(43, check.reason)
+        words = f"{engine} answers; {done.reason}"
+        return Done(digest(done.key, engine), words)
+    return done
+
+
+def _section(
+    name: str, numbers: tuple[int, int], run: Path, etc: Path, listed: Path, deadline: Deadline
+) -> Done:
+    """Take the word of a section of this boot's status; one that has none yet is waited for."""
+    failed, missing = numbers
+    if name not in status.wanted_sections(etc, listed):
+        return Done("none", "this image has none", is_skipped=True)
+    while True:
+        found = status.read(run)
+        (check,) = checks.prepared(found, [name])
+        if check.state == FAILED:
+            raise JoinError(failed, f"{check.code}: {check.reason}")
+        if check.state == PASSED:
+            return Done(_digest(found[name]), check.reason or str(found[name]["state"]))
+        if not deadline.poll(_POLL):
+            raise JoinError(missing, check.reason)
+
+
+def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
+    """Take the preflight's verdict. Raises JoinError (51 to 53).
+
+    Unless it is a hard one the node joins all the same, with its taint, so that everybody can see what is wrong with
+    it; for whoever brings it up it has failed, in the last phase.
+    """
+    if not (etc / "preflight.json").exists():
+        return Done("none", "this image has no preflight", is_skipped=True)
+    found = _verdict(run, boot_id, deadline)
+    key = digest(str(found["boot_id"]), str(found["started"]))
+    if found["state"] == PASSED:
+        return Done(key, f"passed in {found['seconds']:g} s")
+    number = 52 if found["state"] == INCONCLUSIVE else 51
+    reason = f"{found['code']}: {found['reason']} (action: {found['action']})"
+    if files.load("preflight", etc).get("hard", False):
+        raise JoinError(number, reason)
+    return Done(key, reason, number=number)
+
+
+def _verdict(run: Path, boot_id: Path, deadline: Deadline) -> dict[str, Any]:
+    from image_builder.node.preflight.report import verdict_of_this_boot
+
+    while True:
+        try:
+            return verdict_of_this_boot(run, boot_id)
+        except NodeError as error:
+            if not deadline.poll(_POLL):
+                raise JoinError(53, error.message) from error
+
+
+def _digest(section: Mapping[str, Any]) -> str:
+    told = {key: value for key, value in section.items() if key != "seconds"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

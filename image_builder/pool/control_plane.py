@@ -1,0 +1,169 @@
+"""Readings of a Kubernetes control plane: what its API server counts, pending certificate requests, nodes.
+
+The user of the kubeconfig needs ``get`` on /metrics, ``list`` on nodes and on certificatesigningrequests. Behind a
+load balancer the counters are those of the API server that answered: one connection is kept, so that they stay
+comparable, and one that restarted (or is another one) begins anew.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+from image_builder.errors import UsageError
+from image_builder.node import kube, kubeconfig
+from image_builder.node.errors import NodeError
+from image_builder.pool.gates import Reading
+
+NODES = "/api/v1/nodes"
+REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+# Nodes that registered since may well not be Ready: they join.
+_JOINING_SECONDS = 300.0
+# The driver waits meanwhile, for each of three requests.
+_SECONDS = 5.0
+_COUNTER = re.compile(r'apiserver_request_total\{[^}]*\bcode="(\d+)"[^}]*\} (\S+)')
+
+
+class ControlPlane(Protocol):
+    """Where readings come from. ``is_read``: whether they mean anything."""
+
+    is_read: bool
+
+    def read(self) -> Reading:
+        """Return what happened since the last call. A failure to read is a reading with ``unread``."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class Unwatched:
+    """No control plane was named: nothing is known of it, which holds nobody up. Who runs it is told so."""
+
+    is_read = False
+
+    def read(self) -> Reading:
+        return Reading(unwatched=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Kubernetes:
+    """A control plane, by its API server; a context manager."""
+
+    is_read = True
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Read the kubeconfig; raises UsageError."""
+        try:
+            self._client = _Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
+        except NodeError as error:
+            raise UsageError(str(error.message)) from error
+        self._clock = clock
+        self._before: Mapping[str, float] | None = None
+
+    def read(self) -> Reading:
+        try:
+            counters = count_requests(self._client.text("/metrics"))
+            certificates = _gather(self._client, REQUESTS)
+            nodes = _gather(self._client, NODES)
+        except NodeError as error:
+            return Reading(unread=str(error.message)[:500])
+        before, self._before = self._before, counters
+        now = self._clock()
+        answered = since(before, counters)
+        return Reading(
+            requests=answered.all,
+            throttled=answered.throttled,
+            errors=answered.errors,
+            csr_seconds=oldest_pending(certificates, now),
+            not_ready=count_not_ready(nodes, now),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Client(kube.Client):
+    def text(self, path: str) -> str:
+        """Return what the server answers, as text. Raises KubeError."""
+        try:
+            with self._answered("GET", path, None, "", self._timeout) as answer:
+                return answer.read().decode()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise kube.KubeError(f"GET {path}: the answer broke off: {error}") from error
+
+
+def _gather(client: _Client, path: str) -> list[dict[str, Any]]:
+    """Return of each item what is looked at here: thousands of whole nodes are hundreds of megabytes."""
+    found: list[dict[str, Any]] = []
+
+    def take(item: dict[str, Any]) -> None:
+        conditions = item.get("status", {}).get("conditions") or []
+        found.append(
+            {
+                "created": item["metadata"]["creationTimestamp"],
+                "conditions": {c["type"]: c.get("status", "True") for c in conditions},
+            }
+        )
+
+    client.each(path, take)
+    return found
+
+
+def count_requests(metrics: str) -> dict[str, float]:
+    """Return how many requests an API server has answered, by HTTP status (``apiserver_request_total``)."""
+    found: dict[str, float] = {}
+    for code, value in _COUNTER.findall(metrics):
+        found[code] = found.get(code, 0.0) + float(value)
+    return found
+
+
+class Answered(NamedTuple):
+    """Requests between two counts: all, those with 429, those with 5xx."""
+
+    all: int = 0
+    throttled: int = 0
+    errors: int = 0
+
+
+def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answered:
+    """Return what was answered between two counts; of a first one, or one that began anew, nothing is known."""
+    if before is None or any(now.get(code, 0.0) < count for code, count in before.items()):
+        return Answered()
+    new = {code: count - before.get(code, 0.0) for code, count in now.items()}
+    errors = sum(count for code, count in new.items() if code.startswith("5"))
+    return Answered(round(sum(new.values())), round(new.get("429", 0.0)), round(errors))
+
+
+def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
+    """Return the age in seconds of the oldest certificate request that nobody decided on; 0 without one."""
+    ages = [now - _moment(request["created"]) for request in requests if not request["conditions"]]
+    return max([0.0, *ages])
+
+
+def count_not_ready(nodes: list[dict[str, Any]], now: float) -> int:
+    """Return how many nodes aren't Ready, those aside that registered only just now."""
+    return sum(
+        node["conditions"].get("Ready") != "True" and now - _moment(node["created"]) > _JOINING_SECONDS
+        for node in nodes
+    )
+
+
+def _moment(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()

@@ -1,0 +1,272 @@
+"""The real fleet: the driver's ``Steps`` over SSH, Ansible, the verification suite, and a control plane.
+
+Whatever happens elsewhere (a connection's thread, a slice's process, a suite's run) comes to ``wait`` through one
+queue, and everything here is decided in the driver's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from image_builder.pool import ansible, provision
+from image_builder.pool.ansible import Slice
+from image_builder.pool.control_plane import ControlPlane
+from image_builder.pool.driver import Event, Work
+from image_builder.pool.gates import Reading
+from image_builder.pool.hostkeys import CertificateAuthority
+from image_builder.pool.model import Joined, Outcome, Step, ended
+from image_builder.pool.policy import Deadlines
+from image_builder.pool.provision import Told
+from image_builder.pool.reach import Access, Answer, Reach
+from image_builder.pool.slice import children
+from image_builder.pool.suite import READ_KEYS, Suite, known_lines, own_lines
+from image_builder.store import remove_tree
+
+# A question to a host, not counting the login: an interpreter is started there.
+_ASK_SECONDS = 30.0
+# Between two questions to a host that still tries to join.
+_AGAIN_SECONDS = 2.0
+_KILLED = 255
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a fleet is worked on with.
+
+    ``folder`` holds the private data of the slices while they run and is removed in the end. ``configurations`` are
+    the node configurations of hosts that don't have theirs by user data. ``on_wait`` is called in each round, in the
+    driver's thread.
+    """
+
+    access: Access
+    deadlines: Deadlines
+    folder: Path
+    python: Path
+    control_plane: ControlPlane
+    suite: Suite | None = None
+    configurations: Mapping[str, Path] = field(default_factory=dict)
+    on_wait: Callable[[], None] = lambda: None
+    at_once: int = 200
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+
+class _Begun(NamedTuple):
+    """A step on a host that is in work. ``at`` is when it began, its join slot not counted."""
+
+    work: Work
+    step: Step
+    at: float
+
+
+class _Slice(NamedTuple):
+    process: ansible.Process
+    thread: threading.Thread
+    left: set[str]
+
+
+_Key = tuple[str, Step, int]
+# What comes through the queue: something to do in the driver's thread, or nothing, which only wakes it.
+_Message = Callable[[], None] | None
+
+
+class Fleet:
+    """Hosts that are reached; a context manager. See ``driver.Steps`` for what its methods promise."""
+
+    def __init__(self, means: Means) -> None:
+        """Read the key and the hosts' keys; raises UsageError when they can't be had."""
+        self._means = means
+        self._reach = Reach(means.access, at_once=means.at_once)
+        self._suites = ThreadPoolExecutor(means.cores, thread_name_prefix="suite")
+        self._queue: SimpleQueue[_Message] = SimpleQueue()
+        self._begun: dict[_Key, _Begun] = {}
+        self._again: list[tuple[float, _Key]] = []
+        self._slices: list[_Slice] = []
+        self._number = 0
+        self._events: list[Event] = []
+        self._now = 0.0
+
+    def __enter__(self) -> Self:
+        """Raises ImageBuilderError while an earlier run's processes still work, OSError."""
+        ansible.clear(self._means.folder)
+        self._means.folder.mkdir(mode=0o700, exist_ok=True)
+        self._reach.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for slice_ in self._slices:
+            slice_.process.end()
+        self._suites.shutdown(wait=False, cancel_futures=True)
+        self._reach.__exit__(kind, error, trace)
+        for slice_ in self._slices:
+            slice_.thread.join()
+        # Of all that was started only suites are left. Nobody waits for what they find.
+        for pid in children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._suites.shutdown()
+        remove_tree(self._means.folder)
+
+    def wake(self) -> None:
+        """Let ``wait`` return soon; may be called by a signal's handler."""
+        self._queue.put(None)
+
+    def now(self) -> float:
+        self._now = max(self._now, time.time())
+        return self._now
+
+    def wait(self, until: float) -> Sequence[Event]:
+        self._means.on_wait()
+        self._ask_again()
+        due = min([until, *(at for at, _ in self._again)])
+        try:
+            message = self._queue.get(timeout=max(0.0, due - self.now()))
+            while True:
+                if message is not None:
+                    message()
+                message = self._queue.get_nowait()
+        except Empty:
+            pass
+        found, self._events = self._events, []
+        return found
+
+    def probe(self, work: Sequence[Work]) -> None:
+        for w in work:
+            key = self._begin(w, "probe")
+            self._ask(key)
+
+    def bootstrap(self, work: Sequence[Work]) -> None:
+        for w in work:
+            self._begin(w, "bootstrap")
+        means = self._means
+        self._number += 1
+        slice_ = Slice(tuple(work), means.access, means.deadlines.bootstrap, means.configurations)
+        process = ansible.Process(slice_, means.folder / f"slice-{self._number}", means.python)
+        attempts = {w.host.name: w.attempt for w in work}
+
+        def on_end(name: str, told: Told) -> None:
+            self._queue.put(partial(self._joined, (name, "bootstrap", attempts[name]), told))
+
+        thread = threading.Thread(target=process.run, args=(on_end,), name=f"slice-{self._number}")
+        self._slices = [s for s in self._slices if s.thread.is_alive()]
+        self._slices.append(_Slice(process, thread, set(attempts)))
+        thread.start()
+
+    def verify(self, work: Sequence[Work]) -> None:
+        for w in work:
+            key = self._begin(w, "verify")
+            # Its keys are asked for over a connection that is proven; whether it answers is told by the way.
+            future = self._reach.submit(w.host, READ_KEYS, seconds=_ASK_SECONDS)
+            future.add_done_callback(self._answered(self._read_keys, key))
+
+    def give_up(self, host: str, step: Step, attempt: int) -> None:
+        self._begun.pop((host, step, attempt), None)
+        self._leave_slice(host, step)
+
+    def gate(self) -> Reading:
+        return self._means.control_plane.read()
+
+    def _begin(self, work: Work, step: Step) -> _Key:
+        key = (work.host.name, step, work.attempt)
+        self._begun[key] = _Begun(work, step, self.now() + work.delay)
+        return key
+
+    def _end(
+        self, key: _Key, outcome: Outcome, joined: Joined, phases: Sequence[tuple[str, float]] = ()
+    ) -> None:
+        """Tell that a step ended, unless it was given up."""
+        begun = self._begun.pop(key, None)
+        if begun is None:
+            return
+        name, step, attempt = key
+        seconds = max(0.0, self.now() - begun.at)
+        self._events.append(Event(name, step, attempt, outcome, joined, seconds, tuple(phases)))
+        self._leave_slice(name, step)
+
+    def _leave_slice(self, host: str, step: Step) -> None:
+        """End the process of a slice of which nobody is waited for any more."""
+        for slice_ in self._slices if step == "bootstrap" else ():
+            if host in slice_.left:
+                slice_.left.discard(host)
+                if not slice_.left:
+                    slice_.process.end()
+
+    def _answered(self, take: Callable[[_Key, Answer], None], key: _Key) -> Callable[[Future[Answer]], None]:
+        """Return what brings the answer of a host to the driver's thread; what it raises is raised there."""
+
+        def done(future: Future[Answer]) -> None:
+            if not future.cancelled():
+                self._queue.put(lambda: take(key, future.result()))
+
+        return done
+
+    def _ask(self, key: _Key) -> None:
+        host = self._begun[key].work.host
+        future = self._reach.submit(host, provision.ASK, root=True, seconds=_ASK_SECONDS)
+        future.add_done_callback(self._answered(self._probed, key))
+
+    def _ask_again(self) -> None:
+        now = self.now()
+        for _, key in (late := [item for item in self._again if item[0] <= now]):
+            if key in self._begun:
+                self._ask(key)
+        self._again = [item for item in self._again if item not in late]
+
+    def _probed(self, key: _Key, answer: Answer) -> None:
+        if not answer.outcome.ok:
+            self._end(key, answer.outcome, "unknown")
+            return
+        told = provision.probed(provision.read(_status(answer), answer.stdout, answer.stderr))
+        if told.busy:
+            # Whether it joins is known when it ended; until the deadline that is waited for.
+            self._again.append((self.now() + _AGAIN_SECONDS, key))
+        else:
+            self._end(key, told.outcome, told.joined, told.phases)
+
+    def _joined(self, key: _Key, told: Told) -> None:
+        self._end(key, told.outcome, told.joined, told.phases)
+
+    def _read_keys(self, key: _Key, answer: Answer) -> None:
+        begun = self._begun.get(key)
+        if begun is None:
+            return
+        if not answer.outcome.ok:
+            self._end(key, answer.outcome, "unknown")
+            return
+        host, source = begun.work.host, self._means.access.host_keys
+        if isinstance(source, CertificateAuthority):
+            keys = own_lines(host, answer.stdout.decode("utf-8", "replace"))
+        else:
+            keys = known_lines(host, source.path.read_text(encoding="utf-8"))
+        future = self._suites.submit(self._run_suite, key, keys)
+
+        def done(future: Future[Outcome]) -> None:
+            if not future.cancelled():
+                self._queue.put(lambda: self._end(key, future.result(), "unknown"))
+
+        future.add_done_callback(done)
+
+    def _run_suite(self, key: _Key, keys: str) -> Outcome:
+        """Run the suite, in a thread of its own."""
+        begun, means = self._begun.get(key), self._means
+        if begun is None:
+            return ended("unknown", "given up before it began")  # which nobody waits for
+        assert means.suite is not None  # nothing is verified without one: the command saw to that
+        return means.suite.run(begun.work.host, means.access, keys, means.deadlines.verify)
+
+
+def _status(answer: Answer) -> int:
+    return _KILLED if answer.status is None else answer.status

@@ -1,0 +1,317 @@
+"""Drive a rollout on real hosts: everything that is wrong is found before the first of them is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.pool import driver
+from image_builder.pool import plan as plans
+from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
+from image_builder.pool.fleet import Fleet, Means
+from image_builder.pool.hostkeys import known_as
+from image_builder.pool.inventory import Fleet as Found
+from image_builder.pool.inventory import read_fleet
+from image_builder.pool.journal import in_use, journal_of, open_journal, read_journal
+from image_builder.pool.model import Host
+from image_builder.pool.plan import Plan, make_plan, named
+from image_builder.pool.policy import Policy
+from image_builder.pool.progress import Progress, apply, begin
+from image_builder.pool.reach import Access, Reach
+from image_builder.pool.records import Opened, Record
+from image_builder.pool.report import report
+from image_builder.pool.resume import past, take_up
+from image_builder.pool.suite import Suite
+from image_builder.pool.table import LiveTable
+from image_builder.settings import Settings
+
+UNWATCHED = "no --kubeconfig: nobody looks at the control plane, and its gate lets everything through"
+T = TypeVar("T")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Options(NamedTuple):
+    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for every image."""
+
+    plan: Path
+    access: Access
+    reports: Path
+    inventories: tuple[Path, ...] = ()
+    pools: tuple[str, ...] = ()
+    is_resumed: bool = False
+    retry: bool = False
+    facts: tuple[str, ...] = ()
+    node_configs: Path | None = None
+    kubeconfig: Path | None = None
+    vault_password_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rollout that nothing speaks against. ``hosts`` are those of the inventory now."""
+
+    options: Options
+    plan: Plan
+    hosts: tuple[Host, ...]
+    control_plane: ControlPlane
+    suite: Suite | None
+    configurations: Mapping[str, Path]
+
+
+def prepare(options: Options) -> Ready:
+    """Return what is to be driven; raises DefinitionError with every problem, and touches no host."""
+    plan = plans.load(options.plan)
+    faults = _Faults()
+    found = faults.collect("inventory", lambda: _inventory(options, plan))
+    if found and not options.is_resumed:
+        faults.problems += plans.stale(plan, found.inventory, found.hosts)
+    faults.collect("journal", lambda: _check_journal(options, plan))
+    hosts = found.hosts if found else plan.hosts
+    _check_access(faults, options.access, hosts)
+    control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
+    sample = {name for wave in plan.waves for name in wave.verify}
+    suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
+    configurations = _configurations(faults, options.node_configs, hosts)
+    faults.report()
+    assert control_plane is not None
+    return Ready(options, plan, hosts, control_plane, suite, configurations)
+
+
+def prepare_verification(options: Options, given: Path | None) -> Ready:
+    """Return a verification of all hosts of a plan, or of pools; raises DefinitionError with every problem."""
+    faults = _Faults()
+    if given:
+        plan = plans.load(given)
+    else:
+        found = read_fleet(options.inventories, options.pools, options.vault_password_file)
+        plan = make_plan(found.inventory, found.pools, found.hosts, Policy())
+    deadlines = plan.policy.deadlines
+    policy = Policy(
+        mode="verify",
+        waves=("100%",),
+        max_unavailable="100%",
+        wave_budget="100%",
+        budget="100%",
+        same_least=max(1, len(plan.hosts)) + 1,
+        same_share="100%",
+        soak_seconds=(0.0,),
+        cadence_seconds=0.0,
+        deadlines=deadlines,
+    )
+    plan = make_plan(plan.inventory, plan.pools, plan.hosts, policy)
+    _check_access(faults, options.access, plan.hosts)
+    suite = _suite(faults, options, plan.hosts)
+    faults.report()
+    return Ready(options, plan, plan.hosts, Unwatched(), suite, {})
+
+
+class _Faults:
+    """Gathers what is wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def collect(self, path: str, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` does, or None where it raises, which is kept."""
+        try:
+            return work()
+        except DefinitionError as error:
+            self.problems += error.problems
+        except ImageBuilderError as error:
+            self.problems.append(Problem("", path, error.message))
+        return None
+
+    def add(self, path: str, what: str) -> None:
+        self.problems.append(Problem("", path, what))
+
+    def report(self) -> None:
+        if self.problems:
+            raise DefinitionError(self.problems, hint="no host was touched")
+
+
+def _inventory(options: Options, plan: Plan) -> Found:
+    paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
+    return read_fleet(paths, [pool.name for pool in plan.pools], options.vault_password_file)
+
+
+def _check_journal(options: Options, plan: Plan) -> None:
+    """Raise UsageError or ImageBuilderError where the journal isn't what the command goes on from."""
+    path = journal_of(options.plan)
+    records = read_journal(path) if path.exists() else []
+    past(plan, records, str(path))
+    if records and in_use(path):
+        raise ImageBuilderError(f"another process writes {path}")
+    if records and not options.is_resumed:
+        raise UsageError(
+            f"the run of this plan has begun: {path} is its journal; take it up with `pool resume`"
+        )
+    if not records and options.is_resumed:
+        raise UsageError(f"no run of this plan has begun: {path} has no record; begin with `pool run`")
+
+
+def _check_access(faults: _Faults, access: Access, hosts: Iterable[Host]) -> None:
+    faults.collect("--key", lambda: Reach(access, at_once=1))
+    with contextlib.suppress(OSError):  # which the line above has told
+        if stat.S_IMODE(access.key.stat().st_mode) & 0o077:
+            faults.add("--key", f"{access.key}: others may read it, and OpenSSH takes no such key: chmod 600")
+    unnamed = []
+    for host in hosts:
+        try:
+            known_as(host)
+        except UsageError:
+            unnamed.append(host.name)
+    if unnamed:
+        faults.add("pool_vm_id", f"can't be names of host keys: {named(unnamed)}")
+
+
+def _control_plane(kubeconfig: Path | None) -> ControlPlane:
+    return Kubernetes(kubeconfig) if kubeconfig else Unwatched()
+
+
+def _suite(faults: _Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:
+    """Return the suite for those hosts, None where nothing is to be verified."""
+    facts: dict[str, Path] = {}
+    images = sorted({host.image for host in hosts})
+    for text in options.facts:
+        image, mark, file = text.rpartition("=")
+        path = Path(file).absolute()
+        if not path.is_file():
+            faults.add("--facts", f"{path}: no such file")
+        facts |= {image: path} if mark else {name: path for name in images if name not in facts}
+    if missing := [image for image in images if image not in facts]:
+        faults.add(
+            "--facts", f"nothing says what hosts of {named(missing)} must be: IMAGE=facts.json of a build"
+        )
+    return Suite(facts, options.reports, Settings().python) if images else None
+
+
+def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host]) -> dict[str, Path]:
+    if folder is None:
+        return {}
+    files = {host.name: folder.absolute() / f"{host.name}.json" for host in hosts}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        faults.add("--node-configs", f"{folder} has no file for {named(missing)}")
+    return files
+
+
+class Stop:
+    """Signals as a request: the first one lets the run stop, a second one ends it."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.wake: Callable[[], None] = lambda: None
+
+    def asked(self) -> bool:
+        return self.number != 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._take) for number in _ENDING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        if self.number:
+            signal.signal(number, signal.SIG_IGN)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.number = number
+        self.wake()
+
+
+def drive(ready: Ready) -> tuple[dict[str, Any], int]:
+    """Drive a rollout to its end; return its report, and the signal that stopped it or 0.
+
+    Raises ImageBuilderError where another process drives it, OSError where the journal can't be written.
+    """
+    options = ready.options
+    with open_journal(journal_of(options.plan)) as journal:
+        if journal.records and not options.is_resumed:
+            raise UsageError("another process has begun this plan's run just now")
+        records = list(journal.records)
+        # The deadline of a suite is for one host; where more are to be verified than can be at once, they wait.
+        plan = _with_time_to_wait(ready.plan)
+
+        def write(record: Record) -> None:
+            journal.append(record)
+            records.append(record)
+
+        def start(at: float) -> Progress:
+            progress = take_up(plan, journal, ready.hosts, at=at, retry=options.retry)
+            records[:] = read_journal(journal.path)
+            return progress
+
+        # Beside the plan, so that whoever takes the run up finds what a killed one left.
+        work = options.plan.absolute().with_name(f".{options.plan.name}.work")
+        return _drive(ready, work, start, write, records)
+
+
+def verify(ready: Ready) -> tuple[dict[str, Any], int]:
+    """Verify hosts; return the report, and the signal that stopped it or 0. Nothing is written but reports."""
+    plan = _with_time_to_wait(ready.plan)
+    records: list[Record] = []
+
+    def start(at: float) -> Progress:
+        progress = begin(plan)
+        records.append(Opened(at=at, plan=plan.digest))
+        apply(progress, records[0])
+        return progress
+
+    with tempfile.TemporaryDirectory(prefix="image-builder-") as folder:
+        return _drive(ready, Path(folder) / "work", start, records.append, records)
+
+
+def _drive(
+    ready: Ready,
+    work: Path,
+    start: Callable[[float], Progress],
+    write: Callable[[Record], None],
+    records: list[Record],
+) -> tuple[dict[str, Any], int]:
+    """Drive what ``start`` returns to its end, shown on standard error; ``records`` are all, those of before too."""
+    stop = Stop()
+    with ExitStack() as stack:
+        stack.enter_context(stop.listening())
+        stack.callback(ready.control_plane.close)
+        table = stack.enter_context(LiveTable())
+        shown: list[Progress] = []
+        means = Means(
+            access=ready.options.access,
+            deadlines=ready.plan.policy.deadlines,
+            folder=work,
+            python=Settings().python,
+            control_plane=ready.control_plane,
+            suite=ready.suite,
+            configurations=ready.configurations,
+            on_wait=lambda: table.changed(shown[0]),
+        )
+        fleet = stack.enter_context(Fleet(means))
+        stop.wake = fleet.wake
+        if not ready.control_plane.is_read and ready.plan.policy.mode == "bootstrap":
+            table.note(UNWATCHED)
+        shown.append(start(fleet.now()))
+        driver.run(shown[0], fleet, write, stop.asked)
+    told = {**report(shown[0], records), "control_plane_read": ready.control_plane.is_read}
+    return told, stop.number if shown[0].stopped else 0
+
+
+def _with_time_to_wait(plan: Plan, cores: int | None = None) -> Plan:
+    """Return a plan with the deadline of verifying for as many rounds as its largest wave takes."""
+    at_once = cores or len(os.sched_getaffinity(0))
+    rounds = math.ceil(max((len(wave.verify) for wave in plan.waves), default=1) / at_once)
+    deadlines = plan.policy.deadlines
+    longer = deadlines.model_copy(update={"verify": deadlines.verify * max(1, rounds)})
+    return plan.model_copy(update={"policy": plan.policy.model_copy(update={"deadlines": longer})})

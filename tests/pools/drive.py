@@ -1,0 +1,71 @@
+"""Drive a rollout in a process of its own, which a test can kill: ``python -m tests.pools.drive FILE``.
+
+It is what ``pool run`` and ``pool resume`` do, with shorter times for connections, and with a suite of the test's own
+in place of ``tests/image``: that is for booted machines, which the hosts here aren't.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.errors import ImageBuilderError
+from image_builder.pool import rollout
+from image_builder.pool.hostkeys import Pinned
+from image_builder.pool.reach import Access
+from image_builder.pool.rollout import Options
+
+
+@dataclass(frozen=True)
+class Told:
+    """What to drive. All are paths but ``user`` and the flags."""
+
+    plan: str
+    inventory: str
+    user: str
+    key: str
+    known_hosts: str
+    facts: str
+    suite: str
+    reports: str
+    node_configs: str
+    is_resumed: bool = False
+    retry: bool = False
+
+
+def drive(told: Told) -> int:
+    """Return 0 where the run came to its end, 1 where it was stopped; prints its report."""
+    access = Access(
+        told.user,
+        Path(told.key),
+        Pinned(Path(told.known_hosts)),
+        connect_seconds=3.0,
+        banner_seconds=3.0,
+        keepalive_seconds=1.0,
+    )
+    options = Options(
+        plan=Path(told.plan),
+        access=access,
+        reports=Path(told.reports),
+        inventories=(Path(told.inventory),),
+        is_resumed=told.is_resumed,
+        retry=told.retry,
+        facts=(told.facts,),
+        node_configs=Path(told.node_configs) if told.node_configs else None,
+    )
+    ready = rollout.prepare(options)
+    assert ready.suite
+    suite = dataclasses.replace(ready.suite, folder=Path(told.suite))
+    result, _ = rollout.drive(dataclasses.replace(ready, suite=suite))
+    print(json.dumps(result))
+    return 0 if result["state"] == "finished" else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(drive(Told(**json.loads(Path(sys.argv[1]).read_text()))))
+    except ImageBuilderError as error:
+        sys.exit(error.message)

@@ -1,0 +1,216 @@
+"""The process of the hosts: an overlay over the trees of a baked image each, a small memory disk above, one bridge.
+
+It has namespaces of its own (mounts, processes, network), and so has each host (mounts, name, network). It ends, and
+all hosts with it, at the end of its standard input. fleet.py starts it and asks it for things, a line of JSON each way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from image_builder import namespace
+from image_builder.store import Store
+from tests.pools.fleet import GATEWAY, READY_SECONDS, SLOW_SECONDS, USER, Told, host_of
+from tests.pulls import leave_the_network
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+_DISK = "48m"
+_BASE = Path("/run/fleet")
+_CONFIG = """\
+HostKey /etc/ssh/fleet_key
+{certificate}
+AuthorizedKeysFile /etc/ssh/fleet_users
+LogLevel DEBUG1
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PerSourcePenalties no
+MaxStartups 500
+PidFile /run/sshd.pid
+Subsystem sftp internal-sftp
+UseDNS no
+UsePAM no
+"""
+_SLOW_SHELL = f'#!/bin/sh\nsleep {SLOW_SECONDS}\nexec /bin/sh "$@"\n'
+_libc = ctypes.CDLL(None, use_errno=True)
+# What a server that says nothing has accepted.
+_kept: list[socket.socket] = []
+
+
+def serve(file: str) -> int:
+    """Be that process, until standard input ends."""
+    told = Told(**json.loads(Path(file).read_text()))
+    # Before the other namespaces, so that who started this finds the network by the process that it knows.
+    leave_the_network()
+
+    def work() -> int:
+        with Store(Path(told.store)).in_use():
+            _serve(told)
+        return 0
+
+    return namespace.run_isolated(work)
+
+
+def _serve(told: Told) -> None:
+    namespace.mount("tmpfs", "tmpfs", "/run", "mode=755")
+    root = _overlay(told, "bridge")
+    _ip(root, ["link add fleet type bridge", f"addr add {GATEWAY}/16 dev fleet", "link set fleet up"])
+    children = [_start(told, number) for number in range(len(told.faults))]
+    links = []
+    for number, (pid, _) in enumerate(children):
+        if told.faults[number] == "dead":
+            # A neighbour that is known and never answers, as behind a router.
+            links += [f"neigh add {host_of(number).address} lladdr 02:00:00:00:00:01 dev fleet nud permanent"]
+        else:
+            links += [f"link add host{number} type veth peer name eth0 netns {pid}"]
+            links += [f"link set host{number} master fleet up"]
+    _ip(root, links)
+    for _, go in children:
+        os.write(go, b"g")
+        os.close(go)
+    _wait_until_ready([pid for pid, _ in children], told.faults)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(_do(asked, root, children[asked["host"]][0])), flush=True)
+
+
+def _do(asked: Mapping[str, Any], root: Path, pid: int) -> dict[str, Any]:
+    if asked["do"] == "link":
+        _ip(root, [f"link set host{asked['host']} {asked['state']}"])
+        return {}
+    entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--uts", "--root", "--wd"]
+    argv = [*entered, "--", *asked["argv"]]
+    done = subprocess.run(argv, input=asked["input"].encode(), capture_output=True, check=False)
+    told = {"output": done.stdout, "error": done.stderr}
+    return {"status": done.returncode} | {
+        name: text.decode("utf-8", "replace") for name, text in told.items()
+    }
+
+
+def _ip(root: Path, lines: Sequence[str]) -> None:
+    argv = ["chroot", os.fspath(root), "ip", "-batch", "-"]
+    subprocess.run(argv, input="\n".join(lines) + "\n", text=True, check=True)
+
+
+def _overlay(told: Told, name: str) -> Path:
+    """Mount a root of its own, what is written to it in memory; return it."""
+    base = _BASE / name
+    base.mkdir(parents=True)
+    namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={_DISK},mode=755")
+    for part in ("upper", "work", "root"):
+        (base / part).mkdir()
+    options = f"lowerdir={':'.join(told.trees)},upperdir={base}/upper,workdir={base}/work"
+    root = os.fspath(base / "root")
+    namespace.mount("overlay", "overlay", root, options)
+    namespace.mount_dev(f"{root}/dev")
+    namespace.mount("proc", "proc", f"{root}/proc")
+    return base / "root"
+
+
+def _start(told: Told, number: int) -> tuple[int, int]:
+    """Start a host's process in a network of its own; return its id, and what to write to once it has a link."""
+    unshared, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(go[1])
+            if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "unshare")
+            os.close(unshared[1])
+            os.read(go[0], 1)
+            _be_host(told, number)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(unshared[1])
+    os.close(go[0])
+    os.read(unshared[0], 1)  # its end: the child has closed it, by its will or by ending
+    os.close(unshared[0])
+    return pid, go[1]
+
+
+def _be_host(told: Told, number: int) -> NoReturn:
+    """Set up a host and become its sshd, or what stands in its place."""
+    fault = told.faults[number]
+    root = _overlay(told, str(number))
+    _write_files(told, number, root)
+    _libc.sethostname(f"host-{number}".encode(), len(f"host-{number}"))
+    if fault == "disk full":
+        with suppress(OSError), open(root / "var/fill", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    os.chroot(root)
+    os.chdir("/")
+    link = [] if fault == "dead" else [f"addr add {host_of(number).address}/16 dev eth0", "link set eth0 up"]
+    _ip(Path("/"), ["link set lo up", *link])
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    if fault in ("dead", "refused"):
+        os.execve("/bin/sleep", ["sleep", "infinity"], environment)
+    if fault == "slow banner":
+        with socket.create_server((host_of(number).address, 22)) as server:
+            while True:
+                _kept.append(server.accept()[0])
+    os.execve("/usr/sbin/sshd", ["/usr/sbin/sshd", "-D", "-E", "/var/log/sshd.log"], environment)
+
+
+def _write_files(told: Told, number: int, root: Path) -> None:
+    """Write a host's keys, its user, and what is wrong with it."""
+    fault, keys, ssh = told.faults[number], Path(told.folder), root / "etc/ssh"
+    shutil.copy(keys / f"host-{number}", ssh / "fleet_key")
+    certificate = keys / f"host-{number}-cert.pub"
+    if certificate.exists():
+        shutil.copy(certificate, ssh / "fleet_key-cert.pub")
+    line = "HostCertificate /etc/ssh/fleet_key-cert.pub" if certificate.exists() else ""
+    (ssh / "sshd_config").write_text(_CONFIG.format(certificate=line))
+    (ssh / "fleet_users").write_text("" if fault == "auth" else (keys / "user.pub").read_text())
+    (root / "etc/hosts").write_text(f"127.0.0.1 localhost host-{number}\n")
+    (root / "run/sshd").mkdir(parents=True, exist_ok=True)
+    shell = "/usr/local/bin/slow-sh" if fault == "slow" else "/bin/sh"
+    (root / "usr/local/bin/slow-sh").write_text(_SLOW_SHELL)
+    (root / "usr/local/bin/slow-sh").chmod(0o755)
+    for name, added in (
+        ("passwd", f"{USER}:x:2000:2000::/home/{USER}:{shell}"),
+        ("shadow", f"{USER}:*:20000::::::"),
+        ("group", f"{USER}:x:2000:"),
+    ):
+        with (root / "etc" / name).open("a") as file:
+            file.write(added + "\n")
+    (root / "home" / USER).mkdir(mode=0o700)
+    os.chown(root / "home" / USER, 2000, 2000)
+    if fault != "sudo refuses":
+        rule = "ALL" if fault == "sudo asks" else "NOPASSWD: ALL"
+        (root / "etc/sudoers.d/fleet").write_text(f"{USER} ALL=(ALL:ALL) {rule}\n")
+        (root / "etc/sudoers.d/fleet").chmod(0o440)
+    if fault == "sudo hangs":
+        # As of a directory service that doesn't answer.
+        pam = root / "etc/pam.d/sudo"
+        pam.write_text("account required pam_exec.so /bin/sleep 3600\n" + pam.read_text())
+
+
+def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    for pid, fault in zip(pids, faults, strict=True):
+        while fault not in ("dead", "refused", "slow banner", "disk full"):
+            if Path(f"/proc/{pid}/root/run/sshd.pid").exists():
+                break
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"a host ({fault or 'sound'}) didn't start: {status}")
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1]))

@@ -1,0 +1,322 @@
+"""Reaching real hosts, each of which may go wrong in its own way: every one ends in one class, and in which."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from image_builder.pool.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
+from image_builder.pool.model import Host
+from image_builder.pool.reach import OUTPUT_LIMIT, Answer, Reach
+from tests.builds import Workplace
+from tests.pools.conftest import FAULTS
+from tests.pools.fleet import GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
+
+pytestmark = pytest.mark.root
+
+_LONG = 300.0  # for what ends by itself
+_CLASSES = {
+    "dead": "timeout",
+    "refused": "refused",
+    "slow banner": "timeout",
+    "other key": "host key",
+    "auth": "auth",
+    "sudo asks": "sudo",
+    "sudo hangs": "sudo",
+    "sudo refuses": "sudo",
+    "disk full": "ok",
+    "slow": "ok",
+}
+# What sshd logs once a client has said who it wants to be.
+_ATTEMPT = "userauth-request"
+
+
+@pytest.fixture(scope="module")
+def answers(pool: Fleet) -> dict[str, Answer]:
+    """What each host answered to the same command as root, all asked at once."""
+    script = "id -u && cat > /var/tmp/asked && cat /var/tmp/asked"
+    access = pool.access(connect_seconds=6, banner_seconds=6, sudo_seconds=6)
+    with Reach(access) as reach:
+        asked = [
+            reach.submit(host, ["sh", "-c", script], input=b"a 'word'", root=True, seconds=_LONG)
+            for host in pool.hosts
+        ]
+    return {FAULTS.get(n, f"sound {n}"): future.result() for n, future in enumerate(asked)}
+
+
+def ask(pool: Fleet, host: int, script: str, host_keys: HostKeys | None = None) -> Answer:
+    """Run a script on one host."""
+    with Reach(pool.access(host_keys)) as reach:
+        return reach.submit(pool.hosts[host], ["sh", "-c", script], seconds=_LONG).result()
+
+
+def wait_for(pool: Fleet, host: int, file: str) -> None:
+    """Wait until a command has written a file on its host."""
+    deadline = time.monotonic() + _LONG
+    while not pool.run(host, "sh", "-c", 'test ! -e "$0" || echo there', file):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
+    """Tell whether OpenSSH logs in to a host, by the same file of host keys."""
+    argv = ["ssh", "-F", "none", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-i", os.fspath(pool.key)]
+    argv += [*openssh_options(host_keys, pool.hosts[host]), f"{USER}@{pool.hosts[host].address}", "true"]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert done.returncode in (0, 255), done.stderr
+    assert done.returncode == 0 or "Host key verification failed" in done.stderr, done.stderr
+    return done.returncode == 0
+
+
+def test_every_host_ends_in_its_class(answers: dict[str, Answer]) -> None:
+    found = {name: answer.outcome.signature for name, answer in answers.items()}
+    assert found == {name: _CLASSES.get(name, "ok") for name in answers}
+
+
+def test_sound_hosts_ran_the_command_as_root_with_its_input(answers: dict[str, Answer]) -> None:
+    assert answers["sound 0"].stdout == b"0\na 'word'"
+    assert [a.status for name, a in answers.items() if name.startswith("sound")] == [0] * 4
+
+
+def test_command_that_fails_on_a_full_disk_ran(answers: dict[str, Answer]) -> None:
+    full = answers["disk full"]
+    assert full.status and b"No space left on device" in full.stderr
+
+
+def test_slow_host_gets_its_time(answers: dict[str, Answer]) -> None:
+    assert answers["slow"].stdout == b"0\na 'word'" and answers["slow"].seconds >= SLOW_SECONDS
+
+
+def test_end_says_why(answers: dict[str, Answer]) -> None:
+    assert "password is required" in answers["sudo asks"].outcome.detail
+    assert "SHA256:" in answers["other key"].outcome.detail
+    assert "refused" in answers["refused"].outcome.detail
+    assert all(a.outcome.detail for a in answers.values() if not a.outcome.ok)
+
+
+@pytest.mark.parametrize("fault", ["sudo asks", "sudo refuses", "sudo hangs"])
+def test_where_root_is_not_asked_for_sudo_does_not_matter(pool: Fleet, fault: str) -> None:
+    number = next(n for n, name in FAULTS.items() if name == fault)
+    answer = ask(pool, number, "id -un; exit 7")
+    assert (answer.outcome.kind, answer.status, answer.stdout) == ("ok", 7, f"{USER}\n".encode())
+
+
+def test_status_of_one_is_not_taken_for_sudo(pool: Fleet) -> None:
+    with Reach(pool.access()) as reach:
+        answer = reach.submit(pool.hosts[0], ["sh", "-c", "exit 1"], root=True, seconds=_LONG).result()
+    assert (answer.outcome.kind, answer.status) == ("ok", 1)
+
+
+@pytest.mark.parametrize("kind", ["pinned", "authority"])
+def test_changed_key_stops_a_host_before_it_knows_who_we_are(pool: Fleet, kind: str) -> None:
+    host = {"pinned": 11, "authority": 12}[kind]
+    keys: HostKeys = pool.pinned if kind == "pinned" else pool.authority
+    assert ask(pool, host, "true", keys).outcome.ok
+    assert _ATTEMPT in pool.log(host)
+    pool.change_key(host)
+    before = pool.log(host)
+    assert ask(pool, host, "true", keys).outcome.kind == "host key"
+    said = pool.log(host).removeprefix(before)
+    assert "Connection from" in said and _ATTEMPT not in said
+
+
+def test_first_key_is_learnt_once_and_kept(pool: Fleet, tmp_path: Path) -> None:
+    keys = FirstUse(tmp_path / "learnt" / "known_hosts")
+    with Reach(pool.access(keys)) as reach:
+        asked = [reach.submit(pool.hosts[n], ["true"], seconds=_LONG) for n in (0, 10, 0, 13)]
+        assert [a.result().outcome.kind for a in asked] == ["ok"] * 4
+    learnt = keys.path.read_text()
+    pinned = pool.pinned.path.read_text().splitlines()
+    assert sorted(learnt.splitlines()) == [pinned[n].rsplit(" ", 1)[0] for n in (0, 10, 13)]
+    assert openssh(pool, 13, keys)
+    pool.change_key(13)
+    before = pool.log(13)
+    assert ask(pool, 13, "true", keys).outcome.kind == "host key"
+    assert _ATTEMPT not in pool.log(13).removeprefix(before)
+    assert keys.path.read_text() == learnt
+    assert not openssh(pool, 13, keys)
+
+
+# A host's certificate as the options of ssh-keygen; whether it is to be believed. `NAME` is the host's, `OTHER` is
+# the next one's.
+_CERTIFICATES = {
+    "its own": (["-n", "NAME"], True),
+    "for it and others": (["-n", "OTHER,NAME"], True),
+    "for another host": (["-n", "OTHER"], False),
+    "not valid any more": (["-n", "NAME", "-V", "-2d:-1d"], False),
+    "not valid yet": (["-n", "NAME", "-V", "+1d:+2d"], False),
+}
+
+
+@pytest.mark.parametrize("what", _CERTIFICATES)
+def test_certificate_is_judged_as_openssh_judges_it(pool: Fleet, tmp_path: Path, what: str) -> None:
+    options, good = _CERTIFICATES[what]
+    assert judged(pool, tmp_path, pool.folder / "authority", options) == (good, good)
+
+
+def test_certificate_of_another_authority_is_refused(pool: Fleet, tmp_path: Path) -> None:
+    new_key(tmp_path / "other")
+    assert judged(pool, tmp_path, tmp_path / "other", ["-n", "NAME"]) == (False, False)
+
+
+def test_certificate_of_an_authority_by_rsa(pool: Fleet, tmp_path: Path) -> None:
+    rsa = tmp_path / "rsa"
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-f", rsa], check=True)
+    keys = CertificateAuthority(tmp_path / "authorities")
+    keys.path.write_text(f"@cert-authority * {rsa.with_suffix('.pub').read_text()}")
+    assert judged(pool, tmp_path, rsa, ["-n", "NAME"], keys) == (True, True)
+    # SHA-1, which a library would still verify.
+    assert judged(pool, tmp_path, rsa, ["-t", "ssh-rsa", "-n", "NAME"], keys) == (False, False)
+
+
+def test_revoked_key_is_refused_for_all_its_certificate(pool: Fleet, tmp_path: Path) -> None:
+    keys = CertificateAuthority(tmp_path / "authorities")
+    public = (pool.folder / "host-0.pub").read_text()
+    keys.path.write_text(pool.authority.path.read_text() + f"@revoked * {public}")
+    assert judged(pool, tmp_path, pool.folder / "authority", ["-n", "NAME"], keys) == (False, False)
+
+
+def test_certificate_for_no_host_in_particular_is_refused(pool: Fleet, tmp_path: Path) -> None:
+    ours, _ = judged(pool, tmp_path, pool.folder / "authority", [])
+    assert not ours
+
+
+def judged(
+    pool: Fleet, folder: Path, authority: Path, options: list[str], keys: CertificateAuthority | None = None
+) -> tuple[bool, bool]:
+    """Give host 0 a certificate; return whether we and OpenSSH log in to it."""
+    keys = keys or pool.authority
+    names = {"NAME": pool.hosts[0].vm_id, "OTHER": pool.hosts[1].vm_id}
+    words = [w.replace("NAME", names["NAME"]).replace("OTHER", names["OTHER"]) for w in options]
+    public = folder / "host.pub"
+    public.write_text((pool.folder / "host-0.pub").read_text())
+    pool.show(0, sign(authority, public, *words).read_text())
+    answer = ask(pool, 0, "true", keys)
+    assert answer.outcome.kind in ("ok", "host key"), answer
+    return answer.outcome.ok, openssh(pool, 0, keys)
+
+
+def test_partition_in_mid_task_ends_as_dropped(pool: Fleet) -> None:
+    with Reach(pool.access(keepalive_seconds=1)) as reach:
+        asked = reach.submit(pool.hosts[0], ["sh", "-c", "touch /tmp/begun; sleep 600"], seconds=_LONG)
+        wait_for(pool, 0, "/tmp/begun")
+        pool.cut(0)
+        try:
+            assert asked.result().outcome.kind == "dropped", asked.result()
+        finally:
+            pool.mend(0)
+    assert ask(pool, 0, "true").outcome.ok
+
+
+def test_command_beyond_its_time_ends_as_timeout(pool: Fleet) -> None:
+    with Reach(pool.access()) as reach:
+        answer = reach.submit(pool.hosts[0], ["sleep", "600"], seconds=1).result()
+    assert answer.outcome.kind == "timeout" and answer.status is None
+
+
+def test_end_by_a_signal_is_told_from_a_broken_connection(pool: Fleet) -> None:
+    # The parent is the shell that sshd started, and its parent what sshd made of itself for this connection.
+    killed = ask(pool, 0, "echo so far; kill -KILL $PPID")
+    assert (killed.outcome.kind, killed.status, killed.stdout) == ("ok", None, b"so far\n")
+    script = 'kill -KILL "$(sed -n "s/^PPid:[^0-9]*//p" /proc/$PPID/status)"; sleep 600'
+    assert ask(pool, 0, script).outcome.kind == "dropped"
+
+
+def test_of_much_output_a_mebibyte_is_kept_and_the_status_comes(pool: Fleet) -> None:
+    much = "head -c 5000000 /dev/zero | tee /dev/stderr; exit 4"
+    answer = ask(pool, 0, much)
+    assert (len(answer.stdout), len(answer.stderr), answer.status) == (OUTPUT_LIMIT, OUTPUT_LIMIT, 4)
+
+
+def test_large_input_comes_whole_and_unread_input_does_no_harm(pool: Fleet) -> None:
+    data = os.urandom(5_000_000)
+    with Reach(pool.access()) as reach:
+        whole = reach.submit(pool.hosts[0], ["wc", "-c"], input=data, root=True, seconds=_LONG)
+        unread = reach.submit(pool.hosts[0], ["sh", "-c", "exit 5"], input=data, seconds=_LONG)
+        assert whole.result().stdout.strip() == b"5000000"
+        assert (unread.result().outcome.kind, unread.result().status) == ("ok", 5)
+
+
+def test_leaving_by_an_error_ends_what_runs(pool: Fleet) -> None:
+    def interrupted() -> None:
+        with Reach(pool.access(), at_once=1) as reach:
+            asked.append(
+                reach.submit(pool.hosts[0], ["sh", "-c", "touch /tmp/runs; sleep 600"], seconds=_LONG)
+            )
+            asked.append(reach.submit(pool.hosts[0], ["true"], seconds=_LONG))
+            wait_for(pool, 0, "/tmp/runs")
+            raise KeyboardInterrupt
+
+    asked: list[Future[Answer]] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    runs, waits = asked
+    assert runs.result().outcome.kind == "dropped"
+    with pytest.raises(CancelledError):
+        waits.result()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def _speak_http(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def _speak_nonsense(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n" + base64.b64decode("AAAADAoU") + bytes(range(100)))
+
+
+@pytest.mark.parametrize(
+    ("behave", "kind"), [(_hang_up, "refused"), (_speak_http, "refused"), (_speak_nonsense, "dropped")]
+)
+def test_what_is_no_ssh_server(pool: Fleet, behave: Callable[[socket.socket], None], kind: str) -> None:
+    """On the hosts' side of the bridge, but in this process: a server that no real one is."""
+    with socket.create_server((GATEWAY, 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                behave(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host = pool.hosts[0].model_copy(update={"address": GATEWAY, "port": server.getsockname()[1]})
+        assert isinstance(host, Host)
+        with Reach(pool.access()) as reach:
+            assert reach.submit(host, ["true"], seconds=_LONG).result().outcome.kind == kind
+        thread.join()
+
+
+def test_of_hosts_that_are_done_with_nothing_is_left(minimal: Workplace, tmp_path: Path) -> None:
+    def theirs() -> set[str]:
+        """Return the processes that see a host's root among their mounts."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                found |= {process.name} if "/run/fleet/" in (process / "mountinfo").read_text() else set()
+        return found
+
+    before, network = theirs(), os.readlink("/proc/thread-self/ns/net")
+
+    def interrupted() -> None:
+        with fleet(minimal, tmp_path, 2):
+            assert theirs() > before
+            assert os.readlink("/proc/thread-self/ns/net") != network
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert theirs() == before
+    assert os.readlink("/proc/thread-self/ns/net") == network

@@ -1,0 +1,198 @@
+"""`pool run`, `pool resume`, `pool abort`, `pool verify`: what is refused before a host is touched, all at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from typer.testing import CliRunner
+
+from image_builder import errors
+from image_builder.cli import app
+from image_builder.pool import abort, rollout
+from image_builder.pool import plan as plans
+from image_builder.pool.journal import journal_of, open_journal
+from image_builder.pool.records import Opened
+from image_builder.pool.rollout import Stop
+from tests.unit.pool.simulation import make
+
+HOSTS = """
+all:
+  children:
+    cpu:
+      vars: {{pool_image: worker, pool_vm_size: D16, pool_capacity: {capacity}}}
+      hosts: {{cpu-0: {{ansible_host: 10.0.0.1}}, cpu-1: {{ansible_host: 10.0.0.2}}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is driven here is an error of the test, told as one before a connection is tried."""
+
+    def driven(ready: rollout.Ready) -> None:
+        raise AssertionError(f"hosts are touched: {ready}")
+
+    monkeypatch.setattr(rollout, "drive", driven)
+    monkeypatch.setattr(rollout, "verify", driven)
+
+
+class Place:
+    """A directory with an inventory of two hosts, its plan, and all that a run needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hosts, self.plan = folder / "hosts.yml", folder / "p.json"
+        self.key, self.known = folder / "key", folder / "known"
+        self.facts = folder / "facts.json"
+        self.hosts.write_text(HOSTS.format(capacity=2))
+        self.facts.write_text("{}")
+        key = Ed25519PrivateKey.generate()
+        self.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        self.key.chmod(0o600)
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        self.known.write_text(f"cpu-0 {public}\ncpu-1 {public}\n")
+        assert call("plan", "-i", str(self.hosts), "cpu", "--out", str(self.plan))[0] == 0
+
+    def access(self) -> list[str]:
+        return ["--user", "admin", "--key", str(self.key), "--known-hosts", str(self.known)]
+
+    def run(self, *more: str) -> tuple[int, list[str], str]:
+        """Run it; return the status, the problems in short, and standard error."""
+        words = ("run", str(self.plan), "-i", str(self.hosts), *self.access(), *more)
+        status, out, err = call(*words, "--json")
+        found = json.loads(out)["error"].get("problems", []) if out else []
+        return status, [f"{p['path']}: {p['what']}" for p in found], err
+
+
+def call(*argv: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["pool", *argv])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_what_fits_is_driven(place: Place) -> None:
+    assert "hosts are touched" in place.run("--facts", str(place.facts))[2]
+
+
+def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) -> None:
+    place.hosts.write_text(HOSTS.format(capacity=2).replace("10.0.0.2", "10.0.0.3"))
+    place.key.chmod(0o644)
+    place.known.write_text("cpu-0 ssh-ed25519 !\n")
+    status, problems, _ = place.run("--kubeconfig", str(tmp_path / "none"), "--node-configs", str(tmp_path))
+    assert status == errors.DefinitionError.exit_code
+    for words in (
+        "plan: is older than the inventory: 1 replaced",
+        "--key: " + f"{place.key}: others may read it",
+        "--key: " + f"{place.known}:1: not a key",
+        "--kubeconfig: ",
+        "--facts: nothing says what hosts of worker must be",
+        "--node-configs: " + f"{tmp_path} has no file for cpu-0, cpu-1",
+    ):
+        assert any(problem.startswith(words) for problem in problems), (words, problems)
+    assert not journal_of(place.plan).exists()
+
+
+def test_fewer_hosts_than_expected_are_refused_beside_the_rest(place: Place) -> None:
+    place.hosts.write_text(HOSTS.format(capacity=3))
+    status, problems, _ = place.run("--facts", "none.json")
+    assert status == errors.DefinitionError.exit_code
+    assert any("2 of 3 hosts" in p for p in problems) and any("no such file" in p for p in problems)
+
+
+def test_a_plan_that_was_edited_is_refused(place: Place) -> None:
+    place.plan.write_text(place.plan.read_text().replace('"budget": "2%"', '"budget": "9%"'))
+    status, problems, _ = place.run("--facts", str(place.facts))
+    assert status == errors.DefinitionError.exit_code and "was changed after it was made" in problems[0]
+
+
+def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> None:
+    facts = ("--facts", str(place.facts))
+    resume = ("resume", str(place.plan), *place.access(), *facts)
+    assert "no run of this plan has begun" in call(*resume)[2]
+    with open_journal(journal_of(place.plan)) as journal:
+        journal.append(Opened(at=1.0, plan=plans.load(place.plan).digest))
+        assert any("another process writes" in p for p in place.run(*facts)[1])
+    assert any("take it up with `pool resume`" in p for p in place.run(*facts)[1])
+    assert "hosts are touched" in call(*resume)[2]
+    journal_of(place.plan).unlink()
+    with open_journal(journal_of(place.plan)) as journal:
+        journal.append(Opened(at=1.0, plan="of another"))
+    assert "is the journal of another plan" in call(*resume)[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--key", "k"], "give exactly one of --host-ca, --known-hosts and --trust-first-use"),
+        (["--key", "k", "--host-ca", "a", "--known-hosts", "b"], "give exactly one of"),
+        (["--known-hosts", "b"], "give the private key with --key"),
+    ],
+)
+def test_a_choice_that_is_missing_or_double(place: Place, argv: list[str], words: str) -> None:
+    status, _, err = call("run", str(place.plan), "-i", str(place.hosts), *argv)
+    assert status == errors.UsageError.exit_code and words in err
+
+
+def test_an_inventory_is_mandatory(place: Place) -> None:
+    assert call("run", str(place.plan), *place.access())[0] == errors.UsageError.exit_code
+    assert "give a PLAN, or an inventory" in call("verify", *place.access())[2]
+
+
+def test_verification_needs_facts_of_each_image(place: Place) -> None:
+    status, _, err = call("verify", str(place.plan), *place.access())
+    assert status == errors.DefinitionError.exit_code and "--facts: nothing says what hosts of worker" in err
+    facts = ("--facts", f"worker={place.facts}")
+    for which in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
+        assert "hosts are touched" in call("verify", *which, *place.access(), *facts)[2]
+
+
+def test_abort_without_a_run(place: Place) -> None:
+    assert call("abort", str(place.plan))[0] == errors.UsageError.exit_code
+    journal_of(place.plan).touch()
+    status, _, err = call("abort", str(place.plan))
+    assert status == errors.UsageError.exit_code and "no process drives this run now" in err
+
+
+def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
+    import os
+
+    with open_journal(tmp_path / "journal") as journal:
+        assert abort.holders(journal.path) == [os.getpid()]
+    assert abort.holders(tmp_path / "journal") == []
+
+
+def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
+    stop, woken = Stop(), []
+    stop.wake = lambda: woken.append(stop.number)
+    before = signal.getsignal(signal.SIGINT)
+    with stop.listening():
+        assert not stop.asked()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked() and woken == [signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_suite_that_waits_for_a_core_is_not_late() -> None:
+    plan = make(100)
+    most = max(len(wave.verify) for wave in plan.waves)
+    longer = rollout._with_time_to_wait(plan, cores=4).policy.deadlines
+    assert longer.verify == plan.policy.deadlines.verify * -(-most // 4)
+    assert longer.bootstrap == plan.policy.deadlines.bootstrap

@@ -1,0 +1,60 @@
+"""What an API server tells of itself, as a reading of the gate."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.pool.control_plane import Answered, count_not_ready, count_requests, oldest_pending, since
+
+# Some lines of a kube-apiserver 1.33, shortened.
+METRICS = """\
+# HELP apiserver_request_total [STABLE] Counter of apiserver requests.
+# TYPE apiserver_request_total counter
+apiserver_request_total{code="200",component="apiserver",dry_run="",group="",resource="nodes",verb="GET"} 120
+apiserver_request_total{code="201",component="apiserver",dry_run="",group="",resource="events",verb="POST"} 1.5e+03
+apiserver_request_total{code="429",component="apiserver",dry_run="",group="",resource="pods",verb="LIST"} 7
+apiserver_request_total{code="503",component="apiserver",dry_run="",group="",resource="pods",verb="LIST"} 2
+apiserver_request_total{code="500",component="apiserver",dry_run="",group="",resource="pods",verb="LIST"} 1
+apiserver_request_terminations_total{code="503",component="apiserver"} 99
+"""
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
+
+
+def test_requests_are_counted_by_status() -> None:
+    assert count_requests(METRICS) == {"200": 120, "201": 1500, "429": 7, "503": 2, "500": 1}
+    assert count_requests("") == {}
+
+
+def test_a_reading_is_what_came_since_the_last_one() -> None:
+    before = count_requests(METRICS)
+    now = before | {"200": 220, "429": 17, "504": 4}
+    assert since(before, now) == Answered(all=114, throttled=10, errors=4)
+    assert since(None, now) == Answered(), "there is nothing to compare the first one with"
+    assert since(now, before) == Answered(), "a server that was started again counts from nothing"
+
+
+def item(created: str, **conditions: str) -> dict[str, Any]:
+    return {"created": created, "conditions": conditions}
+
+
+def test_the_oldest_request_that_nobody_decided_on() -> None:
+    requests = [
+        item("2026-01-02T03:04:00Z"),
+        item("2026-01-02T03:03:05Z"),
+        item("2026-01-01T00:00:00Z", Approved="True"),
+        item("2026-01-01T00:00:00Z", Denied="True"),
+    ]
+    assert oldest_pending(requests, NOW) == 60.0
+    assert oldest_pending([], NOW) == 0.0
+    assert oldest_pending([item("2026-01-02T03:05:00Z")], NOW) == 0.0, "its clock is ahead of ours"
+
+
+def test_nodes_that_just_join_are_no_alarm() -> None:
+    nodes = [
+        item("2026-01-02T03:00:00Z", Ready="False"),
+        item("2026-01-02T02:00:00Z", Ready="True"),
+        item("2026-01-02T02:00:00Z", Ready="Unknown"),
+        item("2026-01-02T02:00:00Z"),
+    ]
+    assert count_not_ready(nodes, NOW) == 2

@@ -1,0 +1,278 @@
+"""The live table: what it shows is the state, at any moment and to the last change."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+
+from image_builder.pool.driver import run
+from image_builder.pool.model import STEPS, ended, failed, quantile
+from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.records import Began, Gated, Intent, Opened, Record, Result, Stopped
+from image_builder.pool.table import LiveTable, lines, summary
+from image_builder.pool.view import look, slowest, wave_quantiles
+from tests.unit.pool.simulation import START, Faults, World, make, simulate
+from tests.unit.pool.test_simulation import FAULTS, WIDE
+
+
+def _drive(faults: Faults, changed: Callable[[Progress, World], None], hosts: int = 400) -> Progress:
+    """Drive a simulated run, and tell of each change as the loop of a real one does."""
+    plan = make(hosts, WIDE)
+    world, progress = World(plan, faults), begin(plan)
+    apply(progress, Opened(at=world.time, plan=plan.digest))
+    run(progress, world, lambda _: changed(progress, world))
+    return progress
+
+
+def _console(width: int, *, terminal: bool) -> Console:
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        height=80,
+        force_terminal=terminal,
+        color_system=None,
+        legacy_windows=False,
+    )
+
+
+def _drawn(table: LiveTable, width: int) -> str:
+    console = _console(width, terminal=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _row(text: str, wave: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{wave} "))
+    return line.split()
+
+
+def test_every_host_is_counted_once_after_every_record() -> None:
+    def check(progress: Progress, _: World) -> None:
+        view = look(progress)
+        for wave, status in zip(view.waves, progress.waves, strict=True):
+            assert wave.hosts == sum(wave.counts.values()) == len(status.wave.hosts)
+            assert wave.left == status.unfinished
+        assert sum(wave.counts["failed"] for wave in view.waves) == progress.failed == view.failed
+        assert sum(view.signatures.values()) == progress.failed
+
+    assert _drive(FAULTS, check).failed > 5
+
+
+def test_quantiles_are_those_of_the_wave() -> None:
+    plan = make(400, WIDE)
+    progress, _, records = simulate(plan, Faults())
+    for number, status in enumerate(progress.waves):
+        mine = set(plan.waves[number].hosts)
+        results = [r for r in records if isinstance(r, Result) and r.host in mine]
+        for step in STEPS:
+            seconds = [r.seconds for r in results if r.step == step]
+            expected = (quantile(seconds, 0.5), quantile(seconds, 0.95))
+            assert wave_quantiles(progress, status)[step] == expected
+
+
+def test_phases_of_failed_hosts_do_not_count() -> None:
+    plan = make(400, WIDE)
+    first, second = plan.waves[0].hosts[:2]
+    records: list[Record] = [
+        Opened(at=START, plan=plan.digest),
+        Began(at=START, wave=0),
+        Intent(at=START, step="bootstrap", hosts=(first, second)),
+    ]
+    for name, outcome, disk in ((first, ended("ok"), 4.0), (second, failed("disk", 31), 300.0)):
+        records.append(
+            Result(
+                at=START + 9,
+                host=name,
+                step="bootstrap",
+                attempt=1,
+                outcome=outcome,
+                joined="yes",
+                phases={"disk": disk},
+            )
+        )
+    progress = replay(plan, records)
+    assert wave_quantiles(progress, progress.waves[0])["disk"] == (4.0, 4.0)
+
+
+def test_the_slowest_are_those_longest_in_work_not_counting_their_join_slot() -> None:
+    plan = make(400, WIDE)
+    early, late = plan.waves[1].hosts[:2]
+    progress = replay(
+        plan,
+        [
+            Opened(at=START, plan=plan.digest),
+            Began(at=START, wave=0),
+            Began(at=START, wave=1),
+            Intent(at=START, step="bootstrap", hosts=(early, late), delays={early: 50.0}),
+        ],
+    )
+    assert [(slow.host, slow.since - START) for slow in slowest(progress)] == [(late, 0.0), (early, 50.0)]
+
+
+def test_a_plain_log_tells_each_wave_once_and_every_kind_of_failure() -> None:
+    console = _console(200, terminal=False)
+    world: list[World] = []
+    with LiveTable(console=console, live=False, clock=lambda: world[-1].time if world else START) as table:
+
+        def changed(progress: Progress, now: World) -> None:
+            world[:] = [now]
+            table.changed(progress)
+
+        progress = _drive(FAULTS, changed)
+    assert isinstance(console.file, io.StringIO)
+    told = [line[9:] for line in console.file.getvalue().splitlines()]
+    names = [wave.wave.name for wave in progress.waves]
+    assert [line.split(":")[0] for line in told if ": began" in line] == names
+    assert [line.split(":")[0] for line in told if ": over" in line] == names
+    seen = [line.partition(" x ")[2] for line in told if line.startswith("1 x ")]
+    assert len(seen) == len(set(seen)) and set(progress.signatures) <= set(seen)
+    assert told[0] == f"400 hosts in {len(names)} waves, 20 may fail, running"
+    assert told[-1].startswith(f"finished; {progress.failed} of 20 failed")
+    assert any(line.startswith("gate: hold: ") and "429" in line for line in told)
+    # Fifteen minutes of soak are no silence, and no flood either.
+    soak = [line for line in told if line.startswith(f"{names[0]}: ") and "next wave in" in line]
+    assert 10 <= len(soak) <= 20
+
+
+def test_a_run_taken_up_again_is_not_told_from_its_beginning() -> None:
+    plan = make(400, WIDE)
+    records = simulate(plan, Faults())[2]
+    second = next(n for n, r in enumerate(records) if isinstance(r, Began) and r.wave == 2)
+    progress = replay(plan, [*records[: second + 40], Opened(at=records[-1].at, plan=plan.digest)])
+    told = list(lines(None, look(progress)))
+    assert [line for line in told if "began" in line] == ["wave 2: began, 20 hosts, 1 may fail"]
+    assert not any(line.startswith(("canaries", "wave 1")) for line in told)
+
+
+def test_a_stop_is_told_with_its_reason() -> None:
+    progress = begin(make(60))
+    apply(progress, Opened(at=START, plan=progress.plan.digest))
+    before = look(progress)
+    apply(progress, Stopped(at=START, reason="2 hosts of canaries failed, its budget is 0"))
+    (line,) = lines(before, look(progress))
+    assert line.startswith("stopped: 2 hosts of canaries failed, its budget is 0; ")
+    assert summary(look(progress), START) == ""
+
+
+@contextmanager
+def _half_way(
+    clock: Callable[[], float], width: int = 150
+) -> Iterator[tuple[LiveTable, Progress, list[Record]]]:
+    """A table of a run in the middle of its second wave, and the records that follow."""
+    plan = make(400, WIDE)
+    records = simulate(plan, Faults())[2]
+    cut = [n for n, r in enumerate(records) if isinstance(r, Result) and r.step == "bootstrap"][15]
+    progress = replay(plan, records[:cut])
+    with LiveTable(console=_console(width, terminal=True), live=True, clock=clock) as table:
+        table.changed(progress)
+        yield table, progress, records[cut:]
+
+
+def test_the_last_change_is_shown_although_the_rate_is_limited() -> None:
+    with _half_way(lambda: START) as (table, progress, following):
+        assert _drawn(table, 150)
+        for record in following[:60]:
+            apply(progress, record)
+            table.changed(progress)
+        shown = _drawn(table, 150)
+    for wave in look(progress).waves[:12]:
+        counts = [str(count) for name, count in wave.counts.items() if count and name != "failed"]
+        expected = " ".join([str(wave.hosts), *counts, f"{wave.counts['failed']}/{wave.budget}"])
+        assert f" {expected} " in f" {' '.join(_row(shown, wave.name))} "
+
+
+def test_quantiles_follow_within_a_second() -> None:
+    now = [START]
+    with _half_way(lambda: now[0]) as (table, progress, following):
+        for record in following:
+            apply(progress, record)
+        table.changed(progress)
+        assert table._view is not None and table._view.quantiles[3] == {}
+        now[0] += 1
+        table.changed(progress)
+        assert table._view.quantiles[3] == wave_quantiles(progress, progress.waves[3])
+
+
+def test_the_end_stays_on_the_screen() -> None:
+    with _half_way(lambda: START) as (table, progress, following):
+        for record in following:
+            apply(progress, record)
+        console = table.console
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().rpartition("finished")[2]
+    # All quantiles are there, too, though the clock stood still.
+    assert _row(last, "wave 3")[2:4] == ["over", "40"] and "s" in _row(last, "wave 3")[-1]
+
+
+@pytest.mark.parametrize("width", [80, 150])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    with _half_way(lambda: START + 100) as (table, _, _):
+        text = _drawn(table, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    titles = next(line for line in text.splitlines() if line.startswith("wave ")).split()
+    assert {"hosts", "waiting", "ok", "failed", "p50", "p95"} <= set(titles)
+    assert ("verifying" in titles) == (width == 150)
+
+
+def test_of_many_waves_those_about_the_current_one_are_shown() -> None:
+    progress, _, _ = simulate(make(7500, WIDE.model_copy(update={"waves": ("1%",)})), Faults(hangs=1.0))
+    while progress.began < 40:
+        apply(progress, Began(at=START, wave=progress.began))
+    table = LiveTable(console=_console(150, terminal=True), live=True, clock=lambda: START)
+    table.changed(progress)
+    shown = [line.split("  ")[0] for line in _drawn(table, 150).splitlines() if line.startswith("wave ")]
+    assert shown == ["wave", *(f"wave {n}" for n in range(30, 42))]
+
+
+def test_what_a_host_says_cannot_steer_the_terminal() -> None:
+    plan = make(60)
+    name = plan.waves[0].hosts[0]
+    progress = simulate(plan, Faults(fates={name: failed("\x1b[2J[red]\x07", 1)}))[0]
+    table = LiveTable(console=_console(150, terminal=False), live=False, clock=lambda: START)
+    with table:
+        table.changed(begin(plan))
+        table.changed(progress)
+        shown = _drawn(table, 150)
+        assert isinstance(table.console.file, io.StringIO)
+        told = table.console.file.getvalue()
+    for text in (shown, told):
+        assert "[2J[red]" in text and "\x1b" not in text and "\x07" not in text
+
+
+def test_it_is_drawn_while_the_state_changes() -> None:
+    table = LiveTable(console=_console(150, terminal=True), live=True, clock=lambda: START)
+    over = threading.Event()
+    drawn, problems = [0], list[Exception]()
+
+    def draw() -> None:
+        try:
+            while not over.is_set() or not drawn[0]:
+                _drawn(table, 150)
+                drawn[0] += 1
+        except Exception as error:  # told by the other thread, where a test can fail
+            problems.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        _drive(FAULTS, lambda progress, _: table.changed(progress))
+    finally:
+        over.set()
+        thread.join()
+    assert problems == [] and drawn[0] > 1
+
+
+def test_a_red_gate_is_told_in_the_heading() -> None:
+    plan = make(400, WIDE)
+    records = simulate(plan, Faults(throttled=[(0, 100)]))[2]
+    red = next(n for n, r in enumerate(records) if isinstance(r, Gated) and r.verdict == "hold")
+    table = LiveTable(console=_console(150, terminal=True), live=True, clock=lambda: START)
+    table.changed(replay(plan, records[: red + 1]))
+    text = _drawn(table, 150)
+    assert "gate hold" in text and "3000 of 30000 requests answered with 429" in text
