@@ -43,12 +43,12 @@ def main(argv: list[str]) -> int:
         signal.signal(number, _end)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     # Until this process ended, when nothing that it started is left.
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_EX)
     try:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
-            return 1  # it ended before it could be asked to take us along
+            return 1  # it ended before it could take us along
         _say({"pid": os.getpid()})
         signal.setitimer(signal.ITIMER_REAL, seconds)
         return _run(folder)
