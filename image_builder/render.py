@@ -311,6 +311,11 @@ def stdout_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
+def printable(text: str) -> str:
+    """Return a text that can't steer a terminal, which may show what other machines say of themselves."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
     """Align rows of text in columns, two spaces apart; cells are never cut or wrapped."""
     if not rows:

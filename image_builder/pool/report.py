@@ -10,6 +10,7 @@ from image_builder.pool.model import CLASSES, STEPS, quantile
 from image_builder.pool.plan import named
 from image_builder.pool.progress import HostStatus, Progress
 from image_builder.pool.records import Gated, Passed, Record, Result
+from image_builder.render import printable
 
 FORMAT = 1
 _SLOWEST = 20
@@ -166,4 +167,4 @@ def text(told: dict[str, Any]) -> str:
         what = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
         lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {what}")
     lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in told["failures"]]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

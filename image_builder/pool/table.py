@@ -24,7 +24,7 @@ from image_builder.pool.model import STEPS
 from image_builder.pool.plan import named
 from image_builder.pool.progress import Progress
 from image_builder.pool.view import STATES, Quantiles, Slow, View, WaveView, look, slowest, wave_quantiles
-from image_builder.render import human_seconds, is_live, stderr_console
+from image_builder.render import human_seconds, is_live, printable, stderr_console
 
 _REDRAWS_PER_SECOND = 2
 # Quantiles and the slowest hosts are sought this often at most: they take milliseconds, the rest microseconds.
@@ -179,11 +179,6 @@ def _small(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     yield table
-
-
-def printable(text: str) -> str:
-    """Return a text that can't steer a terminal: what hosts say of themselves is shown there."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 @dataclass

@@ -1,0 +1,15 @@
+"""The report for a terminal: what hosts say of themselves can't steer it."""
+
+from __future__ import annotations
+
+from image_builder.pool.report import report, text
+from tests.unit.pool.report_runs import hostile_run
+
+
+def test_names_and_phases_lose_what_steers_a_terminal() -> None:
+    progress, records = hostile_run(("\x1b[2Jgone", "two\nlines", "bell\x07"))
+    told = text(report(progress, records, running=False))
+    assert "3 hosts: 3 failed" in told and "phase \ufffd[2Jgone" in told
+    assert all(c.isprintable() or c == "\n" for c in told)
+    # Of one name's line no second one was made.
+    assert not any(line.startswith("lines") for line in told.splitlines())
