@@ -107,7 +107,8 @@ def _nothing_is_left() -> Iterator[None]:
     for process in left:
         process.kill()
         process.wait(10)
-    assert left == [] and _children() == before
+    # A child of an earlier test may have ended meanwhile; of this one none is left.
+    assert left == [] and _children() <= before
 
 
 def _children() -> set[int]:
