@@ -29,6 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     health = commands.add_parser("health", help="look at the running node, tell what changed")
     health.add_argument("--json", action="store_true", help="for programs")
+    commands.add_parser("health-endpoint", help="tell Azure's health extension how the node is, on loopback")
     status = commands.add_parser("status", help="what happened, and why")
     status.add_argument("--json", action="store_true", help="for programs")
     smoke = commands.add_parser("gpu-smoke", help="test the GPUs; the exit status is the verdict")
@@ -66,17 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
             return promote()
         case "preflight":
-            if options.report:
-                from image_builder.node.preflight.report import run as report_preflight
-
-                return report_preflight()
-            if options.retest:
-                from image_builder.node.preflight.retest import run as retest_preflight
-
-                return retest_preflight()
-            from image_builder.node.preflight.command import run as preflight
-
-            return preflight()
+            return _preflight(options)
         case "join":
             from image_builder.node.join import command as join
 
@@ -85,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
             from image_builder.node.health.command import run as health
 
             return health(as_json=options.json)
+        case "health-endpoint":
+            from image_builder.node.health.endpoint import run as health_endpoint
+
+            return health_endpoint()
         case "gpu-smoke":
             from image_builder.node.gpu.command import run as gpu_smoke
 
@@ -105,6 +100,20 @@ def run(options: argparse.Namespace) -> int:
             from image_builder.node.report import run as report
 
             return report(as_json=options.json)
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    if options.report:
+        from image_builder.node.preflight.report import run as report
+
+        return report()
+    if options.retest:
+        from image_builder.node.preflight.retest import run as retest
+
+        return retest()
+    from image_builder.node.preflight.command import run as preflight
+
+    return preflight()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,11 +17,10 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from image_builder.node import kubeconfig
+from image_builder.node import asking, kubeconfig
 from image_builder.node.errors import NodeError
 from image_builder.node.kubeconfig import Access, Pem
 
@@ -146,14 +145,14 @@ class Client:
         return cls(kubeconfig.load(path), agent=agent)
 
     @classmethod
-    def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT) -> Self:
+    def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT, timeout: float = TIMEOUT) -> Self:
         """Be a pod's service account; raises NodeError (``kube.config``) outside of a pod."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{what}") for what in ("HOST", "PORT"))
         if not host or not port:
             raise NodeError("kube.config", "this is no pod: KUBERNETES_SERVICE_HOST is not set")
         host = f"[{host}]" if ":" in host else host
         authority, token = Pem(path=directory / "ca.crt"), Pem(path=directory / "token")
-        return cls(Access(f"https://{host}:{port}", authority, token=token), agent=agent)
+        return cls(Access(f"https://{host}:{port}", authority, token=token), agent=agent, timeout=timeout)
 
     def patch_condition(
         self,
@@ -183,18 +182,24 @@ class Client:
             raise KubeError(f"{method} {path}: the answer broke off: {error}") from error
         return found
 
+    def text(self, path: str) -> str:
+        """Return what the server answers to a GET, as text. Raises KubeError."""
+        try:
+            with self._answered("GET", path, None, "", self._timeout) as answer:
+                return answer.read().decode()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise KubeError(f"GET {path}: the answer broke off: {error}") from error
+
     def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
         """Call ``take`` for each item of a list; return the list's version. Raises KubeError.
 
         One item at a time: as Python objects thousands of nodes take four times what their text does.
         """
         try:
-            with self._answered("GET", path, None, "", self._timeout) as answer:
-                text = answer.read().decode()
-            return each_item(text, take)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.close()
-            raise KubeError(f"GET {path}: the answer broke off: {error}") from error
+            return each_item(self.text(path), take)
+        except ValueError as error:
+            raise KubeError(f"GET {path}: the answer is not understood: {error}") from error
 
     def watch(self, path: str, *, idle: float) -> Iterator[dict[str, Any]]:
         """Yield the events of a watch until the server ends it. ``idle``: seconds without any byte.
@@ -245,9 +250,9 @@ class Client:
             self.close()
             raise KubeError(f"{method} {self.access.server}{path}: {error}") from error
         if answer.status >= 300:
-            said = _said(answer)
+            said, later = _said(answer), asking.retry_after(answer.headers, time.time())
             self.close()
-            raise KubeError(f"{method} {path}: {answer.status} {said}", answer.status, _retry_after(answer))
+            raise KubeError(f"{method} {path}: {answer.status} {said}", answer.status, later)
         return answer
 
     def _send(
@@ -296,7 +301,7 @@ class _Renamed(http.client.HTTPSConnection):
 
 def tls(access: Access) -> ssl.SSLContext:
     """Return a context that trusts the cluster's authority alone, with our certificate as it is now."""
-    context = ssl.create_default_context(cadata=access.authority.read() or None)
+    context = asking.proven_by(access.authority.read())
     if access.certificate and access.key:
         # OpenSSL takes a file; this one is never on a disk.
         fd = os.memfd_create("client-certificate")
@@ -316,13 +321,3 @@ def _said(answer: http.client.HTTPResponse) -> str:
         return str(json.loads(answer.read(65536))["message"])[:500]
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return answer.reason
-
-
-def _retry_after(answer: http.client.HTTPResponse) -> float | None:
-    value = answer.headers.get("Retry-After", "")
-    if value.isdigit():
-        return float(value)
-    try:
-        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError):
-        return None

@@ -73,7 +73,9 @@ def update(
         found = {**read(directory), section: dict(value)}
         found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
         _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
-        _write(directory / "kubelet.env", kubelet_environment(found, _taints(settings), _gate(settings)))
+        told = kubelet_environment(found, _taints(settings), _gate(settings))
+        if _text(directory / "kubelet.env") != told:  # what changes nothing touches nothing
+            _write(directory / "kubelet.env", told)
 
 
 def _taints(directory: Path) -> list[str]:
@@ -141,6 +143,13 @@ def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = (), ga
     if own:
         arguments.append(f"--register-with-taints={','.join([*taints, *own])}")
     return f"NODE_AGENT_KUBELET_ARGS={' '.join(arguments)}\n"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _write(path: Path, text: str) -> None:

@@ -57,6 +57,9 @@ class Node:
             "paths": [str(self.base / "disk")],
             "textfile_directory": str(self.base / "metrics"),
             "severities": {"network.route": "ignore", "clock.unsynchronized": "ignore"},
+            # How full the disk of the tests is says nothing here.
+            "full_warn_percent": 100,
+            "full_fail_percent": 100,
             **self.settings,
         }
         (self.base / "etc/health.json").write_text(json.dumps(known))
@@ -64,7 +67,7 @@ class Node:
     @property
     def argv(self) -> list[str]:
         places = [str(self.base / name) for name in ("agent", "run", "etc")]
-        return [sys.executable, "-I", "-c", START, *places]
+        return [sys.executable, "-I", "-W", "always::ResourceWarning", "-c", START, *places]
 
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(self.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -72,6 +75,7 @@ class Node:
     def look(self, status: int = 0) -> str:
         done = subprocess.run(self.argv, capture_output=True, text=True, timeout=60)
         assert done.returncode == status, done.stdout + done.stderr
+        assert "ResourceWarning" not in done.stdout + done.stderr, done.stderr  # nothing is left open
         return done.stdout
 
     def known(self) -> dict[str, Any]:
@@ -232,6 +236,8 @@ def api_server(folder: Path) -> Iterator[tuple[Api, Path]]:
     api = Api()
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # so that the connection is left open by us, as by a real one
+
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.headers["Authorization"] == "Bearer of-the-kubelet"

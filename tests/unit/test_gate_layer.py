@@ -46,7 +46,7 @@ def test_agent_comes_before_what_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("inventory", "image", "engine", "kubeconfig"),
     [
-        ("lab", "worker_gpu", "", ""),
+        ("lab", "worker_gpu", "docker", ""),
         ("azure_vmss", "worker_h100", "containerd", "/etc/kubernetes/kubelet.conf"),
     ],
 )
@@ -56,3 +56,13 @@ def test_what_an_image_does_not_have_is_not_asked(
     found = variables(inventory, image)
     assert found["gpu_preflight_engine"] == engine
     assert found["gpu_preflight_kubeconfig"] == found["node_health_kubeconfig"] == kubeconfig
+
+
+def test_an_image_without_a_container_engine_is_asked_for_none(tmp_path: Path) -> None:
+    (tmp_path / "hosts.yml").write_text("images: {hosts: {worker_gpu: }}\n", encoding="utf-8")
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars/worker_gpu.yml").write_text(
+        "image_layers: [system, gpu, gate]\n", encoding="utf-8"
+    )
+    inventory = load_inventory([REPO_ROOT / "inventories" / "lab", tmp_path])
+    assert resolved_variables(inventory.define("worker_gpu"))["gpu_preflight_engine"] == ""

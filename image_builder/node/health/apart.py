@@ -72,7 +72,7 @@ def _work(work: Callable[[], Any], writable: int) -> None:
     try:
         try:
             answer = {"value": work()}
-        except Exception as error:
+        except Exception as error:  # of whatever it is, the process that asked must hear: it tells it
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         with os.fdopen(writable, "w", encoding="utf-8") as stream:
             json.dump(answer, stream)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.node import imds
+from image_builder.node.asking import Said
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
-from image_builder.node.imds import Said
 
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"

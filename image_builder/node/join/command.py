@@ -18,7 +18,7 @@ from image_builder.node.join import settings as join_settings
 from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.credentials import Token
-from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import Told
 from image_builder.node.join.progress import Done, digest
 from image_builder.node.join.record import Ended, Record
@@ -186,18 +186,18 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
             f"this node is a member of {access.server}: it needs a new disk to become one of another cluster"
         )
         raise JoinError(65, words)
-    attempt = 0
-    while True:
+
+    def once() -> bool:
         try:
             with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
                 client.request("GET", "/version")
-            return True
         except kube.KubeError as error:
             if error.status in (401, 403):
                 return error.status == 403  # 401: it has expired, and another is needed
-            if not deadline.wait(kube.backoff(attempt, retry_after=error.retry_after, cap=10.0)):
-                raise JoinError(67, error.message) from error
-        attempt += 1
+            raise NotYet(67, error.message, error.retry_after) from error
+        return True
+
+    return patiently(once, deadline)
 
 
 def _wait_for_slot(joining: Joining) -> float:

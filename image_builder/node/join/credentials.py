@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from image_builder.node import kube
 from image_builder.node.join import api, imds
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
-from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.deadline import Deadline, NotYet, patiently
 
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 # OpenSSL's words for a certificate that is not valid yet, or not any more (X509_V_ERR_...).
 _OUT_OF_TIME = (9, 10)
-_LONGEST_WAIT = 10.0
 # A token that was made this second may not be known to each API server yet.
 _REFUSALS = 3
 
@@ -51,25 +49,23 @@ def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadli
     """Ask the broker for a token, as this machine's managed identity. Raises JoinError (61, 62, 63, 65)."""
     wanted = config.credentials
     proof = imds.identity_token(address, wanted.resource, wanted.client_id, deadline)
-    attempt = 0
-    while True:
-        after = 0.0
+
+    def once() -> Token:
+        timeout = max(1.0, min(api.TIMEOUT, deadline.left))
         try:
-            timeout = max(1.0, min(api.TIMEOUT, deadline.left))
             said = api.ask(wanted.url, wanted.ca or config.ca, token=proof, body=who, timeout=timeout)
-            if said.status == 200:
-                return parse_broker(said.body)
-            what = f"the broker answered {said.status}"
-            if said.status < 500 and said.status != 429:
-                raise JoinError(62, what)
-            after = said.retry_after
         except ssl.SSLCertVerificationError as error:
             raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
         except OSError as error:
-            what = f"the broker does not answer: {error}"
-        if not deadline.wait(kube.backoff(attempt, retry_after=after, cap=_LONGEST_WAIT)):
+            raise NotYet(62, f"the broker does not answer: {error}") from error
+        if said.status == 200:
+            return parse_broker(said.body)
+        what = f"the broker answered {said.status}"
+        if said.status < 500 and said.status != 429:
             raise JoinError(62, what)
-        attempt += 1
+        raise NotYet(62, what, said.retry_after)
+
+    return patiently(once, deadline)
 
 
 def parse_broker(body: bytes) -> Token:
@@ -92,28 +88,28 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
 
     ``/version`` is what everybody may read, but not with a token that is wrong.
     """
-    attempt, refused = 0, 0
-    while True:
-        after = 0.0
+    refused = 0
+
+    def once() -> None:
+        nonlocal refused
+        timeout = max(1.0, min(api.TIMEOUT, deadline.left))
         try:
-            timeout = max(1.0, min(api.TIMEOUT, deadline.left))
             said = api.ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
-            check_clock(said.date, time.time(), clock_seconds)
-            # 403: it knows who asks, and has been told to keep its version to itself.
-            if said.status in (200, 403):
-                return
-            what, number, after = f"{config.server} answered {said.status}", 67, said.retry_after
-            if said.status == 401:
-                number, what = 64, f"{config.server} does not take the token: it is expired, or unknown there"
-                refused += 1
         except ssl.SSLCertVerificationError as error:
             raise _unproven(error, config, clock_seconds) from error
         except OSError as error:
-            number, what = 67, f"{config.server} does not answer: {error}"
-        pause = kube.backoff(attempt, retry_after=after, cap=_LONGEST_WAIT)
-        if refused >= _REFUSALS or not deadline.wait(pause):
-            raise JoinError(number, what)
-        attempt += 1
+            raise NotYet(67, f"{config.server} does not answer: {error}") from error
+        check_clock(said.date, time.time(), clock_seconds)
+        # 403: it knows who asks, and has been told to keep its version to itself.
+        if said.status in (200, 403):
+            return
+        if said.status != 401:
+            raise NotYet(67, f"{config.server} answered {said.status}", said.retry_after)
+        refused += 1
+        what = f"{config.server} does not take the token: it is expired, or unknown there"
+        raise JoinError(64, what) if refused >= _REFUSALS else NotYet(64, what, said.retry_after)
+
+    patiently(once, deadline)
 
 
 def check_clock(theirs: float, ours: float, most: float) -> None:

@@ -1,10 +1,25 @@
-"""Time that is running out."""
+"""Time that is running out, and asking again while there is some."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from image_builder.node import kube
+from image_builder.node.join.codes import JoinError
+
+T = TypeVar("T")
+_LONGEST_WAIT = 10.0
+
+
+class NotYet(Exception):  # noqa: N818 (no error as long as there is time)
+    """It may go better later. ``error`` is what it comes to if not; ``after`` the seconds that were asked for."""
+
+    def __init__(self, number: int, what: str, after: float | None = None) -> None:
+        super().__init__(what)
+        self.error, self.after = JoinError(number, what), after
 
 
 @dataclass(frozen=True)
@@ -37,3 +52,20 @@ class Deadline:
             return False
         self.sleep(seconds)
         return True
+
+
+def patiently(
+    ask: Callable[[], T], deadline: Deadline, *, base: float = 1.0, cap: float = _LONGEST_WAIT
+) -> T:
+    """Ask until there is an answer; raises the JoinError of the last NotYet when the time for the next is not there.
+
+    ``base`` and ``cap`` are the first and the longest wait's limits in seconds (``kube.backoff``).
+    """
+    attempt = 0
+    while True:
+        try:
+            return ask()
+        except NotYet as late:
+            if not deadline.wait(kube.backoff(attempt, retry_after=late.after, base=base, cap=cap)):
+                raise late.error from late
+        attempt += 1

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import kube
-from image_builder.node.imds import Said, ask
+from image_builder.node.asking import Said
+from image_builder.node.imds import ask
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.deadline import Deadline
+from image_builder.node.join.deadline import Deadline, NotYet, patiently
 
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
@@ -115,22 +115,20 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
 
 def _patiently(address: str, path: str, deadline: Deadline, number: int) -> Said:
     """Ask until there is an answer. Raises JoinError with this number."""
-    attempt = 0
-    while True:
-        after = 0.0
+
+    def once() -> Said:
         try:
             said = ask(path, address=address)
-            if said.status == 200:
-                return said
-            what = f"the metadata service answered {said.status}: {_first_words(said.body)}"
-            if said.status < 500 and said.status not in _LATER:
-                raise JoinError(number, what)
-            after = said.retry_after
         except OSError as error:
-            what = f"the metadata service does not answer: {error}"
-        if not deadline.wait(kube.backoff(attempt, retry_after=after, base=_FIRST_WAIT, cap=_LONGEST_WAIT)):
+            raise NotYet(number, f"the metadata service does not answer: {error}") from error
+        if said.status == 200:
+            return said
+        what = f"the metadata service answered {said.status}: {_first_words(said.body)}"
+        if said.status < 500 and said.status not in _LATER:
             raise JoinError(number, what)
-        attempt += 1
+        raise NotYet(number, what, said.retry_after)
+
+    return patiently(once, deadline, base=_FIRST_WAIT, cap=_LONGEST_WAIT)
 
 
 def _first_words(body: bytes) -> str:

@@ -5,7 +5,6 @@ Other units of this boot made these, or have tested them; here their word is tak
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from collections.abc import Mapping
@@ -120,5 +119,6 @@ def _verdict(run: Path, boot_id: Path, deadline: Deadline) -> dict[str, Any]:
 
 
 def _digest(section: Mapping[str, Any]) -> str:
-    told = {key: value for key, value in section.items() if key != "seconds"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(
+        json.dumps({key: value for key, value in section.items() if key != "seconds"}, sort_keys=True)
+    )

@@ -59,9 +59,7 @@ def run(places: Places = Places()) -> int:
                 seconds=time.monotonic() - began,
             )
             durable.write_json(places.run / model.FILE, told)
-            status.update(
-                "preflight", _section(verdict, told["seconds"]), directory=places.run, settings=places.etc
-            )
+            status.update("preflight", model.section(told), directory=places.run, settings=places.etc)
     except OSError as error:
         status.tell(f"preflight: FAILED, there is no verdict: {error}")
         return 1
@@ -124,13 +122,3 @@ def _start_again(argv: Sequence[str]) -> bool:
         status.tell(f"preflight: it can't be: {error.message}")
         return False
     return True
-
-
-def _section(verdict: Verdict, seconds: float) -> dict[str, object]:
-    return {
-        "state": status.OK if verdict.state == PASSED else status.FAILED,
-        "code": verdict.code,
-        "reason": verdict.reason,
-        "action": verdict.action,
-        "seconds": seconds,
-    }

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from image_builder.node import status
+
 FORMAT = 1
 FILE = "preflight.json"
 REPORTED = "preflight.reported"
@@ -68,6 +70,12 @@ def document(
         "started": started,
         "seconds": round(seconds, 3),
     }
+
+
+def section(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``/run/node/status.json`` says of a document."""
+    kept = {name: told[name] for name in ("code", "reason", "action", "seconds")}
+    return {"state": status.label_of(told["state"]), **kept}
 
 
 def condition_status(state: str) -> str:

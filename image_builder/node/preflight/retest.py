@@ -69,7 +69,7 @@ def run(places: Places = Places()) -> int:
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         told = after(found, check, str(wish["nonce"]), started)
         durable.write_json(places.run / model.FILE, told)
-        status.update("preflight", section(told), directory=places.run, settings=places.etc)
+        status.update("preflight", model.section(told), directory=places.run, settings=places.etc)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
     return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
 
@@ -119,12 +119,6 @@ def after(found: Mapping[str, Any], check: Check, nonce: str, started: str) -> d
         seconds=check.seconds,
     )
     return {**told, "retest": nonce}
-
-
-def section(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``/run/node/status.json`` says of a verdict."""
-    kept = {name: told[name] for name in ("code", "reason", "action", "seconds")}
-    return {"state": status.OK if told["state"] == PASSED else status.FAILED, **kept}
 
 
 def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:

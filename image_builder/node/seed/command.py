@@ -72,7 +72,7 @@ def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
     wanted = [image for image in store.images if image.mode != "archive"]
     try:
         if settings.engine == "docker":
-            made = docker.fill(wanted, staging, copy=_copy)
+            made = docker.fill(wanted, staging, copy=_copy, aside=True)
             number, files = made.layers, made.files
         else:
             copied = frozenset(d for image in wanted if image.mode == "copy" for d in image.diff_ids)

@@ -67,17 +67,19 @@ def fill(
     *,
     store: Path = MOUNT_POINT,
     copy: Callable[[Path, Path], None] | None = None,
+    aside: bool = False,
 ) -> Filled:
     """Give a data root whose engine is stopped the images that it lacks; what it has is left alone.
 
     An image with the mode ``copy`` gets its layers by ``copy(source, target)``. ``store`` is where the store is
-    mounted. Raises OSError, and NodeError (``store.damaged``).
+    mounted. ``aside``: the root is empty and not in its place yet, so that nothing in it need be looked for, or be
+    there whole or not at all. Raises OSError, and NodeError (``store.damaged``).
     """
     baked = records_of.read(store / SOURCE)
     named = _baked_names(baked)
     _directories(root)
     names = _names(root)
-    work = _Work(root, store, baked)
+    work = _Work(os.fspath(root), store, baked, aside)
     added = []
     for image in images:
         before = work.files
@@ -91,7 +93,9 @@ def fill(
             added.append(image.ref)
     _write_missing(work, f"{_IMAGE}/distribution")
     if added:
-        durable.write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)
+        # Aside, the caller syncs it with all the rest.
+        write = files_of.write if aside else durable.write
+        write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)
     return Filled(tuple(added), work.layers, work.files)
 
 
@@ -123,33 +127,38 @@ def _directories(root: Path) -> None:
         files_of.directory(root / name, mode)
 
 
-def _has_layer(root: Path, layer: Layer) -> bool:
+def _has_layer(root: str | Path, layer: Layer) -> bool:
     """Tell whether a layer is recorded and its files are where the record says, also through a link.
 
     Raises NodeError (``store.damaged``).
     """
     try:
-        cache = (_record(root, layer.chain) / "cache-id").read_text()
+        cache = Path(root, _record(layer.chain), "cache-id").read_text()
     except OSError:
         return False
-    files = root / "overlay2" / cache / "diff"
+    files = Path(root, "overlay2", cache, "diff")
     if not files.is_symlink():
         return files.is_dir()
     with reading(files):
         return files.is_dir()
 
 
-def _record(root: Path, chain_id: str) -> Path:
-    return root / _IMAGE / "layerdb/sha256" / chain_id.removeprefix("sha256:")
+def _record(chain_id: str) -> str:
+    return f"{_IMAGE}/layerdb/sha256/{chain_id.removeprefix('sha256:')}"
 
 
 @dataclass
 class _Work:
-    """A data root that is being filled. ``lowers`` has, by chain id, what a layer above writes as its ``lower``."""
+    """A data root that is being filled. Its paths are strings: there may be hundreds of layers, and the engine waits.
 
-    root: Path
+    ``lowers`` has, by chain id, what a layer above writes as its ``lower``; ``written`` the small files.
+    """
+
+    root: str
     store: Path
     baked: Records
+    aside: bool
+    written: set[str] = field(default_factory=set)
     lowers: dict[str, str] = field(default_factory=dict)
     layers: int = 0
     files: int = 0
@@ -159,19 +168,19 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
     """See that a layer is there, above its parent, which was placed before: its files first, then its record."""
     if layer.chain in work.lowers:
         return
-    target = _record(work.root, layer.chain)
-    if _has_layer(work.root, layer):
+    record = _record(layer.chain)
+    target = f"{work.root}/{record}"
+    is_recorded = not work.aside and os.path.isdir(target)
+    if is_recorded and _has_layer(work.root, layer):
         # Maybe not as baked: it may have been pulled again meanwhile, under another id.
-        place = work.root / "overlay2" / (target / "cache-id").read_text()
+        place = Path(work.root, "overlay2", Path(target, "cache-id").read_text())
         lower = (place / "lower").read_text() if (place / "lower").exists() else ""
         work.lowers[layer.chain] = _above((place / "link").read_text(), lower)
         if not (place / "committed").exists():
             files_of.write(place / "committed", b"", 0o600)
         return
-    record = f"{_IMAGE}/layerdb/sha256/{target.name}"
     _place_files(work, layer, work.baked.text(f"{record}/cache-id"), copy)
-    # Strings, not paths: there may be hundreds of layers, and the engine waits.
-    draft, source = f"{target}.tmp", f"{work.baked.source}/{record}"
+    draft, source = target if work.aside else f"{target}.tmp", f"{work.baked.source}/{record}"
     _make_directory(draft, 0o700)
     for name in work.baked.names(record):
         if (found := work.baked.files.get(f"{record}/{name}")) is not None:
@@ -182,11 +191,11 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
         else:
             files_of.copy(Path(source, name), Path(draft, name))
         work.files += 1
-    if target.is_dir():  # recorded, but its files were gone
+    if is_recorded:  # but its files were gone
         for name in os.listdir(draft):
-            os.replace(f"{draft}/{name}", target / name)
+            os.replace(f"{draft}/{name}", f"{target}/{name}")
         os.rmdir(draft)
-    else:
+    elif draft != target:
         os.rename(draft, target)
     work.layers += 1
 
@@ -210,13 +219,13 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
     # Docker says so of a layer when another one, or a container, is put above it. Of one that lacks it, it takes the
     # files for the writable part of a mount when it saves the image, which the store can't be.
     files_of.write(f"{place}/committed", b"", 0o600)
-    source, target = layer_path(layer.diff_id, work.store), Path(place, "diff")
+    source, target = layer_path(layer.diff_id, work.store), f"{place}/diff"
     if copy:
-        _copy_layer(source, target, copy)
+        _copy_layer(source, Path(target), copy)
     else:
         # Files of which nothing records that they are whole: an earlier repair was cut short.
-        if target.is_dir() and not target.is_symlink():
-            trees.remove(target)
+        if not work.aside and os.path.isdir(target) and not os.path.islink(target):
+            trees.remove(Path(target))
         files_of.link(source, target)
     files_of.link(f"../{cache}/diff", f"{work.root}/overlay2/l/{link}")
     work.lowers[layer.chain] = _above(link, lower)
@@ -244,14 +253,17 @@ def _write_missing(work: _Work, name: str) -> None:
     """Write the small files at or below ``name`` that the data root lacks."""
     baked = work.baked
     if name in baked.files:
-        path = work.root / name
-        if not path.exists():
-            draft = path.with_name(f".{path.name}.new")
+        path = f"{work.root}/{name}"
+        if name not in work.written and (work.aside or not os.path.exists(path)):
+            folder, _, last = path.rpartition("/")
+            draft = path if work.aside else f"{folder}/.{last}.new"
             files_of.write(draft, baked.text(name).encode(), baked.files[name][0])
-            draft.replace(path)
+            if draft != path:
+                os.replace(draft, path)
+            work.written.add(name)
             work.files += 1
     elif name in baked.directories:
-        files_of.directory(work.root / name, baked.directories[name])
+        files_of.directory(Path(work.root, name), baked.directories[name])
         for found in baked.names(name):
             _write_missing(work, f"{name}/{found}")
     elif "/content/" in name:

@@ -11,6 +11,8 @@ import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
+from image_builder.node.errors import NodeError
+from image_builder.node.health import endpoint
 from image_builder.node.health.settings import CHECKS, Settings, parse
 
 ROLE = Path(__file__).resolve().parents[3] / "roles" / "node_health"
@@ -59,6 +61,22 @@ def test_agent_takes_what_the_role_writes() -> None:
     assert found.condition == found.imds == found.kubeconfig == ""
 
 
+def test_endpoint_takes_what_the_role_writes() -> None:
+    written = json.loads(rendered("health-endpoint.json.j2"))
+    assert endpoint.parse(written) == endpoint.Settings()
+    given = {
+        "node_health_endpoint_port": 8080,
+        "node_health_endpoint_phases": 4,
+        "node_health_interval_minutes": 5,
+    }
+    found = endpoint.parse(json.loads(rendered("health-endpoint.json.j2", **given)))
+    assert (found.port, found.phases, found.stale_seconds) == (8080, 4, 1020)
+    with pytest.raises(
+        NodeError, match="oops: there is no such setting; phases: at least 1; port: 'x' is no number"
+    ):
+        endpoint.parse({"port": "x", "oops": 1, "phases": 0})
+
+
 def test_timer_has_the_declared_interval() -> None:
     lines = rendered("node-health.timer.j2", node_health_interval_minutes=5).splitlines()
     assert "OnCalendar=*:0/5" in lines and "RandomizedDelaySec=299" in lines
@@ -69,6 +87,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "path": ({"paths": ["/", "mnt"]}, "mnt is no absolute path"),
     "endpoint": ({"registries": ["registry.test"]}, "registry.test is not HOST:PORT"),
     "severity": ({"severities": {"network.dns": "bad"}}, "ignore, warn, fail"),
+    "low port": ({"endpoint_port": 80}, "1024 to 65535"),
+    "no phase": ({"endpoint_phases": 0}, "at least 1"),
+    "no lease": ({"endpoint_lease_seconds": 0}, "at least 1"),
+    "fewer than none": ({"endpoint_idle_gpu_users": -1}, "at least 0"),
     "check": ({"intervals": {"disk": 60}}, "no check is called disk"),
 }
 

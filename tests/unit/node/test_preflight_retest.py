@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from image_builder.node.preflight import model
-from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
-from image_builder.node.preflight.retest import after, answer_to, make_wish, reason_not_to_ask, section
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, section
+from image_builder.node.preflight.retest import after, answer_to, make_wish, reason_not_to_ask
 from image_builder.node.preflight.settings import Settings
 
 BOOT, NONCE = "11111111-2222-3333-4444-555555555555", "0123456789abcdef"

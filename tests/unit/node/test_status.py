@@ -44,6 +44,20 @@ def test_the_kubelet_gets_labels_and_a_taint_for_what_failed(tmp_path: Path) -> 
     )
 
 
+def test_what_the_kubelet_is_told_is_written_when_it_changes_alone(tmp_path: Path) -> None:
+    def told(**sections: dict[str, Any]) -> int:
+        for name, value in sections.items():
+            status.update(name, value, directory=tmp_path, wanted=[])
+        return (tmp_path / "kubelet.env").stat().st_ino
+
+    first = told(disk={"state": "ok"})
+    assert told(disk={"state": "ok", "seconds": 1}, promotion={"state": "ok"}) == first
+    assert told(disk=BAD) != first
+    (tmp_path / "kubelet.env").write_bytes(b"\xff")
+    told(disk=BAD)
+    assert "disk.foreign" in (tmp_path / "kubelet.env").read_text()
+
+
 @pytest.mark.parametrize("state", ["ok", "degraded"])
 def test_without_a_failure_the_kubelets_own_taints_stay(state: str) -> None:
     told = status.kubelet_environment({"disk": {"state": state}}, ["a=b:NoSchedule"])

@@ -1,0 +1,19 @@
+"""What the tests of a node's health share: one look at this machine, and what it found."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from image_builder.node.health.model import Look, Outcome, Places
+from image_builder.node.health.settings import Settings
+
+
+def look(settings: Settings | None = None, places: Places | None = None, **memory: Any) -> Look:
+    """Return a look that begins now; ``memory`` is what the last one left."""
+    return Look(settings or Settings(), places or Places(), time.monotonic(), memory)
+
+
+def found(outcome: Outcome) -> dict[str, str]:
+    """Return the severity of each finding, by its code."""
+    return {one.code: one.severity for one in outcome.findings}

@@ -1,0 +1,68 @@
+"""Who is believed: an authority as clusters have them, on a Python as nodes have it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.lab.control_plane_pki import Authority
+from image_builder.node import asking
+
+NAME = "127.0.0.1"
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    """Let both prove what they have to, in memory; raises ssl.SSLError."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(back, there, server_hostname=NAME),
+        server.wrap_bio(there, back, server_side=True),
+    ]
+    while sides:
+        for side in list(sides):
+            try:
+                side.do_handshake()
+                sides.remove(side)
+            except ssl.SSLWantReadError:
+                pass
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def server(authority: Authority, tmp_path: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("server", addresses=[NAME]).write(tmp_path, "server"))
+    return context
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be Python 3.13 in that respect, whatever this one is."""
+    made = ssl.create_default_context
+
+    def default(*words: Any, **names: Any) -> ssl.SSLContext:
+        context = made(*words, **names)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", default)
+
+
+@pytest.mark.usefixtures("strict")
+def test_an_authority_without_key_usages_is_believed(authority: Authority, server: ssl.SSLContext) -> None:
+    text = authority.certificate.decode()
+    with pytest.raises(ssl.SSLCertVerificationError, match="key usage"):
+        shake_hands(ssl.create_default_context(cadata=text), server)
+    shake_hands(asking.proven_by(text), server)
+
+
+def test_another_authority_is_not_believed(server: ssl.SSLContext) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(asking.proven_by(Authority().certificate.decode()), server)
