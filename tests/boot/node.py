@@ -110,13 +110,13 @@ class Instance:
         self.vm.shutdown(300)
         return self.boot()
 
-    def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait for something that is seen from outside; raises AssertionError."""
+    def wait(self, done: Callable[[], bool], seconds: float, what: str, *, poll: float = _POLL) -> None:
+        """Wait for something that is seen from outside, looking each ``poll`` seconds; raises AssertionError."""
         deadline = time.monotonic() + seconds
         while not done():
             assert self.vm.running, f"the machine ended before {what}"
             assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-            time.sleep(_POLL)
+            time.sleep(poll)
 
     def said(self, words: str) -> bool:
         """Tell whether the console has shown something since the power came."""

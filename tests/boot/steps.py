@@ -25,6 +25,7 @@ PROMOTION_SECONDS = 1200.0
 EVICTION_SECONDS = 600.0
 MORE = "more.lab.internal/built-here:1"  # an image that no bake knows
 _CRASHES = 12
+_AT_ONCE = 0.005
 
 
 @dataclass
@@ -155,7 +156,13 @@ def cut_while_seeding(place: Place) -> Facts:
     copies = place.folder / "crashes"
     count = node.copy_when_written(disk, copies, lambda: node.said(DISK_LINE), _CRASHES)
     seen = disk.stat().st_mtime_ns
-    node.wait(lambda: disk.stat().st_mtime_ns != seen or node.said(SEED_LINE), BOOT_SECONDS, "seed writes")
+    # A seed is one sync and then its marker: soon after its first write it is done.
+    node.wait(
+        lambda: disk.stat().st_mtime_ns != seen or node.said(SEED_LINE),
+        BOOT_SECONDS,
+        "seed writes",
+        poll=_AT_ONCE,
+    )
     node.end()
     return {"disk": _action(node), "seeded": node.said(SEED_LINE), "copies": count > 0}
 

@@ -1,6 +1,7 @@
 """The image with a GPU's driver and the gate boots where there is no GPU: nothing fails, the driver says what it lacks,
-and the boot does not pass. Then everything broken that its checks are about, and the checks again; then a fault that a
-reboot may cure, so that the machine starts itself again, once.
+and the boot does not pass. It is given what the roles make of NVIDIA's container toolkit (a stand-in). Then everything
+broken that its checks are about, and the checks again; then a fault that a reboot may cure, so that the machine starts
+itself again, once: with the toolkit from its start, nothing fails either.
 
 ``IMAGE_BUILDER_GPU_ARTEFACT`` names the directory of a build to be used instead.
 """
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +23,58 @@ import pytest
 from image_builder.boot import BootResult, boot, wait_for_system
 from image_builder.errors import BootError, CommandError
 from image_builder.events import NullMonitor
+from image_builder.lab import pause
 from image_builder.report.verification import SuiteResult
 from image_builder.settings import Settings
 from image_builder.stages.verify import SUITE, observe_suite
 from image_builder.target.ssh import SshTarget
 from tests.builds import Workplace
+from tests.toolkits import NOTES, Toolkit
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
 
 CHECKS = ("test_gpu.py", "test_gate.py", "test_node_health.py")
-# An engine that no layer of this image has brought: it does not answer, in either boot.
+TOOLKIT = "test_gpu_containers.py"
+TOOLKIT_CHECKS = (
+    "test_gpu_devices_have_links",
+    "test_gpu_cdi_describes_what_is_there",
+    "test_gpu_docker_runs_with_the_runtime",
+)
+# The engine does not come up any more, in either boot: a fault that a reboot may cure, as far as anybody can tell.
 BREAK = """
-import json
-path = "/etc/node-agent/preflight.json"
-settings = json.load(open(path))
-json.dump({**settings, "engine": "docker", "wait_seconds": 1}, open(path, "w"))
+set -e
+systemctl mask --quiet --now docker.socket docker.service
+sed -i -E 's/("wait_seconds": )[0-9.]+/\\11/' /etc/node-agent/preflight.json
+"""
+# The role's rule, with another driver's name: without a GPU NVIDIA's own ends before it is any.
+APPEAR = """
+set -e
+driver=$(ls /sys/bus/pci/drivers | head -n 1)
+mkdir -p /run/udev/rules.d
+cd /run/udev/rules.d
+sed "s,/bus/pci/drivers/nvidia,/bus/pci/drivers/$driver," /etc/udev/rules.d/71-nvidia.rules > 72-probe.rules
+udevadm control --reload
+echo add > "/sys/bus/pci/drivers/$driver/uevent"
+udevadm settle
 """
 REBOOT_SECONDS = 900.0
+# What a boot with the toolkit would have read.
+TAKE = """
+set -e
+tar --extract --gzip --no-overwrite-dir --file /run/toolkit.tar.gz --directory /
+systemctl daemon-reload
+udevadm control --reload
+systemctl restart containerd.service docker.service
+"""
+MEND = "systemctl unmask --quiet docker.socket docker.service && systemctl start docker.service"
+# A container that does nothing until it is told to end; Docker hands it to the runtime of that name.
+RUN = f"""
+set -e
+docker load --quiet --input /run/pause.tar
+docker run --detach --name probe --network none --runtime nvidia {pause.REFERENCE}
+docker inspect --format '{{{{.State.Running}}}} {{{{.HostConfig.Runtime}}}}' probe
+docker rm --force probe
+"""
 
 
 @dataclass(frozen=True)
@@ -50,14 +87,25 @@ class Node:
 
 
 @dataclass(frozen=True)
+class WithToolkit:
+    """A boot with the toolkit: its checks, Docker's word for a container by its runtime, the calls of its programs."""
+
+    suite: SuiteResult
+    container: str
+    notes: str
+
+
+@dataclass(frozen=True)
 class Booted:
-    """Two boots: the first one's result, the checks on the machine after it was broken, and both boots' verdicts."""
+    """Two boots: the first one's result, the checks on the machine after it was broken, and both boots' verdicts; the
+    toolkit in the second one."""
 
     result: BootResult
     broken: SuiteResult
     mutated: frozenset[str]
     first: Node
     second: Node
+    toolkit: WithToolkit
 
 
 @pytest.fixture(scope="module")
@@ -69,37 +117,36 @@ def artefact(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
-    records, again = tmp_path_factory.mktemp("boot"), tmp_path_factory.mktemp("broken")
+def booted(artefact: Path, toolkit: Toolkit, tmp_path_factory: pytest.TempPathFactory) -> Booted:
+    records = tmp_path_factory.mktemp("boot")
     settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
-    broken: list[SuiteResult] = []
-    mutated: dict[str, str] = {}
-    nodes: list[Node] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SUITE))
-        mutations: dict[str, str] = importlib.import_module("mutations_booted").all_booted()
+    seen: dict[str, Any] = {}
 
-    def mutate_and_restart(ssh: SshTarget) -> None:
-        nodes.append(_node(ssh))
-        found = [str(c["name"]) for c in json.loads((records / "verify.json").read_bytes())["checks"]]
-        names = {n.partition("::")[2]: n for n in found if n.startswith(CHECKS)}
-        mutated.update({check: name for check, name in names.items() if check in mutations})
-        for check, command in mutations.items():
-            if check in mutated:
-                ssh.run(["sh", "-c", command])
-        broken.append(
-            observe_suite(
-                ssh.url,
-                artefact / "facts.json",
-                again,
-                marker="booted",
-                python=Path(sys.executable),
-                log=again / "log",
-                select=tuple(mutated.values()),
-                timeout=600,
-            )
+    def observe(ssh: SshTarget, select: tuple[str, ...]) -> SuiteResult:
+        out = tmp_path_factory.mktemp("again")
+        return observe_suite(
+            ssh.url,
+            toolkit.facts,
+            out,
+            marker="booted",
+            python=Path(sys.executable),
+            log=out / "log",
+            select=select,
+            timeout=600,
         )
-        nodes.append(_started_by_itself(ssh, nodes[0].boot_id))
+
+    def go_on(ssh: SshTarget) -> None:
+        seen["first"] = _node(ssh)
+        ssh.put(toolkit.archive(), "/run/toolkit.tar.gz")
+        ssh.run(["sh", "-c", TAKE])
+        found = [str(c["name"]) for c in json.loads((records / "verify.json").read_bytes())["checks"]]
+        mutated = _mutate(ssh, [name for name in found if name.startswith(CHECKS)])
+        seen["mutated"] = frozenset(mutated)
+        seen["broken"] = observe(ssh, tuple(mutated.values()))
+        seen["second"] = _started_by_itself(ssh, seen["first"].boot_id)
+        ssh.run(["sh", "-c", MEND])
+        suite = observe(ssh, (TOOLKIT,))
+        seen["toolkit"] = WithToolkit(suite, _container(ssh), _notes(ssh))
 
     result = boot(
         artefact,
@@ -107,9 +154,35 @@ def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
         out_dir=records,
         settings=settings,
         monitor=NullMonitor(),
-        then=mutate_and_restart,
+        then=go_on,
     )
-    return Booted(result, broken[0], frozenset(mutated), *nodes)
+    return Booted(result, **seen)
+
+
+def _mutate(ssh: SshTarget, names: Sequence[str]) -> dict[str, str]:
+    """Break what these checks are about, and the toolkit's; return the names of all that must turn red, by function."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUITE))
+        mutations: dict[str, str] = importlib.import_module("mutations_booted").all_booted()
+    known = {name.partition("::")[2]: name for name in names}
+    known |= {check: f"{TOOLKIT}::{check}" for check in TOOLKIT_CHECKS}
+    mutated = [check for check in mutations if check in known]
+    for check in mutated:
+        ssh.run(["sh", "-c", mutations[check]])
+    return {check: known[check] for check in mutated}
+
+
+def _container(ssh: SshTarget) -> str:
+    """Run a container by the toolkit's runtime; return what Docker says of it."""
+    ssh.put(pause.archive(), "/run/pause.tar")
+    return ssh.run(["sh", "-c", RUN]).stdout
+
+
+def _notes(ssh: SshTarget) -> str:
+    """Let the driver's module come and go, then a driver appear; return how the toolkit's programs were called."""
+    ssh.run(["modprobe", "nvidia"], ok=(1,))
+    ssh.run(["sh", "-c", APPEAR])
+    return ssh.run(["cat", NOTES]).stdout
 
 
 def _node(ssh: SshTarget) -> Node:
@@ -124,7 +197,7 @@ def _boot_id(ssh: SshTarget) -> str:
 
 def _started_by_itself(ssh: SshTarget, before: str) -> Node:
     """Let the preflight find a fault that a reboot may cure; return what the machine is after its own reboot."""
-    ssh.run(["python3", "-c", BREAK])
+    ssh.run(["sh", "-c", BREAK])
     ssh.run(["systemctl", "--no-block", "restart", "preflight.service"])
     deadline = time.monotonic() + REBOOT_SECONDS
     while True:
@@ -176,7 +249,24 @@ def test_machine_starts_itself_again_once_and_is_tested_anew(booted: Booted) -> 
     assert booted.second.state == "running"
 
 
+def test_toolkit_asks_nothing_of_a_machine_without_a_gpu(booted: Booted) -> None:
+    """It was there when the machine started: its checks pass, and nobody described what isn't there."""
+    assert {check.name: check.message for check in booted.toolkit.suite.not_passed} == {}
+    assert len(booted.toolkit.suite.checks) == 9
+    assert "cdi generate" not in booted.toolkit.notes
+
+
+def test_a_container_starts_by_the_toolkits_runtime(booted: Booted) -> None:
+    assert "true nvidia" in booted.toolkit.container.splitlines()
+    calls = [line.split() for line in booted.toolkit.notes.splitlines()]
+    assert any(call[0] == "nvidia-container-runtime" and "create" in call for call in calls)
+
+
+def test_udev_makes_links_when_a_driver_appears(booted: Booted) -> None:
+    assert "nvidia-ctk system create-dev-char-symlinks --create-all" in booted.toolkit.notes.splitlines()
+
+
 def test_every_booted_check_of_driver_and_gate_sees_its_mutation(booted: Booted) -> None:
-    assert len(booted.mutated) == 8
-    assert len(booted.broken.checks) == 8
+    assert len(booted.mutated) == 12
+    assert len(booted.broken.checks) == 12
     assert [check.name for check in booted.broken.checks if check.outcome == "passed"] == []

@@ -204,7 +204,6 @@ record(
     remove("/etc/security/limits.d/91-nvidia-rdma.conf"),
     change("/etc/security/limits.d/91-nvidia-rdma.conf", "unlimited", "64"),
 )
-record("test_gpu_container_toolkit_is_configured", remove("/etc/nvidia-container-runtime/config.toml"))
 
 record_booted(
     "test_gpu_driver_wants_nothing_but_a_gpu",

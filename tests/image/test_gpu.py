@@ -5,18 +5,17 @@ None of it needs a GPU. What only a GPU can tell is the smoke test's business.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from suite import Tree, booted, differences, load, needs, nothing, offline, output, read, starts_at_boot
+from asked import merged, packages
+from suite import Tree, booted, differences, gpus, load, needs, nothing, offline, output, read, starts_at_boot
 from testinfra.host import Host
 
 V = dict[str, Any]
 
 with_gpu = needs("gpu")
 built = needs("gpu", __nvidia_precompiled=False)
-with_toolkit = needs("gpu", nvidia_container_toolkit_version=bool)
 
 MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset")
 LICENSES = {"open": "Dual MIT/GPL", "proprietary": "NVIDIA"}
@@ -176,16 +175,15 @@ def test_gpu_libraries_are_the_drivers(host: Host, v: V) -> None:
 @with_gpu
 def test_gpu_packages_are_of_one_version(host: Host, v: V) -> None:
     """Firmware, libraries, programs and fabric manager are packages of the driver's version."""
-    form = r"${Package} ${Version} ${db:Status-Abbrev}\n"
-    found = {}
+    known, found = packages(host), {}
     for name in v["__nvidia_pinned"]:
-        package, version, status = output(host, "dpkg-query --show --showformat=%s %s", form, name).split()
-        assert status[1] == "i", f"{package} is not installed"
-        found[package] = re.sub(r"^\d+:|-[^-]*$", "", version)
+        assert name in known and known[name].installed, f"{name} is not installed"
+        found[name] = re.sub(r"^\d+:|-[^-]*$", "", known[name].version)
     nothing(differences(dict.fromkeys(found, v["nvidia_driver_version"]), found))
     branch = v["nvidia_driver_version"].split(".")[0]
     for name in v["__nvidia_unpinned"]:
-        version = output(host, "dpkg-query --show --showformat='${Version}' %s", name)
+        assert name in known, f"{name} is not there"
+        version = known[name].version
         assert version.startswith(f"{branch}."), f"{name} {version} is of another branch than {branch}"
 
 
@@ -194,7 +192,7 @@ def test_gpu_packages_are_of_one_version(host: Host, v: V) -> None:
 @with_gpu
 def test_gpu_packages_are_held(host: Host, v: V) -> None:
     """No upgrade brings a library that doesn't fit the modules."""
-    held = set(output(host, "apt-mark showhold").split())
+    held = {name for name, package in packages(host).items() if package.held}
     nothing(sorted(set(v["__nvidia_held"]) - held))
 
 
@@ -205,11 +203,10 @@ def test_gpu_build_left_nothing(host: Host, tree: Tree, v: V) -> None:
     """No compiler, no headers, no source and no tree of DKMS's came into the image."""
     nothing(tree.matching(COMPILERS))
     nothing(tree.matching(r"/var/lib/dkms/nvidia[^/]*/.+|/usr/src/(nvidia|linux-headers)-.+"))
-    installed = output(
-        host, "dpkg-query --show --showformat='${Package} ${db:Status-Abbrev}\\n'"
-    ).splitlines()
-    unwanted = re.compile(r"(dkms|make|gcc(-\d+)?|linux-headers-.*|.*-dkms) i?i\b.*")
-    nothing(line for line in installed if unwanted.match(line.replace(" h", " i")))
+    unwanted = re.compile(r"dkms|make|gcc(-\d+)?|linux-headers-.*|.*-dkms")
+    nothing(
+        name for name, package in packages(host).items() if package.installed and unwanted.fullmatch(name)
+    )
 
 
 @offline
@@ -257,8 +254,8 @@ def test_gpu_starts_its_units(host: Host, tree: Tree, v: V) -> None:
     assert [name for line in started for name in line.split()] == units, f"a GPU starts {started}"
     nothing(unit for unit in units if starts_at_boot(tree, unit))
     for unit in units:
-        drop_in = f"/etc/systemd/system/{unit}.d/10-gpu.conf"
-        assert "ExecStartPre=/sbin/modprobe nvidia" in read(host, drop_in).splitlines(), drop_in
+        lines = merged(host, f"systemd/system/{unit}").splitlines()
+        assert "ExecStartPre=/sbin/modprobe nvidia" in lines, f"{unit} comes before the driver"
 
 
 @offline
@@ -266,9 +263,9 @@ def test_gpu_starts_its_units(host: Host, tree: Tree, v: V) -> None:
 @with_gpu
 def test_gpu_fabric_manager_is_where_it_belongs(host: Host, v: V) -> None:
     """Sizes with NVSwitch have the fabric manager, others, where it fails to start, don't."""
-    form = r"${Package} ${db:Status-Abbrev}\n"
-    lines = host.run("dpkg-query --show --showformat=%s %s", form, "nvidia-fabric*").stdout.splitlines()
-    found = any(line.split()[1][1] == "i" for line in lines if len(line.split()) == 2)
+    found = any(
+        name.startswith("nvidia-fabric") and package.installed for name, package in packages(host).items()
+    )
     assert found == v["__nvidia_fabric"], f"the fabric manager is {'' if found else 'not '}installed"
 
 
@@ -303,28 +300,6 @@ def test_gpu_rdma_is_there(host: Host, v: V) -> None:
     nothing(line for line in ("* - memlock unlimited", "root - memlock unlimited") if line not in limits)
 
 
-@offline
-@booted
-@with_toolkit
-def test_gpu_container_toolkit_is_configured(host: Host, v: V) -> None:
-    """The toolkit has the declared version, and each engine has the runtime, by its own account."""
-    version = output(host, "nvidia-container-runtime --version")
-    assert v["nvidia_container_toolkit_version"] in version, version
-    if "containerd" in v["nvidia_container_engines"]:
-        assert "/usr/bin/nvidia-container-runtime" in output(host, "containerd config dump")
-    if "docker" in v["nvidia_container_engines"]:
-        runtimes = json.loads(read(host, "/etc/docker/daemon.json")).get("runtimes", {})
-        assert runtimes.get("nvidia", {}).get("path") == "nvidia-container-runtime", runtimes
-    assert 'mode = "cdi"' in read(host, "/etc/nvidia-container-runtime/config.toml").splitlines()
-
-
-def _gpus(host: Host) -> int:
-    """Return how many GPUs of NVIDIA the machine's bus has."""
-    vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()
-    classes = [read(host, f"{path.rpartition('/')[0]}/class").strip() for path in vendors]
-    return sum(kind in ("0x030000", "0x030200") for kind in classes)
-
-
 @booted
 @with_gpu
 def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:
@@ -337,7 +312,7 @@ def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:
         for line in log.splitlines()
         if re.search(r"nvidia: .*(disagrees|Unknown symbol|version magic)", line)
     )
-    if _gpus(host):
+    if gpus(host):
         assert done.rc == 0, done.stderr
     else:
         assert "No such device" in done.stderr, f"{done.rc}: {done.stderr}"
@@ -348,7 +323,7 @@ def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:
 @with_gpu
 def test_gpu_units_follow_the_gpu(host: Host, v: V) -> None:
     """The driver's services run where there is a GPU, and rest, none of them failed, where there is none."""
-    wanted = "active" if _gpus(host) else "inactive"
+    wanted = "active" if gpus(host) else "inactive"
     states = {
         unit: host.run("systemctl is-active %s", unit).stdout.strip() for unit in v["__nvidia_services"]
     }
@@ -360,8 +335,8 @@ def test_gpu_units_follow_the_gpu(host: Host, v: V) -> None:
 def test_gpu_tools_say_that_there_is_none(host: Host) -> None:
     """NVIDIA's own tool ends at once: with a list of the GPUs, or saying that no driver is loaded."""
     done = host.run("timeout 60 nvidia-smi -L")
-    gpus = _gpus(host)
-    if gpus:
-        assert done.rc == 0 and len(done.stdout.splitlines()) >= gpus, done.stdout + done.stderr
+    number = gpus(host)
+    if number:
+        assert done.rc == 0 and len(done.stdout.splitlines()) >= number, done.stdout + done.stderr
     else:
         assert done.rc in (6, 9), f"{done.rc}: {done.stdout}{done.stderr}"

@@ -7,16 +7,12 @@ facts.json.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from image_builder.namespace import run_isolated
-from image_builder.report.verification import SuiteResult, from_json
-from image_builder.stages.verify import observe_suite
+from tests import mutants
 from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
@@ -44,26 +40,6 @@ def test_every_offline_check_of_driver_and_gate_sees_its_mutations(
     tmp_path: Path, sealed: tuple[tuple[Path, ...], Path]
 ) -> None:
     lowers, facts = sealed
-
-    def isolated() -> int:
-        observe_suite(
-            f"mutant:{':'.join(map(str, lowers))}?work={tmp_path}",
-            facts,
-            tmp_path,
-            marker="offline",
-            python=Path(sys.executable),
-            log=tmp_path / "log",
-            select=SELECTED,
-            timeout=600,
-        )
-        return 0
-
-    assert run_isolated(isolated) == 0
-    mutants: SuiteResult = from_json(json.loads((tmp_path / "verify.json").read_text(encoding="utf-8")))
-    blind = {
-        check.name: f"{check.outcome} {check.exception}: {check.message}"
-        for check in mutants.checks
-        if (check.outcome, check.exception) != ("failed", "AssertionError")
-    }
-    assert blind == {}
-    assert len({check.name.partition("[")[0] for check in mutants.checks}) >= 25
+    found = mutants.observe(lowers, facts, tmp_path / "mutants", mutated=True, select=SELECTED)
+    assert mutants.blind(found) == {}
+    assert len(mutants.names(found)) >= 25

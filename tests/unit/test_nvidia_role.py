@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -164,6 +166,40 @@ def test_docker_must_be_told_of_the_toolkit() -> None:
     assert only(problems(**toolkit)).startswith("container_runtime_docker_options: ")
     runtimes = {"runtimes": {"nvidia": {"path": "nvidia-container-runtime"}}}
     assert problems(**toolkit, container_runtime_docker_options=runtimes) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "plugin", "cdi"),
+    [
+        ("1.6", "io.containerd.grpc.v1.cri", False),
+        ("1.7", "io.containerd.grpc.v1.cri", True),
+        ("2.2", "io.containerd.cri.v1.runtime", True),
+    ],
+)
+def test_containerd_is_told_of_cdi_where_it_knows_of_it(version: str, plugin: str, cdi: bool) -> None:
+    toolkit = {
+        "nvidia_container_toolkit_version": "1.20.0",
+        "nvidia_container_toolkit_repository": REPOSITORY,
+        "image_layers": ["system", "container_runtime", "gpu"],
+        "container_runtime_engine": "containerd",
+        "container_runtime_containerd_version": version,
+    }
+    assert problems(**toolkit) == []
+    found = evaluator(**toolkit)
+    assert str(found.evaluate("{{ __nvidia_containerd_plugin }}")).strip() == plugin
+    assert found.evaluate("{{ __nvidia_containerd_cdi }}") is cdi
+    main = f'version = 2\nroot = "/x"\n\n[plugins."{plugin}"]\n  sandbox_image = "p"\n'
+    template = (REPO / "roles/nvidia/templates/containerd.toml.j2").read_text(encoding="utf-8")
+    known: dict[str, Any] = {
+        "__nvidia_containerd_main": {"content": base64.b64encode(main.encode()).decode()},
+        "__nvidia_containerd_plugin": plugin,
+        "__nvidia_containerd_cdi": cdi,
+        "ansible_managed": "a test",
+        "text": template,
+    }
+    written = tomllib.loads(str(engine.Evaluator(known).evaluate("{{ text }}")))["plugins"][plugin]
+    assert written["sandbox_image"] == "p" and "nvidia" in written["containerd"]["runtimes"]
+    assert ("enable_cdi" in written) is ("cdi_spec_dirs" in written) is cdi
 
 
 def test_rdma_needs_open_modules() -> None:

@@ -1,12 +1,14 @@
-"""The role's defaults, seen in the sandbox they were applied to: Debian's driver, and no GPU."""
+"""What the role left in the sandbox that it was applied to: Debian's driver, the container toolkit, and no GPU."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 
+import pytest
 from testinfra.host import Host
 
-UNIT = "nvidia-persistenced.service"
+UNITS = ("nvidia-persistenced.service", "nvidia-cdi-refresh.service")
 
 
 def test_record_names_the_driver_and_every_module(host: Host) -> None:
@@ -27,6 +29,18 @@ def test_nouveau_is_denied(host: Host) -> None:
     assert "install nouveau /bin/false" in host.check_output("modprobe --showconfig").splitlines()
 
 
-def test_only_a_gpu_starts_the_daemon(host: Host) -> None:
-    assert not host.service(UNIT).is_enabled
-    assert UNIT in host.file("/etc/udev/rules.d/71-nvidia.rules").content_string
+@pytest.mark.parametrize("unit", UNITS)
+def test_only_a_gpu_starts_a_unit(host: Host, unit: str) -> None:
+    assert not host.file(f"/etc/systemd/system/multi-user.target.wants/{unit}").exists
+    assert unit in host.file("/etc/udev/rules.d/71-nvidia.rules").content_string
+
+
+def test_nothing_else_starts_the_description(host: Host) -> None:
+    assert host.file("/etc/systemd/system/nvidia-cdi-refresh.path").linked_to == "/dev/null"
+
+
+def test_containerd_has_the_runtime(host: Host) -> None:
+    plugin = tomllib.loads(host.check_output("containerd config dump"))["plugins"][
+        "io.containerd.grpc.v1.cri"
+    ]
+    assert set(plugin["containerd"]["runtimes"]) == {"nvidia", "runc"}
