@@ -6,6 +6,7 @@ built from source is locked for them too; etcd's packages are asked for once and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +30,19 @@ from image_builder.requirements import (
 )
 from image_builder.resolve import remembered_lock
 from image_builder.settings import REPO_ROOT, Settings
+from image_builder.stages.control_plane_build import PROGRAMS
 from image_builder.store import Store
 
+# What a cluster has beside them, for which a stage of its own compiles the same source: what only looks at nodes needs
+# none of it.
+CONTROLLERS = ("kube-controller-manager",)
 # What the kubelet needs as well: the same bytes, so the same stages.
 _SHARED = ("tools", "build_root")
 
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """``programs`` holds kube-apiserver and kube-scheduler, ``tree`` is a root with etcd. Both are in the store."""
+    """``programs`` holds what was asked for, ``tree`` is a root with etcd. Both are in the store."""
 
     programs: Path
     tree: Path
@@ -55,17 +60,19 @@ def lab_definition(inventory: Path = REPO_ROOT / "inventories/lab") -> ImageDefi
     )
 
 
-def obtain(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> ControlPlane:
+def obtain(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, programs: Sequence[str] = PROGRAMS
+) -> ControlPlane:
     """Return the control plane, made first where the store lacks it; runs in the namespace.
 
-    Takes some 10 minutes of a processor the first time. Raises what a build raises.
+    Takes some 10 minutes of a processor the first time, and for CONTROLLERS five. Raises what a build raises.
     """
     store = Store(settings.store)
     store.prepare()
     shared = obtain_lock(definition, settings, monitor)
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
-        plan = control_plane_plan(definition, lock, settings.repo_root)
+        plan = control_plane_plan(definition, lock, settings.repo_root, programs)
         todo = missing(plan, store, [s.name for s in plan.stages[-2:]])
         space.check(lock, todo, store, settings, definition)
         work = Build(definition, lock, plan, settings, store, monitor, staging, None)

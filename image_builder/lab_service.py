@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from image_builder.events import Monitor
 from image_builder.lab.registry import HOST
 from image_builder.plan.model import JSON
 from image_builder.settings import Settings
+from image_builder.signals import listening
 from image_builder.store import Store
 
 _PLACE = Path("/run/image-builder-lab")
@@ -130,37 +130,35 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> 
     """Serve the lab's images until SIGTERM or SIGINT; runs in the namespace."""
     store = Store(settings.store)
     store.prepare()
-    over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
-    lock = obtain_lock(definition, settings, monitor)
-    with (
-        store.in_use(),
-        store.staging() as staging,
-        Lab(definition, lock, settings, monitor, staging) as lab,
-    ):
-        endpoint = lab.endpoints()[HOST]
-        _PLACE.mkdir(mode=0o755, exist_ok=True)
-        shutil.copyfile(endpoint.ca, _CA)
-        images = [i.ref for i in definition.preload if i.ref.startswith(f"{HOST}/")]
-        told = {
-            "host": HOST,
-            "address": endpoint.address,
-            "port": endpoint.port,
-            "ca": os.fspath(_CA),
-            "images": images,
-        }
-        partial = _SERVING.with_suffix(".partial")
-        partial.write_text(json.dumps(told), encoding="utf-8")
-        partial.rename(_SERVING)
-        monitor.note(f"serving at {endpoint.address}")
-        try:
-            over.wait()
-        finally:
-            for path in (_SERVING, _STATE, _CA):
-                path.unlink(missing_ok=True)
-            with suppress(OSError):
-                _PLACE.rmdir()
+    with listening(signal.SIGTERM, signal.SIGINT) as wait:
+        lock = obtain_lock(definition, settings, monitor)
+        with (
+            store.in_use(),
+            store.staging() as staging,
+            Lab(definition, lock, settings, monitor, staging) as lab,
+        ):
+            endpoint = lab.endpoints()[HOST]
+            _PLACE.mkdir(mode=0o755, exist_ok=True)
+            shutil.copyfile(endpoint.ca, _CA)
+            images = [i.ref for i in definition.preload if i.ref.startswith(f"{HOST}/")]
+            told = {
+                "host": HOST,
+                "address": endpoint.address,
+                "port": endpoint.port,
+                "ca": os.fspath(_CA),
+                "images": images,
+            }
+            partial = _SERVING.with_suffix(".partial")
+            partial.write_text(json.dumps(told), encoding="utf-8")
+            partial.rename(_SERVING)
+            monitor.note(f"serving at {endpoint.address}")
+            try:
+                wait()
+            finally:
+                for path in (_SERVING, _STATE, _CA):
+                    path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    _PLACE.rmdir()
 
 
 def stop() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -90,17 +90,17 @@ def run(
         image-builder pool run h100.plan.json -i inventories/azure_vmss --user admin --key id_pool \\
             --known-hosts hosts.keys --facts output/worker/latest/facts.json
     """
-    options = _options(plan, key, reports, user, (host_ca, known_hosts, trust_first_use))
-    return _drive(
-        options._replace(
-            inventories=tuple(inventory),
-            facts=tuple(facts or ()),
-            node_configs=node_configs,
-            kubeconfig=kubeconfig,
-            vault_password_file=vault_password_file,
-        ),
-        as_json=as_json,
+    options = _options(
+        plan,
+        Login(user, key, host_ca, known_hosts, trust_first_use),
+        reports,
+        inventories=tuple(inventory),
+        facts=tuple(facts or ()),
+        node_configs=node_configs,
+        kubeconfig=kubeconfig,
+        vault_password_file=vault_password_file,
     )
+    return _drive(options, as_json=as_json)
 
 
 @register(app)
@@ -129,19 +129,19 @@ def resume(
 
         image-builder pool resume h100.plan.json --user admin --key id_pool --known-hosts hosts.keys
     """
-    options = _options(plan, key, reports, user, (host_ca, known_hosts, trust_first_use))
-    return _drive(
-        options._replace(
-            inventories=tuple(inventory or ()),
-            is_resumed=True,
-            retry=retry,
-            facts=tuple(facts or ()),
-            node_configs=node_configs,
-            kubeconfig=kubeconfig,
-            vault_password_file=vault_password_file,
-        ),
-        as_json=as_json,
+    options = _options(
+        plan,
+        Login(user, key, host_ca, known_hosts, trust_first_use),
+        reports,
+        inventories=tuple(inventory or ()),
+        is_resumed=True,
+        retry=retry,
+        facts=tuple(facts or ()),
+        node_configs=node_configs,
+        kubeconfig=kubeconfig,
+        vault_password_file=vault_password_file,
     )
+    return _drive(options, as_json=as_json)
 
 
 @register(app)
@@ -210,8 +210,10 @@ def verify(
 
     if (plan is None) == (not inventory):
         raise UsageError("give a PLAN, or an inventory with -i and --pool")
-    options = _options(plan or Path(), key, reports, user, (host_ca, known_hosts, trust_first_use))
-    options = options._replace(
+    options = _options(
+        plan or Path(),
+        Login(user, key, host_ca, known_hosts, trust_first_use),
+        reports,
         inventories=tuple(inventory or ()),
         pools=tuple(pool or ()),
         facts=tuple(facts or ()),
@@ -221,27 +223,36 @@ def verify(
     return _show(*rollout.verify(ready), as_json=as_json)
 
 
-def _options(
-    plan: Path, key: Path | None, reports: Path | None, user: str, files: tuple[Path | None, ...]
-) -> Options:
-    """Return the options of how to reach hosts; raises UsageError for a choice that is missing or double."""
+class Login(NamedTuple):
+    """How the command line says that hosts are reached."""
+
+    user: str
+    key: Path | None
+    host_ca: Path | None
+    known_hosts: Path | None
+    trust_first_use: Path | None
+
+
+def _options(plan: Path, login: Login, reports: Path | None, **more: Any) -> Options:
+    """Return the options of a command; raises UsageError for a choice that is missing or double."""
     from image_builder.pool.hostkeys import CertificateAuthority, FirstUse, Pinned
     from image_builder.pool.reach import Access
     from image_builder.pool.rollout import Options
 
     kinds: tuple[Callable[[Path], HostKeys], ...] = (CertificateAuthority, Pinned, FirstUse)
-    chosen = [kind(file.absolute()) for kind, file in zip(kinds, files, strict=True) if file]
+    chosen = [kind(file.absolute()) for kind, file in zip(kinds, login[2:], strict=True) if file]
     if len(chosen) != 1:
         raise UsageError(
             "give exactly one of --host-ca, --known-hosts and --trust-first-use",
             hint="a host whose key nobody vouches for is not talked to",
         )
-    if key is None:
+    if login.key is None:
         raise UsageError(
             "give the private key with --key", hint="no agent is asked, and no key is looked for"
         )
     reports = reports or plan.with_name(f"{plan.name}.reports")
-    return Options(plan=plan, access=Access(user, key.absolute(), chosen[0]), reports=reports.absolute())
+    access = Access(login.user, login.key.absolute(), chosen[0])
+    return Options(plan=plan, access=access, reports=reports.absolute(), **more)
 
 
 def _drive(options: Options, *, as_json: bool) -> int:

@@ -108,16 +108,18 @@ def running() -> Iterator[Cluster]:
     store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
     work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
     work.mkdir(mode=0o700)
-    log = (work / "lab.log").open("w")
     try:
-        with subprocess.Popen(
-            [sys.executable, "-c", _CHILD, store, work],
-            cwd=REPO,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as child:
+        with (
+            (work / "lab.log").open("w") as log,
+            subprocess.Popen(
+                [sys.executable, "-c", _CHILD, store, work],
+                cwd=REPO,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as child,
+        ):
             assert child.stdout is not None
             ready = child.stdout.readline()
             assert ready, (work / "lab.log").read_text()[-4000:]
@@ -127,7 +129,6 @@ def running() -> Iterator[Cluster]:
             finally:
                 cluster.close()
     finally:
-        log.close()
         subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
 
 
@@ -213,6 +214,20 @@ def become_ready(client: Client, name: str, boot_id: str) -> None:
     )
 
 
+@contextmanager
+def in_background(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
+    """Run ``work`` in a thread; in the end the event that it was given is set, and half a minute later it has ended."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
 def wait_until(what: Callable[[], bool], seconds: float = 30) -> bool:
     """Wait until ``what`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
@@ -230,9 +245,9 @@ def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
     raise AssertionError("it was not refused")
 
 
-def manifests() -> list[dict[str, Any]]:
+def manifests(page: Path = HOW_TO) -> list[dict[str, Any]]:
     """Return what the documentation says to apply."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
 
 
@@ -242,11 +257,11 @@ def collection(manifest: dict[str, Any]) -> str:
     return f"/apis/{manifest['apiVersion']}/{middle}{manifest['kind'].lower()}s"
 
 
-def give_rights(cluster: Cluster) -> None:
-    """Give the controller what the documentation says, and nothing else."""
-    for manifest in manifests():
+def give_rights(admin: Client, page: Path = HOW_TO) -> None:
+    """Give whoever a page is about what it says, and nothing else."""
+    for manifest in manifests(page):
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
-            cluster.admin.request("POST", collection(manifest), manifest)
+            admin.request("POST", collection(manifest), manifest)
 
 
 class Machine:
@@ -317,6 +332,10 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 def healthy() -> Iterator[str]:
     """Yield where a kubelet answers on its own health port, as one that works."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/healthz"
-        server.shutdown()
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/healthz"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,4 +1,4 @@
-"""What the tests of joining share: certificates, a configuration, and what a metadata service answers.
+"""What the tests of joining share: certificates, a configuration, a server, and what a metadata service answers.
 
 The answers have the shape that Azure documents (Instance Metadata Service, API version 2021-02-01; managed identities,
 2018-02-01), shortened, with made-up ids. They are no recordings: there is no cloud to ask here.
@@ -10,7 +10,14 @@ import base64
 import copy
 import datetime
 import ipaddress
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from cryptography import x509
@@ -167,3 +174,67 @@ def instance(user_data: bytes = b"") -> dict[str, Any]:
     made = copy.deepcopy(INSTANCE)
     made["compute"]["userData"] = base64.b64encode(user_data).decode()
     return made
+
+
+Answer = tuple[int, dict[str, str], bytes]
+# Of one request: (path, headers, body, whose certificate) -> the answer.
+Respond = Callable[[str, dict[str, str], bytes, str], Answer]
+
+
+class Server(ThreadingHTTPServer):
+    """A server that notes what it was asked; by default on a port of loopback."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, respond: Respond, tls: ssl.SSLContext | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        asked: list[str] = []
+        self.asked, self.date_off = asked, 0.0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                subject: Any = (
+                    self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else {}
+                )
+                names = [value for part in (subject or {}).get("subject", ()) for _, value in part]
+                code, headers, said = respond(self.path, dict(self.headers), body, "".join(names))
+                self.send_response_only(code)
+                self.send_header("Date", formatdate(time.time() + server.date_off, usegmt=True))
+                for name, value in {**headers, "Content-Length": str(len(said))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(said)
+
+            do_POST = do_GET  # noqa: N815 (the name that the base class looks for)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(address, Handler)
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def handle_error(self, *_: object) -> None:
+        """A client that does not believe the certificate hangs up: that is what it should do."""
+
+    def __enter__(self) -> Server:
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+
+def answer(value: Any, code: int = 200) -> Answer:
+    return code, {"Content-Type": "application/json"}, json.dumps(value).encode()

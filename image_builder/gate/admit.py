@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.errors import UsageError
-from image_builder.gate.decide import Action, is_tainted, may_work, patch
-from image_builder.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.gate.decide import Action, is_tainted, may_work, patch, pointer_of
+from image_builder.gate.model import ADMITTED, Node, Rules, node_from, path_of
 from image_builder.node.kube import JSON_PATCH, Client
 
 
@@ -19,7 +19,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     Works without the controller, which honours the annotation until the node is started again. Raises KubeError, and
     UsageError for a node that has not told its boot id.
     """
-    path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
+    path = path_of(name)
     found = client.request("GET", path)
     node = node_from(found, rules)
     if not node.boot_id:
@@ -40,8 +40,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
 def _annotate(found: dict[str, Any], value: str) -> list[dict[str, Any]]:
     if not found["metadata"].get("annotations"):
         return [{"op": "add", "path": "/metadata/annotations", "value": {ADMITTED: value}}]
-    key = ADMITTED.replace("~", "~0").replace("/", "~1")
-    return [{"op": "add", "path": f"/metadata/annotations/{key}", "value": value}]
+    return [{"op": "add", "path": pointer_of(ADMITTED), "value": value}]
 
 
 def overview(client: Client, rules: Rules) -> list[dict[str, str]]:

@@ -54,6 +54,23 @@ def _failed(error: NodeError) -> ImageBuilderError:
     return ImageBuilderError(error.message, hint="--kubeconfig FILE names another API server or another user")
 
 
+def _told_to_end() -> threading.Event:
+    """Return what SIGTERM and SIGINT set from now on.
+
+    A thread waits for them: a handler would run in the middle of the main thread's wait for that very event, with its
+    lock held, and never return.
+    """
+    over, numbers = threading.Event(), {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait() -> None:
+        signal.sigwait(numbers)
+        over.set()
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    return over
+
+
 @register(app)
 def run(
     kubeconfig: Kubeconfig = None,
@@ -80,9 +97,7 @@ def run(
     from image_builder.gate.lease import Settings as LeaseSettings
     from image_builder.gate.retest import Limits
 
-    over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+    over = _told_to_end()
     settings = Settings(
         Rules(taint=taint),
         rate,

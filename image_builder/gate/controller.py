@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from image_builder.gate.decide import Action, decide, patch
 from image_builder.gate.informer import Informer
 from image_builder.gate.lease import Election
 from image_builder.gate.lease import Settings as LeaseSettings
-from image_builder.gate.model import Node, Rules
+from image_builder.gate.model import Node, Rules, path_of
 from image_builder.gate.queue import Queue
 from image_builder.gate.retest import Limits
 from image_builder.gate.retester import Retester
@@ -71,21 +70,29 @@ class Controller:
         ]
         for thread in threads:
             thread.start()
-        while not stop.is_set():
-            if not all(thread.is_alive() for thread in threads):
-                stop.set()
-                raise NodeError("gate", "a part of the controller ended: whoever starts it starts it again")
-            if not self.election.leads or not self.informer.synced.is_set():
-                stop.wait(_IDLE / 5)
-                continue
-            self._turn()
-            node = self._next()
-            if node is not None:
-                stop.wait(self._settle(node))
-        self.informer.interrupt()
-        for thread in threads:
-            thread.join(5)
-        self._client.close()
+        try:
+            while not stop.is_set():
+                if not all(thread.is_alive() for thread in threads):
+                    raise NodeError(
+                        "gate", "a part of the controller ended: whoever starts it starts it again"
+                    )
+                self._once(stop)
+        finally:
+            stop.set()
+            self.informer.interrupt()
+            for thread in threads:
+                thread.join(5)
+            self._client.close()
+
+    def _once(self, stop: threading.Event) -> None:
+        """Do what is next, if it is ours to do; return after a short while in any case."""
+        if not self.election.leads or not self.informer.synced.is_set():
+            stop.wait(_IDLE / 5)
+            return
+        self._turn()
+        node = self._next()
+        if node is not None:
+            stop.wait(self._settle(node))
 
     def _turn(self) -> None:
         """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
@@ -138,9 +145,9 @@ class Controller:
         action = decide(node, self.settings.rules)
         if action is Action.NONE:
             return 0.0
-        path = f"/api/v1/nodes/{urllib.parse.quote(node.name, safe='')}"
+        changes = patch(node, action, self.settings.rules)
         try:
-            self._client.request("PATCH", path, patch(node, action, self.settings.rules), JSON_PATCH)
+            self._client.request("PATCH", path_of(node.name), changes, JSON_PATCH)
         except NodeError as error:
             return self._put_back(node, error)
         self._failures = 0

@@ -58,8 +58,8 @@ def answered(node: Node, nonce: str, state: str, now: float, rules: Rules) -> li
     ``held`` takes the node out of service at the same time: before it is looked at again, and before it is granted.
     """
     answer = {"boot_id": node.boot_id, "nonce": nonce, "state": state, "at": int(now)}
-    same = [{"op": "test", "path": _pointer(WISH), "value": node.wish.text}] if node.wish else []
-    said = {"op": "add", "path": _pointer(ANSWER), "value": json.dumps(answer)}
+    same = [{"op": "test", "path": pointer_of(WISH), "value": node.wish.text}] if node.wish else []
+    said = {"op": "add", "path": pointer_of(ANSWER), "value": json.dumps(answer)}
     held = _set_taints(node, [*node.taints, _taint(RETEST, rules)]) if state == HELD else []
     return [*_same_boot(node), *same, said, *held]
 
@@ -72,7 +72,7 @@ def _taint(value: str, rules: Rules) -> dict[str, str]:
     return {"key": rules.taint, "value": value, "effect": EFFECT}
 
 
-def _pointer(annotation: str) -> str:
+def pointer_of(annotation: str) -> str:
     """Return the place of an annotation as a JSON pointer (RFC 6901)."""
     return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
 

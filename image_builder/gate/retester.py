@@ -13,7 +13,7 @@ from typing import Any
 
 from image_builder.gate import retest
 from image_builder.gate.decide import answered, may_work
-from image_builder.gate.model import Node, Rules
+from image_builder.gate.model import Node, Rules, path_of
 from image_builder.gate.retest import Candidate, Limits, Outcome
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import JSON_PATCH, Client
@@ -120,9 +120,8 @@ class Retester:
             step = Step.REFUSE
         known = node.answer if node.is_under_test else node.wish
         assert known is not None  # plan() has no step for another node
-        path = f"/api/v1/nodes/{urllib.parse.quote(node.name, safe='')}"
         patch = answered(node, known.nonce, step.value, now, self._rules)
-        self._client.request("PATCH", path, patch, JSON_PATCH)
+        self._client.request("PATCH", path_of(node.name), patch, JSON_PATCH)
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
     def _is_busy(self, name: str) -> bool:

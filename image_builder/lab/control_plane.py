@@ -1,9 +1,10 @@
 """A control plane for the lab: Debian's etcd, and the API server and scheduler of the lab's Kubernetes.
 
 What decides about nodes is as in a real cluster: authorization by Node and RBAC, NodeRestriction, client certificates.
-What is left out needs controllers that aren't here: service accounts, and the taint that a node controller takes away.
-Everything listens on one loopback address of its own and dies with the thread that started it; etcd's data is in
-memory.
+Without controllers what needs them is left out: service accounts, the taint that a node controller takes away,
+bootstrap tokens and the certificates that they are for. With them it is all there, as kubeadm sets it up.
+Everything listens on one address, by default a loopback address of its own, and dies with the thread that started it;
+etcd's data is in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ API_PORT, ETCD_PORT, PEER_PORT = 6443, 2379, 2380
 ADMINISTRATORS = "system:masters"
 NODES = "system:nodes"
 _START_SECONDS = 120.0
-_HOME, _PROGRAMS = "/run/control-plane", "/run/programs"
+_HOME, _PROGRAMS, _CONTROLLERS = "/run/control-plane", "/run/programs", "/run/controllers"
 # Every request once, when it was answered; a watch when it began, too. Health checks are nobody's load.
 _AUDIT = """\
 {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [
@@ -45,18 +46,21 @@ class ControlPlane:
     """Serves from ``__enter__`` on. Callers are in a private mount namespace (``namespace.run_isolated``).
 
     ``programs`` and ``tree`` are what ``image_builder.control_plane.obtain`` gives; ``work`` gets logs, ``audit.log``,
-    and kubeconfigs. Raises CommandError with the end of a log for what doesn't come up.
+    and kubeconfigs. ``controllers`` has kube-controller-manager; ``work`` then gets the authority's key as well.
+    ``address`` is one of this host. Raises CommandError with the end of a log for what doesn't come up.
     """
 
-    def __init__(self, programs: Path, tree: Path, work: Path) -> None:
+    def __init__(
+        self, programs: Path, tree: Path, work: Path, *, controllers: Path | None = None, address: str = ""
+    ) -> None:
         self.work = work
-        self.address = (
+        self.address = address or (
             f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
         )
         self.server = f"https://{self.address}:{API_PORT}"
         self.authority = Authority()
         self.audit = work / "audit.log"
-        self._programs, self._tree = programs, tree
+        self._programs, self._tree, self._controllers = programs, tree, controllers
         self._stack, self._api = ExitStack(), ExitStack()
         self._root: Root | None = None
 
@@ -66,7 +70,7 @@ class ControlPlane:
                 open_root(
                     [self._tree],
                     self.work / "sandbox",
-                    binds={_PROGRAMS: self._programs},
+                    binds=self._binds(),
                     writable_binds={_HOME: self.work},
                     network=True,
                 )
@@ -75,9 +79,8 @@ class ControlPlane:
             stack.enter_context(process.background(self._argv(self._etcd()), log=self.work / "etcd.log"))
             stack.callback(self.stop_api)
             self.start_api()
-            stack.enter_context(
-                process.background(self._argv(self._scheduler()), log=self.work / "kube-scheduler.log")
-            )
+            for name, argv in self._clients():
+                stack.enter_context(process.background(self._argv(argv), log=self.work / f"{name}.log"))
             self._stack = stack.pop_all()
         return self
 
@@ -101,6 +104,17 @@ class ControlPlane:
         path.chmod(0o600)
         return path
 
+    def _binds(self) -> dict[str, Path]:
+        more = {_CONTROLLERS: self._controllers} if self._controllers else {}
+        return {_PROGRAMS: self._programs, **more}
+
+    def _clients(self) -> list[tuple[str, list[str]]]:
+        """Return what speaks to the API server from this side: its name, and its command."""
+        found = [("kube-scheduler", self._scheduler())]
+        if self._controllers:
+            found.append(("kube-controller-manager", self._controller_manager()))
+        return found
+
     def _argv(self, argv: Sequence[str]) -> list[str]:
         assert self._root is not None
         return self._root.argv(argv)
@@ -112,6 +126,9 @@ class ControlPlane:
         self.authority.issue("kube-apiserver").write(self.work, "etcd-client")
         (self.work / "service-account.key").write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1())))
         self.kubeconfig("system:kube-scheduler")
+        if self._controllers:
+            self.authority.signed.write(self.work, "ca")
+            self.kubeconfig("system:kube-controller-manager")
 
     def _etcd(self) -> list[str]:
         client, peer = f"https://{self.address}:{ETCD_PORT}", f"http://{self.address}:{PEER_PORT}"
@@ -148,13 +165,35 @@ class ControlPlane:
             f"--client-ca-file={_HOME}/ca.pem",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
-            "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",
+            "--enable-bootstrap-token-auth",
+            *self._admission(),
             "--service-account-issuer=https://lab.internal",
             f"--service-account-key-file={_HOME}/service-account.key",
             f"--service-account-signing-key-file={_HOME}/service-account.key",
             f"--audit-policy-file={_HOME}/audit.json",
             f"--audit-log-path={_HOME}/audit.log",
             "--profiling=false",
+        ]
+
+    def _admission(self) -> list[str]:
+        if self._controllers:
+            return []
+        return ["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]
+
+    def _controller_manager(self) -> list[str]:
+        return [
+            f"{_CONTROLLERS}/kube-controller-manager",
+            f"--kubeconfig={_HOME}/system-kube-controller-manager.conf",
+            "--leader-elect=false",
+            "--port=0",
+            "--secure-port=0",
+            # Those that are off by themselves; kubeadm has them on.
+            "--controllers=*,bootstrapsigner,tokencleaner",
+            "--use-service-account-credentials",
+            f"--service-account-private-key-file={_HOME}/service-account.key",
+            f"--root-ca-file={_HOME}/ca.pem",
+            f"--cluster-signing-cert-file={_HOME}/ca.pem",
+            f"--cluster-signing-key-file={_HOME}/ca-key.pem",
         ]
 
     def _scheduler(self) -> list[str]:

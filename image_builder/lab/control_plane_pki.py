@@ -1,6 +1,6 @@
 """The lab's cluster authority: certificates for servers and for whoever speaks to the API server.
 
-The key is in memory alone; what it signs is written where its owner reads it.
+Its key is in memory alone, unless somebody else signs as well; what it signs is written where its owner reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Signed:
 
 
 class Authority:
-    """One certificate authority, made anew."""
+    """One certificate authority, made anew. It says nothing of its key's usage, like those of old clusters."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -53,6 +53,11 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
         self.certificate = made.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def signed(self) -> Signed:
+        """Return its own certificate and key."""
+        return Signed(self.certificate, private_pem(self._key))
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)

@@ -6,7 +6,6 @@ the same one. No secret is in it; the key is a path.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ from image_builder import process
 from image_builder.errors import ImageBuilderError
 from image_builder.pool.driver import Work
 from image_builder.pool.hostkeys import openssh_options
+from image_builder.pool.journal import in_use
 from image_builder.pool.model import Outcome, ended, failed
 from image_builder.pool.provision import LOCK, NO_CONFIG, NOT_STARTED, Told, after_join
 from image_builder.pool.reach import Access
+from image_builder.pool.remote_slice import DATA, WORKER, Worker, describe
 from image_builder.pool.slice import CONTROL, PLAYBOOK
 from image_builder.settings import REPO_ROOT
 from image_builder.store import remove_tree
@@ -63,7 +64,8 @@ _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
             "timeout",
         ),
         (
-            r"broken pipe|connection reset|connection closed|closed by remote|not responding"
+            # No word at all: a connection is shared, and who opened it tells nobody why it broke.
+            r"via ssh:$|broken pipe|connection reset|connection closed|closed by remote|not responding"
             r"|connection timed out|connection to \S+ (?:port \d+ )?timed out",
             "dropped",
         ),
@@ -76,12 +78,16 @@ OnEnd = Callable[[str, Told], None]
 
 @dataclass(frozen=True)
 class Slice:
-    """One Ansible process. ``configurations`` are files by host's name, ``seconds`` is for joining, of one host."""
+    """One Ansible process. ``configurations`` are files by host's name, ``seconds`` is for joining, of one host.
+
+    It runs here, or on a ``worker``.
+    """
 
     work: Sequence[Work]
     access: Access
     seconds: float
     configurations: Mapping[str, Path] = field(default_factory=dict)
+    worker: Worker | None = None
 
 
 def unreached(message: str, *, told: bool) -> Outcome:
@@ -265,31 +271,53 @@ def clear(folder: Path) -> None:
 
 def _is_free(folder: Path) -> bool:
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return not in_use(folder)
     except FileNotFoundError:
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(fd)
 
 
 def write(slice_: Slice, folder: Path) -> None:
-    """Make the private data directory of a slice. Raises OSError."""
+    """Make the private data directory of a slice, and what its process needs beside. Raises OSError."""
     folder.mkdir(mode=0o700)
-    for name in ("inventory", "project", "env", "tmp", CONTROL):
+    if slice_.worker:
+        (folder / WORKER).write_text(describe(slice_.worker, slice_.access.key), encoding="utf-8")
+        write_portable(slice_, folder / DATA)
+        return
+    for name in ("tmp", CONTROL):
+        (folder / name).mkdir()
+    _fill(folder, inventory(slice_), environment(folder, slice_.access, len(slice_.work)))
+
+
+def write_portable(slice_: Slice, folder: Path) -> None:
+    """Make a private data directory that any ansible-runner can run anywhere: all paths in it lead into itself.
+
+    Only the private key is not in it: the runner's ``ssh_key`` brings that, as an agent. Raises OSError.
+    """
+    here, access = "{{ inventory_dir }}/../env", slice_.access
+    known = type(access.host_keys)(Path(here) / "known_hosts")
+    moved = replace(
+        slice_,
+        access=replace(access, host_keys=known),
+        configurations={name: Path(here) / f"{name}.json" for name in slice_.configurations},
+    )
+    told = inventory(moved)
+    del told["all"]["vars"]["ansible_ssh_private_key_file"]
+    folder.mkdir(mode=0o700)
+    # Ansible's working directory is `project`.
+    _fill(folder, told, environment(Path(".."), access, len(slice_.work), agent=True))
+    (folder / "env" / "known_hosts").write_bytes(access.host_keys.path.read_bytes())
+    for work in slice_.work:
+        if path := slice_.configurations.get(work.host.name):
+            (folder / "env" / f"{work.host.name}.json").write_bytes(path.read_bytes())
+
+
+def _fill(folder: Path, inventory: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    for name in ("inventory", "project", "env"):
         (folder / name).mkdir()
     (folder / "project" / PLAYBOOK).write_bytes((REPO_ROOT / "playbooks" / PLAYBOOK).read_bytes())
     (folder / "project" / "ansible.cfg").touch()
-    (folder / "inventory" / "hosts.json").write_text(
-        json.dumps(inventory(slice_), indent=1), encoding="utf-8"
-    )
-    told = environment(folder, slice_.access, len(slice_.work))
-    (folder / "env" / "envvars").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    (folder / "inventory" / "hosts.json").write_text(json.dumps(inventory, indent=1), encoding="utf-8")
+    (folder / "env" / "envvars").write_text(json.dumps(environment, indent=1), encoding="utf-8")
 
 
 def inventory(slice_: Slice) -> dict[str, Any]:
@@ -320,19 +348,21 @@ def _configuration(path: Path | None) -> dict[str, str]:
     return {"pool_node_config": os.fspath(path)} if path else {}
 
 
-def environment(folder: Path, access: Access, hosts: int) -> dict[str, str]:
-    """Return Ansible's settings: whatever configuration this host or its user has plays no part."""
+def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False) -> dict[str, str]:
+    """Return Ansible's settings: whatever configuration this host or its user has plays no part.
+
+    With ``agent`` the key is that of the runner's own agent, and there is no other one.
+    """
     options = {
         "BatchMode": "yes",
         "ControlMaster": "auto",
         "ControlPersist": "60s",
         "ServerAliveInterval": f"{access.keepalive_seconds:.0f}",
         "ServerAliveCountMax": str(_KEEPALIVES),
-        "IdentitiesOnly": "yes",
-        "IdentityAgent": "none",
         "PreferredAuthentications": "publickey",
         "LogLevel": "ERROR",
     }
+    options |= {"IdentityFile": "none"} if agent else {"IdentitiesOnly": "yes", "IdentityAgent": "none"}
     words = ["-F", "none", *(w for name, value in options.items() for w in ("-o", f"{name}={value}"))]
     return {
         "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),

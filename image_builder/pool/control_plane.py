@@ -7,14 +7,12 @@ comparable, and one that restarted (or is another one) begins anew.
 
 from __future__ import annotations
 
-import http.client
 import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import UsageError
 from image_builder.node import kube, kubeconfig
@@ -62,7 +60,7 @@ class Kubernetes:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Read the kubeconfig; raises UsageError."""
         try:
-            self._client = _Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
+            self._client = kube.Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
         except NodeError as error:
             raise UsageError(str(error.message)) from error
         self._clock = clock
@@ -89,27 +87,8 @@ class Kubernetes:
     def close(self) -> None:
         self._client.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Client(kube.Client):
-    def text(self, path: str) -> str:
-        """Return what the server answers, as text. Raises KubeError."""
-        try:
-            with self._answered("GET", path, None, "", self._timeout) as answer:
-                return answer.read().decode()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.close()
-            raise kube.KubeError(f"GET {path}: the answer broke off: {error}") from error
-
-
-def _gather(client: _Client, path: str) -> list[dict[str, Any]]:
+def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
     """Return of each item what is looked at here: thousands of whole nodes are hundreds of megabytes."""
     found: list[dict[str, Any]] = []
 

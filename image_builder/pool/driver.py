@@ -68,6 +68,9 @@ class Steps(Protocol):
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         """Take back a step whose deadline is over; what still comes of it is not waited for."""
 
+    def room(self, step: Step) -> int:
+        """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
+
     def gate(self) -> Reading:
         """Return what the control plane shows."""
 
@@ -97,6 +100,9 @@ def run(
     record last before it returns. ``stop_asked`` is asked all the time: then nothing is started any more.
     """
     r = _Run(progress, steps, write)
+    # Of a run that was taken up: who was being told when the last driver ended is not asked at once.
+    pauses = sorted({status.not_before for status in progress.hosts.values() if status.not_before})
+    r.alarms += [(at, "", "probe", 0) for at in pauses]
     while True:
         now = steps.now()
         _expire(r, now)
@@ -189,11 +195,17 @@ def _dispatch(r: _Run, now: float) -> None:
     for wave in r.progress.waves[: r.progress.began]:
         if not wave.unfinished:
             continue
-        _begin(r, "probe", _due(r, wave.names("waiting"), now), now)
-        _begin(r, "verify", _due(r, wave.names("joined"), now), now)
+        _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
+        _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
         if not r.progress.stopped and r.progress.verdict == "go":
             for part in wave.wave.slices:
                 _start_slice(r, wave, part, now)
+
+
+def _fitting(r: _Run, step: Step, names: Iterable[str], now: float) -> list[str]:
+    """Return those on which a step is due and can be in work at once, first come first served."""
+    due = _due(r, names, now)
+    return due[: max(0, r.steps.room(step))] if due else due
 
 
 def _due(r: _Run, names: Iterable[str], now: float) -> list[str]:
@@ -214,7 +226,9 @@ def _start_slice(r: _Run, wave: WaveStatus, part: Sequence[str], now: float) -> 
         return
     states = [(name, progress.hosts[name].state) for name in part]
     ready = [name for name, state in states if state == "ready"]
-    if not ready or any(state == "probing" and not progress.hosts[name].row for name, state in states):
+    # Who is asked for the first time, or waits for room to be asked, will be ready soon.
+    soon = [name for name, state in states if state in ("waiting", "probing")]
+    if not ready or not all(progress.hosts[name].row for name in soon):
         return
     untouched = [name for name in ready if not progress.hosts[name].touched]
     kept = set(untouched[: budgets.room(progress)])

@@ -7,12 +7,10 @@ queue, and everything here is decided in the driver's thread.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,8 +28,8 @@ from image_builder.pool.model import Joined, Outcome, Step, ended
 from image_builder.pool.policy import Deadlines
 from image_builder.pool.provision import Told
 from image_builder.pool.reach import Access, Answer, Reach
-from image_builder.pool.slice import children
-from image_builder.pool.suite import READ_KEYS, Suite, known_lines, own_lines
+from image_builder.pool.remote_slice import Worker
+from image_builder.pool.suite import READ_KEYS, Runs, Suite, known_lines, own_lines
 from image_builder.store import remove_tree
 
 # A question to a host, not counting the login: an interpreter is started there.
@@ -39,6 +37,8 @@ _ASK_SECONDS = 30.0
 # Between two questions to a host that still tries to join.
 _AGAIN_SECONDS = 2.0
 _KILLED = 255
+# Runs of the suite at once, of each core.
+_SUITES = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Means:
 
     ``folder`` holds the private data of the slices while they run and is removed in the end. ``configurations`` are
     the node configurations of hosts that don't have theirs by user data. ``on_wait`` is called in each round, in the
-    driver's thread.
+    driver's thread. ``workers`` run the slices, in turn; without any they run here.
     """
 
     access: Access
@@ -59,7 +59,9 @@ class Means:
     configurations: Mapping[str, Path] = field(default_factory=dict)
     on_wait: Callable[[], None] = lambda: None
     at_once: int = 200
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    workers: Sequence[Worker] = ()
+    # A run waits for its host most of the time.
+    suites: int = field(default_factory=lambda: _SUITES * len(os.sched_getaffinity(0)))
 
 
 class _Begun(NamedTuple):
@@ -88,7 +90,8 @@ class Fleet:
         """Read the key and the hosts' keys; raises UsageError when they can't be had."""
         self._means = means
         self._reach = Reach(means.access, at_once=means.at_once)
-        self._suites = ThreadPoolExecutor(means.cores, thread_name_prefix="suite")
+        self._suites = ThreadPoolExecutor(means.suites, thread_name_prefix="suite")
+        self._runs = Runs(means.suite) if means.suite else None
         self._queue: SimpleQueue[_Message] = SimpleQueue()
         self._begun: dict[_Key, _Begun] = {}
         self._again: list[tuple[float, _Key]] = []
@@ -113,10 +116,9 @@ class Fleet:
         self._reach.__exit__(kind, error, trace)
         for slice_ in self._slices:
             slice_.thread.join()
-        # Of all that was started only suites are left. Nobody waits for what they find.
-        for pid in children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Nobody waits for what the suites that are left find.
+        if self._runs:
+            self._runs.__exit__(kind, error, trace)
         self._suites.shutdown()
         remove_tree(self._means.folder)
 
@@ -153,7 +155,9 @@ class Fleet:
             self._begin(w, "bootstrap")
         means = self._means
         self._number += 1
-        slice_ = Slice(tuple(work), means.access, means.deadlines.bootstrap, means.configurations)
+        # In turn: what was lost with one worker is tried again by another.
+        worker = means.workers[(self._number - 1) % len(means.workers)] if means.workers else None
+        slice_ = Slice(tuple(work), means.access, means.deadlines.bootstrap, means.configurations, worker)
         process = ansible.Process(slice_, means.folder / f"slice-{self._number}", means.python)
         attempts = {w.host.name: w.attempt for w in work}
 
@@ -175,6 +179,12 @@ class Fleet:
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         self._begun.pop((host, step, attempt), None)
         self._leave_slice(host, step)
+
+    def room(self, step: Step) -> int:
+        # Who is asked again meanwhile holds no connection.
+        resting = {key for _, key in self._again}
+        busy = sum(key[1] == step for key in self._begun.keys() - resting)
+        return (self._means.suites if step == "verify" else self._means.at_once) - busy
 
     def gate(self) -> Reading:
         return self._means.control_plane.read()
@@ -246,11 +256,11 @@ class Fleet:
         if not answer.outcome.ok:
             self._end(key, answer.outcome, "unknown")
             return
-        host, source = begun.work.host, self._means.access.host_keys
-        if isinstance(source, CertificateAuthority):
+        host = begun.work.host
+        if isinstance(self._means.access.host_keys, CertificateAuthority):
             keys = own_lines(host, answer.stdout.decode("utf-8", "replace"))
         else:
-            keys = known_lines(host, source.path.read_text(encoding="utf-8"))
+            keys = known_lines(host, self._reach.known(host))
         future = self._suites.submit(self._run_suite, key, keys)
 
         def done(future: Future[Outcome]) -> None:
@@ -264,8 +274,8 @@ class Fleet:
         begun, means = self._begun.get(key), self._means
         if begun is None:
             return ended("unknown", "given up before it began")  # which nobody waits for
-        assert means.suite is not None  # nothing is verified without one: the command saw to that
-        return means.suite.run(begun.work.host, means.access, keys, means.deadlines.verify)
+        assert self._runs is not None  # nothing is verified without one: the command saw to that
+        return self._runs.run(begun.work.host, means.access, keys, means.deadlines.verify)
 
 
 def _status(answer: Answer) -> int:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON, VAULT_HINT, Place, is_template, is_vaulted
-from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
+from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.model import Host, Pool, ScaleSet
 from image_builder.pool.plan import PlannedFrom, named
+from image_builder.pool.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
 
 _TEXTS = ("pool_image", "pool_vm_size", "pool_zone", "pool_scale_set", "pool_vm_id", "ansible_host")
@@ -70,31 +71,20 @@ def read_fleet(
     Raises UsageError without an inventory or pool, DefinitionError with every problem, VaultError for a file that
     can't be decrypted: what it hides may be a host's size or zone.
     """
-    from image_builder.definition import engine
-
     if not paths:
         raise UsageError("no inventory was given", hint="give it with -i: pools have no default one")
     if not pools:
         raise UsageError("no pool was given", hint="name groups of the inventory, or `pools` for all")
     absolute = [path.absolute() for path in paths]
-    if missing := [path for path in absolute if not path.exists()]:
-        what = "no such file or directory"
-        raise DefinitionError([Problem(str(Place(str(path))), "inventory", what) for path in missing])
-    try:
-        source = engine.read_inventory(absolute, vault_password_file, repo_root / "playbooks" / "layers")
+    with opened(absolute, vault_password_file, repo_root) as source:
         reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
-    except engine.UnreadableError as error:
-        raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.what)]) from error
-    if failures := source.vaulted.failures:
-        lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
-        raise VaultError("\n".join(lines), hint=VAULT_HINT)
-    made = _pools(reading, dict.fromkeys(pools))
-    reading.problems += _doubles(reading)
-    reading.problems += [
-        Problem(_where(source, names[0], variable), variable, f"{what}: {named(names)}")
-        for (variable, what), names in reading.faults.items()
-    ]
+        made = _pools(reading, dict.fromkeys(pools))
+        reading.problems += _doubles(reading)
+        reading.problems += [
+            Problem(where(source, names[0], variable), variable, f"{what}: {named(names)}")
+            for (variable, what), names in reading.faults.items()
+        ]
     if reading.problems:
         raise DefinitionError(reading.problems)
     digest = inventory_digest(absolute, hosts)
@@ -197,33 +187,10 @@ def _hashable(value: JSON) -> JSON:
 
 def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
     """Return the variables of a host that matter here, evaluated, and those that can't be, which is noted."""
-    from image_builder.definition import engine
-
-    source = reading.source
-    try:
-        # Without places, which would take ten times as long: those are looked up for what is wrong.
-        merged = source.variables.get_vars(host=source.manager.get_host(name), include_hostvars=False)
-    except Exception:  # of Ansible's templar and plugins, anything; nothing of it is swallowed
-        source.host_variables(name)  # raises what names the file
-        raise
-    values: dict[str, JSON] = {key: engine.plain(merged[key]) for key in _READ if key in merged}
-    templates = [key for key, value in values.items() if is_template(value)]
-    if not templates:
-        return values, set()
-    evaluated, failures = engine.evaluate_all(all_plain(merged, name), templates)
+    values, failures = values_of(reading.source, name, _READ.__contains__)
     for key, why in failures.items():
         reading.faults[key, why].append(name)
-    kept = {key: value for key, value in values.items() if key not in templates}
-    return kept | evaluated, set(failures)
-
-
-def all_plain(merged: Mapping[str, Any], name: str) -> dict[str, JSON]:
-    """Return a host's merged variables as plain data, without Ansible's own, for its templates to be evaluated with."""
-    from image_builder.definition import engine
-
-    skipped = ("groups", "omit", "vars", "hostvars")
-    plain = {str(key): engine.plain(value) for key, value in merged.items() if key not in skipped}
-    return plain | {"inventory_hostname": name}
+    return values, set(failures)
 
 
 def _pools(reading: _Reading, names: Iterable[str]) -> tuple[Pool, ...]:
@@ -237,7 +204,7 @@ def _pools(reading: _Reading, names: Iterable[str]) -> tuple[Pool, ...]:
 def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None:
     told = reading.capacities[pool, name]
     first = next(iter(told.values()))[0]
-    where = _where(reading.source, first, "pool_capacity")
+    place = where(reading.source, first, "pool_capacity")
     what = ""
     (capacity, *others) = told
     if others:
@@ -249,7 +216,7 @@ def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None
     elif count < capacity:
         what = f"scale set `{name}` has {count} of {capacity} hosts in this inventory: {capacity - count} are lost"
     if what:
-        reading.problems.append(Problem(where, "pool_capacity", what))
+        reading.problems.append(Problem(place, "pool_capacity", what))
     return capacity if isinstance(capacity, int) and not what else None
 
 
@@ -257,16 +224,10 @@ def _doubles(reading: _Reading) -> list[Problem]:
     shared = [("ansible_host", address, names) for (address, _), names in reading.addresses.items()]
     shared += [("pool_vm_id", vm_id, names) for vm_id, names in reading.ids.items()]
     return [
-        Problem(_where(reading.source, names[0], variable), variable, f"{value} is that of {named(names)}")
+        Problem(where(reading.source, names[0], variable), variable, f"{value} is that of {named(names)}")
         for variable, value, names in shared
         if len(names) > 1
     ]
-
-
-def _where(source: Any, host: str, variable: str) -> str:
-    """Return where a host's variable was set, or where the host stands."""
-    _, places = source.host_variables(host)
-    return str(places.get(variable) or source.host_place(host))
 
 
 def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:

@@ -77,7 +77,7 @@ def read_journal(path: Path) -> list[Record]:
 
 
 def in_use(path: Path) -> bool:
-    """Tell whether a process has the journal open for writing; raises OSError."""
+    """Tell whether a process holds the lock of a journal, or of a slice's directory; raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -58,6 +59,7 @@ def at_least(share: Share, total: int) -> int:
     return max(1, math.ceil(_exact(share, total)))
 
 
+@cache  # a run asks for the same few budgets at every event
 def _exact(share: Share, total: int) -> Fraction:
     # Not floating point: 2 % of 600 hosts is 12, not 11.999.
     return Fraction(share[:-1]) / 100 * total if share.endswith("%") else Fraction(share)

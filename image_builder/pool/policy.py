@@ -10,6 +10,8 @@ from image_builder.pool.model import Share, Step, Strict
 
 # Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
+# A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
+WORKER_ENDS_SECONDS = 4.0
 
 Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -55,6 +57,15 @@ class Policy(Strict):
     slice_hosts: int = Field(
         default=MAX_SLICE, ge=1, le=MAX_SLICE, description="Hosts of one Ansible process."
     )
+    workers: tuple[str, ...] = Field(
+        default=(), description="Hosts that run slices, in turn: `ssh://USER@HOST?key=FILE&known_hosts=FILE`."
+    )
+    worker_runner: str = Field(default="ansible-runner", description="ansible-runner on the workers.")
+    worker_silent_seconds: float = Field(
+        default=20.0,
+        ge=1,
+        description="Without a word from here for so long a worker ends its slice; a little later it is given up.",
+    )
     join_rate: Positive = Field(default=5.0, description="Hosts that join in a second, at most.")
     max_unavailable: Share = Field(
         default="10%", description="Hosts in work, failed or unreached at once, all pools."
@@ -79,3 +90,8 @@ class Policy(Strict):
     )
     verify: Share = Field(default="100%", description="Hosts of a wave that are verified; canaries all are.")
     gate: GateLimits = GateLimits()
+
+    @property
+    def worker_gone_seconds(self) -> float:
+        """Return how long after the last word to a worker a slice may still be at work there; 0 without workers."""
+        return self.worker_silent_seconds + WORKER_ENDS_SECONDS if self.workers else 0.0

@@ -103,7 +103,7 @@ class WaveStatus:
         return [name for state in states for name in self.at.get(state, ())]
 
     def count(self, *states: State) -> int:
-        return sum(len(self.at.get(state, ())) for state in states)
+        return sum([len(self.at[state]) for state in states if state in self.at])
 
     @property
     def unfinished(self) -> int:
@@ -210,8 +210,12 @@ def _open(progress: Progress, record: Opened) -> None:
     for wave in progress.waves:
         wave.began = None if wave.began is None else min(wave.began, record.at)
         wave.passed = None if wave.passed is None else min(wave.passed, record.at)
+    # A worker that lost sight of a driver which was killed goes on until its patience is over: nobody is asked, and
+    # then told, beside it.
+    free = record.at + progress.plan.policy.worker_gone_seconds
     for name, status in progress.hosts.items():
-        status.starts, status.row, status.not_before = 0, 0, 0.0
+        status.starts, status.row = 0, 0
+        status.not_before = free if status.state == "joining" else min(status.not_before, free)
         if status.state in ("probing", "ready", "joining"):
             _move(progress, name, "waiting")
         elif status.state == "verifying":

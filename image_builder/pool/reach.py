@@ -31,7 +31,7 @@ import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
 
 from image_builder.errors import HostError, ImageBuilderError, UsageError
-from image_builder.pool.hostkeys import HostKeyError, HostKeys, Verifier
+from image_builder.pool.hostkeys import Entry, HostKeyError, HostKeys, Verifier
 from image_builder.pool.model import OK, Class, Host, Outcome, ended
 from image_builder.target.ssh import dial, drain
 
@@ -134,6 +134,10 @@ class Reach:
         """
         sudo = self._access.sudo_seconds if root and self._access.user != "root" else None
         return self._pool.submit(self._ask, host, tuple(argv), input, sudo, seconds)
+
+    def known(self, host: Host) -> Sequence[Entry]:
+        """Return the keys by which a host is known itself."""
+        return self._verifier.known(host)
 
     def _ask(
         self, host: Host, argv: tuple[str, ...], input: bytes, sudo: float | None, seconds: float

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON, VAULT_HINT, Place, is_template, is_vaulted
-from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
+from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
 from image_builder.node.join import secrets
-from image_builder.pool.inventory import all_plain
 from image_builder.pool.plan import named
+from image_builder.pool.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
 
 PREFIX = "join_"
@@ -78,25 +78,14 @@ def render(
     Raises UsageError without an inventory or a name, DefinitionError with every problem, VaultError for a file that
     can't be decrypted.
     """
-    from image_builder.definition import engine
-
     if not paths or not names:
         raise UsageError("an inventory is needed, and a host or group of it", hint="-i INVENTORY GROUP")
     absolute = [path.absolute() for path in paths]
-    if missing := [path for path in absolute if not path.exists()]:
-        what = "no such file or directory"
-        raise DefinitionError([Problem(str(Place(str(path))), "inventory", what) for path in missing])
-    try:
-        source = engine.read_inventory(absolute, vault_password_file, repo_root / "playbooks" / "layers")
+    with opened(absolute, vault_password_file, repo_root) as source:
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
         made = [_render(reading, host) for host in hosts]
         problems += _told(reading)
-    except engine.UnreadableError as error:
-        raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.what)]) from error
-    if failures := source.vaulted.failures:
-        lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
-        raise VaultError("\n".join(lines), hint=VAULT_HINT)
     if problems:
         raise DefinitionError(problems)
     return made
@@ -133,11 +122,11 @@ def _render(reading: _Reading, host: str) -> Rendered:
     for name, path in VARIABLES.items():
         if name in values:
             _set(document, path, values[name])
-    for where, what in secrets.found(document):
-        reading.faults[_variable(where), f"{what} must not be in user data"].append(host)
+    for place, what in secrets.found(document):
+        reading.faults[_variable(place), f"{what} must not be in user data"].append(host)
     for problem in node_config.problems(document):
-        where, _, what = problem.partition(": ")
-        reading.faults[_variable(where), what].append(host)
+        place, _, what = problem.partition(": ")
+        reading.faults[_variable(place), what].append(host)
     rendered = Rendered(host, json.dumps(document, indent=1) + "\n")
     if len(rendered.text.encode()) > node_config.MOST_BYTES:
         reading.faults["join_*", f"more than {node_config.MOST_BYTES} bytes in all"].append(host)
@@ -152,20 +141,12 @@ def _set(document: dict[str, Any], path: tuple[str, ...], value: JSON) -> None:
 
 def _values(reading: _Reading, host: str) -> dict[str, JSON]:
     """Return the variables of a host that are parts of its configuration, evaluated; what can't be is noted."""
-    from image_builder.definition import engine
-
-    source = reading.source
-    merged = source.variables.get_vars(host=source.manager.get_host(host), include_hostvars=False)
-    every = {str(key): value for key, value in merged.items() if str(key).startswith(PREFIX)}
-    for name in sorted(every.keys() - VARIABLES.keys()):
+    found, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
+    for name in sorted((found.keys() | failures.keys()) - VARIABLES.keys()):
         reading.faults[name, f"there is no such variable{did_you_mean(name, VARIABLES)}"].append(host)
-    values: dict[str, JSON] = {name: engine.plain(every[name]) for name in every.keys() & VARIABLES.keys()}
-    if templates := [name for name, value in values.items() if is_template(value)]:
-        evaluated, failures = engine.evaluate_all(all_plain(merged, host), templates)
-        for name, why in failures.items():
-            reading.faults[name, why].append(host)
-            del values[name]
-        values |= evaluated
+    values = {name: value for name, value in found.items() if name in VARIABLES}
+    for name in failures.keys() & VARIABLES.keys():
+        reading.faults[name, failures[name]].append(host)
     for name in [name for name, value in values.items() if is_vaulted(value)]:
         reading.faults[name, "a vaulted value must not be in user data"].append(host)
         del values[name]
@@ -183,8 +164,7 @@ def _variable(path: str) -> str:
 def _told(reading: _Reading) -> list[Problem]:
     problems = []
     for (variable, what), hosts in reading.faults.items():
-        _, places = reading.source.host_variables(hosts[0])
         top = variable.partition(".")[0].partition("[")[0]
-        where = str(places.get(top) or reading.source.host_place(hosts[0]))
-        problems.append(Problem(where, variable, f"{what}: {named(hosts)}"))
+        place = where(reading.source, hosts[0], top)
+        problems.append(Problem(place, variable, f"{what}: {named(hosts)}"))
     return sorted(problems)

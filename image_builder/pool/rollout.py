@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import signal
 import stat
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
-from image_builder.pool import driver
+from image_builder.node.errors import NodeError
+from image_builder.node.join import config as node_config
+from image_builder.pool import driver, remote_slice
 from image_builder.pool import plan as plans
 from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
 from image_builder.pool.fleet import Fleet, Means
@@ -30,6 +31,7 @@ from image_builder.pool.policy import Policy
 from image_builder.pool.progress import Progress, apply, begin
 from image_builder.pool.reach import Access, Reach
 from image_builder.pool.records import Opened, Record
+from image_builder.pool.remote_slice import Worker
 from image_builder.pool.report import report
 from image_builder.pool.resume import past, take_up
 from image_builder.pool.suite import Suite
@@ -67,6 +69,7 @@ class Ready:
     control_plane: ControlPlane
     suite: Suite | None
     configurations: Mapping[str, Path]
+    workers: tuple[Worker, ...] = ()
 
 
 def prepare(options: Options) -> Ready:
@@ -83,9 +86,14 @@ def prepare(options: Options) -> Ready:
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
     configurations = _configurations(faults, options.node_configs, hosts)
+    policy = plan.policy
+    workers = faults.collect(
+        "workers",
+        lambda: remote_slice.workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
+    )
     faults.report()
     assert control_plane is not None
-    return Ready(options, plan, hosts, control_plane, suite, configurations)
+    return Ready(options, plan, hosts, control_plane, suite, configurations, workers or ())
 
 
 def prepare_verification(options: Options, given: Path | None) -> Ready:
@@ -197,11 +205,22 @@ def _suite(faults: _Faults, options: Options, hosts: Sequence[Host]) -> Suite | 
 
 
 def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host]) -> dict[str, Path]:
+    """Return the file of each host; what the node would refuse is refused here, by the same rules."""
     if folder is None:
         return {}
     files = {host.name: folder.absolute() / f"{host.name}.json" for host in hosts}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         faults.add("--node-configs", f"{folder} has no file for {named(missing)}")
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for name in files.keys() - set(missing):
+        try:
+            node_config.parse(files[name].read_bytes())
+        except NodeError as error:
+            wrong[error.message].append(name)
+        except OSError as error:
+            wrong[error.strerror or str(error)].append(name)
+    for what, names in sorted(wrong.items()):
+        faults.add("--node-configs", f"{named(sorted(names))}: {what}")
     return files
 
 
@@ -242,15 +261,13 @@ def drive(ready: Ready) -> tuple[dict[str, Any], int]:
         if journal.records and not options.is_resumed:
             raise UsageError("another process has begun this plan's run just now")
         records = list(journal.records)
-        # The deadline of a suite is for one host; where more are to be verified than can be at once, they wait.
-        plan = _with_time_to_wait(ready.plan)
 
         def write(record: Record) -> None:
             journal.append(record)
             records.append(record)
 
         def start(at: float) -> Progress:
-            progress = take_up(plan, journal, ready.hosts, at=at, retry=options.retry)
+            progress = take_up(ready.plan, journal, ready.hosts, at=at, retry=options.retry)
             records[:] = read_journal(journal.path)
             return progress
 
@@ -261,12 +278,11 @@ def drive(ready: Ready) -> tuple[dict[str, Any], int]:
 
 def verify(ready: Ready) -> tuple[dict[str, Any], int]:
     """Verify hosts; return the report, and the signal that stopped it or 0. Nothing is written but reports."""
-    plan = _with_time_to_wait(ready.plan)
     records: list[Record] = []
 
     def start(at: float) -> Progress:
-        progress = begin(plan)
-        records.append(Opened(at=at, plan=plan.digest))
+        progress = begin(ready.plan)
+        records.append(Opened(at=at, plan=ready.plan.digest))
         apply(progress, records[0])
         return progress
 
@@ -296,6 +312,7 @@ def _drive(
             control_plane=ready.control_plane,
             suite=ready.suite,
             configurations=ready.configurations,
+            workers=ready.workers,
             on_wait=lambda: table.changed(shown[0]),
         )
         fleet = stack.enter_context(Fleet(means))
@@ -306,12 +323,3 @@ def _drive(
         driver.run(shown[0], fleet, write, stop.asked)
     told = {**report(shown[0], records), "control_plane_read": ready.control_plane.is_read}
     return told, stop.number if shown[0].stopped else 0
-
-
-def _with_time_to_wait(plan: Plan, cores: int | None = None) -> Plan:
-    """Return a plan with the deadline of verifying for as many rounds as its largest wave takes."""
-    at_once = cores or len(os.sched_getaffinity(0))
-    rounds = math.ceil(max((len(wave.verify) for wave in plan.waves), default=1) / at_once)
-    deadlines = plan.policy.deadlines
-    longer = deadlines.model_copy(update={"verify": deadlines.verify * max(1, rounds)})
-    return plan.model_copy(update={"policy": plan.policy.model_copy(update={"deadlines": longer})})

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from image_builder.pool import remote_slice
+from image_builder.pool.worker_guard import end_children
 from image_builder.store import remove_tree
 
 PLAYBOOK = "bootstrap.yml"
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
             return 1  # it ended before it could take us along
         _say({"pid": os.getpid()})
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        return _run(folder)
+        return _run_remotely(folder, seconds) if (folder / remote_slice.WORKER).exists() else _run(folder)
     finally:
         for number in _ENDS:
             signal.signal(number, signal.SIG_IGN)
@@ -81,6 +83,12 @@ def _run(folder: Path) -> int:
     return int(code)
 
 
+def _run_remotely(folder: Path, seconds: float) -> int:
+    code, why = remote_slice.run(folder, PLAYBOOK, seconds, _tell)
+    _say({"end": code, "tail": why})
+    return code
+
+
 def _tell(event: Mapping[str, Any]) -> bool:
     """Say how a task ended on a host; the runner need not keep it."""
     if what := _TOLD.get(str(event["event"])):
@@ -99,35 +107,6 @@ def _say(line: Mapping[str, Any]) -> None:
 def _tail(runner: Any) -> str:
     with runner.stdout as stream:
         return str(stream.read()[-2000:])
-
-
-def end_children() -> None:
-    """Kill every descendant of this process, which adopts what they leave behind; return when none is left."""
-    while True:
-        for pid in children():
-            # Not reaped yet, so that the number is still its own.
-            os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def children() -> list[int]:
-    """Return the children of this process, those that ended and nobody has waited for among them."""
-    mine = str(os.getpid())
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (name) state ppid: the name may hold anything, a bracket too.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        if fields[1] == mine:
-            found.append(int(entry.name))
-    return found
 
 
 if __name__ == "__main__":

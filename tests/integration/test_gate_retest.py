@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from image_builder.gate.retest import Limits
 from image_builder.gate.retester import is_away
 from image_builder.node.kube import Client
 from image_builder.node.preflight import model, retest
-from tests.gates import GATE, Cluster, Machine, give_rights, healthy, running, wait_until
+from tests.gates import GATE, Cluster, Machine, give_rights, healthy, in_background, running, wait_until
 
 pytestmark = pytest.mark.root
 
@@ -39,7 +38,7 @@ BUSY = {"status": "inconclusive", "exit_code": 3, "reason_code": "procs.foreign"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with running() as found:
-        give_rights(found)
+        give_rights(found.admin)
         yield found
 
 
@@ -107,14 +106,8 @@ def controlled(cluster: Cluster, share: float = 1.0, least: int = 50) -> Iterato
     made = Controller(
         lambda: Client.from_kubeconfig(kubeconfig, agent="retester"), "retester", settings, said.append
     )
-    stop = threading.Event()
-    thread = threading.Thread(target=made.run, args=(stop,))
-    thread.start()
-    try:
+    with in_background(made.run):
         yield said
-    finally:
-        stop.set()
-        thread.join(30)
 
 
 def pod_with_a_gpu(cluster: Cluster, node: Node) -> str:

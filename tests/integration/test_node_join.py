@@ -1,8 +1,6 @@
 """`node-agent join` with real files, sockets and TLS: each phase's failure with its number, and what is left behind.
 
-The metadata service is a local server with answers of the documented shape (tests/joins.py); there is none here.
-The API server and the broker are TLS servers that know one token. The kubelet is a thread that does with these files
-what the real one does.
+What is around the machine, and what of it is played, says tests/join_world.py.
 """
 
 from __future__ import annotations
@@ -10,253 +8,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import ssl
 import subprocess
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node import kubeconfig
 from image_builder.node.join import command
 from image_builder.node.join.record import Record
 from image_builder.node.join.slot import slot
 from tests import joins
 from tests.builds import REPO
+from tests.join_world import NODE, World, served
 
 pytestmark = pytest.mark.root
-
-NODE = os.uname().nodename.lower()
-Answer = tuple[int, dict[str, str], bytes]
-# Of one request: (path, headers, body, whose certificate) -> the answer.
-Respond = Callable[[str, dict[str, str], bytes, str], Answer]
-
-
-class Server(ThreadingHTTPServer):
-    """A server on loopback that notes what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self, respond: Respond, tls: ssl.SSLContext | None = None) -> None:
-        asked: list[str] = []
-        self.asked, self.date_off = asked, 0.0
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append(self.path)
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                subject: Any = (
-                    self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else {}
-                )
-                names = [value for part in (subject or {}).get("subject", ()) for _, value in part]
-                code, headers, said = respond(self.path, dict(self.headers), body, "".join(names))
-                self.send_response_only(code)
-                self.send_header("Date", formatdate(time.time() + server.date_off, usegmt=True))
-                for name, value in {**headers, "Content-Length": str(len(said))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(said)
-
-            do_POST = do_GET  # noqa: N815 (the name that the base class looks for)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        if tls:
-            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-
-    def handle_error(self, *_: object) -> None:
-        """A client that does not believe the certificate hangs up: that is what it should do."""
-
-    def __enter__(self) -> Server:
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-
-def _json(value: Any, code: int = 200) -> Answer:
-    return code, {"Content-Type": "application/json"}, json.dumps(value).encode()
-
-
-class World:
-    """A machine's files, and everything around it. What a test changes stands as an attribute."""
-
-    imds_port: int
-    api_port: int
-    healthz_port: int
-    asked_imds: list[str]
-    asked_api: list[str]
-    api_server: Server
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.ca = directory, joins.authority()
-        for name in ("run", "etc", "kubernetes"):
-            (directory / name).mkdir()
-        self.boot = str(uuid.uuid4())
-        (directory / "boot_id").write_text(self.boot)
-        (directory / "release").write_text('IMAGE_BUILD="20261101-1"\n')
-        (directory / "product_uuid").write_text("11111111-2222-3333-4444-555555555555\n")
-        (directory / "kubelet-role.json").write_text("{}")
-        self.user_data = b""
-        self.throttled = 0
-        self.has_identity = True
-        self.token = joins.TOKEN
-        self.broker: Callable[[], Answer] = lambda: _json(
-            {"token": self.token, "expires": "2100-01-01T00:00:00Z"}
-        )
-        self.ready, self.approves = "True", True
-        self.posted: list[dict[str, Any]] = []
-        self.stop = threading.Event()
-
-    # -- around the machine
-
-    def imds(self, path: str, headers: dict[str, str], _body: bytes, _who: str) -> Answer:
-        if headers.get("Metadata") != "true":
-            return 400, {}, b'{"error":"Bad request. Required metadata header not specified"}'
-        if self.throttled:
-            self.throttled -= 1
-            return joins.TOO_MANY
-        if "oauth2" in path and not self.has_identity:
-            return 400, {}, b'{"error":"invalid_request","error_description":"Identity not found"}'
-        return _json(
-            joins.instance(self.user_data) if path.startswith("/metadata/instance") else joins.IDENTITY
-        )
-
-    def api(self, path: str, headers: dict[str, str], body: bytes, who: str) -> Answer:
-        if path == "/token":
-            if headers.get("Authorization") != f"Bearer {joins.IDENTITY['access_token']}":
-                return 403, {}, b""
-            self.posted.append(json.loads(body))
-            return self.broker()
-        if not who and headers.get("Authorization") != f"Bearer {joins.TOKEN}":
-            return _json({"kind": "Status", "message": "Unauthorized", "code": 401}, 401)
-        if path == "/version":
-            return _json({"major": "1", "minor": "34"})
-        assert path == f"/api/v1/nodes/{NODE}" and who == f"system:node:{NODE}"
-        return _json({"status": {"conditions": [{"type": "Ready", "status": self.ready, "reason": "Test"}]}})
-
-    def healthz(self, *_: object) -> Answer:
-        running = (self.kubernetes / "kubelet.conf").exists()
-        return (200 if running else 503), {}, b"ok"
-
-    def kubelet(self) -> None:
-        """Do what the path unit and the kubelet do: wait for the file, get a certificate, write a kubeconfig."""
-        bootstrap = self.kubernetes / "bootstrap-kubelet.conf"
-        while not self.stop.wait(0.02):
-            if self.approves and bootstrap.exists() and not (self.kubernetes / "kubelet.conf").exists():
-                access = kubeconfig.load(bootstrap)
-                assert access.token and access.token.read() == joins.TOKEN
-                pair = joins.issued(self.ca, f"system:node:{NODE}")
-                (self.directory / "client.pem").write_text(pair.certificate + pair.key)
-                client = os.fspath(self.directory / "client.pem")
-                value = {
-                    "current-context": "c",
-                    "clusters": [
-                        {
-                            "name": "c",
-                            "cluster": {
-                                "server": access.server,
-                                "certificate-authority": os.fspath(self.kubernetes / "pki/ca.crt"),
-                            },
-                        }
-                    ],
-                    "users": [{"name": "c", "user": {"client-certificate": client, "client-key": client}}],
-                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
-                }
-                (self.kubernetes / "kubelet.conf").write_text(json.dumps(value))
-
-    # -- the machine
-
-    @property
-    def kubernetes(self) -> Path:
-        return self.directory / "kubernetes"
-
-    def settings(self, **more: Any) -> None:
-        value = {
-            "imds": f"http://127.0.0.1:{self.imds_port}",
-            "custom_data": os.fspath(self.directory / "custom-data"),
-            "file": os.fspath(self.directory / "node-config.json"),
-            "kubernetes": os.fspath(self.kubernetes),
-            "healthz": f"http://127.0.0.1:{self.healthz_port}/healthz",
-            **more,
-        }
-        (self.directory / "etc/join.json").write_text(json.dumps(value))
-
-    def tell(self, ca: str = "", **parts: Any) -> None:
-        """Give the machine its user data."""
-        told = joins.document(ca or self.ca.certificate, f"https://127.0.0.1:{self.api_port}", **parts)
-        self.user_data = json.dumps(told).encode()
-
-    def by_broker(self, **parts: Any) -> None:
-        self.tell(credentials={**joins.BROKER, "url": f"https://127.0.0.1:{self.api_port}/token"}, **parts)
-
-    def custom(self, **parts: Any) -> None:
-        (self.directory / "custom-data").write_text(json.dumps(parts))
-
-    def places(self) -> command.Places:
-        here = self.directory
-        return command.Places(
-            run=here / "run",
-            etc=here / "etc",
-            release=here / "release",
-            boot_id=here / "boot_id",
-            listed=here / "preloaded.json",
-            firmware=here / "product_uuid",
-            restart=("touch", os.fspath(here / "restarted")),
-        )
-
-    def join(self) -> int:
-        return command.run(self.places())
-
-    @property
-    def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / "run/provision.json").read_bytes())
-        return found
-
-    @property
-    def states(self) -> dict[str, str]:
-        return {phase["name"]: phase["state"] for phase in self.record["phases"]}
-
-    @property
-    def failure(self) -> tuple[str, int]:
-        assert self.record["state"] == "failed"
-        return self.record["phase"], self.record["code"]
-
-    def tree(self) -> dict[str, tuple[bytes, int, int]]:
-        """All files: bytes, mode, when they were last written."""
-        files = [path for path in self.directory.rglob("*") if path.is_file()]
-        return {
-            os.fspath(path): (path.read_bytes(), path.stat().st_mode, path.stat().st_mtime_ns)
-            for path in files
-        }
-
-
-def _tls(pair: joins.Pair, ca: joins.Pair, directory: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    path = directory / "server.pem"
-    path.write_text(pair.certificate + pair.key)
-    context.load_cert_chain(path)
-    context.load_verify_locations(cadata=ca.certificate)
-    context.verify_mode = ssl.CERT_OPTIONAL
-    return context
 
 
 @pytest.fixture
@@ -267,25 +35,8 @@ def days() -> tuple[float, float]:
 
 @pytest.fixture
 def world(tmp_path: Path, days: tuple[float, float]) -> Iterator[World]:
-    made = World(tmp_path)
-    tls = _tls(joins.issued(made.ca, "kube-apiserver", days), made.ca, tmp_path)
-    with (
-        Server(made.imds) as imds,
-        Server(made.api, tls) as api,
-        Server(made.healthz) as healthz,
-    ):
-        made.imds_port, made.api_port, made.healthz_port = imds.port, api.port, healthz.port
-        made.asked_imds, made.asked_api, made.api_server = imds.asked, api.asked, api
-        made.settings()
-        made.tell()
-        made.custom(bootstrap_token=joins.TOKEN)
-        kubelet = threading.Thread(target=made.kubelet)
-        kubelet.start()
-        try:
-            yield made
-        finally:
-            made.stop.set()
-            kubelet.join()
+    with served(tmp_path, days) as made:
+        yield made
 
 
 def test_a_node_joins_with_a_token_by_custom_data(world: World) -> None:
@@ -398,7 +149,7 @@ def _identity(world: World) -> None:
     world.by_broker(join=SHORT)
 
 
-def _broker(answer: Answer) -> Callable[[World], None]:
+def _broker(answer: joins.Answer) -> Callable[[World], None]:
     def change(world: World) -> None:
         world.broker = lambda: answer
         world.by_broker(join=SHORT)
@@ -449,9 +200,9 @@ FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
     "no managed identity": (_identity, "credentials", 61),
     "a broker that refuses": (_broker((403, {}, b"")), "credentials", 62),
     "a broker that is too busy": (_broker((429, {"Retry-After": "60"}, b"")), "credentials", 62),
-    "a broker that talks nonsense": (_broker(_json({"token": "x"})), "credentials", 63),
+    "a broker that talks nonsense": (_broker(joins.answer({"token": "x"})), "credentials", 63),
     "a token that expires at once": (
-        _broker(_json({"token": joins.TOKEN, "expires": "2020-01-01T00:00:00Z"})),
+        _broker(joins.answer({"token": joins.TOKEN, "expires": "2020-01-01T00:00:00Z"})),
         "credentials",
         69,
     ),

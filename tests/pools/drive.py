@@ -1,7 +1,7 @@
 """Drive a rollout in a process of its own, which a test can kill: ``python -m tests.pools.drive FILE``.
 
-It is what ``pool run`` and ``pool resume`` do, with shorter times for connections, and with a suite of the test's own
-in place of ``tests/image``: that is for booted machines, which the hosts here aren't.
+It is what ``pool run``, ``pool resume`` and ``pool verify`` do, with shorter times for connections, and with a suite of
+the test's own in place of ``tests/image``: that is for booted machines, which the hosts here aren't.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Told:
     node_configs: str
     is_resumed: bool = False
     retry: bool = False
+    verify: bool = False
 
 
 def drive(told: Told) -> int:
@@ -45,6 +46,7 @@ def drive(told: Told) -> int:
         connect_seconds=3.0,
         banner_seconds=3.0,
         keepalive_seconds=1.0,
+        sudo_seconds=4.0,
     )
     options = Options(
         plan=Path(told.plan),
@@ -56,10 +58,10 @@ def drive(told: Told) -> int:
         facts=(told.facts,),
         node_configs=Path(told.node_configs) if told.node_configs else None,
     )
-    ready = rollout.prepare(options)
+    ready = rollout.prepare_verification(options, options.plan) if told.verify else rollout.prepare(options)
     assert ready.suite
-    suite = dataclasses.replace(ready.suite, folder=Path(told.suite))
-    result, _ = rollout.drive(dataclasses.replace(ready, suite=suite))
+    ready = dataclasses.replace(ready, suite=dataclasses.replace(ready.suite, folder=Path(told.suite)))
+    result, _ = rollout.verify(ready) if told.verify else rollout.drive(ready)
     print(json.dumps(result))
     return 0 if result["state"] == "finished" else 1
 

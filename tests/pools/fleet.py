@@ -13,16 +13,17 @@ import ctypes
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from image_builder.pool.hostkeys import CertificateAuthority, HostKeys, Pinned, known_as
+from image_builder.pool.hostkeys import CertificateAuthority, HostKeys, Pinned, known_as, openssh_options
 from image_builder.pool.model import Host
 from image_builder.pool.reach import Access
 from image_builder.target.seed import write_key
@@ -44,8 +45,14 @@ Fault = Literal[
 ]
 SLOW_SECONDS = 1
 USER = "operator"
+SITE = "/opt/site"
 # For benchmarks, RFC 2544; the other half of them is what ``leave_the_network`` takes.
 NETWORK, GATEWAY = "198.19", "198.19.255.254"
+# What sudo asks where it hangs, the line by which PAM does, and what lets it wait (see hosts.py).
+DIRECTORY, ANSWERED, HANGS = "/usr/local/sbin/directory", "/tmp/answered", "/run/hangs"
+ASKED = f"account required pam_exec.so {DIRECTORY}"
+# A neighbour that is known, and never answers.
+NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
 _CLONE_NEWNET = 0x40000000
 READY_SECONDS = 120
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,12 +60,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Told:
-    """What the process of the hosts is told."""
+    """What the process of the hosts is told: ``trees`` topmost first, ``disk`` as tmpfs has its size."""
 
     store: str
     trees: list[str]
+    disk: str
     folder: str
     faults: list[str]
+    site: str
 
 
 class Fleet:
@@ -68,6 +77,8 @@ class Fleet:
         self.folder = folder
         self.hosts = hosts
         self._process = process
+        # Who was in their network from the beginning: their own process, and the calling one.
+        self.bystanders = self.around()
 
     @property
     def key(self) -> Path:
@@ -87,11 +98,36 @@ class Fleet:
         times = {"connect_seconds": 3.0, "banner_seconds": 3.0, "auth_seconds": 60.0} | seconds
         return Access(USER, self.key, host_keys or self.pinned, **times)
 
+    def variables(self, host: Host) -> dict[str, str]:
+        """Return how Ansible reaches a host, and holds it to the same key."""
+        return {
+            "ansible_host": host.address,
+            "ansible_user": USER,
+            "ansible_ssh_private_key_file": os.fspath(self.key),
+            "ansible_ssh_common_args": shlex.join(
+                ["-o", "IdentitiesOnly=yes", *openssh_options(self.pinned, host)]
+            ),
+        }
+
     def run(self, host: int, *argv: str, input: str = "", ok: bool = True) -> str:
         """Run a command on a host, past SSH, as root; return its output."""
         done = self._ask({"do": "run", "host": host, "argv": argv, "input": input})
         assert done["status"] == 0 or not ok, done
         return str(done["output"])
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds of a processor that the hosts, and all that ran on them and has ended, have had."""
+        own: dict[int, tuple[int, float]] = {}
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                fields = entry.read_text().rpartition(")")[2].split()
+                own[int(entry.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+        parents = {self._process.pid}
+        ticks = 0.0
+        while parents:
+            ticks += sum(own[pid][1] for pid in parents if pid in own)
+            parents = {pid for pid, (parent, _) in own.items() if parent in parents}
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def log(self, host: int) -> str:
         """Return what a host's sshd has logged."""
@@ -104,6 +140,40 @@ class Fleet:
     def mend(self, host: int) -> None:
         """Undo ``cut``."""
         self._ask({"do": "link", "host": host, "state": "up"})
+
+    def hang_sudo(self, host: int, *, answers: bool) -> None:
+        """Let sudo hang: ``answers`` once before that, so that a probe finds nothing."""
+        script = f"rm -rf {ANSWERED}; grep -q {DIRECTORY} $0 || sed -i '1i {ASKED}' $0"
+        self.run(host, "sh", "-ec", script + ("" if answers else f"; mkdir {ANSWERED}"), "/etc/pam.d/sudo")
+
+    def free_sudo(self, host: int) -> None:
+        """Undo that; what hangs goes on, and what it was asked for is done now."""
+        self.run(host, "sh", "-ec", f"sed -i '\\|{DIRECTORY}|d' $0; : <>{HANGS}", "/etc/pam.d/sudo")
+
+    def around(self) -> set[int]:
+        """Return the processes in the hosts' network that are no host's."""
+        network, found = os.readlink("/proc/thread-self/ns/net"), set()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended
+                if entry.name.isdigit() and os.readlink(entry / "ns/net") == network:
+                    found.add(int(entry.name))
+        return found
+
+    def processes(self) -> dict[int, list[str]]:
+        """Return what runs on hosts besides their sshd: command lines, by the number of each that has any."""
+        return {int(number): lines for number, lines in self._ask({"do": "list"}).items()}
+
+    def part(self, host: int) -> None:
+        """Let packets between a host and who asks from here vanish; hosts still reach each other."""
+        self._neighbours(host, "replace")
+
+    def unite(self, host: int) -> None:
+        """Undo ``part``."""
+        self._neighbours(host, "del")
+
+    def _neighbours(self, host: int, verb: str) -> None:
+        self._ask({"do": "neigh", "host": host, "state": verb})
+        self.run(host, "ip", "neigh", verb, GATEWAY, *NOBODY.split(), "dev", "eth0")
 
     def change_key(self, host: int) -> None:
         """Give a host another key, as a reinstalled one has."""
@@ -138,16 +208,30 @@ def fleet(
     *,
     faults: Mapping[int, Fault] | None = None,
     signed: bool = False,
+    site: Path | None = None,
+    trees: Sequence[Path] = (),
+    disk: str = "48m",
 ) -> Iterator[Fleet]:
     """Start so many hosts; number N has fault N. With ``signed`` they have certificates of ``Fleet.authority``.
 
-    ``place`` holds an image with sshd, sudo and Python: the small one. Call it from the main thread.
+    The directory ``site`` is on all of them, in SITE, such as one with packages. What they write is in memory, at most
+    ``disk`` of each.
+
+    ``place`` holds an image with sshd, sudo, ip and Python: the small one; else ``trees`` do, topmost first. Call it
+    from the main thread.
     """
     hosts = tuple(host_of(n) for n in range(count))
     wrong = [(faults or {}).get(n, "") for n in range(count)]
     _write_keys(folder, hosts, wrong, signed)
-    trees = [os.fspath(place.object(name) / "product" / "tree") for name in ("system", "base")]
-    told = Told(os.fspath(place.store), trees, os.fspath(folder), list(wrong))
+    trees = trees or [place.object(name) / "product" / "tree" for name in ("system", "base")]
+    told = Told(
+        store=os.fspath(place.store),
+        trees=[os.fspath(tree) for tree in trees],
+        disk=disk,
+        folder=os.fspath(folder),
+        faults=list(wrong),
+        site=os.fspath(site or ""),
+    )
     (folder / "told.json").write_text(json.dumps(dataclasses.asdict(told)))
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.pools.hosts", folder / "told.json"],

@@ -22,16 +22,30 @@ from typing import Any, NoReturn
 
 from image_builder import namespace
 from image_builder.store import Store
-from tests.pools.fleet import GATEWAY, READY_SECONDS, SLOW_SECONDS, USER, Told, host_of
+from tests.pools.fleet import (
+    ANSWERED,
+    ASKED,
+    DIRECTORY,
+    GATEWAY,
+    HANGS,
+    NOBODY,
+    READY_SECONDS,
+    SITE,
+    SLOW_SECONDS,
+    USER,
+    Told,
+    host_of,
+)
 from tests.pulls import leave_the_network
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_DISK = "48m"
 _BASE = Path("/run/fleet")
 _CONFIG = """\
 HostKey /etc/ssh/fleet_key
 {certificate}
 AuthorizedKeysFile /etc/ssh/fleet_users
+ClientAliveInterval 5
+ClientAliveCountMax 3
 LogLevel DEBUG1
 PasswordAuthentication no
 KbdInteractiveAuthentication no
@@ -43,6 +57,9 @@ UseDNS no
 UsePAM no
 """
 _SLOW_SHELL = f'#!/bin/sh\nsleep {SLOW_SECONDS}\nexec /bin/sh "$@"\n'
+# As a directory service that answers once, where it has not yet, and hangs from then on: what opens a pipe waits for
+# somebody at its other end.
+_DIRECTORY = f"#!/bin/sh\nmkdir {ANSWERED} 2>/dev/null || exec cat {HANGS}\n"
 _libc = ctypes.CDLL(None, use_errno=True)
 # What a server that says nothing has accepted.
 _kept: list[socket.socket] = []
@@ -71,7 +88,7 @@ def _serve(told: Told) -> None:
     for number, (pid, _) in enumerate(children):
         if told.faults[number] == "dead":
             # A neighbour that is known and never answers, as behind a router.
-            links += [f"neigh add {host_of(number).address} lladdr 02:00:00:00:00:01 dev fleet nud permanent"]
+            links += [f"neigh add {host_of(number).address} {NOBODY} dev fleet"]
         else:
             links += [f"link add host{number} type veth peer name eth0 netns {pid}"]
             links += [f"link set host{number} master fleet up"]
@@ -83,13 +100,19 @@ def _serve(told: Told) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(_do(asked, root, children[asked["host"]][0])), flush=True)
+        print(json.dumps(_do(asked, root, [pid for pid, _ in children])), flush=True)
 
 
-def _do(asked: Mapping[str, Any], root: Path, pid: int) -> dict[str, Any]:
+def _do(asked: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str, Any]:
     if asked["do"] == "link":
         _ip(root, [f"link set host{asked['host']} {asked['state']}"])
         return {}
+    if asked["do"] == "neigh":
+        _ip(root, [f"neigh {asked['state']} {host_of(asked['host']).address} {NOBODY} dev fleet"])
+        return {}
+    if asked["do"] == "list":
+        return _processes(hosts)
+    pid = hosts[asked["host"]]
     entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--uts", "--root", "--wd"]
     argv = [*entered, "--", *asked["argv"]]
     done = subprocess.run(argv, input=asked["input"].encode(), capture_output=True, check=False)
@@ -97,6 +120,21 @@ def _do(asked: Mapping[str, Any], root: Path, pid: int) -> dict[str, Any]:
     return {"status": done.returncode} | {
         name: text.decode("utf-8", "replace") for name, text in told.items()
     }
+
+
+def _processes(hosts: Sequence[int]) -> dict[str, list[str]]:
+    """Return the command lines of what runs on each host, by its number, besides what it was started with."""
+    numbers = {os.readlink(f"/proc/{pid}/ns/net"): str(number) for number, pid in enumerate(hosts)}
+    found: dict[str, list[str]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in hosts:
+            continue
+        with suppress(OSError):  # it has ended
+            number = numbers.get(os.readlink(entry / "ns/net"))
+            if number is not None:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.setdefault(number, []).append(line.decode("utf-8", "replace").strip())
+    return found
 
 
 def _ip(root: Path, lines: Sequence[str]) -> None:
@@ -108,7 +146,7 @@ def _overlay(told: Told, name: str) -> Path:
     """Mount a root of its own, what is written to it in memory; return it."""
     base = _BASE / name
     base.mkdir(parents=True)
-    namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={_DISK},mode=755")
+    namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={told.disk},mode=755")
     for part in ("upper", "work", "root"):
         (base / part).mkdir()
     options = f"lowerdir={':'.join(told.trees)},upperdir={base}/upper,workdir={base}/work"
@@ -116,6 +154,9 @@ def _overlay(told: Told, name: str) -> Path:
     namespace.mount("overlay", "overlay", root, options)
     namespace.mount_dev(f"{root}/dev")
     namespace.mount("proc", "proc", f"{root}/proc")
+    if told.site:
+        Path(f"{root}{SITE}").mkdir(parents=True, exist_ok=True)
+        namespace.bind(told.site, f"{root}{SITE}", read_only=True)
     return base / "root"
 
 
@@ -179,8 +220,10 @@ def _write_files(told: Told, number: int, root: Path) -> None:
     (root / "etc/hosts").write_text(f"127.0.0.1 localhost host-{number}\n")
     (root / "run/sshd").mkdir(parents=True, exist_ok=True)
     shell = "/usr/local/bin/slow-sh" if fault == "slow" else "/bin/sh"
-    (root / "usr/local/bin/slow-sh").write_text(_SLOW_SHELL)
-    (root / "usr/local/bin/slow-sh").chmod(0o755)
+    for path, script in (("usr/local/bin/slow-sh", _SLOW_SHELL), (DIRECTORY[1:], _DIRECTORY)):
+        (root / path).write_text(script)
+        (root / path).chmod(0o755)
+    os.mkfifo(f"{root}{HANGS}")
     for name, added in (
         ("passwd", f"{USER}:x:2000:2000::/home/{USER}:{shell}"),
         ("shadow", f"{USER}:*:20000::::::"),
@@ -195,9 +238,9 @@ def _write_files(told: Told, number: int, root: Path) -> None:
         (root / "etc/sudoers.d/fleet").write_text(f"{USER} ALL=(ALL:ALL) {rule}\n")
         (root / "etc/sudoers.d/fleet").chmod(0o440)
     if fault == "sudo hangs":
-        # As of a directory service that doesn't answer.
+        Path(f"{root}{ANSWERED}").mkdir()
         pam = root / "etc/pam.d/sudo"
-        pam.write_text("account required pam_exec.so /bin/sleep 3600\n" + pam.read_text())
+        pam.write_text(f"{ASKED}\n{pam.read_text()}")
 
 
 def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:

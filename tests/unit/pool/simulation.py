@@ -106,6 +106,9 @@ class World:
     plan: Plan
     faults: Faults
     time: float = START
+    # Hosts on which a step can be in work at once, and on how many each is.
+    places: int = 10**6
+    at_work: Counter[Step] = field(default_factory=Counter)
     events: list[tuple[float, int, Event]] = field(default_factory=list)
     order: Iterator[int] = field(default_factory=count)
     joins: Counter[str] = field(default_factory=Counter)
@@ -132,11 +135,13 @@ class World:
             event = heapq.heappop(self.events)[2]
             if event.step == "verify" and event.outcome.ok:
                 self.fine.add(event.host)
+            self.at_work[event.step] -= 1
             found.append(event)
         return found
 
     def _later(self, seconds: float, work: Work, step: Step, outcome: Outcome, joined: Joined) -> None:
         event = Event(work.host.name, step, work.attempt, outcome, joined, seconds)
+        self.at_work[step] += 1
         heapq.heappush(self.events, (self.time + work.delay + seconds, next(self.order), event))
 
     def probe(self, work: Sequence[Work]) -> None:
@@ -181,6 +186,9 @@ class World:
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         pass
+
+    def room(self, step: Step) -> int:
+        return self.places - self.at_work[step]
 
     def gate(self) -> Reading:
         if self._is_red(self.time):

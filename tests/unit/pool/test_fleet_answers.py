@@ -105,6 +105,8 @@ PREFIX = "Failed to connect to the host via ssh: "
         (PREFIX + "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "host key"),
         (PREFIX + "Timeout, server 10.0.0.1 not responding.", "dropped"),
         (PREFIX + "client_loop: send disconnect: Broken pipe", "dropped"),
+        # Of a connection that others share, where the network parted in the middle of a task.
+        (PREFIX, "dropped"),
         (PREFIX + "Shared connection to 10.0.0.1 closed.\nConnection reset by peer", "dropped"),
         ("Missing sudo password", "sudo"),
         ("sudo: a password is required", "sudo"),

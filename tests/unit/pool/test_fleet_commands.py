@@ -19,7 +19,7 @@ from image_builder.pool import plan as plans
 from image_builder.pool.journal import journal_of, open_journal
 from image_builder.pool.records import Opened
 from image_builder.pool.rollout import Stop
-from tests.unit.pool.simulation import make
+from tests import joins
 
 HOSTS = """
 all:
@@ -108,6 +108,19 @@ def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) 
     assert not journal_of(place.plan).exists()
 
 
+def test_a_configuration_that_its_node_would_refuse_is_refused(place: Place, tmp_path: Path) -> None:
+    good = joins.document(joins.authority().certificate)
+    (tmp_path / "cpu-0.json").write_text(json.dumps(good))
+    (tmp_path / "cpu-1.json").write_text(json.dumps(good | {"generation": 0, "speed": 3}))
+    options = ("--facts", str(place.facts), "--node-configs", str(tmp_path))
+    status, problems, _ = place.run(*options)
+    assert status == errors.DefinitionError.exit_code
+    (problem,) = problems
+    assert problem.startswith("--node-configs: cpu-1: ") and "generation" in problem and "speed" in problem
+    (tmp_path / "cpu-1.json").write_text(json.dumps(good))
+    assert "hosts are touched" in place.run(*options)[2]
+
+
 def test_fewer_hosts_than_expected_are_refused_beside_the_rest(place: Place) -> None:
     place.hosts.write_text(HOSTS.format(capacity=3))
     status, problems, _ = place.run("--facts", "none.json")
@@ -188,11 +201,3 @@ def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_suite_that_waits_for_a_core_is_not_late() -> None:
-    plan = make(100)
-    most = max(len(wave.verify) for wave in plan.waves)
-    longer = rollout._with_time_to_wait(plan, cores=4).policy.deadlines
-    assert longer.verify == plan.policy.deadlines.verify * -(-most // 4)
-    assert longer.bootstrap == plan.policy.deadlines.bootstrap

@@ -165,6 +165,26 @@ def test_taken_up_after_a_kill_what_was_in_work_is_looked_at_anew(
     assert story.host.touched == (len(steps) > 1)
 
 
+@pytest.mark.parametrize(("workers", "waits"), [((), 0.0), (("ssh://worker",), 34.0)])
+def test_nobody_is_asked_while_a_worker_may_still_tell_hosts(workers: tuple[str, ...], waits: float) -> None:
+    """Nor when the run is taken up again meanwhile; and not for longer where the clock was set back."""
+    plan = make(9, Policy(workers=workers, worker_silent_seconds=30))
+    one, other = plan.hosts[0].name, plan.hosts[1].name
+    records: list[Record] = [
+        Opened(at=100, plan=plan.digest),
+        Began(at=100, wave=0),
+        Intent(at=100, step="probe", hosts=(other,)),
+        Intent(at=100, step="bootstrap", hosts=(one,)),
+        Opened(at=200, plan=plan.digest),
+    ]
+    progress = replay(plan, records)
+    assert progress.hosts[one].not_before == 200 + waits and progress.hosts[other].not_before == 0
+    apply(progress, Opened(at=210, plan=plan.digest))
+    assert progress.hosts[one].not_before == 200 + waits
+    apply(progress, Opened(at=50, plan=plan.digest))
+    assert progress.hosts[one].not_before == 50 + waits
+
+
 def test_unknown_is_looked_at_anew_and_failed_only_when_asked_for(story: Story) -> None:
     story.take("probe", OK, "unknown")
     assert story.open() == "waiting"

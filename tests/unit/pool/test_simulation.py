@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from image_builder.pool import report as reports
-from image_builder.pool.driver import Work, run
+from image_builder.pool.driver import Work
 from image_builder.pool.gates import Reading
 from image_builder.pool.model import CLASSES, OK, Outcome, ended, failed
 from image_builder.pool.policy import Policy
 from image_builder.pool.progress import Progress, apply, begin, replay
-from image_builder.pool.records import Gated, Intent, Opened, Passed, Record, Result
+from image_builder.pool.records import Gated, Intent, Passed, Record, Result
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 
 # Of 2.5 % that fail a budget of 2 % would stop the run, as it should.
@@ -281,14 +280,6 @@ def test_nodes_that_fall_stop_the_run_at_once() -> None:
     assert world.touched == canaries
 
 
-def test_asked_to_stop_it_finishes_what_is_in_work() -> None:
-    world = World(make(600, Policy(soak_seconds=(0.0,))), Faults())
-    progress, _, _ = simulate(world.plan, world.faults, world=world, stop_asked=lambda: len(world.fine) >= 20)
-    assert progress.stopped == "it was asked for"
-    assert 20 <= len(world.fine) < 600
-    assert world.touched == world.fine
-
-
 def test_where_the_image_does_it_all_nothing_is_pushed() -> None:
     policy = Policy(mode="verify", verify="10%", soak_seconds=(0.0,))
     progress, world, _ = simulate(make(400, policy), Faults())
@@ -296,49 +287,6 @@ def test_where_the_image_does_it_all_nothing_is_pushed() -> None:
     verified = [s for s in progress.hosts.values() if s.tries["verify"]]
     assert len(verified) == sum(len(wave.verify) for wave in progress.plan.waves)
     assert 40 <= len(verified) < 60
-
-
-def test_a_stopped_run_goes_on_where_it_was() -> None:
-    """Stopped, mended, resumed with another chance for what failed: each host joins once."""
-    plan = make(500, Policy(soak_seconds=(0.0,)))
-    broken = {name: failed("disk", 31) for name in plan.waves[1].hosts[:3]}
-    world = World(plan, Faults(fates=dict(broken)))
-    progress, _, records = simulate(plan, world.faults, world=world)
-    assert progress.stopped and progress.failed == 3
-    world.faults.fates.clear()
-    again = replay(plan, records)
-    apply(again, Opened(at=world.time, plan=plan.digest, retry=True))
-    run(again, world, records.append)
-    assert again.finished and again.failed == 0
-    assert world.joins == Counter(dict.fromkeys(again.hosts, 1))
-
-
-def test_without_another_chance_a_stopped_run_stops_again_and_touches_nobody() -> None:
-    plan = make(500)
-    names = plan.waves[1].hosts[:3]
-    world = World(plan, Faults(fates={name: failed("disk", 31) for name in names}))
-    progress, _, records = simulate(plan, world.faults, world=world)
-    assert progress.stopped == "1 host of wave 1 failed, its budget is 0"
-    touched = set(world.touched)
-    again = replay(plan, records)
-    apply(again, Opened(at=world.time, plan=plan.digest))
-    run(again, world, records.append)
-    # What was in work when it stopped failed as well.
-    assert again.stopped == "3 hosts of wave 1 failed, its budget is 0" and world.touched == touched
-
-
-def test_a_clock_that_was_set_back_makes_nobody_wait() -> None:
-    plan = make(100)
-    world = World(plan, Faults())
-    progress, _, records = simulate(plan, world.faults, world=world, stop_asked=lambda: len(world.fine) > 8)
-    assert progress.stopped
-    day = 86400.0
-    world.time -= day
-    again = replay(plan, records)
-    apply(again, Opened(at=world.time, plan=plan.digest))
-    began = world.time
-    run(again, world, records.append)
-    assert again.finished and world.time - began < 3 * 3600
 
 
 _FAULTS = st.builds(

@@ -1,0 +1,26 @@
+"""What a request can be refused with: HTTP's status, a code for programs, words for people."""
+
+from __future__ import annotations
+
+
+class RefusedError(Exception):
+    """A request is refused.
+
+    ``status`` is what the node goes by: it asks again after 429 and 5xx, and gives up after anything else. ``code`` is
+    one of those in docs/reference/token-broker.md. Nothing of it holds a secret: it is sent, and written down.
+    ``retry_after`` is in seconds, 0 for none.
+    """
+
+    def __init__(self, status: int, code: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+
+def unproven(code: str, message: str) -> RefusedError:
+    """Return the refusal of somebody whose identity is not proven."""
+    return RefusedError(401, code, message)
+
+
+def forbidden(code: str, message: str) -> RefusedError:
+    """Return the refusal of somebody who is known, and may not."""
+    return RefusedError(403, code, message)

@@ -1,0 +1,79 @@
+"""An Ansible inventory as the pools' commands read it: opened, and a host's variables evaluated.
+
+What it holds is judged elsewhere: which hosts there are (inventory.py), and what they are told (render.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from image_builder.definition.values import JSON, VAULT_HINT, Place, is_template
+from image_builder.errors import DefinitionError, Problem, VaultError
+
+
+class Values(NamedTuple):
+    """Variables of a host: evaluated, and why others of them can't be."""
+
+    good: dict[str, JSON]
+    failures: dict[str, str]
+
+
+@contextmanager
+def opened(paths: Sequence[Path], vault_password_file: Path | None, repo_root: Path) -> Iterator[Any]:
+    """Yield an inventory, as ``engine.Source``; ``paths`` are absolute.
+
+    Raises DefinitionError for what can't be read, here or in the block, and after it VaultError for a file that
+    can't be decrypted: it may hide anything.
+    """
+    from image_builder.definition import engine
+
+    if missing := [path for path in paths if not path.exists()]:
+        what = "no such file or directory"
+        raise DefinitionError([Problem(str(Place(str(path))), "inventory", what) for path in missing])
+    try:
+        source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
+        yield source
+    except engine.UnreadableError as error:
+        raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.what)]) from error
+    if failures := source.vaulted.failures:
+        lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
+        raise VaultError("\n".join(lines), hint=VAULT_HINT)
+
+
+def values_of(source: Any, host: str, wanted: Callable[[str], bool]) -> Values:
+    """Return the variables of a host whose names are wanted; raises ``engine.UnreadableError``."""
+    from image_builder.definition import engine
+
+    try:
+        # Without places, which would take ten times as long: those are looked up for what is wrong.
+        merged = source.variables.get_vars(host=source.manager.get_host(host), include_hostvars=False)
+    except Exception:  # of Ansible's templar and plugins, anything; nothing of it is swallowed
+        source.host_variables(host)  # raises what names the file
+        raise
+    values: dict[str, JSON] = {
+        str(name): engine.plain(value) for name, value in merged.items() if wanted(str(name))
+    }
+    templates = [name for name, value in values.items() if is_template(value)]
+    if not templates:
+        return Values(values, {})
+    evaluated, failures = engine.evaluate_all(_all_plain(merged, host), templates)
+    kept = {name: value for name, value in values.items() if name not in templates}
+    return Values(kept | evaluated, failures)
+
+
+def where(source: Any, host: str, variable: str) -> str:
+    """Return where a host's variable was set, or where the host stands."""
+    _, places = source.host_variables(host)
+    return str(places.get(variable) or source.host_place(host))
+
+
+def _all_plain(merged: Mapping[str, Any], host: str) -> dict[str, JSON]:
+    """Return a host's merged variables as plain data, without Ansible's own, for its templates to be evaluated with."""
+    from image_builder.definition import engine
+
+    skipped = ("groups", "omit", "vars", "hostvars")
+    plain = {str(key): engine.plain(value) for key, value in merged.items() if key not in skipped}
+    return plain | {"inventory_hostname": host}

@@ -1,0 +1,160 @@
+"""What a worker host runs around ``ansible-runner worker``: nothing of a slice outlives the connection that brought it.
+
+    python3 -c SOURCE RUNNER SECONDS SILENT_SECONDS
+
+On standard input comes a line with a number, as many bytes for the runner, and then a byte every few seconds for as
+long as somebody wants the slice. Standard output is the runner's. When input ends, or is silent for too long (a
+network that parted sends no end), or time is up, everything that was started is killed and the directory removed:
+else hosts would be told to join by a slice that has been given up, beside the one that replaced it.
+
+The source is sent along, so nothing of image-builder need be on a worker: the standard library only, Python 3.11.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
+_GIVEN_UP = 75
+_CHUNK = 65536
+_ASKED_SECONDS = 2.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(argv: list[str]) -> int:
+    """Run the slice; return the runner's exit status, or 75 where nobody wants it any more."""
+    runner, seconds, silent_seconds = argv[0], float(argv[1]), float(argv[2])
+    for number in _ENDS:
+        signal.signal(number, _end)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder = tempfile.mkdtemp(prefix="image-builder-slice-", dir=_memory())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        return _run(runner, folder, silent_seconds)
+    finally:
+        for number in _ENDS:
+            signal.signal(number, signal.SIG_IGN)
+        _ask_children_to_end()
+        end_children()
+        shutil.rmtree(folder)
+
+
+def _memory() -> str:
+    """Return where the directory goes: it will hold the key that hosts let in, which belongs on no disk."""
+    places = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", "/tmp")
+    return next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _run(runner: str, folder: str, silent_seconds: float) -> int:
+    path = f"{Path(runner).parent}:/usr/local/bin:/usr/bin:/bin" if "/" in runner else os.environ["PATH"]
+    kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
+    with subprocess.Popen(
+        [runner, "worker", "--private-data-dir", folder],
+        stdin=subprocess.PIPE,
+        env={"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **kept},
+        bufsize=0,
+        preexec_fn=_die_with_parent,
+    ) as child:
+        try:
+            return _attend(child, silent_seconds)
+        finally:
+            child.kill()
+
+
+def _attend(child: subprocess.Popen[bytes], silent_seconds: float) -> int:
+    """Give the runner what it is sent, then wait for its end or for that of those who want it."""
+    assert child.stdin
+    left = _announced()
+    ended = os.pidfd_open(child.pid)
+    try:
+        while True:
+            ready, _, _ = select.select([0, ended], [], [], silent_seconds)
+            if ended in ready:
+                return child.wait()
+            said = os.read(0, _CHUNK) if ready else b""
+            if not said:
+                return _GIVEN_UP
+            if left:
+                child.stdin.write(said[:left])
+                left = max(0, left - len(said))
+                if not left:
+                    child.stdin.close()
+    except BrokenPipeError:
+        return child.wait()  # it ended before it had read all
+    finally:
+        os.close(ended)
+
+
+def _announced() -> int:
+    """Read the line with the number, byte by byte: what follows is the runner's."""
+    digits = b""
+    while (byte := os.read(0, 1)).isdigit():
+        digits += byte
+    return int(digits or b"0")
+
+
+def _ask_children_to_end() -> None:
+    """Let agents remove their sockets, which they have where they like: no variable tells a set-group-id program."""
+    for pid in children():
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _ASKED_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.02)
+        except ChildProcessError:
+            return
+
+
+def end_children() -> None:
+    """Kill every descendant of this process, which adopts what they leave behind; return when none is left."""
+    while True:
+        for pid in children():
+            # Not reaped yet, so that the number is still its own.
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def children() -> list[int]:
+    """Return the children of this process, those that ended and nobody has waited for among them."""
+    mine = str(os.getpid())
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # pid (name) state ppid: the name may hold anything, a bracket too.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if fields[1] == mine:
+            found.append(int(entry.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

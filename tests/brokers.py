@@ -1,0 +1,220 @@
+"""The token broker's process, and what is around it: identity provider, metadata service, API server.
+
+The identity provider and the metadata service are the cloud's; both are local servers here, with keys and tokens of
+tests/identities.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from image_builder.broker.tokens import token_id
+from image_builder.node import serving
+from image_builder.node.join import config, credentials
+from image_builder.node.join.credentials import Token
+from image_builder.node.join.deadline import Deadline
+from image_builder.node.kube import MERGE_PATCH
+from tests import identities, joins
+from tests.builds import REPO
+from tests.gates import Cluster
+from tests.servers import running
+
+PAGE = REPO / "docs/how-to/run-the-token-broker.md"
+SERVICE_ACCOUNT = "system:serviceaccount:kube-system:image-builder-broker"
+GROUP = "system:bootstrappers:h100"
+SECRETS = "/api/v1/namespaces/kube-system/secrets"
+OTHER_VM = "11111111-2222-4333-8444-555555555555"
+
+
+@contextmanager
+def serving_json(answer: Any, tls: ssl.SSLContext | None = None) -> Iterator[serving.Server]:
+    """Serve what ``answer`` returns for each request's path."""
+
+    class Door(serving.Handler):
+        def respond(self) -> None:
+            self.answer(*answer(self.path))
+
+    server = serving.Server(("127.0.0.1", 0), Door, most=8, seconds=30, tls=(lambda: tls) if tls else None)
+    with running(server):
+        yield server
+
+
+class World:
+    """Everything around a broker: the cluster, the cloud, the certificates. What a test changes is an attribute."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster, self.directory = cluster, directory
+        self.authority = joins.authority()
+        pair = joins.issued(self.authority, "broker")
+        for name, text in {
+            "ca.pem": self.authority.certificate,
+            "tls.crt": pair.certificate,
+            "tls.key": pair.key,
+        }.items():
+            (directory / name).write_text(text)
+        self.keys_asked = 0
+        self.provider_port = self.imds_port = 0
+        self.identity = identities.token()
+
+    def provider(self, _path: str) -> tuple[int, dict[str, Any]]:
+        self.keys_asked += 1
+        return 200, json.loads(identities.jwks("one", "two"))
+
+    def imds(self, _path: str) -> tuple[int, dict[str, Any]]:
+        return 200, {**joins.IDENTITY, "access_token": self.identity}
+
+    def context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.directory / "tls.crt", self.directory / "tls.key")
+        return context
+
+    def settings(self, **parts: Any) -> dict[str, Any]:
+        """Return a broker's configuration; ``parts`` replace whole keys."""
+        here = os.fspath(self.directory)
+        tls = {"certificate": f"{here}/tls.crt", "key": f"{here}/tls.key"}
+        return {
+            "listen": {"address": "127.0.0.1", "port": 0, **tls},
+            "identity": {
+                "tenant": identities.TENANT,
+                "audience": identities.AUDIENCE,
+                "keys": f"https://127.0.0.1:{self.provider_port}/keys",
+                "authority": f"{here}/ca.pem",
+            },
+            "pools": [
+                {
+                    "name": "h100",
+                    "nodes": "vmss-h100-a[0-9a-z]{6}",
+                    "resources": [identities.SCALE_SET],
+                    "groups": [GROUP],
+                }
+            ],
+            "limits": {"node": {"burst": 100, "per_second": 100.0}},
+            **parts,
+        }
+
+    def secret(self, node: str) -> dict[str, Any]:
+        return self.cluster.admin.request("GET", f"{SECRETS}/bootstrap-token-{token_id(node, 0)}")
+
+    def expire_in(self, node: str, seconds: float) -> None:
+        """Change when a node's token ends."""
+        at = (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        path = f"{SECRETS}/bootstrap-token-{token_id(node, 0)}"
+        self.cluster.admin.request("PATCH", path, {"stringData": {"expiration": at}}, MERGE_PATCH)
+
+
+class Broker:
+    """A broker that runs. Its lines are kept, and looked through for secrets when it has ended."""
+
+    def __init__(self, world: World, process: subprocess.Popen[str]) -> None:
+        self.world, self.process = world, process
+        self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.text = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        first = self.lines.get(timeout=60)
+        self.port = int(first["said"].split()[1].rstrip(","))
+        self.given: set[str] = set()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.text += line
+            self.lines.put(json.loads(line))
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+        self._reader.join()
+        for hidden in (self.world.identity, *(token.partition(".")[2] for token in self.given)):
+            assert hidden not in self.text, "a secret is in the audit log"
+
+    def next(self) -> dict[str, Any]:
+        """Return the next request's line."""
+        return self.lines.get(timeout=60)
+
+    def ask(self, node: str, vm_id: str = joins.VM_ID, *, ca: str = "", seconds: float = 30) -> Token:
+        """Ask as a node does, by the node's own code."""
+        ca = ca or self.world.authority.certificate
+        told = joins.document(
+            ca,
+            credentials={**joins.BROKER, "url": f"https://127.0.0.1:{self.port}/token"},
+            node={},
+        )
+        who = {"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID}
+        deadline = Deadline(time.monotonic() + seconds)
+        imds = f"http://127.0.0.1:{self.world.imds_port}"
+        found = credentials.from_broker(config.parse(json.dumps(told).encode()), imds, who, deadline)
+        self.given.add(found.text)
+        return found
+
+    def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> tuple[int, str, str]:
+        """Send a request as it is; return status, Retry-After and the code of the error."""
+        import http.client
+
+        context = ssl.create_default_context(cadata=self.world.authority.certificate)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=context)
+        try:
+            connection.putrequest(method, path)
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+            return answer.status, answer.headers.get("Retry-After", ""), told.get("error", "")
+        finally:
+            connection.close()
+
+    def post(self, node: str, vm_id: str = joins.VM_ID) -> tuple[int, str, str]:
+        body = json.dumps({"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID}).encode()
+        headers = {"Authorization": f"Bearer {self.world.identity}", "Content-Length": str(len(body))}
+        return self.send("POST", "/token", headers, body)
+
+
+@contextmanager
+def brokering(world: World, **parts: Any) -> Iterator[Broker]:
+    path = world.directory / "broker.yml"
+    path.write_text(yaml.safe_dump(world.settings(**parts)))
+    account = world.cluster.kubeconfig(SERVICE_ACCOUNT, "system:serviceaccounts")
+    argv = [sys.executable, "-P", "-m", "image_builder.cli", "pool", "broker"]
+    with subprocess.Popen(
+        [*argv, "--config", os.fspath(path), "--kubeconfig", os.fspath(account)],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": os.fspath(REPO)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        found = Broker(world, process)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def whoami(world: World, token: str) -> dict[str, Any]:
+    """Ask the API server who a token is: its name and groups, nothing for one that it does not take."""
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": token}}
+    told = world.cluster.admin.request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", review)
+    found: dict[str, Any] = told["status"]["user"] if told["status"].get("authenticated") else {}
+    return found
+
+
+def drain(broker: Broker) -> None:
+    while not broker.lines.empty():
+        broker.lines.get()

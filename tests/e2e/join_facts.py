@@ -1,0 +1,112 @@
+"""What a record of ``join`` must show. Nothing here is a number of seconds: an emulated machine is slow."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from image_builder.lab import large
+from image_builder.node.join.codes import PHASES
+from image_builder.node.preflight.model import CONDITION
+from tests import gates, joins
+from tests.e2e.join_lab import MACHINE, POOL
+
+# What the image's own network configuration gives its pods (inventories/lab, kubelet_cni_conf).
+PODS = ipaddress.ip_network("10.88.0.0/24")
+SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
+Facts = dict[str, bool]
+
+
+def broken(record: Mapping[str, Any]) -> list[str]:
+    """Return what does not hold, in words; nothing when all is as it must be."""
+    return [text for text, holds in facts(record).items() if not holds]
+
+
+def facts(record: Mapping[str, Any]) -> Facts:
+    """Return each fact in words, and whether it holds."""
+    first, again = record["first"], record["again"]
+    return {
+        **_bootstrap(record),
+        **{f"first boot: {text}": holds for text, holds in _boot(record, first).items()},
+        **{f"second boot: {text}": holds for text, holds in _boot(record, again).items()},
+        **_again(first, again),
+        **_away(record["away"]),
+    }
+
+
+def _bootstrap(record: Mapping[str, Any]) -> Facts:
+    first = record["first"]
+    requests = first["requests"]
+    asked = requests[0] if requests else {}
+    return {
+        "the broker was asked once, by this machine": [one["vm_id"] for one in record["wanted"]]
+        == [joins.VM_ID],
+        "one certificate was asked for": len(requests) == 1,
+        "by a bootstrap token": str(asked.get("username")).startswith("system:bootstrap:")
+        and "system:bootstrappers" in asked.get("groups", []),
+        "for a kubelet": asked.get("signer") == SIGNER,
+        "the controller manager approved it and signed it": bool(asked.get("issued"))
+        and ["Approved", "AutoApproved"] in asked.get("conditions", []),
+        "the node registered with the taints of the pool and of the gate": {
+            "node.example/team",
+            gates.TAINT["key"],
+        }
+        <= set(first["registered_taints"]),
+    }
+
+
+def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:
+    node, pod, told = seen["node"], seen["pod"], seen["provision"]
+    labels, taints = node["labels"], [taint["key"] for taint in node["taints"]]
+    wanted = record["told"]["node"]
+    compute = joins.INSTANCE["compute"]
+    return {
+        "the local disk was blank": seen["disk"] == "format",
+        "the node is Ready": node["conditions"].get("Ready") == "True",
+        "it passed its preflight": node["conditions"].get(CONDITION) == "True",
+        "the gate took its taint away, and the pool's stays": taints == ["node.example/team"],
+        "it is in its pool": labels.get("node.example/pool") == POOL,
+        "in its zone": labels.get("topology.kubernetes.io/zone")
+        == f"{compute['location']}-{compute['zone']}",
+        "of this image": labels.get("node-image/name") == record["image"]
+        and bool(labels.get("node.example/build"))
+        and labels.get("node.example/build") == labels.get("node-image/build"),
+        "it is the platform's machine": node["provider_id"].startswith("azure:///subscriptions/")
+        and node["provider_id"].endswith("/virtualMachines/17"),
+        "it has the platform's address": node["addresses"].get("InternalIP") == MACHINE,
+        "it takes as many pods as it was told": node["max_pods"] == str(wanted["max_pods"]),
+        "the pod has an address of the pods' network": ipaddress.ip_address(pod["ip"]) in PODS,
+        "the pod's image was there, and nothing was pulled": pod["pulling"] == 0
+        and any("already present" in words and large.REFERENCE in words for words in pod["pulled"]),
+        "all phases of the joining went well": [phase["name"] for phase in told["phases"]] == list(PHASES)
+        and {phase["state"] for phase in told["phases"]} <= {"ok", "skipped"}
+        and told["state"] == "ok",
+        "no unit failed": seen["failed_units"] == [],
+        "no token is left on the node": seen["token_is_in"] == [],
+        "another run of the agent changes no file of its own": seen["second_run"]["status"] == 0
+        and seen["second_run"]["changed"] == []
+        and not seen["second_run"]["kubelet_restarted"],
+    }
+
+
+def _again(first: Mapping[str, Any], again: Mapping[str, Any]) -> Facts:
+    skipped = {phase["name"] for phase in again["provision"]["phases"] if phase["state"] == "skipped"}
+    return {
+        "second boot: another boot": first["node"]["info"]["bootID"] != again["node"]["info"]["bootID"],
+        "second boot: the same node": first["node"]["uid"] == again["node"]["uid"],
+        "second boot: a member still, with neither a token nor a certificate asked for": "join" in skipped
+        and again["tokens"] == first["tokens"]
+        and again["requests"] == first["requests"],
+        "second boot: another container": first["pod"]["container"] != again["pod"]["container"],
+    }
+
+
+def _away(seen: Mapping[str, Any]) -> Facts:
+    return {
+        "without the API server: the pod ran on": seen["container_ran_on"],
+        "after it: the node is heard of again and Ready, with its pool's taint alone": seen["taints"]
+        == ["node.example/team"],
+        "after it: the same container, never restarted": seen["same_container"] and seen["restarts"] == 0,
+        "after it: the same kubelet": not seen["kubelet_restarted"],
+    }

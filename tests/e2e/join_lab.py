@@ -1,0 +1,179 @@
+"""What is around the machine of ``join``: a control plane, the gate's controller, a metadata service, a broker.
+
+The metadata service and the broker are local servers; its answers have Azure's documented shape (tests/joins.py) and
+are no recordings, since there is no cloud to ask here. They listen where a machine in Azure finds them: QEMU's user
+network leads whatever the machine connects to into this network, which has that address on its loopback interface.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import ssl
+import sys
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from image_builder import process
+from image_builder.control_plane import CONTROLLERS, lab_definition, obtain
+from image_builder.events import NullMonitor
+from image_builder.lab.control_plane import ADMINISTRATORS, ControlPlane
+from image_builder.node.kube import Client
+from image_builder.node.kubeconfig import load
+from image_builder.settings import REPO_ROOT, Settings
+from tests import gates, joins
+from tests.pulls import NETWORK, leave_the_network
+
+# Where Azure's metadata service is, and what QEMU gives its machine.
+IMDS, MACHINE = "169.254.169.254", "10.0.2.15"
+# Addresses of this network that a machine can reach.
+SERVER, BROKER = f"{NETWORK}.0.10", f"{NETWORK}.0.11"
+BROKER_PORT = 8443
+BINDINGS = REPO_ROOT / "docs/how-to/join-nodes.md"
+POOL = "lab-join"
+# An emulated machine is ten times slower than what the deadlines are made for.
+_SLOWER = {"identity": 300, "network": 300, "disk": 300, "runtime": 600, "gpu": 300, "credentials": 600}
+_COMMAND = (sys.executable, "-P", "-m", "image_builder.cli")
+_ENVIRONMENT = {"PYTHONPATH": os.fspath(REPO_ROOT)}
+_TOKEN_LIFE = timedelta(minutes=30)
+_SECRETS = "/api/v1/namespaces/kube-system/secrets"
+
+
+def variables(ca: str) -> dict[str, Any]:
+    """Return the inventory variables of the pool, whose API server is proven by ``ca`` (PEM)."""
+    return {
+        "join_generation": 1,
+        "join_server": f"https://{SERVER}:6443",
+        "join_ca": ca,
+        "join_dns": ["10.96.0.10"],
+        "join_credentials": {
+            "kind": "broker",
+            "url": f"https://{BROKER}:{BROKER_PORT}/token",
+            "resource": joins.BROKER["resource"],
+        },
+        "join_max_pods": 30,
+        "join_labels": {"node.example/pool": POOL},
+        "join_platform_labels": {
+            "topology.kubernetes.io/zone": "zone",
+            "node.example/build": "build",
+        },
+        "join_taints": [{"key": "node.example/team", "value": "research", "effect": "NoSchedule"}],
+        "join_budget_seconds": 3600,
+        "join_deadlines": {**_SLOWER, "kubelet": 300, "ready": 1200},
+    }
+
+
+def render(ca: str, work: Path) -> bytes:
+    """Return the machine's user data, made by the real ``pool render``."""
+    inventory = work / "pool.yml"
+    told = {"all": {"children": {"pool": {"hosts": {"worker-join": None}, "vars": variables(ca)}}}}
+    inventory.write_text(yaml.safe_dump(told), encoding="utf-8")
+    out = work / "rendered"
+    process.run([*_COMMAND, "pool", "render", "-i", inventory, "pool", "--out", out], env=_ENVIRONMENT)
+    return (out / "worker-join.json").read_bytes()
+
+
+def bootstrap_token(now: datetime) -> tuple[str, datetime, dict[str, Any]]:
+    """Return a new bootstrap token, when it expires, and the secret that the API server knows it by."""
+    token_id, secret = secrets.token_hex(3), secrets.token_hex(8)
+    expires = (now + _TOKEN_LIFE).replace(microsecond=0)
+    value = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"bootstrap-token-{token_id}", "namespace": "kube-system"},
+        "type": "bootstrap.kubernetes.io/token",
+        "stringData": {
+            "token-id": token_id,
+            "token-secret": secret,
+            "usage-bootstrap-authentication": "true",
+            "expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        },
+    }
+    return f"{token_id}.{secret}", expires, value
+
+
+class JoinLab:
+    """A context manager: everything serves inside the block.
+
+    Callers are in namespaces of their own (``namespace.run_isolated``); the network is left in ``__enter__``, once the
+    control plane is in the store. ``work`` is an empty directory.
+    """
+
+    def __init__(self, settings: Settings, work: Path) -> None:
+        self.settings, self.work = settings, work
+        self.asked: list[str] = []
+        self.tokens: list[str] = []
+        self.wanted: list[dict[str, str]] = []
+        self.user_data = b""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        made = obtain(lab_definition(), self.settings, NullMonitor())
+        controllers = obtain(lab_definition(), self.settings, NullMonitor(), CONTROLLERS)
+        leave_the_network(IMDS)
+        with ExitStack() as stack:
+            self.plane = stack.enter_context(
+                ControlPlane(
+                    made.programs, made.tree, self.work, controllers=controllers.programs, address=SERVER
+                )
+            )
+            self.admin = stack.enter_context(self.client("lab:admin", ADMINISTRATORS))
+            gates.give_rights(self.admin)
+            gates.give_rights(self.admin, BINDINGS)
+            stack.enter_context(
+                process.background(self._gate(), log=self.work / "gate.log", env=_ENVIRONMENT)
+            )
+            self.user_data = render(self.plane.authority.certificate.decode(), self.work)
+            server = stack.enter_context(joins.Server(self._imds, address=(IMDS, 80)))
+            self.asked = server.asked
+            stack.enter_context(joins.Server(self._broker, self._tls(), (BROKER, BROKER_PORT)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def client(self, name: str, *groups: str) -> Client:
+        """Return a new connection of a user."""
+        return Client(load(self.plane.kubeconfig(name, *groups)), agent="join-lab")
+
+    def _gate(self) -> list[str | Path]:
+        rights = self.plane.kubeconfig(gates.GATE, "system:serviceaccounts")
+        return [*_COMMAND, "gate", "run", "--kubeconfig", rights]
+
+    def _tls(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made = self.plane.authority.issue("broker", addresses=[BROKER]).write(self.work, "broker")
+        context.load_cert_chain(*made)
+        return context
+
+    def _imds(self, path: str, headers: dict[str, str], _body: bytes, _who: str) -> joins.Answer:
+        if headers.get("Metadata") != "true":
+            return 400, {}, b'{"error":"Bad request. Required metadata header not specified"}'
+        if path.startswith("/metadata/instance/compute/name"):
+            return 200, {"Content-Type": "text/plain"}, joins.INSTANCE["compute"]["name"].encode()
+        if path.startswith("/metadata/scheduledevents"):
+            return joins.answer({"DocumentIncarnation": 1, "Events": []})
+        if path.startswith("/metadata/identity/oauth2/token"):
+            return joins.answer(joins.IDENTITY)
+        found = joins.instance(self.user_data)
+        found["network"]["interface"][0]["ipv4"]["ipAddress"][0]["privateIpAddress"] = MACHINE
+        return joins.answer(found)
+
+    def _broker(self, _path: str, headers: dict[str, str], body: bytes, _who: str) -> joins.Answer:
+        """Give a machine whose identity this is a token of its own."""
+        who = json.loads(body)
+        is_known = headers.get("Authorization") == f"Bearer {joins.IDENTITY['access_token']}"
+        if not is_known or who["vm_id"] != joins.VM_ID:
+            return 403, {}, b""
+        token, expires, secret = bootstrap_token(datetime.now(UTC))
+        with self.client("lab:broker", ADMINISTRATORS) as client:
+            client.request("POST", _SECRETS, secret)
+        self.tokens.append(token)
+        self.wanted.append(who)
+        return joins.answer({"token": token, "expires": expires.isoformat()})

@@ -1,0 +1,307 @@
+"""The machine of ``join``: booted, watched from the API server and by SSH until its pod runs, and looked at."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.lab import large
+from image_builder.node.kube import KubeError
+from image_builder.node.preflight.model import CONDITION
+from tests import gates
+from tests.boot.node import Instance
+from tests.e2e.join_lab import POOL, JoinLab
+
+NODE = "worker-join"
+_POD_LABEL = "join-work"
+_DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
+_PODS = f"/api/v1/namespaces/default/pods?labelSelector=app%3D{_POD_LABEL}"
+_CSRS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+_LEASE = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE}"
+# An emulated machine whose host is busy, from its power-on to its pod.
+_POD_SECONDS = 2400.0
+_BACK_SECONDS = 900.0
+_STEP = 1.0
+# What a run of the agent may write: whatever of it is touched shows.
+_WRITTEN = (
+    "find /etc/kubernetes /etc/node-agent /run/node/provision.json /run/node/kubelet.env /var/lib/kubelet/pki "
+    "-type f -printf '%p %T@ %s %m %i\\n' | sort"
+)
+# What the CNI plugin host-local has given out, of all boots of this OS disk.
+_ADDRESSES = "ls /var/lib/cni/networks/lab | grep '^[0-9]' | sort"
+_AGAIN = "cut -d' ' -f1 /proc/uptime; node-agent join && echo 0 || echo $?; cut -d' ' -f1 /proc/uptime"
+# What it says of a phase that ended.
+_PHASE = re.compile(r"node-agent: join: (\w+) (\w+).* \(([0-9.]+) s\)")
+
+Say = Callable[[str], None]
+
+
+def deployment() -> dict[str, Any]:
+    """Return the work that is waiting for a node of this pool: a container of a preloaded image, with an address."""
+    labels = {"app": _POD_LABEL}
+    container = {
+        "name": "main",
+        "image": large.REFERENCE,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sleep", "infinity"],
+    }
+    spec = {
+        "nodeSelector": {"node.example/pool": POOL},
+        "tolerations": [{"key": "node.example/team", "operator": "Exists", "effect": "NoSchedule"}],
+        "terminationGracePeriodSeconds": 1,
+        "containers": [container],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": _POD_LABEL},
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }
+
+
+def running(pods: list[dict[str, Any]], since: datetime) -> dict[str, Any] | None:
+    """Return the pod that is ready on the node, whose container was started after ``since``."""
+    for pod in pods:
+        if "deletionTimestamp" in pod["metadata"] or pod["spec"].get("nodeName") != NODE:
+            continue
+        for container in pod["status"].get("containerStatuses", []):
+            started = container["state"].get("running", {}).get("startedAt", "")
+            if container["ready"] and started and datetime.fromisoformat(started) >= since:
+                return pod
+    return None
+
+
+@dataclass
+class Watched:
+    """What the API server was seen to say of the node, first at which second since the power came."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    registered_taints: list[str] = field(default_factory=list)
+
+    def note(self, node: Mapping[str, Any] | None, at: float, boot_id: str | None = None) -> None:
+        """Take in a look at the Node object, None while there is none. ``boot_id``: that of an earlier boot."""
+        if node is None or node["status"].get("nodeInfo", {}).get("bootID") in (None, "", boot_id):
+            return
+        taints = [taint["key"] for taint in node["spec"].get("taints", [])]
+        if "registered" not in self.seconds:
+            self.registered_taints = taints
+        conditions = _conditions(node)
+        is_in = conditions.get(CONDITION) == "True" and gates.TAINT["key"] not in taints
+        for name, holds in {
+            "registered": True,
+            "ready": conditions.get("Ready") == "True",
+            "admitted": is_in,
+        }.items():
+            if holds:
+                self.seconds.setdefault(name, round(at, 1))
+
+
+class Member:
+    """The instance and what the cluster knows of it."""
+
+    def __init__(self, lab: JoinLab, instance: Instance, say: Say) -> None:
+        self.lab, self.instance, self.say = lab, instance, say
+        self._last_boot: str | None = None
+
+    def boot(self) -> dict[str, Any]:
+        """Switch it on, wait until a pod runs on it, and return everything that is seen then."""
+        since = datetime.now(UTC).replace(microsecond=0)
+        vm, watched = self.instance.vm, Watched()
+        vm.power_on()
+        vm.wait_for_ssh(total_seconds=900, quiet_seconds=300)
+        self.say(f"SSH after {vm.seconds:.0f} s")
+        deadline = time.monotonic() + _POD_SECONDS
+        while (pod := running(self.lab.admin.request("GET", _PODS)["items"], since)) is None:
+            before = set(watched.seconds)
+            watched.note(self.node(), vm.seconds, self._last_boot)
+            for name in watched.seconds.keys() - before:
+                self.say(f"{name} after {watched.seconds[name]:.0f} s")
+            self._still_on(deadline)
+            time.sleep(_STEP)
+        watched.note(self.node(), vm.seconds, self._last_boot)
+        watched.seconds["pod"] = round(vm.seconds, 1)
+        self.say(f"the pod runs after {vm.seconds:.0f} s")
+        return {**self._seen(pod), "seconds": watched.seconds, "registered_taints": watched.registered_taints}
+
+    def node(self) -> dict[str, Any] | None:
+        """Return the Node object, None where there is none."""
+        try:
+            return self.lab.admin.request("GET", f"/api/v1/nodes/{NODE}")
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def _still_on(self, deadline: float) -> None:
+        vm = self.instance.vm
+        assert vm.running, "the machine ended"
+        if time.monotonic() < deadline:
+            return
+        said = self.instance.shell(
+            "node-agent join --status; journalctl -b -u node-join -u kubelet -u preflight -u preflight-report "
+            "-n 60 --no-pager -o cat",
+            ok=range(256),
+        )
+        raise AssertionError(f"it was not in time; the node says:\n{said}")
+
+    def _seen(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        node = self.node()
+        assert node is not None
+        self._last_boot = node["status"]["nodeInfo"]["bootID"]
+        self._await_started()
+        return {
+            "node": _of_node(node),
+            "pod": self._of_pod(pod),
+            "requests": [_of_request(one) for one in self.lab.admin.request("GET", _CSRS)["items"]],
+            "tokens": len(self.lab.tokens),
+            "provision": json.loads(self.instance.shell("cat /run/node/provision.json")),
+            "failed_units": self.instance.shell("systemctl list-units --failed --plain --no-legend").split(),
+            "token_is_in": self._token_is_in(),
+            "disk": self.instance.status()["disk"]["action"],
+            "second_run": self._second_run(),
+        }
+
+    def _await_started(self) -> None:
+        """Wait until systemd has nothing more to start: the pod may come before the last unit."""
+        self.instance.wait_until_started()
+
+    def _of_pod(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        name = pod["metadata"]["name"]
+        path = f"/api/v1/namespaces/default/events?fieldSelector=involvedObject.name%3D{name}"
+        events = self.lab.admin.request("GET", path)["items"]
+        (container,) = pod["status"]["containerStatuses"]
+        return {
+            "name": name,
+            "ip": pod["status"]["podIP"],
+            "image": container["image"],
+            "container": container["containerID"],
+            "pulled": sorted({e["message"] for e in events if e["reason"] == "Pulled"}),
+            "pulling": len([e for e in events if e["reason"] == "Pulling"]),
+        }
+
+    def _token_is_in(self) -> list[str]:
+        """Return the files of the node that any token given out is in, and the journal where it is there."""
+        patterns = "".join(f"{token.partition('.')[2]}\n" for token in self.lab.tokens)
+        # `|| true`: grep ends with 1 where it finds nothing, and with 2 for a file that went away meanwhile.
+        script = (
+            "cat > /dev/shm/patterns; "
+            "grep -rlIF -f /dev/shm/patterns /etc /run /var/lib/kubelet /var/lib/node-agent /var/log "
+            "--exclude-dir=shm || true; "
+            "journalctl -b --no-pager -o cat | grep -qF -f /dev/shm/patterns && echo journal; "
+            "rm /dev/shm/patterns"
+        )
+        return self.instance.ssh.run(["sh", "-c", script], input=patterns, timeout=600).stdout.split()
+
+    def _second_run(self) -> dict[str, Any]:
+        """Let the agent join once more; return what that changed, and what it took."""
+        before = self.instance.shell(_WRITTEN), self._kubelet()
+        start, *said, status, end = self.instance.shell(_AGAIN, timeout=900).splitlines()
+        after = self.instance.shell(_WRITTEN), self._kubelet()
+        changed = set(before[0].splitlines()) ^ set(after[0].splitlines())
+        return {
+            "status": int(status),
+            "seconds": round(float(end) - float(start), 1),
+            "phases": [
+                {"name": found[1], "state": found[2], "seconds": float(found[3])}
+                for line in said
+                if (found := _PHASE.fullmatch(line))
+            ],
+            "changed": sorted({line.split()[0] for line in changed}),
+            "kubelet_restarted": before[1] != after[1],
+        }
+
+    def _kubelet(self) -> str:
+        return self.instance.shell("systemctl show -P MainPID -P NRestarts kubelet")
+
+    def deallocate(self, disks: list[Any]) -> None:
+        """Cut the power; the instance keeps its OS disk and gets other local ones."""
+        self.instance.insert(disks, self.instance.folder.parent)
+
+    def without_api(self, seconds: float) -> dict[str, Any]:
+        """Take the API server away; return what became of node and pod meanwhile and after."""
+        pod, ready_since = self._current_pod(), self._ready_since()
+        kubelet = self._kubelet()
+        stopped = time.monotonic()
+        self.lab.plane.stop_api()
+        time.sleep(seconds)
+        containers = self.instance.shell("docker ps --no-trunc --quiet").split()
+        self.lab.plane.start_api()
+        self.lab.admin.close()
+        back, back_at = time.monotonic(), datetime.now(UTC)
+        while not self._is_heard(back_at):
+            self._still_on(back + _BACK_SECONDS)
+            time.sleep(_STEP)
+        after = self._current_pod()
+        return {
+            "away_seconds": round(back - stopped, 1),
+            "heard_after_seconds": round(time.monotonic() - back, 1),
+            "container_ran_on": pod["containerID"].removeprefix("docker://") in containers,
+            "same_container": after["containerID"] == pod["containerID"],
+            "restarts": after["restartCount"] - pod["restartCount"],
+            "kubelet_restarted": self._kubelet() != kubelet,
+            "was_ready_throughout": self._ready_since() == ready_since,
+            "pods_addresses": self.instance.shell(_ADDRESSES).split(),
+            "taints": [taint["key"] for taint in (self.node() or {})["spec"].get("taints", [])],
+        }
+
+    def _ready_since(self) -> str:
+        """Return since when the node has been what it is, Ready or not."""
+        conditions = (self.node() or {"status": {}})["status"].get("conditions", [])
+        return next((str(c["lastTransitionTime"]) for c in conditions if c["type"] == "Ready"), "")
+
+    def _current_pod(self) -> dict[str, Any]:
+        for pod in self.lab.admin.request("GET", _PODS)["items"]:
+            if pod["status"].get("containerStatuses") and "deletionTimestamp" not in pod["metadata"]:
+                found: dict[str, Any] = pod["status"]["containerStatuses"][0]
+                return found
+        raise AssertionError("there is no pod any more")
+
+    def _is_heard(self, since: datetime) -> bool:
+        """Tell whether the node has renewed its lease and is Ready."""
+        try:
+            lease = self.lab.admin.request("GET", _LEASE)
+        except KubeError:
+            return False
+        ready = _conditions(self.node() or {"status": {}}).get("Ready")
+        return datetime.fromisoformat(lease["spec"]["renewTime"]) > since and ready == "True"
+
+
+def _conditions(node: Mapping[str, Any]) -> dict[str, str]:
+    return {c["type"]: c["status"] for c in node["status"].get("conditions", [])}
+
+
+def _of_node(node: Mapping[str, Any]) -> dict[str, Any]:
+    meta, spec, status = node["metadata"], node["spec"], node["status"]
+    info = status["nodeInfo"]
+    names = ("bootID", "kubeletVersion", "containerRuntimeVersion", "osImage", "kernelVersion")
+    return {
+        "uid": meta["uid"],
+        "labels": meta["labels"],
+        "taints": spec.get("taints", []),
+        "provider_id": spec.get("providerID", ""),
+        "addresses": {one["type"]: one["address"] for one in status["addresses"]},
+        "conditions": _conditions(node),
+        "max_pods": status["capacity"]["pods"],
+        "info": {name: info[name] for name in names},
+    }
+
+
+def _of_request(found: Mapping[str, Any]) -> dict[str, Any]:
+    spec, status = found["spec"], found["status"]
+    return {
+        "name": found["metadata"]["name"],
+        "signer": spec["signerName"],
+        "username": spec["username"],
+        "groups": spec["groups"],
+        "conditions": [[one["type"], one["reason"]] for one in status.get("conditions", [])],
+        "issued": bool(status.get("certificate")),
+    }

@@ -1,0 +1,111 @@
+"""The gate of a pool's waves against a real API server: what it reads there, with the rights that it says it needs."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+
+from image_builder.pool.control_plane import REQUESTS, Kubernetes
+from tests.gates import Cluster, become_ready, collection, new_node, running
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running() as found:
+        yield found
+
+
+ROLE = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRole",
+    "metadata": {"name": "pool-operator"},
+    # What image_builder/pool/control_plane.py says that it needs.
+    "rules": [
+        {"nonResourceURLs": ["/metrics"], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
+        {
+            "apiGroups": ["certificates.k8s.io"],
+            "resources": ["certificatesigningrequests"],
+            "verbs": ["list"],
+        },
+    ],
+}
+BINDING = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRoleBinding",
+    "metadata": {"name": "pool-operator"},
+    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "pool-operator"},
+    "subjects": [{"kind": "User", "name": "pool-operator", "apiGroup": "rbac.authorization.k8s.io"}],
+}
+
+
+def request_certificate(cluster: Cluster, name: str) -> str:
+    """Ask for a certificate that nobody signs; return the request's path."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
+    manifest = {
+        "apiVersion": "certificates.k8s.io/v1",
+        "kind": "CertificateSigningRequest",
+        "metadata": {"name": name},
+        "spec": {
+            "request": base64.b64encode(request.public_bytes(Encoding.PEM)).decode(),
+            "signerName": "example.com/nobody",
+            "usages": ["client auth"],
+        },
+    }
+    cluster.admin.request("POST", REQUESTS, manifest)
+    return f"{REQUESTS}/{name}"
+
+
+def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
+    """Counters, pending requests, nodes: as an API server tells them to who may see nothing else."""
+    for manifest in (ROLE, BINDING):
+        cluster.admin.request("POST", collection(manifest), manifest)
+    ahead = 0.0
+    with closing(Kubernetes(cluster.kubeconfig("somebody"), clock=time.time)) as other:
+        assert "forbidden" in other.read().unread
+    with closing(Kubernetes(cluster.kubeconfig("pool-operator"), clock=lambda: time.time() + ahead)) as plane:
+        first = plane.read()
+        assert (first.unread, first.requests, first.csr_seconds) == ("", 0, 0.0)
+        for _ in range(20):
+            cluster.admin.request("GET", "/api/v1/namespaces")
+        reading = plane.read()
+        assert reading.requests >= 20 and reading.throttled == reading.errors == 0
+
+        path = request_certificate(cluster, "pool-pending")
+        ahead = 3600.0
+        assert plane.read().csr_seconds >= 3599
+        denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
+        cluster.admin.request(
+            "PATCH", f"{path}/approval", {"status": {"conditions": [denied]}}, "application/merge-patch+json"
+        )
+        before = plane.read()
+        assert before.csr_seconds == 0.0
+
+        cluster.admin.request("POST", "/api/v1/nodes", new_node("pool-node"))
+        assert plane.read().not_ready == before.not_ready + 1
+        become_ready(cluster.admin, "pool-node", "boot")
+        assert plane.read().not_ready == before.not_ready
+        cluster.admin.request("POST", "/api/v1/nodes", new_node("pool-joins"))
+        now, ahead = plane.read().not_ready, 0.0
+        assert plane.read().not_ready < now, "a node that has just registered joins"
+
+        cluster.stop_api()
+        try:
+            assert plane.read().unread
+        finally:
+            cluster.start_api()
+        again = plane.read()
+        assert (again.unread, again.requests) == ("", 0), "its counters began anew: nothing is known"

@@ -1,0 +1,89 @@
+"""The suite's one shell on a machine: real sshd and sudo, and commands of every kind, one after the other."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from testinfra.backend.base import BaseBackend
+
+from image_builder.pool.hostkeys import Verifier
+from image_builder.pool.suite import known_lines
+from image_builder.stages.verify import SUITE
+from image_builder.target.ssh import SshAddress
+from tests.builds import Workplace
+from tests.pools.fleet import USER, Fleet, fleet
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def targets() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(os.fspath(SUITE))
+        yield importlib.import_module("targets")
+
+
+@pytest.fixture(scope="module")
+def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(minimal, tmp_path_factory.mktemp("machine"), 1) as made:
+        yield made
+
+
+@pytest.fixture
+def backend(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
+    host = machine.hosts[0]
+    known = tmp_path / "known_hosts"
+    known.write_text(known_lines(host, Verifier(machine.pinned).known(host)))
+    url = SshAddress(USER, host.address, host.port, machine.key, known).url
+    with targets.open_target(targets.parse_target(url), "", None, {}) as found:
+        return found.backend
+
+
+def test_each_command_is_alone(backend: BaseBackend) -> None:
+    assert backend.run("id -u").stdout == "0\n"
+    assert backend.run("cd /tmp; umask 0; x=1; exit 7").rc == 7
+    after = backend.run("pwd; umask; echo \"[$x]\"; cat; printf '%s' no-newline")
+    assert (after.rc, after.stderr) == (0, "")
+    assert after.stdout.splitlines()[1:] == ["0022", "[]", "no-newline"]
+    assert after.stdout.splitlines()[0] != "/tmp"
+    assert backend.run("sh -c 'kill -TERM $$'").rc == 128 + 15
+    assert backend.run("echo %s", "a 'quoted' $HOME\nword").stdout == "a 'quoted' $HOME\nword\n"
+    assert backend.run("if").rc == 2
+
+
+def test_streams_are_told_apart_whatever_is_in_them(backend: BaseBackend) -> None:
+    loud = backend.run(
+        "head -c 6000000 /dev/zero; head -c 5000000 /dev/zero >&2; printf '\\n\\377' >&2; exit 3"
+    )
+    assert loud.rc == 3
+    assert loud.stdout_bytes == bytes(6_000_000)
+    assert loud.stderr_bytes == bytes(5_000_000) + b"\n\xff"
+    quiet = backend.run("true")
+    assert (quiet.rc, quiet.stdout_bytes, quiet.stderr_bytes) == (0, b"", b"")
+
+
+def test_a_shell_that_is_gone_is_an_error_and_the_next_command_has_another(
+    backend: BaseBackend, targets: ModuleType
+) -> None:
+    with pytest.raises(OSError, match="the shell has ended: kill"):
+        backend.run("kill -9 $$; sleep 1")
+    assert backend.run("id -u").stdout == "0\n"
+    backend.client.close()
+    with pytest.raises(OSError, match="id -u"):
+        backend.run("id -u")
+    assert backend.run("id -u").stdout == "0\n"
+
+
+def test_a_command_without_an_end_is_an_error(
+    backend: BaseBackend, targets: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_COMMAND_SECONDS", 1.0)
+    with pytest.raises(TimeoutError, match="no end after 1 s: echo begun"):
+        backend.run("echo begun; sleep 20")
+    monkeypatch.undo()
+    assert backend.run("id -u").stdout == "0\n"

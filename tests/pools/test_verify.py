@@ -1,0 +1,136 @@
+"""The suite on many real hosts by one collection: each host's run is its own, whatever becomes of another one's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from image_builder.pool.hostkeys import Verifier
+from image_builder.pool.model import Outcome
+from image_builder.pool.suite import CHECKS, NO_RESULT, Runs, Suite, known_lines
+from image_builder.pool.worker_guard import children
+from image_builder.settings import Settings
+from tests.builds import Workplace
+from tests.pools.fleet import USER, Fleet, fleet
+from tests.pools.measures import NOT_BOOTED, be_quick
+from tests.pools.rollouts import POLICY, command, write_plan, write_suite
+
+HANGS, CRASHES, FAILS, COUNT = 1, 2, 3, 5
+SHELL = """\
+import pytest
+pytestmark = pytest.mark.booted
+
+def test_commands(host):
+    \"\"\"A command's status and streams are its own, byte for byte, and the next one finds nothing of it.\"\"\"
+    assert host.check_output("id -u") == "0"
+    assert [host.run(c).rc for c in ("exit 3", "echo (", "false", "true")] == [3, 2, 1, 0]
+    assert host.run("cat").stdout == ""
+    done = host.run(r"printf 'a\\0b'; printf c >&2")
+    assert (done.stdout_bytes, done.stderr_bytes) == (b"a\\0b", b"c")
+    done = host.run("head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero; cd /tmp; x=1; umask 0")
+    assert (done.stdout_bytes, done.stderr_bytes) == (bytes(3000000), bytes(3000000))
+    assert host.check_output("echo ${x-none} $(umask)") == "none 0022"
+    assert host.check_output("echo %s", "it's $HOME ü") == "it's $HOME ü"
+    with pytest.raises(OSError, match="the shell has ended"):
+        host.run("kill -9 $$; sleep 1")
+    assert host.check_output("echo again") == "again"
+"""
+FATE = f"""\
+import os, signal
+import pytest
+
+@pytest.mark.booted
+def test_fate(host):
+    number = int(host.check_output("hostname").removeprefix("host-"))
+    if number == {HANGS}:
+        host.run("sleep 600")
+    if number == {CRASHES}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert number != {FAILS}, "its fate"
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT) as made:
+        yield made
+
+
+def suite_of(folder: Path, **files: str) -> Suite:
+    facts = folder / "facts.json"
+    facts.write_text(json.dumps({"image": "minimal", "build_id": "0", "packages": [], "variables": {}}))
+    write_suite(folder / "suite", **files)
+    return Suite({"minimal": facts}, folder / "reports", Settings().python, folder / "suite")
+
+
+def run(runs: Runs, pool: Fleet, number: int, seconds: float = 300) -> Outcome:
+    host = pool.hosts[number]
+    keys = known_lines(host, Verifier(pool.pinned).known(host))
+    return runs.run(host, pool.access(), keys, seconds)
+
+
+def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp_path: Path) -> None:
+    before = set(children())
+    with (
+        Runs(suite_of(tmp_path, test_fate=FATE, test_shell=SHELL)) as runs,
+        ThreadPoolExecutor(COUNT) as threads,
+    ):
+        asked = [threads.submit(run, runs, pool, n, 5 if n == HANGS else 300) for n in range(COUNT)]
+        found = [future.result() for future in asked]
+        assert len(set(children()) - before) == 1, "one process has collected the checks"
+    assert [(o.kind, o.code) for o in found] == [
+        ("ok", 0),
+        ("failed", NO_RESULT),
+        ("failed", NO_RESULT),
+        ("failed", CHECKS),
+        ("ok", 0),
+    ], found
+    assert found[HANGS].detail == "the suite did not end within 5 s"
+    assert f"status {-signal.SIGKILL}" in found[CRASHES].detail
+    assert found[FAILS].detail == "test_fate.py::test_fate"
+    assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["host-1", "host-2", "host-3"]
+    assert set(children()) == before
+
+
+def test_another_process_takes_over_where_the_last_one_ended(pool: Fleet, tmp_path: Path) -> None:
+    before = set(children())
+    with Runs(suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(1) as threads:
+        assert run(runs, pool, 0).ok
+        hangs = threads.submit(run, runs, pool, HANGS)
+        (server,) = set(children()) - before
+        os.kill(server, signal.SIGKILL)
+        assert "the suite's process ended" in hangs.result(120).detail
+        assert run(runs, pool, 0).ok
+
+
+def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) -> None:
+    with Runs(suite_of(tmp_path, test_wrong="import nothing_of_that_name\n")) as runs:
+        outcome = run(runs, pool, 0)
+    assert outcome.code == NO_RESULT and "test_wrong.py" in outcome.detail
+
+
+def test_pool_verify_holds_real_hosts_to_the_real_suite(
+    minimal: Workplace, pool: Fleet, tmp_path: Path
+) -> None:
+    """The command as it is, all checks of the image; one of two hosts is damaged: by that alone they differ."""
+    be_quick(pool, (0, 4))
+    pool.run(4, "sh", "-c", "echo '/swap none swap sw,nofail 0 0' >>/etc/fstab")
+    plan = write_plan(pool, tmp_path, (0, 4), POLICY)
+    facts = minimal.artefact / "facts.json"
+    login = ("--user", USER, "--key", pool.key, "--known-hosts", pool.pinned.path)
+    done = command("verify", plan, *login, "--facts", facts, "--reports", tmp_path / "reports", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode != 0 and report["counts"]["failed"] == 2, done.stderr
+    failed, passed = {}, {}
+    for name in ("host-0", "host-4"):
+        checks = json.loads((tmp_path / "reports" / name / "verify.json").read_text())["checks"]
+        failed[name] = {c["name"] for c in checks if c["outcome"] != "passed"}
+        passed[name] = {c["name"] for c in checks if c["outcome"] == "passed"}
+    assert len(passed["host-0"]) > 60 and {n.partition("::")[0] for n in failed["host-0"]} <= NOT_BOOTED
+    assert failed["host-4"] - failed["host-0"] == {"test_system.py::test_no_swap_is_configured"}

@@ -1,0 +1,235 @@
+"""Slices on worker hosts: real sshd, real ansible-runner on both sides, real Ansible to real hosts.
+
+The workers are hosts of the fleet with this environment's ansible-runner; the hosts that join have the stand-in
+for the node agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ansible_runner
+import pytest
+
+from image_builder.pool import ansible, worker_guard
+from image_builder.pool.ansible import Slice
+from image_builder.pool.driver import Work
+from image_builder.pool.provision import LOCK
+from image_builder.pool.records import Result
+from tests.builds import Workplace
+from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
+from tests.pools.rollouts import Rollout, configuration, install, intents, results, wait
+from tests.pools.test_run import rollout  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.root
+
+# The hosts that join come first; the last worker can't be reached.
+HOSTS, WORKERS, DEAD = (0, 1, 2), (3, 4), 5
+SITE_PACKAGES = Path(ansible_runner.__file__).parents[1]
+RUNNER = "/usr/local/bin/ansible-runner"
+# As a worker has them: two programs, found by their place.
+PROGRAMS = {
+    RUNNER: "ansible_runner",
+    "/usr/local/bin/ansible-playbook": "ansible.cli.playbook",
+}
+
+
+@pytest.fixture(scope="module")
+def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    faults: dict[int, Fault] = {DEAD: "refused"}
+    folder = tmp_path_factory.mktemp("fleet")
+    with fleet(minimal, folder, DEAD + 1, faults=faults, site=SITE_PACKAGES) as hosts:
+        install(hosts, HOSTS)
+        for number in WORKERS:
+            for path, module in PROGRAMS.items():
+                text = (
+                    f'#!/bin/sh\nPYTHONPATH={SITE} PYTHONDONTWRITEBYTECODE=1 exec python3 -m {module} "$@"\n'
+                )
+                _install(hosts, number, path, text)
+        lines = [f"{hosts.hosts[n].address} {(folder / f'host-{n}.pub').read_text()}" for n in WORKERS]
+        (folder / "workers").write_text("".join(lines))
+        yield hosts
+
+
+def _install(pool: Fleet, number: int, path: str, text: str) -> None:
+    script = 'mkdir -p /etc/node-agent; cat >"$0"; chmod 755 "$0"'
+    pool.run(number, "sh", "-ec", script, path, input=text)
+
+
+def _workers(pool: Fleet, *numbers: int) -> dict[str, Any]:
+    """Return the part of a policy that names these workers."""
+    query = f"?key={pool.key}&known_hosts={pool.folder / 'workers'}"
+    urls = [f"ssh://{USER}@{pool.hosts[number].address}{query}" for number in numbers]
+    return {"workers": urls, "worker_runner": RUNNER, "waves": ["100%"]}
+
+
+def _left(pool: Fleet, number: int) -> str:
+    """Return what a slice left on a worker: files, and the processes of its network."""
+    script = (
+        "ls -A /dev/shm /tmp | grep image-builder;"
+        "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ] || continue;"
+        " tr '\\0' ' ' <$p/cmdline | grep ansible; done; true"
+    )
+    found = pool.run(number, "sh", "-c", script).splitlines()
+    return "\n".join(line for line in found if "for p in /proc" not in line and "grep ansible" not in line)
+
+
+def _kinds(report: dict[str, Any]) -> set[str]:
+    return {result["outcome"]["kind"] for result in report["results"].values()}
+
+
+def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: Fleet) -> None:  # noqa: F811
+    """Every host joins once, with its configuration; what ends is told as it ends; the worker is as it was."""
+    made = rollout(*HOSTS, policy=_workers(pool, WORKERS[0]))
+    (made.folder / "configs").mkdir()
+    for number in HOSTS:
+        (made.folder / f"configs/host-{number}.json").write_text(json.dumps(configuration(f"host-{number}")))
+    pool.run(HOSTS[-1], "sh", "-c", "cat >/etc/stand-in", input="seconds=6\n")
+    report = made.finish()
+    assert _kinds(report) == {"ok"}, report["results"]
+    assert made.joins() == dict.fromkeys(HOSTS, 1)
+    for number in HOSTS:
+        written = pool.run(number, "cat", "/etc/node-agent/node-config.json")
+        assert json.loads(written) == configuration(f"host-{number}")
+    ends = {r.host: r.at for r in made.records if isinstance(r, Result) and r.step == "bootstrap"}
+    # The others were not told at the end of the slice, which waits for the slow one.
+    assert max(ends["host-0"], ends["host-1"]) + 2 < ends["host-2"]
+    assert _left(pool, WORKERS[0]) == "" and made.left() == []
+    seen = pool.run(WORKERS[0], "cat", "/var/log/sshd.log")
+    assert f"Accepted publickey for {USER}" in seen
+    secret = pool.key.read_text().splitlines()[1]
+    for path in (p for p in made.folder.rglob("*") if p.is_file()):
+        assert secret not in path.read_text(errors="replace"), path
+
+
+def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
+    rollout: Callable[..., Rollout],  # noqa: F811
+    pool: Fleet,
+) -> None:
+    """The first slice finds nobody; the second one's worker dies in the middle, as a slice does that dies here."""
+    policy = _workers(pool, DEAD, WORKERS[0], WORKERS[1]) | {"retries": 3}
+    made = rollout(*HOSTS, policy=policy, agent="seconds=4\n")
+    with made.start() as child:
+        wait(lambda: child.poll() is not None or any(made.joins().values()))
+        # All at once, and what is in memory, as when its power fails. No other host has such processes.
+        pool.run(WORKERS[0], "sh", "-c", _KILL, ok=False)
+        out, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err
+    assert _kinds(json.loads(out)) == {"ok"}, out
+    assert made.joins() == dict.fromkeys(HOSTS, 1)
+    lost = {(r.outcome.kind, r.joined) for r in made.records if isinstance(r, Result) and not r.outcome.ok}
+    assert ("dropped", "unknown") in lost and lost <= {("dropped", "unknown"), ("unknown", "unknown")}
+    assert made.left() == []
+
+
+_KILL = (
+    "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -qE 'ansible|sshd-session: operator'"
+    " && [ ${p#/proc/} != $$ ] && [ $p/ns/net -ef /proc/self/ns/net ] && kill -KILL ${p#/proc/}; done;"
+    " rm -rf /dev/shm/image-builder-*"
+)
+
+
+def test_a_killed_driver_leaves_nothing_on_the_worker(
+    rollout: Callable[..., Rollout],  # noqa: F811
+    pool: Fleet,
+) -> None:
+    made = rollout(*HOSTS, policy=_workers(pool, WORKERS[1]), agent="seconds=12\n")
+    with made.start() as child:
+        wait(lambda: child.poll() is not None or any(made.joins().values()))
+        assert "ansible" in _left(pool, WORKERS[1])
+        child.kill()
+        child.communicate()
+    wait(lambda: _left(pool, WORKERS[1]) == "")
+    wait(lambda: not made.running())
+
+
+def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice(
+    rollout: Callable[..., Rollout],  # noqa: F811
+    pool: Fleet,
+) -> None:
+    """In mid-slice one worker loses its link, the other one its way to here alone: it could still tell its hosts.
+
+    Neither hears an end of its connection; both have ended when the driver gives them up. Hosts that were told are
+    asked, and are well; the one that was not is taken up again.
+    """
+    lost, parted = WORKERS
+    more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 2}
+    made = rollout(*HOSTS, policy=_workers(pool, *WORKERS) | more)
+    with made.start() as child, ExitStack() as mending:
+        wait(lambda: child.poll() is not None or intents(made.records, "bootstrap") > 0)
+        pool.cut(1)  # so that it is not told
+        wait(lambda: child.poll() is not None or made.joins() == {0: 1, 1: 0, 2: 1})
+        pool.cut(lost)
+        mending.callback(pool.mend, lost)
+        pool.part(parted)
+        mending.callback(pool.unite, parted)
+        assert all("ansible" in _left(pool, worker) for worker in WORKERS)
+        wait(lambda: not any(_left(pool, worker) for worker in WORKERS))
+        pool.mend(1)
+        wait(lambda: child.poll() is not None or results(made.records, "bootstrap") > 0)
+        assert [_left(pool, worker) for worker in WORKERS] == ["", ""]
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    ends = [r for r in made.records if isinstance(r, Result) and r.step == "bootstrap"]
+    assert sorted(r.host for r in ends) == [f"host-{n}" for n in HOSTS]
+    assert {(r.outcome.kind, r.joined) for r in ends} <= {("dropped", "unknown"), ("unknown", "unknown")}
+    found = {name: result["outcome"]["kind"] for name, result in json.loads(out)["results"].items()}
+    assert found == {"host-0": "ok", "host-1": found["host-1"], "host-2": "ok"}, out
+    assert found["host-1"] in ("dropped", "unknown"), out
+    assert made.left() == [] and made.joins() == {0: 1, 1: 0, 2: 1}
+    report = made.finish(is_resumed=True, retry=True)
+    assert _kinds(report) == {"ok"}, report["results"]
+    assert made.joins() == dict.fromkeys(HOSTS, 1)
+
+
+def test_nothing_runs_on_for_those_who_are_silent(tmp_path: Path) -> None:
+    """A network that parted sends no end: the guard takes silence for one, and ends what the runner started."""
+    runner = tmp_path / "runner"
+    runner.write_text(
+        f'#!/bin/sh\necho "$3"\ncat >{tmp_path}/got\nsetsid sleep 600 &\necho $! >{tmp_path}/pid\nwait\n'
+    )
+    runner.chmod(0o755)
+    words = [sys.executable, "-c", Path(worker_guard.__file__).read_text(), os.fspath(runner), "600", "1"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
+        assert guard.stdin and guard.stdout
+        guard.stdin.write(b"5\nslice")
+        guard.stdin.flush()
+        folder = Path(guard.stdout.readline().decode().strip())
+        assert folder.stat().st_mode & 0o777 == 0o700
+        guard.wait(60)
+        assert guard.returncode == 75
+    assert (tmp_path / "got").read_text() == "slice"
+    assert not folder.exists() and not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_the_stream_goes_from_file_to_file(pool: Fleet, tmp_path: Path) -> None:
+    """What any other engine does with a slice, by ansible-runner's own commands: transmit, worker, process."""
+    host = pool.hosts[0]
+    # Once what an earlier test left joining has ended.
+    pool.run(0, "sh", "-c", f"flock {LOCK} true; rm -rf /var/joins /run/node /etc/stand-in")
+    access = pool.access()
+    slice_ = Slice((Work(host, 1, 0.0),), access, 30.0)
+    ansible.write_portable(slice_, tmp_path / "slice")
+    for path in (tmp_path / "slice").rglob("*"):
+        assert not path.is_file() or os.fspath(tmp_path) not in path.read_text(), path
+    (tmp_path / "slice/env/ssh_key").write_text(pool.key.read_text())
+    command = [sys.executable, "-m", "ansible_runner"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    steps: list[tuple[list[str], str, str]] = [
+        (["transmit", os.fspath(tmp_path / "slice"), "-p", "bootstrap.yml"], "/dev/null", "sent"),
+        (["worker", "--private-data-dir", os.fspath(tmp_path / "there")], "sent", "told"),
+        (["process", os.fspath(tmp_path / "here")], "told", "shown"),
+    ]
+    for words, given, kept in steps:
+        with (tmp_path / given).open("rb") as source, (tmp_path / kept).open("wb") as target:
+            subprocess.run([*command, *words], stdin=source, stdout=target, env=environment, check=True)
+    shown = (tmp_path / "shown").read_text()
+    assert '"state": "ok"' in shown or "ok=2" in shown, shown
+    assert pool.run(0, "cat", "/var/joins") == "told\n"

@@ -1,0 +1,111 @@
+"""Slices for others: workers of a policy, and private data directories that lead nowhere but into themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from image_builder.cli import app
+from image_builder.errors import UsageError
+from image_builder.pool import plan as plans
+from image_builder.pool import remote_slice
+from image_builder.pool.hostkeys import known_as
+from tests.unit.pool.simulation import make
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("10.0.0.9", "ssh://user@host"),
+        ("ssh://runner@10.0.0.9", "needs a key and known_hosts"),
+        ("ssh://runner@10.0.0.9?key=KEY", "needs a key and known_hosts"),
+        ("ssh://runner@10.0.0.9?key=KEY&known_hosts=/none", "no such file: /none"),
+    ],
+)
+def test_a_worker_is_known_and_its_key_is_there(tmp_path: Path, url: str, what: str) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    with pytest.raises(UsageError) as refused:
+        remote_slice.workers([url.replace("KEY", os.fspath(key))], "ansible-runner", 20)
+    assert what in f"{refused.value.message} {refused.value.hint}"
+
+
+def test_a_worker_is_reached_by_its_key_and_known_by_its_own(tmp_path: Path) -> None:
+    key, known = tmp_path / "key", tmp_path / "known"
+    key.write_text("a secret")
+    known.touch()
+    url = f"ssh://runner@10.0.0.9:2222?key={key}&known_hosts={known}"
+    (worker,) = remote_slice.workers([url], "/opt/runner/bin/ansible-runner", 20)
+    words = " ".join(worker.login)
+    assert words.startswith("ssh -F none -T -p 2222") and words.endswith("runner@10.0.0.9 --")
+    for option in ("StrictHostKeyChecking=yes", "IdentityAgent=none", "BatchMode=yes", f'"{known}"'):
+        assert option in words
+    assert "a secret" not in remote_slice.describe(worker, key)
+
+
+@pytest.mark.parametrize("silent", [1.0, 3.0, 4.5, 20.0, 600.0])
+def test_a_worker_has_ended_its_slice_when_it_is_given_up(tmp_path: Path, silent: float) -> None:
+    for name in ("key", "known"):
+        (tmp_path / name).touch()
+    url = f"ssh://runner@10.0.0.9?key={tmp_path / 'key'}&known_hosts={tmp_path / 'known'}"
+    (worker,) = remote_slice.workers([url], "ansible-runner", silent)
+    told = dict(word.split("=", 1) for word in worker.login if word.startswith("ServerAlive"))
+    interval, count = (int(told[f"ServerAlive{name}"]) for name in ("Interval", "CountMax"))
+    assert silent + 4 <= interval * count <= silent + 7
+
+
+def test_slices_of_a_wave_for_any_engine(tmp_path: Path) -> None:
+    """No path of this machine, no key; join slots as the plan's rate has them; everything that a host needs."""
+    plan = make(12)
+    file, keys, configs = tmp_path / "p.json", tmp_path / "keys", tmp_path / "configs"
+    plans.save(plan, file)
+    keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
+    configs.mkdir()
+    for host in plan.hosts:
+        (configs / f"{host.name}.json").write_text(json.dumps({"node": host.name}))
+    wave = plan.waves[-1]
+    words = [str(file), "--wave", wave.name, "--user", "admin", "--known-hosts", str(keys)]
+    words += ["--node-configs", str(configs), "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, ["pool", "slice", *words])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["hosts"] == len(wave.hosts)
+    found: dict[str, dict[str, float]] = {}
+    for folder in sorted((tmp_path / "out").iterdir()):
+        told = json.loads((folder / "inventory/hosts.json").read_text())["all"]
+        found |= told["hosts"]
+        assert "ansible_ssh_private_key_file" not in told["vars"] and told["vars"]["ansible_user"] == "admin"
+        for path in (p for p in folder.rglob("*") if p.is_file()):
+            assert os.fspath(tmp_path) not in path.read_text(), path
+        for name, variables in told["hosts"].items():
+            config = variables["pool_node_config"].replace("{{ inventory_dir }}", f"{folder}/inventory")
+            assert json.loads(Path(config).read_text()) == {"node": name}
+            (known,) = re.findall(r'UserKnownHostsFile="\{\{ inventory_dir \}\}/(\S+)"', str(variables))
+            assert (folder / "inventory" / known).read_bytes() == keys.read_bytes()
+    assert found.keys() == set(wave.hosts)
+    delays = sorted(variables["pool_join_delay"] for variables in found.values())
+    assert delays == [round(n / plan.policy.join_rate, 3) for n in range(len(wave.hosts))]
+
+
+def test_a_wave_must_be_one_of_the_plan(tmp_path: Path) -> None:
+    plans.save(make(3), tmp_path / "p.json")
+    (tmp_path / "keys").touch()
+    words = ["pool", "slice", str(tmp_path / "p.json"), "--wave", "canary"]
+    words += ["--known-hosts", str(tmp_path / "keys"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "no wave `canary`" in done.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""Simulated runs that were stopped or killed are taken up: none is told twice, and none waits for nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from image_builder.pool.driver import run
+from image_builder.pool.model import failed
+from image_builder.pool.plan import Plan
+from image_builder.pool.policy import Policy
+from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.records import Intent, Opened, Record
+from tests.unit.pool.simulation import Faults, World, make, simulate
+
+
+def taken_up(plan: Plan, world: World, records: list[Record], *, retry: bool = False) -> Progress:
+    """Drive a run on from its records to its end; those that follow are added."""
+    progress = replay(plan, records)
+    apply(progress, Opened(at=world.time, plan=plan.digest, retry=retry))
+    run(progress, world, records.append)
+    return progress
+
+
+def test_asked_to_stop_it_finishes_what_is_in_work() -> None:
+    world = World(make(600, Policy(soak_seconds=(0.0,))), Faults())
+    progress, _, _ = simulate(world.plan, world.faults, world=world, stop_asked=lambda: len(world.fine) >= 20)
+    assert progress.stopped == "it was asked for"
+    assert 20 <= len(world.fine) < 600
+    assert world.touched == world.fine
+
+
+def test_a_stopped_run_goes_on_where_it_was() -> None:
+    """Stopped, mended, resumed with another chance for what failed: each host joins once."""
+    plan = make(500, Policy(soak_seconds=(0.0,)))
+    broken = {name: failed("disk", 31) for name in plan.waves[1].hosts[:3]}
+    world = World(plan, Faults(fates=dict(broken)))
+    progress, _, records = simulate(plan, world.faults, world=world)
+    assert progress.stopped and progress.failed == 3
+    world.faults.fates.clear()
+    again = taken_up(plan, world, records, retry=True)
+    assert again.finished and again.failed == 0
+    assert world.joins == Counter(dict.fromkeys(again.hosts, 1))
+
+
+class Killed(Exception):  # noqa: N818 (nothing is wrong)
+    """The driver's end, in the middle of anything."""
+
+
+def test_a_run_on_workers_is_taken_up_as_soon_as_none_can_be_at_work_any_more() -> None:
+    plan = make(100, Policy(workers=("ssh://worker",)))
+    world = World(plan, Faults())
+
+    def kill() -> None:
+        if world.touched:
+            raise Killed
+
+    world.check = kill
+    progress = begin(plan)
+    records: list[Record] = [Opened(at=world.time, plan=plan.digest)]
+    apply(progress, records[0])
+    with pytest.raises(Killed):
+        run(progress, world, records.append)
+    told, killed, world.check = set(world.touched), len(records), lambda: None
+    began = world.time
+    again = taken_up(plan, world, records)
+    asked = [r.at for r in records[killed:] if isinstance(r, Intent) and told & set(r.hosts)]
+    assert again.finished and asked[0] == began + plan.policy.worker_gone_seconds == began + 24
+    assert world.joins == Counter(dict.fromkeys(again.hosts, 1))
+
+
+def test_without_another_chance_a_stopped_run_stops_again_and_touches_nobody() -> None:
+    plan = make(500)
+    names = plan.waves[1].hosts[:3]
+    world = World(plan, Faults(fates={name: failed("disk", 31) for name in names}))
+    progress, _, records = simulate(plan, world.faults, world=world)
+    assert progress.stopped == "1 host of wave 1 failed, its budget is 0"
+    touched = set(world.touched)
+    again = taken_up(plan, world, records)
+    # What was in work when it stopped failed as well.
+    assert again.stopped == "3 hosts of wave 1 failed, its budget is 0" and world.touched == touched
+
+
+def test_a_clock_that_was_set_back_makes_nobody_wait() -> None:
+    plan = make(100)
+    world = World(plan, Faults())
+    progress, _, records = simulate(plan, world.faults, world=world, stop_asked=lambda: len(world.fine) > 8)
+    assert progress.stopped
+    day = 86400.0
+    world.time -= day
+    began = world.time
+    again = taken_up(plan, world, records)
+    assert again.finished and world.time - began < 3 * 3600
