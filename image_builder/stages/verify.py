@@ -123,7 +123,7 @@ def run_suite(
     return result
 
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # No plugin but pytest's own: what else is installed must not change a verdict.
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -158,20 +158,74 @@ def observe_suite(
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
     for stale in (junit, report):
         stale.unlink(missing_ok=True)
+    options = (f"--junitxml={junit}", f"--report={report}", f"--target={target}")
     argv: list[process.Arg] = [
         *("nice", "-n", str(niceness)),
-        *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker),
-        *(f"--junitxml={junit}", f"--report={report}", f"--target={target}", f"--facts={facts.resolve()}"),
-        *(f"--rootdir={suite}", "-c", suite / "pytest.ini"),
+        *suite_argv(python, suite, facts, marker, *options),
         *([suite / name for name in select] or [suite]),
     ]
     started = time.monotonic()
+    done = _run_pytest(argv, out_dir, log, timeout, on_progress)
+    return read_results(
+        out_dir,
+        done.returncode,
+        target=target,
+        marker=marker,
+        seconds=time.monotonic() - started,
+        said=done.stdout,
+        log=log,
+    )
+
+
+def suite_argv(
+    python: Path, suite: Path, facts: Path, marker: str, *options: process.Arg
+) -> list[process.Arg]:
+    """Return how pytest is run with the suite; the checks' files are to follow."""
+    return [
+        *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker, *options),
+        *(f"--facts={facts.resolve()}", f"--rootdir={suite}", "-c", suite / "pytest.ini"),
+    ]
+
+
+def read_results(
+    out_dir: Path, status: int, *, target: str, marker: str, seconds: float, said: str, log: Path
+) -> SuiteResult:
+    """Return what a run found that ended with ``status``, by ``junit.xml`` and ``suite.jsonl``; write ``verify.json``.
+
+    ``said`` is pytest's output, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
+    """
+    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
+    if not junit.exists() or not report.exists():
+        raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
     try:
-        done = process.run(
+        result = read_run(
+            report.read_text(encoding="utf-8").splitlines(),
+            junit.read_text(encoding="utf-8"),
+            status,
+            target=_shown(target),
+            marker=marker,
+            seconds=seconds,
+        )
+    except VerifyError as error:
+        raise VerifyError(
+            f"{error.message}\n{_tail(said)}", hint=error.hint or f"pytest's output is in {log}"
+        ) from error
+    report.unlink()
+    verdict = json.dumps(result.as_json(), indent=1) + "\n"
+    (out_dir / "verify.json").write_text(verdict, encoding="utf-8")
+    return result
+
+
+def _run_pytest(
+    argv: list[process.Arg], cwd: Path, log: Path, timeout: float | None, on_progress: OnProgress | None
+) -> process.Completed:
+    """Run the suite's process to its end, whatever its status. Raises VerifyError when it does not end in time."""
+    try:
+        return process.run(
             argv,
-            env=_ENVIRONMENT,
+            env=ENVIRONMENT,
             ok=_ANY_STATUS,
-            cwd=out_dir,
+            cwd=cwd,
             timeout=timeout,
             log=log,
             on_line=lambda line: _tell(line, on_progress),
@@ -180,25 +234,6 @@ def observe_suite(
         raise VerifyError(
             f"the suite did not end: {error.message}", hint=f"its output is in {log}"
         ) from error
-    if not junit.exists() or not report.exists():
-        raise VerifyError(f"pytest ended with status {done.returncode} and no results:\n{_tail(done.stdout)}")
-    try:
-        result = read_run(
-            report.read_text(encoding="utf-8").splitlines(),
-            junit.read_text(encoding="utf-8"),
-            done.returncode,
-            target=_shown(target),
-            marker=marker,
-            seconds=time.monotonic() - started,
-        )
-    except VerifyError as error:
-        raise VerifyError(
-            f"{error.message}\n{_tail(done.stdout)}", hint=error.hint or f"pytest's output is in {log}"
-        ) from error
-    report.unlink()
-    verdict = json.dumps(result.as_json(), indent=1) + "\n"
-    (out_dir / "verify.json").write_text(verdict, encoding="utf-8")
-    return result
 
 
 def verify_target(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 # Programs that change identity: what Debian's packages install, nothing else.
 SUID_SGID = {
@@ -90,4 +91,9 @@ UNOWNED = (
 
 def allowed(path: str, patterns: Iterable[str]) -> bool:
     """Tell whether one of the patterns matches the whole path."""
-    return any(re.fullmatch(pattern, path) for pattern in patterns)
+    return bool(_any_of(tuple(patterns)).fullmatch(path))
+
+
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

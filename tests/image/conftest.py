@@ -2,6 +2,7 @@
 
     pytest tests/image --facts facts.json --target sandbox:/path/of/a/mounted/root
     pytest tests/image --facts facts.json --target 'ssh://user@host:22?key=/path&known_hosts=/path'
+    pytest tests/image --facts facts.json --each -s --junitxml /dev/null   # many machines: see each.py
 
 Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
 ``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
@@ -13,8 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import each
 import pytest
 from suite import Facts, Tree, applicability
 from targets import Target, open_target, parse_target
@@ -32,16 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--target", metavar="URL", help="sandbox:/path or ssh://user@host:port?key=…&known_hosts=…"
     )
     group.addoption("--facts", metavar="FILE", help="facts.json: what the image is meant to be")
+    group.addoption(
+        "--each", action="store_true", help="machines come on standard input, a line of JSON each"
+    )
     group.addoption("--report", metavar="FILE", help="write one JSON line per check to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config.option, "facts"):
         return  # some other pytest run came across this directory; see pytest_ignore_collect
-    if not config.option.target or not config.option.facts:
-        raise pytest.UsageError("tests/image verifies an image: give --target and --facts")
+    many = config.option.each
+    if bool(config.option.target) == many or not config.option.facts:
+        raise pytest.UsageError("tests/image verifies an image: give --target (or --each) and --facts")
     try:
-        config.stash[_TARGET] = parse_target(config.option.target)
+        config.stash[_TARGET] = Target("ssh") if many else parse_target(config.option.target)
         config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
@@ -82,6 +88,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Record the final selection, after -m and -k had their say."""
+    _record_selection(session)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the checks on each machine that is asked for, with ``--each``; a failed collection is pytest's to tell."""
+    if _TARGET not in session.config.stash or not session.config.option.each or session.testsfailed:
+        return None
+
+    def begin(target: str, out: Path) -> None:
+        session.config.stash[_TARGET] = parse_target(target)
+        session.config.stash[_REPORT] = _Report(out / "suite.jsonl")
+        _record_selection(session)
+
+    return each.serve(session, begin)
+
+
+def _record_selection(session: pytest.Session) -> None:
     report = session.config.stash.get(_REPORT, None)
     if report:
         report.write(
@@ -109,6 +133,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     report = session.config.stash.get(_REPORT, None)
     if report:
         report.write(event="finished", status=int(exitstatus))
+        report.stream.close()
 
 
 def check_name(nodeid: str) -> str:
@@ -121,13 +146,11 @@ class _Report:
     """The suite's own record: one JSON object a line, written as things happen."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.path.write_text("", encoding="utf-8")
+        self.stream = path.open("w", buffering=1, encoding="utf-8")  # until pytest_sessionfinish
         self.running: dict[str, Any] = {}
 
     def write(self, **event: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(event) + "\n")
+        self.stream.write(json.dumps(event) + "\n")
 
     def phase(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Add setup, call or teardown to the check's record; write it after teardown."""
@@ -176,22 +199,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("mutation", range(max(number, 1)), indirect=True)
 
 
-@pytest.fixture(autouse=True)
+def _lifetime(fixture_name: str, config: pytest.Config) -> Literal["function", "session"]:
+    """Return how long a fixture that is about a target lasts: each check has a mutant of its own."""
+    target = config.stash.get(_TARGET, None)
+    return "function" if target and target.kind == "mutant" else "session"
+
+
+@pytest.fixture(scope=_lifetime)
 def mutation(request: pytest.FixtureRequest) -> int | None:
     """The number of the mutation to apply, on a mutant target."""
     number: int | None = getattr(request, "param", None)
     return number
 
 
-@pytest.fixture
+@pytest.fixture(scope=_lifetime)
 def host(request: pytest.FixtureRequest, facts: Facts, mutation: int | None) -> Iterator[Host]:
     """The target, as testinfra sees it; one connection for the whole run."""
-    check = request.function.__name__
-    with open_target(request.config.stash[_TARGET], check, mutation, facts.variables) as target:
-        yield target
+    target = request.config.stash[_TARGET]
+    check = request.function.__name__ if target.kind == "mutant" else ""
+    with open_target(target, check, mutation, facts.variables) as opened:
+        yield opened
 
 
-@pytest.fixture
+@pytest.fixture(scope=_lifetime)
 def tree(host: Host, request: pytest.FixtureRequest, facts: Facts) -> Tree:
     """Everything on the root filesystem, from one ``find``; shared by all checks of a target.
 

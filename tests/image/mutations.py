@@ -159,7 +159,9 @@ import mutations_cloud  # noqa: E402, F401
 import mutations_container_runtime  # noqa: E402, F401
 import mutations_gate  # noqa: E402, F401
 import mutations_gpu  # noqa: E402, F401
+import mutations_gpu_containers  # noqa: E402, F401
 import mutations_hygiene  # noqa: E402, F401
+import mutations_join  # noqa: E402, F401
 import mutations_kernel  # noqa: E402, F401
 import mutations_kubelet  # noqa: E402, F401
 import mutations_local_disk  # noqa: E402, F401

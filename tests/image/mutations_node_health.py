@@ -8,6 +8,7 @@ from mutations_booted import record_booted
 SERVICE = "/etc/systemd/system/node-health.service"
 TIMER = "/etc/systemd/system/node-health.timer"
 SETTINGS = "/etc/node-agent/health.json"
+ENDPOINT = "/etc/systemd/system/node-health-endpoint.service"
 
 record(
     "test_node_is_looked_at",
@@ -20,6 +21,7 @@ record(
     change(SERVICE, "^ProtectSystem=.*$", "ProtectSystem=no"),
     change(SERVICE, "^CapabilityBoundingSet=.*$", ""),
     change(SERVICE, "^ExecStart=.*$", "ExecStart=/bin/true"),
+    change(SERVICE, "^RuntimeDirectory=.*$", "RuntimeDirectory=node"),
     append(SERVICE, "\n[Service]\nProtectClock=yes\n"),
 )
 record(
@@ -32,6 +34,19 @@ record(
     given(lambda v: chmod(v["node_health_textfile_directory"], 0o777)),
     given(lambda v: chmod(v["node_health_textfile_directory"], 0o775)),
 )
+record(
+    "test_endpoint_is_declared",
+    remove("/etc/systemd/system/multi-user.target.wants/node-health-endpoint.service"),
+    link(ENDPOINT, "/dev/null"),
+    change("/etc/node-agent/health-endpoint.json", '"port": [0-9]*', '"port": 1'),
+)
+record(
+    "test_endpoint_is_confined",
+    change(ENDPOINT, "^DynamicUser=.*$", ""),
+    change(ENDPOINT, "^IPAddressDeny=.*$", ""),
+    change(ENDPOINT, "^CapabilityBoundingSet=.*$", "CapabilityBoundingSet=CAP_SYS_ADMIN"),
+)
+record_booted("test_endpoint_answers_on_loopback", "systemctl stop node-health-endpoint.service")
 record_booted(
     "test_node_was_looked_at",
     'systemctl stop node-health.timer node-health.service; sed -i \'s/"time": [0-9.]*/"time": 1/\' /run/node/health.json',

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from beginnings import beginnings
+from kept import files
 from testinfra.host import Host
 
 _SHOWN = 12
@@ -68,8 +71,7 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One file: ``kind`` as find's %y, ``points_to`` the kind of a link's target (N: nothing, L: loop)."""
 
     path: str
@@ -96,7 +98,8 @@ class Tree:
         """
         pruned = "".join(rf" -not \( -path '{path}/*' -prune \)" for path in containers)
         fields = r"'%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'"
-        listing = host.run(f"find / -ignore_readdir_race -xdev{pruned} -printf {fields}")
+        # In large pieces: each is a packet, for which both sides do more than for what is in it.
+        listing = host.run(f"stdbuf -o 64K find / -ignore_readdir_race -xdev{pruned} -printf {fields}")
         assert listing.rc == 0, f"find failed: {listing.stderr}"
         entries = {}
         for line in os.fsdecode(listing.stdout_bytes).split("\0")[:-1]:
@@ -115,15 +118,31 @@ class Tree:
         assert path in self.entries, f"{path} does not exist"
         return self.entries[path]
 
+    @cached_property
+    def _paths(self) -> list[str]:
+        return sorted(self.entries)
+
+    def _beginning(self, start: str) -> list[str]:
+        """Return the paths that begin so, in order."""
+        paths = self._paths
+        if not start:
+            return paths
+        end = start[:-1] + chr(ord(start[-1]) + 1)
+        return paths[bisect_left(paths, start) : bisect_left(paths, end)]
+
     def under(self, *folders: str) -> Iterator[Entry]:
         """Yield what lies below the folders, not the folders themselves."""
-        starts = tuple(folder.rstrip("/") + "/" for folder in folders)
-        return (entry for entry in self if entry.path.startswith(starts))
+        paths = (path for folder in folders for path in self._beginning(f"{folder.rstrip('/')}/"))
+        return (self.entries[path] for path in paths)
 
-    def matching(self, pattern: str) -> list[str]:
-        """Return the paths that a regular expression matches as a whole."""
+    def matching(self, pattern: str, *, having: str = "") -> list[str]:
+        """Return the paths that a regular expression matches as a whole, in order.
+
+        ``having`` is what each match has somewhere: to look for that first is a tenth of the work.
+        """
         match = re.compile(pattern).fullmatch
-        return [path for path in self.entries if match(path)]
+        paths = (path for start in beginnings(pattern) for path in self._beginning(start))
+        return [path for path in paths if having in path and match(path)]
 
     def where(self, condition: Callable[[Entry], bool]) -> list[str]:
         """Return the paths of the entries that fulfil a condition."""
@@ -132,6 +151,8 @@ class Tree:
 
 def read(host: Host, path: str) -> str:
     """Return a file's text; a check whose file is missing fails."""
+    if (text := files(host).get(path)) is not None:
+        return text
     done = host.run("cat %s", path)
     assert done.rc == 0, f"can't read {path}: {done.stderr.strip()}"
     return str(done.stdout)
@@ -150,7 +171,7 @@ def load(host: Host, path: str) -> Any:
     """Return a YAML (or JSON) file's content."""
     text = read(host, path)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=yaml.CSafeLoader)
     except yaml.YAMLError as error:
         raise AssertionError(f"{path} is not YAML: {error}") from error
 
@@ -179,6 +200,13 @@ def starts_at_boot(tree: Tree, unit: str) -> bool:
     folders = r"/(etc|usr/lib)/systemd/system/[^/]+\.(wants|requires|upholds)/"
     masked = tree.entries.get(f"/etc/systemd/system/{unit}")
     return bool(tree.matching(folders + re.escape(unit))) and not (masked and masked.link == "/dev/null")
+
+
+def gpus(host: Host) -> int:
+    """Return how many GPUs of NVIDIA the machine's bus has."""
+    vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()
+    classes = [read(host, f"{path.rpartition('/')[0]}/class").strip() for path in vendors]
+    return sum(kind in ("0x030000", "0x030200") for kind in classes)
 
 
 def nothing(found: Iterable[str]) -> None:

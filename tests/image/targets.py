@@ -17,8 +17,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import paramiko
 import testinfra
+from rootshell import RootShell
+from testinfra.backend.base import CommandResult
 from testinfra.backend.paramiko import ParamikoBackend
 from testinfra.host import Host
+
+# Nothing that a check asks for takes so long, even on an emulated machine.
+_COMMAND_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -107,16 +112,42 @@ def _mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]
 
 
 class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
-    """testinfra's backend, except that an unknown or changed host key ends the run.
+    """testinfra's backend, except that an unknown or changed host key ends the run, and that one shell serves it all.
 
-    The original accepts any host key with a warning and reads the caller's ~/.ssh/config.
+    The original accepts any host key with a warning, reads the caller's ~/.ssh/config, waits for ever for a command,
+    and logs in and calls sudo for each.
     """
 
     def __init__(self, target: Target) -> None:
-        super().__init__(
-            f"{target.user}@{target.address}:{target.port}", timeout=60, sudo=target.user != "root"
-        )
+        super().__init__(f"{target.user}@{target.address}:{target.port}", timeout=60)
         self.target = target
+        # Else it asks an interpreter on the machine, once something isn't ASCII.
+        self._encoding = "utf-8"
+        self._shell: RootShell | None = None
+
+    def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
+        """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell."""
+        line = self.quote(command, *args)
+        if self.sudo_user:
+            line = self.get_sudo_command(line, self.sudo_user)
+        if self._shell is None:
+            self._shell = RootShell(self._transport(), sudo=self.target.user != "root", seconds=self.timeout)
+        try:
+            status, out, err = self._shell.run(line, _COMMAND_SECONDS)
+        except OSError:
+            self._shell = None
+            raise
+        return self.result(status, self.encode(line), out, err)
+
+    def _transport(self) -> paramiko.Transport:
+        """Return the connection, a new one where it was lost."""
+        transport = self.client.get_transport()
+        if transport is None or not transport.is_active():
+            self.client.close()
+            del self.client
+            transport = self.client.get_transport()
+        assert transport is not None
+        return transport
 
     @cached_property
     def client(self) -> paramiko.SSHClient:

@@ -6,6 +6,9 @@ import json
 import re
 from typing import Any
 
+from asked import merged
+from cloud_config import MAIN, cloud_config
+from kept import files
 from suite import (
     Tree,
     assignments,
@@ -33,18 +36,6 @@ FIRST_BOOT_CONDITIONS = (
 with_cloud_init = needs("system", azure_guest_cloud_init=True)
 
 
-def _config(host: Host) -> dict[str, Any]:
-    """Return cloud-init's configuration, merged by cloud-init itself; read once for all checks of a target."""
-    if not hasattr(host, "cloud_init_config"):
-        script = (
-            "import json; from cloudinit import util; "
-            "print(json.dumps(util.read_conf_with_confd('/etc/cloud/cloud.cfg')))"
-        )
-        host.cloud_init_config = json.loads(output(host, "python3 -c %s", script))
-    merged: dict[str, Any] = host.cloud_init_config
-    return merged
-
-
 def _modules(config: dict[str, Any]) -> set[str]:
     """Return the names of all modules that cloud-init runs, with underscores."""
     stages = ("cloud_init_modules", "cloud_config_modules", "cloud_final_modules")
@@ -57,11 +48,11 @@ def _modules(config: dict[str, Any]) -> set[str]:
 @with_cloud_init
 def test_cloud_init_looks_where_declared(host: Host, v: V) -> None:
     """The datasources are the declared ones, in order, and on one line, as ds-identify reads them."""
-    assert _config(host)["datasource_list"] == v["azure_guest_datasources"]
-    lines = output(
-        host, "grep -hs ^datasource_list: /etc/cloud/cloud.cfg /etc/cloud/cloud.cfg.d/95_image.cfg"
-    )
-    nothing(line for line in lines.splitlines() if not re.fullmatch(r"datasource_list: *\[.*\] *", line))
+    assert cloud_config(host)["datasource_list"] == v["azure_guest_datasources"]
+    texts = (files(host).get(path, "") for path in (MAIN, f"{MAIN}.d/95_image.cfg"))
+    lines = re.findall("^datasource_list:.*", "\n".join(texts), re.MULTILINE)
+    assert lines, "no datasource is declared"
+    nothing(line for line in lines if not re.fullmatch(r"datasource_list: *\[.*\] *", line))
 
 
 @offline
@@ -95,7 +86,7 @@ def test_first_boot_survives_a_power_failure(host: Host, tree: Tree) -> None:
 @with_cloud_init
 def test_cloud_init_leaves_the_network_alone(host: Host) -> None:
     """Interfaces have one owner, and further addresses on Azure belong to pods."""
-    config = _config(host)
+    config = cloud_config(host)
     assert config.get("network", {}).get("config") == "disabled", f"{config.get('network')}"
     assert config["datasource"]["Azure"]["apply_network_config"] is False
 
@@ -105,7 +96,7 @@ def test_cloud_init_leaves_the_network_alone(host: Host) -> None:
 @with_cloud_init
 def test_cloud_init_leaves_disks_alone(host: Host) -> None:
     """cloud-init never partitions, formats or mounts a disk: the local one has another owner."""
-    config = _config(host)
+    config = cloud_config(host)
     nothing(sorted({"disk_setup", "fs_setup", "mounts"} & (_modules(config) | set(config))))
 
 
@@ -115,7 +106,7 @@ def test_cloud_init_leaves_disks_alone(host: Host) -> None:
 def test_cloud_init_leaves_packages_alone(host: Host) -> None:
     """cloud-init installs and upgrades nothing, and changes no package source."""
     owners = {"apt_configure", "package_update_upgrade_install", "snap", "ubuntu_pro", "yum_add_repo"}
-    nothing(sorted(owners & _modules(_config(host))))
+    nothing(sorted(owners & _modules(cloud_config(host))))
 
 
 @offline
@@ -123,7 +114,7 @@ def test_cloud_init_leaves_packages_alone(host: Host) -> None:
 @with_cloud_init
 def test_cloud_init_makes_the_declared_user(host: Host, v: V) -> None:
     """The user of first boot is the declared one, without a password, and root stays closed."""
-    config = _config(host)
+    config = cloud_config(host)
     user = config["system_info"]["default_user"]
     nothing(differences({"name": v["azure_guest_default_user"], "lock_passwd": True}, user))
     nothing(differences({"disable_root": True, "ssh_pwauth": False}, config))
@@ -136,7 +127,7 @@ def test_cloud_init_makes_the_declared_user(host: Host, v: V) -> None:
 def test_cloud_init_makes_host_keys(host: Host, v: V) -> None:
     """Every machine gets its own host keys, of the declared types."""
     wanted = {"ssh_deletekeys": True, "ssh_genkeytypes": v["azure_guest_ssh_host_key_types"]}
-    nothing(differences(wanted, _config(host)))
+    nothing(differences(wanted, cloud_config(host)))
 
 
 @offline
@@ -144,7 +135,7 @@ def test_cloud_init_makes_host_keys(host: Host, v: V) -> None:
 @with_cloud_init
 def test_cloud_init_grows_the_root(host: Host) -> None:
     """The root partition fills its disk at first boot; the programs for it are there."""
-    config = _config(host)
+    config = cloud_config(host)
     assert config["growpart"]["mode"] in ("auto", "growpart"), f"{config['growpart']}"
     assert config["growpart"]["devices"] == ["/"] and config["resize_rootfs"] is True
     nothing(sorted({"growpart", "resizefs"} - _modules(config)))
@@ -207,7 +198,7 @@ def test_initramfs_has_the_clouds_drivers(host: Host, tree: Tree, v: V) -> None:
 def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> None:
     """A unit blocks forwarded packets to every declared address before the network is up."""
     assert starts_at_boot(tree, "azure-pod-guard.service")
-    unit = output(host, "systemd-analyze cat-config systemd/system/azure-pod-guard.service")
+    unit = merged(host, "systemd/system/azure-pod-guard.service")
     rules = [
         line for line in unit.splitlines() if line.startswith("ExecStart=/") and line.endswith("--jump DROP")
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from asked import merged
 from suite import (
     Tree,
     assignments,
@@ -149,7 +150,7 @@ def test_docker_is_the_declared_version(host: Host, v: V) -> None:
 @with_docker
 def test_docker_listens_on_its_socket_alone(host: Host) -> None:
     """Nobody gets root's rights over TCP, nor as a member of the group docker."""
-    unit = output(host, "systemd-analyze cat-config systemd/system/docker.service")
+    unit = merged(host, "systemd/system/docker.service")
     starts = [line for line in unit.splitlines() if line.startswith("ExecStart=/")]
     assert len(starts) == 1 and "tcp://" not in starts[0], f"{starts}"
     members = output(host, "getent group docker").split(":")[3]
@@ -172,7 +173,7 @@ def test_credential_helpers(host: Host, v: V) -> None:
 @needs("container_runtime", __container_runtime_with_cri_dockerd=True)
 def test_cri_dockerd(host: Host, v: V) -> None:
     """cri-dockerd is the declared version and gets the pull deadline and the pause image."""
-    unit = output(host, "systemd-analyze cat-config systemd/system/cri-docker.service")
+    unit = merged(host, "systemd/system/cri-docker.service")
     program = f"{v['__container_runtime_cri_dockerd_dir']}/cri-dockerd"
     assert v["container_runtime_cri_dockerd"]["version"] in output(host, "%s --version 2>&1", program)
     for flag, name in (
@@ -204,7 +205,7 @@ def test_runtime_units_are_enabled(tree: Tree, v: V) -> None:
 def test_runtime_limits(host: Host, v: V) -> None:
     """Containers inherit the declared limits on open files and locked memory."""
     for unit in ["containerd", *(["docker"] if v["__container_runtime_with_docker"] else [])]:
-        found = assignments(output(host, "systemd-analyze cat-config %s", f"systemd/system/{unit}.service"))
+        found = assignments(merged(host, f"systemd/system/{unit}.service"))
         wanted = {
             "LimitNOFILE": str(v["container_runtime_limit_nofile"]),
             "LimitMEMLOCK": str(v["container_runtime_limit_memlock"]),
@@ -259,13 +260,13 @@ def test_docker_runs_with_overlay2(host: Host, v: V) -> None:
 
 @booted
 @with_layer
-def test_containerd_answers(host: Host) -> None:
+def test_containerd_answers(host: Host, v: V) -> None:
     """containerd serves its socket, and no plugin that is wanted failed to load."""
     output(host, "ctr version")
-    failed = [
-        line.split()[1] for line in output(host, "ctr plugins ls").splitlines() if line.split()[-1] == "error"
-    ]
-    nothing(failed)
+    # A snapshotter that nobody configured: 1.6 calls that an error, later versions pass over it.
+    unwanted = {"devmapper"} if v["__container_runtime_containerd_series"].strip() == "1.6" else set()
+    lines = [line.split() for line in output(host, "ctr plugins ls").splitlines()]
+    nothing(words[1] for words in lines if words[-1] == "error" and words[1] not in unwanted)
 
 
 @booted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
+from asked import SYSCTL, output_once
 from suite import Tree, assignments, booted, differences, needs, nothing, offline, output, read
 from testinfra.host import Host
 
@@ -16,13 +17,14 @@ with_system = needs("system")
 def _sshd(host: Host) -> dict[str, str]:
     """Return sshd's effective settings, from sshd itself, names in lower case.
 
-    It refuses to tell them without a host key, which an image hasn't, so it gets one for the moment.
+    It refuses to tell them without a host key, which an image hasn't: then it gets one for the moment.
     """
     script = (
-        "d=$(mktemp -d) && mkdir -p /run/sshd && ssh-keygen -q -t ed25519 -N '' -f $d/key && "
+        "mkdir -p /run/sshd; sshd -T 2>/dev/null && exit; "
+        "d=$(mktemp -d) && ssh-keygen -q -t ed25519 -N '' -f $d/key && "
         "sshd -T -h $d/key; status=$?; rm -rf $d; exit $status"
     )
-    lines = output(host, "sh -c %s", script).splitlines()
+    lines = output_once(host, script).splitlines()
     return {name: value for name, _, value in (line.partition(" ") for line in lines)}
 
 
@@ -77,7 +79,7 @@ def test_no_trust_by_host_name(tree: Tree) -> None:
 @with_system
 def test_modules_are_denied(host: Host, v: V) -> None:
     """Denied modules can be loaded neither by name nor by alias."""
-    lines = {" ".join(line.split()) for line in output(host, "modprobe --showconfig").splitlines()}
+    lines = {" ".join(line.split()) for line in output_once(host, "modprobe --showconfig").splitlines()}
     wanted = [
         f"{how} {m}{end}"
         for m in v["hardening_denied_modules"]
@@ -96,7 +98,7 @@ def test_needed_modules_are_not_denied(host: Host, v: V) -> None:
         name.replace("-", "_")
         for name in ["udf", "vfat", *v["__hardening_needed_modules"], *v["system_modules"]]
     }
-    lines = (line.split() for line in output(host, "modprobe --showconfig").splitlines())
+    lines = (line.split() for line in output_once(host, "modprobe --showconfig").splitlines())
     denied = [w for w in lines if w and w[0] in ("install", "blacklist") and w[1].replace("-", "_") in needed]
     nothing(" ".join(words) for words in denied)
 
@@ -106,7 +108,7 @@ def test_needed_modules_are_not_denied(host: Host, v: V) -> None:
 @with_system
 def test_hardening_sysctls_are_configured(host: Host, v: V) -> None:
     """Every declared protection of the kernel is set at boot, and no later file undoes it."""
-    found = assignments(output(host, "/usr/lib/systemd/systemd-sysctl --cat-config"))
+    found = assignments(output_once(host, SYSCTL))
     found = {name.lstrip("-").replace("/", "."): value for name, value in found.items()}
     nothing(differences({name: str(value) for name, value in v["hardening_sysctl"].items()}, found))
 
@@ -128,7 +130,8 @@ def test_declared_file_modes(tree: Tree, v: V) -> None:
 @booted
 def test_account_files_are_protected(host: Host, tree: Tree) -> None:
     """Everybody reads the names of accounts, nobody but root their hashes."""
-    shadow = int(output(host, "getent group shadow").split(":")[2])
+    groups = {line.split(":")[0]: line.split(":")[2] for line in read(host, "/etc/group").splitlines()}
+    shadow = int(groups["shadow"])
     wanted = {
         "/etc/passwd": (0o644, 0, 0),
         "/etc/group": (0o644, 0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allowed import DEAD_LINKS, STICKY, SUID_SGID, UNOWNED, allowed
+from asked import diversions, owned_files, with_merged_usr
 from suite import Tree, booted, load, needs, nothing, offline, output, read
 from testinfra.host import Host
 
@@ -116,8 +117,10 @@ def test_no_journal(tree: Tree) -> None:
 @booted
 def test_no_ansible_traces(tree: Tree) -> None:
     """Ansible's directories, modules and retry files are gone."""
-    nothing(tree.matching(r".*/\.ansible(/.*)?|.*/(ansible[-_.]tmp|AnsiballZ_|\.ansible_).*"))
-    nothing(tree.matching(r".*\.retry|/etc/ansible(/.*)?|/(var/)?tmp/ansible.*"))
+    nothing(tree.matching(r".*/\.ansible(/.*)?|.*/(ansible[-_.]tmp|\.ansible_).*", having="ansible"))
+    nothing(tree.matching(r".*/AnsiballZ_.*", having="AnsiballZ_"))
+    nothing(tree.matching(r".*\.retry", having=".retry"))
+    nothing(tree.matching(r"/etc/ansible(/.*)?|/(var/)?tmp/ansible.*"))
 
 
 @offline
@@ -134,7 +137,8 @@ def test_no_registry_credentials(host: Host, tree: Tree) -> None:
     for path in clients:
         nothing(f"{path}: {key}" for key in load(host, path) if key != "credHelpers")
     nothing(tree.matching(rf"{_HOME}/\.dockercfg|/var/lib/kubelet/(config\.json|\.dockercfg)"))
-    nothing(tree.matching(r"/etc/(docker|containerd)/.*(auth|login)[^/]*\.json|.*/containers/auth\.json"))
+    nothing(tree.matching(r"/etc/(docker|containerd)/.*(auth|login)[^/]*\.json"))
+    nothing(tree.matching(r".*/containers/auth\.json", having="/containers/auth.json"))
 
 
 @offline
@@ -220,19 +224,10 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 @booted
 def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
     """Everything below /usr comes from a package, a package's script, the alternatives, or is named here."""
-    listed = output(host, "cat /var/lib/dpkg/info/*.list").splitlines()
-    diverted = output(host, "dpkg-divert --list").splitlines()
-    owned = {_merged(path) for path in listed} | {
-        _merged(line.split(" to ")[1].split(" by ")[0]) for line in diverted
-    }
+    owned = owned_files(host) | {with_merged_usr(place) for _, place, _ in diversions(host)}
     unowned = [e for e in tree.under("/usr") if e.path not in owned and not allowed(e.path, UNOWNED)]
     stray = [e.path for e in unowned if not e.link.startswith("/etc/alternatives/")]
     nothing(stray)
-
-
-def _merged(path: str) -> str:
-    """Return a path of a package list as it is on a system with merged /usr."""
-    return f"/usr{path}" if path.startswith(("/bin/", "/sbin/", "/lib/", "/lib32/", "/lib64/")) else path
 
 
 @offline
@@ -261,7 +256,7 @@ def test_no_service_blocker(tree: Tree) -> None:
 @booted
 def test_no_local_diversions(host: Host) -> None:
     """No program of a package was put aside by hand."""
-    nothing([line for line in output(host, "dpkg-divert --list").splitlines() if line.startswith("local ")])
+    nothing([path for path, _, package in diversions(host) if package == ":"])
 
 
 @offline

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from typing import Any
 
+from asked import merged, packages
 from suite import (
     Facts,
     Tree,
@@ -38,7 +38,7 @@ def _config(host: Host) -> dict[str, Any]:
 
 def _unit(host: Host) -> str:
     """Return the kubelet's unit with its drop-ins, continued lines joined."""
-    return output(host, "systemd-analyze cat-config systemd/system/kubelet.service").replace("\\\n", " ")
+    return merged(host, "systemd/system/kubelet.service").replace("\\\n", " ")
 
 
 def _flags(host: Host) -> dict[str, str]:
@@ -68,7 +68,7 @@ def test_kubelet_is_the_declared_version(host: Host, v: V) -> None:
 @needs("kubernetes", __kubelet_source_type="repository")
 def test_kubelet_is_held(host: Host) -> None:
     """An upgrade of packages doesn't take the kubelet along."""
-    assert "kubelet" in output(host, "apt-mark showhold").split()
+    assert "kubelet" in packages(host) and packages(host)["kubelet"].held
 
 
 @offline
@@ -357,48 +357,3 @@ def test_node_tells_which_image_it_runs(host: Host, facts: Facts) -> None:
         if not re.fullmatch(r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", release[name])
     )
     assert "IMAGE_NAME" in used and release["IMAGE_NAME"] == facts.image
-
-
-@booted
-@needs("kubernetes", kubelet_mode="standalone")
-def test_kubelet_runs(host: Host) -> None:
-    """The kubelet is active, was never restarted, and says that it is well."""
-    found = assignments(output(host, "systemctl show -p ActiveState,NRestarts kubelet.service"))
-    nothing(differences({"ActiveState": "active", "NRestarts": "0"}, found))
-    ask = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=20).read().decode())"
-    assert output(host, "python3 -c %s http://127.0.0.1:10248/healthz", ask) == "ok"
-
-
-@booted
-@needs("kubernetes", kubelet_mode="standalone")
-def test_static_pods_run(host: Host, v: V) -> None:
-    """Every container of every static pod runs, by the image's engine."""
-    wanted = set()
-    for path in output(host, "find %s -type f -not -name '.*'", v["kubelet_static_pod_path"]).split():
-        pod = load(host, path)
-        wanted |= {(pod["metadata"]["name"], container["name"]) for container in pod["spec"]["containers"]}
-    assert wanted, "there is no static pod to run"
-    running = _docker_containers(host) if v["container_runtime_engine"] == "docker" else _cri_containers(host)
-    # The kubelet appends the node's name to the name of a static pod.
-    nothing(
-        f"{pod}/{container}"
-        for pod, container in sorted(wanted)
-        if not any(name.startswith(f"{pod}-") and container == other for name, other in running)
-    )
-
-
-def _docker_containers(host: Host) -> set[tuple[str, str]]:
-    """Return (pod, container) of everything that Docker runs for the kubelet."""
-    form = '{{.Label "io.kubernetes.pod.name"}} {{.Label "io.kubernetes.container.name"}}'
-    lines = output(host, "docker ps --filter status=running --format %s", form).splitlines()
-    return {(fields[0], fields[1]) for fields in map(str.split, lines) if len(fields) == 2}
-
-
-def _cri_containers(host: Host) -> set[tuple[str, str]]:
-    """Return (pod, container) of everything that containerd runs for the kubelet."""
-    tasks = [line.split() for line in output(host, "ctr --namespace k8s.io tasks list").splitlines()[1:]]
-    found = set()
-    for name in (fields[0] for fields in tasks if fields[-1] == "RUNNING"):
-        labels = json.loads(output(host, "ctr --namespace k8s.io containers info %s", name)).get("Labels", {})
-        found.add((labels.get("io.kubernetes.pod.name", ""), labels.get("io.kubernetes.container.name", "")))
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asked import merged
 from suite import Tree, booted, needs, nothing, offline, output, starts_at_boot
 from testinfra.host import Host
 
@@ -30,7 +31,7 @@ def _wanted(v: V) -> list[tuple[str, str]]:
 def test_traffic_will_be_counted(host: Host, tree: Tree, v: V) -> None:
     """A unit makes a rule for every internal network and for the rest, in both directions, at every boot."""
     assert starts_at_boot(tree, UNIT)
-    lines = output(host, "systemd-analyze cat-config %s", f"systemd/system/{UNIT}").splitlines()
+    lines = merged(host, f"systemd/system/{UNIT}").splitlines()
     rules = [line for line in lines if line.startswith("StandardInputText=--append ")]
     comment = v["network_accounting_comment"]
     for direction, flag in (("in", "source"), ("out", "destination")):

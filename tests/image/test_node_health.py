@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -25,6 +26,14 @@ TIMER = "node-health.timer"
 UNITS = "/etc/systemd/system"
 SETTINGS = "/etc/node-agent/health.json"
 HEALTH = "/run/node/health.json"
+ENDPOINT = "node-health-endpoint.service"
+# An answer of any status: a node that is not up yet says so with 503.
+ASK = """
+import http.client, sys
+asked = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=10)
+asked.request("GET", "/health")
+print(asked.getresponse().read().decode())
+"""
 # What of the sandbox must not get lost: it runs as root, each minute, for as long as the node lives.
 SANDBOX = {
     "Type": "oneshot",
@@ -33,6 +42,19 @@ SANDBOX = {
     "CapabilityBoundingSet": "CAP_SYSLOG CAP_SYS_ADMIN CAP_DAC_OVERRIDE",
     "CPUWeight": "20",
     "TimeoutStartSec": "50",
+    # The second one is where jobs leave their leases.
+    "RuntimeDirectory": "node node/busy",
+}
+# Who asks on loopback is anybody on the machine, so that what answers must be able to do nothing.
+CONFINED = {
+    "ExecStart": "/usr/local/sbin/node-agent health-endpoint",
+    "DynamicUser": "yes",
+    "ProtectSystem": "strict",
+    "NoNewPrivileges": "yes",
+    "CapabilityBoundingSet": "",
+    "IPAddressDeny": "any",
+    "IPAddressAllow": "localhost",
+    "RestrictAddressFamilies": "AF_INET",
 }
 # Options of systemd that would blind a check without a word.
 BLINDING = ("ProtectKernelLogs", "ProtectClock", "PrivateDevices", "PrivateNetwork", "PrivateTmp")
@@ -78,6 +100,45 @@ def test_metrics_have_a_directory(host: Host, v: V) -> None:
     found = host.file(v["node_health_textfile_directory"])
     assert found.is_directory, "there is no such directory"
     assert not found.mode & 0o022, f"its mode is {found.mode:o}"
+
+
+@offline
+@booted
+@node
+def test_endpoint_is_declared(host: Host, tree: Tree, v: V) -> None:
+    """The endpoint for Azure's extension starts with the machine or, where the definition says so, does not."""
+    assert starts_at_boot(tree, ENDPOINT) == v["node_health_endpoint"]
+    wanted = {
+        name: v[f"node_health_endpoint_{name}"]
+        for name in ("port", "grace_seconds", "phases", "lease_seconds")
+    }
+    nothing(differences(wanted, load(host, "/etc/node-agent/health-endpoint.json")))
+
+
+@offline
+@booted
+@node
+def test_endpoint_is_confined(host: Host) -> None:
+    """The endpoint is nobody, and speaks to loopback alone."""
+    nothing(differences(CONFINED, assignments(read(host, f"{UNITS}/{ENDPOINT}"))))
+
+
+@booted
+@node
+def test_endpoint_answers_on_loopback(host: Host, v: V) -> None:
+    """The extension is told of a state, and the port is open on 127.0.0.1 and nowhere else."""
+    if not v["node_health_endpoint"]:
+        return
+    port = v["node_health_endpoint_port"]
+    found = json.loads(output(host, "python3 -I -c %s %s", ASK, str(port)))
+    # What it is, the other checks say; the endpoint has to give a reason for anything but Healthy.
+    state = found["ApplicationHealthState"]
+    assert state in ("Initializing", "Healthy", "Unhealthy", "Unknown"), f"{found}"
+    assert state == "Healthy" or found["reasons"], f"{found}"
+    assert set(json.loads(found["customMetrics"])["rollingUpgrade"]) == {"PhaseOrderingNumber", "SkipUpgrade"}
+    lines = output(host, "ss --no-header --listening --numeric --tcp").splitlines()
+    places = [line.split()[3] for line in lines if line.split()[3].endswith(f":{port}")]
+    assert places == [f"127.0.0.1:{port}"], f"{places}"
 
 
 @booted

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from asked import merged
 from preloaded import LIST, familiar, images, plain
 from suite import (
     Tree,
@@ -40,7 +41,7 @@ with_containerd = needs(
 
 def _unit(host: Host, name: str) -> list[str]:
     """Return the lines of a unit with its drop-ins, continued ones joined."""
-    text = output(host, "systemd-analyze cat-config %s", f"systemd/system/{name}")
+    text = merged(host, f"systemd/system/{name}")
     return text.replace("\\\n", " ").splitlines()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from suite import assignments, booted, differences, needs, nothing, offline, output, read
+from asked import SYSCTL, output_once
+from suite import assignments, booted, differences, needs, nothing, offline, read
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -12,7 +13,7 @@ V = dict[str, Any]
 
 def _configured(host: Host) -> dict[str, str]:
     """Return what systemd-sysctl will set: all files merged in its own order, by name with dots."""
-    lines = assignments(output(host, "/usr/lib/systemd/systemd-sysctl --cat-config"))
+    lines = assignments(output_once(host, SYSCTL))
     return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in lines.items()}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from asked import merged, services, unit_states
+from kept import files, in_folder
 from suite import (
     Tree,
     assignments,
@@ -27,7 +29,7 @@ with_network = needs("system", system_network=True)
 
 def _merged(host: Host, path: str) -> dict[str, str]:
     """Return a systemd configuration with its drop-ins, merged as systemd does."""
-    return assignments(output(host, "systemd-analyze cat-config %s", path))
+    return assignments(merged(host, path))
 
 
 @offline
@@ -35,7 +37,7 @@ def _merged(host: Host, path: str) -> dict[str, str]:
 @with_system
 def test_units_are_masked(host: Host, v: V) -> None:
     """What must never start can't."""
-    states = {unit: host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in v["__system_masked"]}
+    states = unit_states(host, v["__system_masked"])
     nothing(f"{unit} is {state or 'not there'}" for unit, state in states.items() if state != "masked")
 
 
@@ -64,7 +66,7 @@ def test_units_are_valid(host: Host, tree: Tree) -> None:
 def test_no_swap_is_configured(host: Host) -> None:
     """No swap comes up at boot, whoever brings it."""
     nothing(line for line in statements(read(host, "/etc/fstab")) if line.split()[2] == "swap")
-    assert host.run("systemctl is-enabled swap.target").stdout.strip() == "masked"
+    assert unit_states(host, ["swap.target"])["swap.target"] == "masked"
 
 
 @offline
@@ -73,7 +75,11 @@ def test_no_swap_is_configured(host: Host) -> None:
 def test_limits_are_configured(host: Host, v: V) -> None:
     """Login sessions get the declared limits; no later line takes them back."""
     found = {}
-    for line in statements(output(host, "cat /etc/security/limits.conf /etc/security/limits.d/*.conf")):
+    texts = (
+        files(host)["/etc/security/limits.conf"],
+        *in_folder(host, "/etc/security/limits.d", ".conf").values(),
+    )
+    for line in statements("\n".join(texts)):
         domain, kind, item, value = line.split()[:4]
         found[f"{domain} {kind} {item}"] = value
     wanted = {
@@ -146,7 +152,7 @@ def test_pods_inherit_real_name_servers(host: Host, tree: Tree) -> None:
 @with_system
 def test_host_keys_come_at_first_boot(host: Host, v: V) -> None:
     """A unit makes every declared type of host key before sshd starts."""
-    unit = output(host, "systemd-analyze cat-config systemd/system/ssh-host-keys.service")
+    unit = merged(host, "systemd/system/ssh-host-keys.service")
     nothing(t for t in v["system_ssh_host_key_types"] if f"ssh-keygen -q -t {t} " not in unit)
     before = [word for line in unit.splitlines() if line.startswith("Before=") for word in line[7:].split()]
     assert "ssh.service" in before, f"{before}"
@@ -157,8 +163,8 @@ def test_host_keys_come_at_first_boot(host: Host, v: V) -> None:
 def test_sessions_have_the_limits(host: Host, v: V) -> None:
     """A new session has the declared limits."""
     values = {(e["domain"], e["item"]): str(e["value"]) for e in v["system_limits"]}
-    for item, flag in (("memlock", "l"), ("nofile", "n")):
-        found = output(host, "su --shell /bin/sh --command %s nobody", f"ulimit -{flag}")
+    session = output(host, "su --shell /bin/sh --command 'ulimit -l; ulimit -n' nobody").split()
+    for item, found in zip(("memlock", "nofile"), session, strict=True):
         assert found == values.get(("*", item), found), f"{item} is {found}"
 
 
@@ -166,6 +172,6 @@ def test_sessions_have_the_limits(host: Host, v: V) -> None:
 @with_system
 def test_journal_is_persistent(host: Host) -> None:
     """journald writes to the disk."""
-    process = output(host, "systemctl show --property=MainPID --value systemd-journald.service")
-    files = output(host, r"find /proc/%s/fd -lname '*.journal' -printf '%%l\n'", process)
-    assert "/var/log/journal/" in files, files
+    process = services(host).get("systemd-journald.service", {}).get("MainPID", "")
+    journals = output(host, r"find /proc/%s/fd -lname '*.journal' -printf '%%l\n'", process)
+    assert "/var/log/journal/" in journals, journals

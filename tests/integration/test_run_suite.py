@@ -29,8 +29,9 @@ def suite(tmp_path: Path) -> Path:
     """A copy of the suite's machinery without its checks."""
     folder = tmp_path / "suite"
     folder.mkdir()
-    for name in ("conftest.py", "suite.py", "targets.py"):
-        shutil.copy(SUITE / name, folder)
+    for module in SUITE.glob("*.py"):
+        if not module.name.startswith(("test_", "mutations")):
+            shutil.copy(module, folder)
     ini = (SUITE / "pytest.ini").read_text(encoding="utf-8")
     (folder / "pytest.ini").write_text(ini, encoding="utf-8")
     facts = {

@@ -1,0 +1,147 @@
+"""Questions that more than one check has: a target answers them once, and all of a kind at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from kept import files, once
+from suite import assignments, output
+from testinfra.host import Host
+
+# What checks ask systemd to merge. One that is not here is a question of its own.
+CONFIGURATIONS = (
+    "systemd/journald.conf",
+    "systemd/network/90-dhcp.network",
+    "systemd/networkd.conf",
+    "systemd/resolved.conf",
+    "systemd/system/azure-pod-guard.service",
+    "systemd/system/containerd.service",
+    "systemd/system/cri-docker.service",
+    "systemd/system/docker.service",
+    "systemd/system/kubelet.service",
+    "systemd/system/network-accounting.service",
+    "systemd/system/ssh-host-keys.service",
+)
+# Units of which it is asked whether they may start, beside others.
+UNITS = (
+    "apt-daily.service",
+    "apt-daily.timer",
+    "apt-daily-upgrade.service",
+    "apt-daily-upgrade.timer",
+    "swap.target",
+    "unattended-upgrades.service",
+)
+# All kernel settings of the boot, in systemd's own order.
+SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
+# The line before a file's text, and what it names: the file, or one of its drop-ins.
+_PART = re.compile(r"# (?:/etc|/run|/usr/local/lib|/usr/lib|/lib)/((systemd/\S+?)(?:\.d/[^/\s]+)?)")
+_UNMERGED = re.compile(r"^/(?=(?:bin|sbin|lib|lib32|lib64)/)", re.MULTILINE)
+
+
+class Package(NamedTuple):
+    """``state`` as dpkg abbreviates it: what is wanted (h: to be held), and what is (i: installed)."""
+
+    state: str
+    version: str
+    depends: str
+
+    @property
+    def installed(self) -> bool:
+        return self.state[1:] == "i"
+
+    @property
+    def held(self) -> bool:
+        return self.state[:1] == "h"
+
+
+def output_once(host: Host, command: str, *args: str) -> str:
+    """Return what a command prints whose answer can't change while the checks run."""
+    return once(host, (command, *args), lambda: output(host, command, *args))
+
+
+def packages(host: Host) -> dict[str, Package]:
+    """Return dpkg's view of each package that it knows, by name."""
+    return once(host, packages, lambda: _packages(host))
+
+
+def _packages(host: Host) -> dict[str, Package]:
+    form = r"'${Package}\t${db:Status-Abbrev}\t${Version}\t${Depends}\n'"
+    lines = (line.split("\t") for line in output(host, f"dpkg-query --show --showformat={form}").splitlines())
+    return {name: Package(state.strip(), version, depends) for name, state, version, depends in lines}
+
+
+def owned_files(host: Host) -> frozenset[str]:
+    """Return each path of a package, as it is on a system with merged /usr."""
+    return once(host, owned_files, lambda: _owned_files(host))
+
+
+def _owned_files(host: Host) -> frozenset[str]:
+    # In large pieces, as the tree.
+    listed = output(host, "stdbuf -o 64K grep --no-filename '' /var/lib/dpkg/info/*.list")
+    return frozenset(with_merged_usr(listed).splitlines())
+
+
+def with_merged_usr(paths: str) -> str:
+    """Return paths, each on a line, as they are on a system with merged /usr."""
+    return _UNMERGED.sub("/usr/", paths)
+
+
+def diversions(host: Host) -> list[tuple[str, str, str]]:
+    """Return each path that dpkg diverts, where to, and for which package; ``:`` is by hand."""
+    lines = files(host).get("/var/lib/dpkg/diversions", "").splitlines()
+    return list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
+
+
+def mounted(host: Host, path: str) -> dict[str, Any]:
+    """Return what is mounted at a path, as findmnt has it; a check fails where nothing is."""
+    columns = "TARGET,SOURCE,FSTYPE,OPTIONS,SIZE,PARTUUID"
+    table = json.loads(output_once(host, f"findmnt --json --list --bytes --output {columns}"))
+    # The last mount at a place hides those before.
+    found: dict[str, Any] = {mount["target"]: mount for mount in table["filesystems"]}
+    assert path in found, f"nothing is mounted at {path}"
+    entry: dict[str, Any] = found[path]
+    return entry
+
+
+def services(host: Host) -> dict[str, dict[str, str]]:
+    """Return some properties of each service that a running systemd has loaded, by its name."""
+    command = "systemctl show --property=Id,ActiveState,MainPID,NRestarts '*.service'"
+    blocks = map(assignments, output_once(host, command).split("\n\n"))
+    return {block["Id"]: block for block in blocks if block}
+
+
+def unit_states(host: Host, units: Collection[str]) -> dict[str, str]:
+    """Return how each unit is enabled, as ``systemctl is-enabled`` has it; nothing for one that it doesn't know."""
+    known = once(host, unit_states, dict[str, str])
+    if not known.keys() >= set(units):
+        new = [unit for unit in {**dict.fromkeys(units), **dict.fromkeys(UNITS)} if unit not in known]
+        words = host.run(f"systemctl is-enabled {' '.join(new)}").stdout.splitlines()
+        if len(words) != len(new):
+            # Older versions of systemd tell no more once they meet a unit that isn't there.
+            words = [host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in new]
+        known.update(zip(new, words, strict=True))
+    return {unit: known[unit] for unit in units}
+
+
+def merged(host: Host, name: str) -> str:
+    """Return a configuration of systemd's with its drop-ins, merged by systemd; no text where there is none."""
+    names = CONFIGURATIONS if name in CONFIGURATIONS else (name,)
+    texts = once(
+        host, names, lambda: texts_of(output(host, f"systemd-analyze cat-config {' '.join(names)}"), names)
+    )
+    return texts[name]
+
+
+def texts_of(printed: str, names: Iterable[str]) -> dict[str, str]:
+    """Split what ``systemd-analyze cat-config`` prints for some names into the text of each."""
+    texts: dict[str, list[str]] = {name: [] for name in names}
+    current: list[str] = []
+    for line in printed.splitlines():
+        part = _PART.fullmatch(line)
+        for path in part.groups() if part else ():
+            current = texts.get(path, current)
+        current.append(line)
+    return {name: "\n".join(lines) for name, lines in texts.items()}

@@ -1,0 +1,105 @@
+"""Many machines with one collection: each gets a process that begins where the checks would run, and ends by itself.
+
+Requests come on standard input, a line of JSON each: ``{"id": …, "target": URL, "out": DIRECTORY, "seconds": N}``. The
+process of one has the collected checks, and runs them on its target as a run of its own: its records go to
+``junit.xml`` and ``suite.jsonl`` in its directory, what it says to ``suite.log``. When it ended, a line tells:
+``{"ended": ID, "status": N}``, with N below 0 for a signal; after its seconds that is SIGALRM. At the end of standard
+input whatever still runs is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# pytest has no public way to let a run that was collected write its results elsewhere.
+from _pytest.junitxml import xml_key
+
+from image_builder.process import die_with_parent
+
+Begin = Callable[[str, Path], None]
+"""Called in a machine's process with its target and its directory."""
+
+
+def serve(session: pytest.Session, begin: Begin) -> bool | None:
+    """Serve requests to the end. Returns as ``pytest_runtestloop`` does: nothing in a machine's process: it goes on."""
+    for item in session.items:
+        _ = item.location  # is worked out once
+    # What is here by now stays: no copy need look through it, which would make it a copy's own.
+    gc.collect()
+    gc.freeze()
+    running: dict[int, tuple[int, str]] = {}
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    rest = b""
+    while True:
+        for fd, _ in poll.poll():
+            if fd in running:
+                poll.unregister(fd)
+                _tell_end(fd, *running.pop(fd))
+                continue
+            part = os.read(0, 65536)
+            if not part:
+                _kill(running)
+                return True
+            *lines, rest = (rest + part).split(b"\n")
+            for request in map(json.loads, lines):
+                server = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    _become(session, request, begin, server)
+                    return None
+                pidfd = os.pidfd_open(pid)
+                running[pidfd] = (pid, request["id"])
+                poll.register(pidfd, select.POLLIN)
+
+
+def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, server: int) -> None:
+    """Turn this process, a copy of the one that collected, into a machine's own run."""
+    die_with_parent()
+    if os.getppid() != server:
+        os._exit(1)  # it ended before it could take us along
+    gc.disable()  # it ends before there is much to be had
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    out = Path(request["out"])
+    log = os.open(out / "suite.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for old, new in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(old, new)
+    session.config.stash[xml_key].logfile = os.fspath(out / "junit.xml")
+    session.config.add_cleanup(lambda: _leave(session))
+    begin(request["target"], out)
+
+
+def _leave(session: pytest.Session) -> None:
+    """End at once, all being written: to take apart what was copied would first copy it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(session.exitstatus))
+
+
+def _tell_end(pidfd: int, pid: int, name: str) -> None:
+    os.close(pidfd)
+    _say({"ended": name, "status": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+
+
+def _kill(running: Mapping[int, tuple[int, str]]) -> None:
+    for pidfd, (pid, _) in running.items():
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    # Nothing of it may be left here when a copy of this process is made.
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,81 @@
+"""What a target was asked once and need not be asked again, and the files that checks read, fetched together.
+
+To start a program, and to ask for it over SSH, costs a machine more than most of these programs' work. Kept is what
+doesn't change while the checks run, or is as good from one moment of them as from another. A mutant has a host of its
+own for each check: nothing is kept for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from testinfra.host import Host
+
+T = TypeVar("T")
+
+# What checks read: files, folders with all that is in them, and what the kernel has said since the boot.
+FILES = (
+    "/etc/apt/sources.list",
+    "/etc/apt/sources.list.d",
+    "/etc/chrony/chrony.conf",
+    "/etc/cloud/cloud.cfg",
+    "/etc/cloud/cloud.cfg.d",
+    "/etc/fstab",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/image-release",
+    "/etc/initramfs-tools/conf.d",
+    "/etc/initramfs-tools/initramfs.conf",
+    "/etc/machine-id",
+    "/etc/modules-load.d",
+    "/etc/os-release",
+    "/etc/passwd",
+    "/etc/security/limits.conf",
+    "/etc/security/limits.d",
+    "/etc/shadow",
+    "/etc/systemd/system/first-boot-again.service",
+    "/etc/systemd/system/first-boot-durable.service",
+    "/etc/waagent.conf",
+    "/proc/cmdline",
+    "/proc/modules",
+    "/proc/mounts",
+    "/proc/swaps",
+    "/proc/sys/kernel/hostname",
+    "/proc/sys/kernel/osrelease",
+    "/proc/sys/kernel/random/boot_id",
+    "/proc/sys/kernel/tainted",
+    "/var/lib/dpkg/diversions",
+)
+
+
+def once(host: Host, key: object, ask: Callable[[], T]) -> T:
+    """Return what ``ask`` returns, which is called for a target the first time alone; what it raises isn't kept."""
+    answers: dict[object, Any] = vars(host).setdefault("answers", {})
+    if key not in answers:
+        answers[key] = ask()
+    answer: T = answers[key]
+    return answer
+
+
+def files(host: Host) -> dict[str, str]:
+    """Return the text of each file of ``FILES`` that is there and not empty, and of those below its folders."""
+    return once(host, files, lambda: _read(host))
+
+
+def _read(host: Host) -> dict[str, str]:
+    # Each line of each file, behind the file's name and a NUL; files that are not there are passed over.
+    done = host.run(f"LC_ALL=C grep -aRs --devices=skip --null '' {' '.join(FILES)}")
+    found: dict[str, list[str]] = {}
+    for line in done.stdout_bytes.decode("utf-8", "surrogateescape").split("\n")[:-1]:
+        path, _, text = line.partition("\0")
+        found.setdefault(path, []).append(text)
+    assert found, f"no file can be read: {done.rc} {done.stderr}"
+    return {path: "".join(f"{text}\n" for text in lines) for path, lines in found.items()}
+
+
+def in_folder(host: Host, folder: str, suffix: str) -> dict[str, str]:
+    """Return the text of the files right in a folder of ``FILES`` whose names end so, by path, in order."""
+    assert folder in FILES
+    found = {path: text for path, text in files(host).items() if path.endswith(suffix)}
+    return {path: found[path] for path in sorted(found) if path.rpartition("/")[0] == folder}

@@ -1,0 +1,71 @@
+"""Joining a cluster: every boot does it by itself, and no image belongs to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from suite import Tree, booted, differences, load, needs, nothing, offline, read, starts_at_boot, statements
+from testinfra.host import Host
+
+V = dict[str, Any]
+UNIT = "/etc/systemd/system/node-join.service"
+SETTINGS = "/etc/node-agent/join.json"
+# Whatever the joining looks at has been started before it.
+BEFORE_IT = (
+    "network-online.target",
+    "local-disk.service",
+    "image-preload.service",
+    "docker.service",
+    "containerd.service",
+    "preflight.service",
+    "kubelet.path",
+)
+DECLARED = ("imds", "custom_data", "file", "kubernetes", "engine", "healthz", "clock_seconds")
+# Who the node is, in which cluster: the first boot's business.
+MEMBERSHIP = (
+    r"/etc/kubernetes/(kubelet\.conf|bootstrap-kubelet\.conf|node\.env)",
+    r"/etc/kubernetes/pki/.*",
+    r"/etc/node-agent/(node-config|join-taints)\.json",
+    r"/var/lib/kubelet/pki/.*",
+)
+
+join = needs("join")
+
+
+@offline
+@booted
+@join
+def test_every_boot_joins(host: Host, tree: Tree) -> None:
+    """The joining starts with the machine, on no condition, after what it looks at; no kubelet waits for it."""
+    assert starts_at_boot(tree, "node-join.service")
+    lines = statements(read(host, UNIT))
+    wanted = ("Type=oneshot", "RemainAfterExit=yes", "ExecStart=/usr/local/sbin/node-agent join")
+    nothing(f"{UNIT} lacks {line}" for line in wanted if line not in lines)
+    nothing(
+        line for line in lines if line.startswith(("Condition", "Assert", "SuccessExitStatus", "Before="))
+    )
+    after = {name for line in lines if line.startswith("After=") for name in line[len("After=") :].split()}
+    nothing(f"it does not wait for {name}" for name in BEFORE_IT if name not in after)
+
+
+@offline
+@booted
+@join
+def test_kubelet_is_started_when_it_is_told(tree: Tree) -> None:
+    """Somebody looks for the file that the joining writes."""
+    assert starts_at_boot(tree, "kubelet.path")
+
+
+@offline
+@booted
+@join
+def test_join_settings_are_declared_ones(host: Host, v: V) -> None:
+    """The agent is told what the definition says."""
+    nothing(differences({name: v[f"node_join_{name}"] for name in DECLARED}, load(host, SETTINGS)))
+
+
+@offline
+@join
+def test_image_is_no_member(tree: Tree) -> None:
+    """No cluster, no credentials and no identity are baked."""
+    nothing(path for pattern in MEMBERSHIP for path in tree.matching(pattern))

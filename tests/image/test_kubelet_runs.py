@@ -1,0 +1,56 @@
+"""The kubelet of a machine that has booted is well, and runs the static pods that it was given."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from suite import assignments, booted, differences, load, needs, nothing, output
+from testinfra.host import Host
+
+V = dict[str, Any]
+
+
+@booted
+@needs("kubernetes", kubelet_mode="standalone")
+def test_kubelet_runs(host: Host) -> None:
+    """The kubelet is active, was never restarted, and says that it is well."""
+    found = assignments(output(host, "systemctl show -p ActiveState,NRestarts kubelet.service"))
+    nothing(differences({"ActiveState": "active", "NRestarts": "0"}, found))
+    ask = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=20).read().decode())"
+    assert output(host, "python3 -c %s http://127.0.0.1:10248/healthz", ask) == "ok"
+
+
+@booted
+@needs("kubernetes", kubelet_mode="standalone")
+def test_static_pods_run(host: Host, v: V) -> None:
+    """Every container of every static pod runs, by the image's engine."""
+    wanted = set()
+    for path in output(host, "find %s -type f -not -name '.*'", v["kubelet_static_pod_path"]).split():
+        pod = load(host, path)
+        wanted |= {(pod["metadata"]["name"], container["name"]) for container in pod["spec"]["containers"]}
+    assert wanted, "there is no static pod to run"
+    running = _docker_containers(host) if v["container_runtime_engine"] == "docker" else _cri_containers(host)
+    # The kubelet appends the node's name to the name of a static pod.
+    nothing(
+        f"{pod}/{container}"
+        for pod, container in sorted(wanted)
+        if not any(name.startswith(f"{pod}-") and container == other for name, other in running)
+    )
+
+
+def _docker_containers(host: Host) -> set[tuple[str, str]]:
+    """Return (pod, container) of everything that Docker runs for the kubelet."""
+    form = '{{.Label "io.kubernetes.pod.name"}} {{.Label "io.kubernetes.container.name"}}'
+    lines = output(host, "docker ps --filter status=running --format %s", form).splitlines()
+    return {(fields[0], fields[1]) for fields in map(str.split, lines) if len(fields) == 2}
+
+
+def _cri_containers(host: Host) -> set[tuple[str, str]]:
+    """Return (pod, container) of everything that containerd runs for the kubelet."""
+    tasks = [line.split() for line in output(host, "ctr --namespace k8s.io tasks list").splitlines()[1:]]
+    found = set()
+    for name in (fields[0] for fields in tasks if fields[-1] == "RUNNING"):
+        labels = json.loads(output(host, "ctr --namespace k8s.io containers info %s", name)).get("Labels", {})
+        found.add((labels.get("io.kubernetes.pod.name", ""), labels.get("io.kubernetes.container.name", "")))
+    return found

@@ -1,0 +1,161 @@
+"""What the suite makes of a target's answers, without one: split, merged, narrowed down."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from image_builder.settings import REPO_ROOT
+
+SUITE = REPO_ROOT / "tests" / "image"
+# As systemd 257 prints them; 252 has the line about a file that isn't there.
+PRINTED = """\
+# /usr/lib/systemd/journald.conf
+# Entries in this file show the compile time defaults.
+# /etc/passwd
+[Journal]
+#Storage=auto
+
+# /etc/systemd/journald.conf.d/90-image.conf
+[Journal]
+SystemMaxUse=1G
+
+
+# Main configuration file systemd/nothing.conf not found
+
+
+# /etc/systemd/system/x.service
+[Service]
+ExecStart=/bin/x
+"""
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[dict[str, ModuleType]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(os.fspath(SUITE))
+        yield {name: importlib.import_module(name) for name in ("asked", "beginnings", "cloud_config")}
+
+
+def patterns() -> list[str]:
+    """Return each regular expression that the suite matches paths with, as far as it is written in one piece."""
+    calls = (
+        node
+        for path in SUITE.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "matching"
+    )
+    return [str(call.args[0].value) for call in calls if isinstance(call.args[0], ast.Constant)]
+
+
+MORE = (
+    r"/a(b|c)+d",
+    r"/a(b|)c",
+    r"/ab?c",
+    r"/ab*|/b",
+    r"/a{2}b",
+    r"/a(bc)?d",
+    r"/a(b|c)?",
+    r"/a(b)??d",
+    r"/a(b)?+d",
+    r"/[|(]x|/y",
+    r"/a\|b",
+    r"/a(?:b|c)d",
+    r"(/a|/b(c|d))/e",
+    r".*/x",
+    r"/a\.b",
+    r"/a\\.b",
+)
+PATHS = [
+    *(
+        "/a",
+        "/ab",
+        "/abc",
+        "/ac",
+        "/ad",
+        "/abd",
+        "/acd",
+        "/abcd",
+        "/aab",
+        "/b",
+        "/(x",
+        "/|x",
+        "/y",
+        "/a|b",
+        "/abdd",
+    ),
+    *("/a/e", "/bc/e", "/bd/e", "/b/e", "/q/x", "/a.b", "/a\\xb", "/ab/e", "/aXb", "/abbd", "/abcbd"),
+]
+
+
+@pytest.mark.parametrize("pattern", [*MORE, *sorted(set(patterns()))])
+def test_a_match_begins_with_what_is_looked_through(suite: dict[str, ModuleType], pattern: str) -> None:
+    starts = suite["beginnings"].beginnings(pattern)
+    words = re.findall(r"[\w.-]+", pattern)
+    paths = [
+        *PATHS,
+        *(f"/{a}/{b}" for a in words for b in words),
+        *(f"/etc/{w}" for w in words),
+        "/abcd",
+        "/ad",
+    ]
+    paths += [f"/{part}" for part in re.split(r"[|()]", pattern)]
+    matched = [path for path in paths if re.fullmatch(pattern, path)]
+    assert [path for path in matched if not path.startswith(tuple(starts))] == []
+    # Else a path would be found twice.
+    assert [a for a in starts for b in starts if a != b and a.startswith(b)] == []
+
+
+def test_paths_are_narrowed_down(suite: dict[str, ModuleType]) -> None:
+    beginnings = suite["beginnings"].beginnings
+    assert beginnings(r"/(etc|usr/lib)/x/[^/]+\.(wants|requires)/y") == ["/etc/x/", "/usr/lib/x/"]
+    assert beginnings(r"/etc/(passwd|group)-|/etc/\.pwd\.lock") == [
+        "/etc/.pwd.lock",
+        "/etc/group-",
+        "/etc/passwd-",
+    ]
+    assert beginnings(r"/(usr/)?sbin/(a|b)\.x") == [
+        "/sbin/a.x",
+        "/sbin/b.x",
+        "/usr/sbin/a.x",
+        "/usr/sbin/b.x",
+    ]
+    assert beginnings(r".*\.retry|/etc/ansible(/.*)?") == [""]
+
+
+def test_merged_configurations_are_told_apart(suite: dict[str, ModuleType]) -> None:
+    names = ("systemd/journald.conf", "systemd/nothing.conf", "systemd/system/x.service")
+    found = suite["asked"].texts_of(PRINTED, names)
+    assert list(found) == list(names)
+    settings = {
+        name: [line for line in text.splitlines() if line[:1] not in ("#", "")]
+        for name, text in found.items()
+    }
+    assert settings == {
+        "systemd/journald.conf": ["[Journal]", "[Journal]", "SystemMaxUse=1G"],
+        "systemd/nothing.conf": [],
+        "systemd/system/x.service": ["[Service]", "ExecStart=/bin/x"],
+    }
+
+
+def test_the_first_of_two_configurations_wins(suite: dict[str, ModuleType]) -> None:
+    merge = suite["cloud_config"].merge
+    first = {"a": 1, "list": [1], "none": None, "deep": {"x": 1, "y": {"z": 0}}, "was": {"k": 1}, "text": "t"}
+    second = {
+        "a": 2,
+        "list": [2],
+        "none": {"n": 1},
+        "deep": {"x": 2, "y": {"w": 1}},
+        "was": 3,
+        "new": {"m": 1},
+    }
+    assert merge(first, second) == {**first, "deep": {"x": 1, "y": {"z": 0, "w": 1}}, "new": {"m": 1}}
+    assert first["deep"] == {"x": 1, "y": {"z": 0}}
