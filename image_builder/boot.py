@@ -128,26 +128,13 @@ def boot(
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
-    told: dict[str, Any] = {}
-    if facts.is_file():
-        told = json.loads(facts.read_bytes())
-    elif verify:
-        raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
+    told = _told(facts, disk, needed=verify)
     variables = told.get("variables", {})
     out_dir.mkdir(parents=True, exist_ok=True)
     store = Store(settings.store)
     store.prepare()
-    if extra_disks is None:
-        extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
-    options = VmOptions(
-        name=str(told.get("image", disk.stem)),
-        disk=disk,
-        extra_disks=extra_disks,
-        secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
-        user=str(variables.get("azure_guest_default_user", "debian")),
-        disk_size=virtual_size(disk) + GROWTH_BYTES,
-    )
+    options = _options(disk, told, secure_boot, extra_disks)
     with store.staging() as work, Vm(options, work) as vm:
         try:
             with _stage(monitor, "boot"):
@@ -171,6 +158,33 @@ def boot(
             if vm.console_log.exists():
                 shutil.copyfile(vm.console_log, out_dir / "console.log")
     return result
+
+
+def _told(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
+    """Return what the image is meant to be; empty where nothing tells. Raises BootError where that is ``needed``."""
+    if facts.is_file():
+        told: dict[str, Any] = json.loads(facts.read_bytes())
+        return told
+    if needed:
+        raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
+    return {}
+
+
+def _options(
+    disk: Path, told: Mapping[str, Any], secure_boot: bool | None, extra_disks: tuple[ExtraDisk, ...] | None
+) -> VmOptions:
+    """Return the machine for an image; where a choice is None, the image's own variables make it."""
+    variables = told.get("variables", {})
+    if extra_disks is None:
+        extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
+    return VmOptions(
+        name=str(told.get("image", disk.stem)),
+        disk=disk,
+        extra_disks=extra_disks,
+        secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
+        user=str(variables.get("azure_guest_default_user", "debian")),
+        disk_size=virtual_size(disk) + GROWTH_BYTES,
+    )
 
 
 def _result(

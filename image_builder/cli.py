@@ -18,8 +18,11 @@ from image_builder import (
     checks,
     failure,
     lab_commands,
-    pool_render_command,  # noqa: F401 (registers itself beside the other commands for pools)
+    pool_broker_command,  # noqa: F401 (registers itself beside the other commands for pools)
+    pool_render_command,  # noqa: F401 (likewise)
     pool_run_commands,
+    pool_slice_command,  # noqa: F401 (likewise)
+    pool_snapshot_command,  # noqa: F401 (likewise)
     render,
 )
 from image_builder.command import host_settings, register, show

@@ -52,8 +52,10 @@ class Build:
     endpoints: Endpoints = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Ids of the stages that were compared with their manifest, or made, in this build: once is enough.
-    sound: set[str] = field(default_factory=set)
+    # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
+    # that were made here, which need none. Threads share both: nothing goes through them.
+    checks: dict[str, Future[None]] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
 
 
 def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
@@ -107,7 +109,8 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
     """
     needed = {i for stage in todo for i in stage.requires}
     beside: dict[str, Future[None]] = {}
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as checker:
+        _check_ahead(work, todo, checker)
         try:
             for stage in todo:
                 awaited = [beside[i] for i in beside.keys() & stage.requires]
@@ -119,8 +122,25 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
                 future.result()
         except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
             work.stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            for waiting in (pool, checker):
+                waiting.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _check_ahead(work: Build, todo: Sequence[StagePlan], checker: ThreadPoolExecutor) -> None:
+    """Begin to compare the finished stages that ``todo`` stands on with their manifests, first needed first."""
+    made = {stage.id for stage in todo}
+    for stage in todo:
+        for needed in sorted(stage.requires - made - work.checks.keys()):
+            work.checks[needed] = checker.submit(work.store.check, needed)
+
+
+def _require_sound(work: Build, needed: str) -> None:
+    """Raise StoreError for a finished stage that isn't what its manifest says."""
+    if needed in work.checks:
+        work.checks[needed].result()
+    else:  # it was to be made here, and another build did so
+        work.store.check(needed)
 
 
 def _run_after(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -> None:
@@ -140,9 +160,8 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
         started = time.monotonic()
         log = work.staging / f"{stage.name}.log"
         try:
-            for needed in stage.requires - work.sound:
-                store.check(needed)
-                work.sound.add(needed)
+            for needed in stage.requires - work.made:
+                _require_sound(work, needed)
             context = _context(work, stage, log)
             module = importlib.import_module(f"image_builder.stages.{stage.kind}")
             run: Stage = module.run
@@ -158,7 +177,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
                 stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
             ) from error
         work.ran[stage.name] = meta
-        work.sound.add(stage.id)
+        work.made.add(stage.id)
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
 
 

@@ -196,6 +196,43 @@ def background(
                 child.wait()
 
 
+@contextmanager
+def conversation(
+    argv: Sequence[Arg], *, env: Mapping[str, str] | None = None, stop_seconds: float = 10
+) -> Iterator[subprocess.Popen[str]]:
+    """Talk to a program by lines, standard error among its output. It ends at the end of its input, so with us.
+
+    One that doesn't is killed. Raises CommandError for a program that isn't there.
+    """
+    args = [os.fspath(a) for a in argv]
+    try:
+        child = subprocess.Popen(
+            args,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(env),
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            process_group=0,
+        )
+    except OSError as error:
+        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+    assert child.stdin and child.stdout
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        try:
+            child.wait(stop_seconds)
+        except subprocess.TimeoutExpired:
+            _kill_group(child)
+            child.wait()
+        child.stdout.close()
+
+
 def tail(log: Path) -> str:
     """Return the last lines of a program's log, indented; empty when there is none."""
     lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []

@@ -252,7 +252,7 @@ def _fill(
             return told
 
         monitor.stage_doing("publish", file.name)
-        sparse.copy(source / file.name, staging / file.name, tell("copy"))
+        sparse.copy(source / file.name, staging / file.name, tell("copy"), direct=True)
         _finish(staging / file.name, file, made.source_date_epoch, tell("hash"))
 
     by_name = {d.name: d for d in made.documents}
@@ -278,7 +278,7 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
     path.chmod(0o644)
     os.utime(path, (epoch, epoch))
     sparse.sync(path)
-    found = sparse.sha256(path, progress)
+    found = sparse.sha256(path, progress, direct=True)
     if found != file.sha256 or path.stat().st_size != file.bytes:
         raise PublishError(
             f"{file.name} was read back with other bytes than the build made: "

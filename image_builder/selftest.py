@@ -27,14 +27,15 @@ from image_builder.settings import REPO_ROOT
 
 # Minutes on 2 cores with an empty store. `fast` is lint, types and unit tests; `bake` is everything up to an
 # artefact, `preload` the pulls of container images, `disk` the local disk with the preload store, and the booted
-# machine, `gpu` the drivers' build, the booted machine with them, and the gate.
-CEILINGS = {"fast": 2.0, "bake": 15.0, "preload": 8.0, "disk": 15.0, "gpu": 12.0}
+# machine, `gpu` the drivers' build, the booted machine with them, and the gate, `pools` hundreds of hosts with sshd.
+CEILINGS = {"fast": 2.0, "bake": 15.0, "preload": 8.0, "disk": 15.0, "gpu": 12.0, "pools": 10.0}
 CEILING_GB = 25.0
 # The parts that tests/conftest.py tells apart, and the ceiling that each counts for.
 PARTS = {
     "unit": "fast",
     "root": "bake",
     "preload": "preload",
+    "pools": "pools",
     "disk": "disk",
     "e2e": "bake",
     "boot": "disk",

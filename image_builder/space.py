@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.definition import ImageDefinition
@@ -16,47 +17,94 @@ from image_builder.store import Store
 _MIB = 1 << 20
 # Installed bytes per byte of package, measured over the lab's images (kernel modules and docs compress well).
 _UNPACKED = 4.0
-# What a layer writes beside its packages: the initramfs, dpkg's database, copied-up files.
-_PER_LAYER = 150 * _MIB
-_GO_BUILD = 2500 * _MIB
-# A driver's source, unpacked twice, and its objects.
-_MODULE_BUILD = 700 * _MIB
-# Bytes of an artefact per byte of tree.
-_FORMATS = {"raw": 1.1, "vhd": 1.1, "qcow2": 0.6, "tar": 1.1}
+# What a layer writes beside its packages: the initramfs, dpkg's database, copied-up files, built programs.
+_PER_LAYER = 60 * _MIB
+# What a build from source needs while it runs, and what is kept of it: Go's caches and its programs; a driver's
+# source, unpacked twice, with its objects, and the modules.
+_GO_BUILD, _GO_PROGRAMS = 2500 * _MIB, 150 * _MIB
+_MODULE_BUILD, _MODULES = 700 * _MIB, 50 * _MIB
+# Bytes of an artefact per byte of tree; the store's raw is the disk stage's file.
+_FORMATS = {"raw": 1.05, "vhd": 1.05, "qcow2": 0.5, "tar": 1.05}
+_BOOT_FILES = 150 * _MIB
 # Files per byte of a compressed layer; the archive is as large again, the store (lz4) half of it.
 _IMAGE_UNPACKED = 3.2
 _STORE_PACKED = 0.6
+# The lab's images are kept as compressed layers of their packages.
+_REGISTRY = 1.6
 _SLACK = 200 * _MIB
 # Less than this is full: the next file of a package doesn't fit.
 _FULL = 16 * _MIB
 
 
-def estimate(lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition) -> tuple[int, int]:
-    """Return the bytes that running ``todo`` adds to (the store, the output)."""
-    packages = {name: sum(p.size for p in group.packages) for name, group in lock.groups.items()}
-    image = ("base", *definition.layers)
-    tree = sum(packages[name] for name in image if name in packages) * _UNPACKED + len(image) * _PER_LAYER
-    images = sum(image.size for image in lock.images) * _IMAGE_UNPACKED
-    tree += images * (1 + _STORE_PACKED)  # the archive and the store
-    store = 0.0
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that a stage adds to the store, and those that it needs beside them while it runs."""
+
+    kept: float = 0.0
+    passing: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes: of each group's packages, unpacked; of the preloaded images' files; of the image's tree."""
+
+    unpacked: Mapping[str, float]
+    images: float
+    tree: float
+
+
+def estimate(
+    lock: Lock, todo: Sequence[StagePlan], definition: ImageDefinition, store: Store
+) -> tuple[int, int]:
+    """Return the bytes that running ``todo`` takes at most, of (the store's filesystem, the output's).
+
+    What the store has already is not counted, neither packages nor stages.
+    """
+    downloads = sum(
+        package.size
+        for name in {stage.name for stage in todo} & lock.groups.keys()
+        for package in lock.groups[name].packages
+        if not (store.path / "debs" / package.sha256).exists()
+    )
+    sizes = _sizes(lock, definition)
+    kept = peak = float(downloads)
     for stage in todo:
-        store += packages.get(stage.name, 0) * (1 + _UNPACKED)  # the download, and unpacked
-        if stage.kind == "layer":
-            store += _PER_LAYER
-        elif stage.kind == "preload":
-            store += 2 * images
-        elif stage.kind == "preload_store":
-            store += _STORE_PACKED * images
-        elif stage.kind in ("kubelet_build", "control_plane_build"):
-            store += _GO_BUILD
-        elif stage.kind == "module_build":
-            store += _MODULE_BUILD
-        elif stage.kind == "disk":
-            store += tree * _FORMATS["raw"] + definition.disk.esp_size_mib * _MIB
-        elif stage.kind == "convert":
-            store += sum(tree * _FORMATS[f] for f in definition.formats if f != "raw")
-    output = sum(tree * _FORMATS[f] for f in definition.formats) if todo else 0.0
-    return int(store), int(output)
+        need = _need(stage, sizes, definition)
+        kept += need.kept
+        peak = max(peak, kept + need.passing)
+    published = any(stage.kind == "convert" for stage in todo)
+    output = sizes.tree * sum(_FORMATS[f] for f in definition.formats) if published else 0.0
+    return int(peak), int(output)
+
+
+def _sizes(lock: Lock, definition: ImageDefinition) -> _Sizes:
+    unpacked = {name: sum(p.size for p in group.packages) * _UNPACKED for name, group in lock.groups.items()}
+    images = sum(image.size for image in lock.images) * _IMAGE_UNPACKED
+    tree = sum(unpacked.get(name, 0.0) + _PER_LAYER for name in ("base", *definition.layers))
+    return _Sizes(unpacked, images, tree + images * (1 + _STORE_PACKED))  # the archive and the store
+
+
+def _need(stage: StagePlan, sizes: _Sizes, definition: ImageDefinition) -> _Need:
+    packages = sizes.unpacked.get(stage.name, 0.0)
+    match stage.kind:
+        case "layer":
+            return _Need(packages + _PER_LAYER)
+        case "lab_images":
+            return _Need(packages / _UNPACKED * _REGISTRY, packages)
+        case "preload":
+            return _Need(2 * sizes.images)
+        case "preload_store":
+            return _Need(_STORE_PACKED * sizes.images)
+        case "kubelet_build" | "control_plane_build":
+            return _Need(_GO_PROGRAMS, _GO_BUILD)
+        case "module_build":
+            return _Need(_MODULES, _MODULE_BUILD)
+        case "disk":
+            return _Need(sizes.tree * _FORMATS["raw"] + _BOOT_FILES)
+        case "convert":
+            return _Need(sum(sizes.tree * _FORMATS[f] for f in definition.formats if f != "raw"))
+        case _:
+            return _Need(packages)
 
 
 def check(
@@ -69,7 +117,7 @@ def check(
     """Raise SpaceError, naming the shortfall, when the estimate doesn't fit the filesystems it goes to."""
     if not todo:
         return
-    in_store, in_output = estimate(lock, todo, definition)
+    in_store, in_output = estimate(lock, todo, definition, store)
     wanted: dict[int, tuple[Path, int]] = {}
     for path, size in ((store.path, in_store), (_existing(settings.output), in_output)):
         device = os.stat(path).st_dev

@@ -2,15 +2,23 @@
 
 A hole stays one in the copy: the bytes of a disk image are few beside its size. Progress is told as
 ``progress(done, total)`` in bytes of the file's size, some times a second.
+
+``direct`` is O_DIRECT, past the page cache: what is written is on the disk, what is read comes from there, and no
+memory is taken for pages that nobody reads again, which costs more than the disk does. Where a filesystem has no such
+thing (open(2): EINVAL) the page cache is used.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 Progress = Callable[[int, int], None]
@@ -18,11 +26,14 @@ Progress = Callable[[int, int], None]
 _CHUNK = 8 << 20
 _BUFFER = 1 << 20
 _SECONDS_BETWEEN = 0.2
+# What direct transfers start and end at, on any disk; memory that mmap gives is aligned to it as well.
+_ALIGNED = 4096
+_FICLONE = 0x40049409  # linux/fs.h
 # Answers of copy_file_range(2) to files that it can't copy between, such as ones of other filesystems.
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def copy(source: Path, target: Path, progress: Progress | None = None) -> int:
+def copy(source: Path, target: Path, progress: Progress | None = None, *, direct: bool = False) -> int:
     """Copy a regular file to a new one and return its size in bytes; holes stay holes.
 
     On filesystems that can, the copy shares the source's blocks. The copy is not synced. Raises OSError,
@@ -31,38 +42,49 @@ def copy(source: Path, target: Path, progress: Progress | None = None) -> int:
     teller = _Teller(progress)
     with source.open("rb") as reader, target.open("xb") as writer:
         size = os.fstat(reader.fileno()).st_size
+        if direct and _cloned(reader.fileno(), writer.fileno()):
+            teller.tell(size, size)
+            return size
         writer.truncate(size)
-        for start, end in _extents(reader.fileno(), size):
-            at = start
-            while at < end:
-                done = _copy_range(reader.fileno(), writer.fileno(), at, min(_CHUNK, end - at))
-                if not done:
-                    raise OSError(errno.EIO, f"{source} became shorter while it was copied")
-                at += done
-                teller.tell(at, size)
+        with _copier(reader.fileno(), writer.fileno(), target, direct=direct) as copy_range:
+            for start, end in _extents(reader.fileno(), size):
+                at = start
+                while at < end:
+                    done = copy_range(at, min(_CHUNK, end - at))
+                    if not done:
+                        raise OSError(errno.EIO, f"{source} became shorter while it was copied")
+                    at += done
+                    teller.tell(at, size)
+        writer.truncate(size)
         teller.tell(size, size)
     return size
 
 
-def sha256(path: Path, progress: Progress | None = None) -> str:
+def sha256(path: Path, progress: Progress | None = None, *, direct: bool = False) -> str:
     """Return the SHA-256 of a file, in hex. Holes are not read, but count as the zeros they are."""
     teller = _Teller(progress)
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
+    # One piece is hashed while the next one is read.
+    buffers = [mmap.mmap(-1, _BUFFER), mmap.mmap(-1, _BUFFER)]
+    hashed: Future[None] | None = None
+    with ThreadPoolExecutor(1) as hasher, _closing_fd(_open(path, os.O_RDONLY, direct=direct)) as fd:
+        size = os.fstat(fd).st_size
         at = 0
-        for start, end in _extents(stream.fileno(), size):
-            _update_zeros(digest.update, start - at)
-            stream.seek(start)
+        for start, end in _extents(fd, size):
+            hasher.submit(_update_zeros, digest.update, start - at)
             at = start
             while at < end:
-                block = stream.read(min(_BUFFER, end - at))
-                if not block:
+                # What is behind the end is read too, since a direct read is of whole blocks.
+                count = min(os.preadv(fd, [buffers[0]], at), end - at)
+                if count <= 0:
                     raise OSError(errno.EIO, f"{path} became shorter while it was read")
-                digest.update(block)
-                at += len(block)
+                if hashed:
+                    hashed.result()
+                hashed = hasher.submit(_update, digest.update, buffers[0], count)
+                buffers.reverse()
+                at += count
                 teller.tell(at, size)
-        _update_zeros(digest.update, size - at)
+        hasher.submit(_update_zeros, digest.update, size - at).result()
         teller.tell(size, size)
     return digest.hexdigest()
 
@@ -97,6 +119,60 @@ def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
+@contextmanager
+def _closing_fd(fd: int) -> Iterator[int]:
+    """Close a file descriptor at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int, *, direct: bool) -> int:
+    """Open a file, past the page cache when that is wanted and the filesystem can."""
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+@contextmanager
+def _copier(reader: int, writer: int, target: Path, *, direct: bool) -> Iterator[Callable[[int, int], int]]:
+    """Yield what copies a range (offset, bytes) and returns how many bytes it copied, 0 at the source's end."""
+    if not direct:
+        yield lambda offset, length: _copy_range(reader, writer, offset, length)
+        return
+    with (
+        _closing_fd(_open(target, os.O_WRONLY, direct=True)) as past,
+        closing(mmap.mmap(-1, _CHUNK)) as buffer,
+    ):
+        yield lambda offset, length: _write_range(reader, past, buffer, offset, length)
+
+
+def _cloned(reader: int, writer: int) -> bool:
+    """Let the copy share all blocks of the source; tell whether the filesystem can."""
+    try:
+        fcntl.ioctl(writer, _FICLONE, reader)
+    except OSError as error:
+        if error.errno not in (*_NOT_IN_KERNEL, errno.ENOTTY):
+            raise
+        return False
+    return True
+
+
+def _write_range(reader: int, writer: int, buffer: mmap.mmap, offset: int, length: int) -> int:
+    """Copy through a buffer, in whole blocks: what is written behind the file's end has to be cut off."""
+    with memoryview(buffer) as whole, whole[:length] as wanted:
+        count = os.preadv(reader, [wanted], offset)
+        blocks = -(-count // _ALIGNED) * _ALIGNED
+        whole[count:blocks] = bytes(blocks - count)
+        with whole[:blocks] as written:
+            return min(os.pwritev(writer, [written], offset), count) if count else 0
+
+
 def _copy_range(reader: int, writer: int, offset: int, length: int) -> int:
     try:
         return os.copy_file_range(reader, writer, length, offset, offset)
@@ -104,6 +180,11 @@ def _copy_range(reader: int, writer: int, offset: int, length: int) -> int:
         if error.errno not in _NOT_IN_KERNEL:
             raise
     return os.pwrite(writer, os.pread(reader, min(length, _BUFFER), offset), offset)
+
+
+def _update(update: Callable[[memoryview], object], buffer: mmap.mmap, count: int) -> None:
+    with memoryview(buffer) as whole, whole[:count] as wanted:
+        update(wanted)
 
 
 def _update_zeros(update: Callable[[bytes], object], count: int) -> None:

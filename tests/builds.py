@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from image_builder.resolve import remembered_lock
+from image_builder.settings import Settings
 from image_builder.store import Store
 
 REPO = Path(__file__).resolve().parents[1]
@@ -67,10 +69,15 @@ class Workplace:
     def _places(self) -> list[str]:
         return ["--store", os.fspath(self.store), "--output", os.fspath(self.output)]
 
-    def start(self) -> subprocess.Popen[str]:
+    @property
+    def lock(self) -> Path:
+        """Return the lock of the last build, as the store remembers it."""
+        return remembered_lock(Settings(store=self.store), self.image)
+
+    def start(self, *argv: str | Path) -> subprocess.Popen[str]:
         """Start a build; its lines on stderr are for ``wait_for_line``."""
         return subprocess.Popen(
-            [*self.command("build", self.image), *self._places()],
+            [*self.command("build", self.image, *argv), *self._places()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -91,10 +98,18 @@ class Workplace:
     def sealed(self) -> tuple[tuple[Path, ...], Path]:
         """Return the layers of the sealed image that was published last, topmost first, and its facts."""
         facts = self.artefact / "facts.json"
+        return self.layers(json.loads(facts.read_bytes())["build_id"]), facts
+
+    def layers(self, stage_id: str) -> tuple[Path, ...]:
+        """Return the trees that a stage's root is made of, topmost first."""
         store = Store(self.store)
-        build_id = json.loads(facts.read_bytes())["build_id"]
-        ids = [build_id, *store.meta(build_id)["lowers"]]
-        return tuple(store.product(stage_id) / "tree" for stage_id in ids), facts
+        return tuple(store.product(i) / "tree" for i in (stage_id, *store.meta(stage_id)["lowers"]))
+
+    def build_until(self, stage: str, *argv: str | Path) -> tuple[Path, ...]:
+        """Build the image no further than to the end of a stage; return the layers that there are then."""
+        done = self.build("--stop-after", stage, *argv)
+        assert done.status == 0, done.stderr
+        return self.layers(next(one["id"] for one in done.result["stages"] if one["name"] == stage))
 
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""
@@ -113,12 +128,14 @@ class Workplace:
 def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
     """Read the child's stderr until a line is wanted; False when it ended before.
 
-    Later lines are drained until nobody holds the pipe any more, then it is closed.
+    What is read is printed, so that a test that fails tells it. Later lines are drained until nobody holds the
+    pipe any more, then it is closed.
     """
     stream = child.stderr
     assert stream is not None
     deadline = time.monotonic() + seconds
     for line in stream:
+        print(line, end="")
         if wanted(line):
             threading.Thread(target=_drain, args=(stream,), daemon=True).start()
             return True

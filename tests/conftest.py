@@ -23,12 +23,12 @@ from image_builder.settings import REPO_ROOT
 from image_builder.store import Store
 from tests.guard import guarded
 
-pytest_plugins = ["tests.images"]
+pytest_plugins = ["tests.images", "tests.toolkits"]
 # A machine may be busy: how long an example takes says nothing about it.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-PARTS = ("unit", "root", "preload", "disk", "e2e", "boot", "gpu")
+PARTS = ("unit", "root", "preload", "pools", "disk", "e2e", "boot", "gpu")
 UNIT = Path(__file__).with_name("unit")
 # tests/image verifies an image: it is run on a target, with options and markers of its own.
 collect_ignore = ["image"]
@@ -36,8 +36,10 @@ collect_ignore = ["image"]
 _OF_PRELOAD = ("preload", "pull", "registry", "lab_")
 # Those of the local disk, and of what lies on it: the store, its seed, its promotion.
 _OF_DISK = ("local_disk", "promote", "preload_seed", "preload_store")
-# Those of the GPUs' drivers and tests, and of what keeps a bad node from working.
-_OF_GPU = ("gpu", "gate", "health")
+# Those of the GPUs' drivers and tests, of what keeps a bad node from working, and of what needs the same control plane.
+_OF_GPU = ("gpu", "gate", "health", "broker")
+# Those of what brings a pool up, at either end. The others are in a directory of this name.
+_OF_POOLS = ("pool", "join")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
@@ -51,6 +53,8 @@ def part_of(item: pytest.Item) -> str:
         return "boot"
     if any(word in item.path.stem for word in _OF_DISK):
         return "disk"
+    if "pools" in item.path.parts or any(word in item.path.stem for word in _OF_POOLS):
+        return "pools"
     if any(word in item.path.stem for word in _OF_PRELOAD):
         return "preload"
     return "e2e" if "e2e" in item.path.parts else "root"

@@ -39,12 +39,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
-def worker_containerd(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The Kubernetes worker with containerd."""
-    return _build("worker_containerd", tmp_path_factory.mktemp("worker_containerd"))
-
-
-@pytest.fixture(scope="session")
 def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Debian 12 with a GPU's driver."""
     return _build("worker_gpu", tmp_path_factory.mktemp("worker_gpu"))
@@ -81,7 +75,7 @@ def _copy(original: Workplace, store: Path) -> None:
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", store / folder], check=True)
     records = source / "locks" / f"{original.image}.builds"
-    for path in (records, source / "locks" / f"{original.image}.lock.json"):
+    for path in (records, original.lock):
         shutil.copyfile(path, store / "locks" / path.name)
     for stage_id in json.loads(records.read_text())[-1]:
         subprocess.run(["cp", "-al", source / "objects" / stage_id, store / "objects" / stage_id], check=True)

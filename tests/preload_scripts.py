@@ -39,6 +39,7 @@ start() {
 }
 blank() {
   if test $engine = docker; then stop_docker; fi
+  # As with Docker: the status is the signal's number.
   kill $containerd; wait $containerd || true
   umount --recursive /mnt; umount /run
   start 2
@@ -200,6 +201,7 @@ settings "$pause"
 printf x | dd of=/opt/images.tar conv=notrunc status=none
 preload damaged
 ctr images list --quiet >"$scratch/after-damage"
+# The status is the signal's number.
 kill $containerd; wait $containerd || true
 preload dead
 """

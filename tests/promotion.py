@@ -279,6 +279,18 @@ _ACL = _acl((1, 7, _NOBODY), (2, 5, 1234), (4, 5, _NOBODY), (16, 5, _NOBODY), (3
 
 def fill_with_everything(top: Path) -> None:
     """Make every kind of entry that a layer can have."""
+    _make_files(top)
+    _make_attributes(top)
+    _make_devices_and_sockets(top)
+    _make_links(top)
+    _make_owners_and_modes(top)
+    for number, path in enumerate([*top.rglob("*"), top]):
+        moment = 1_500_000_000_000_000_000 + number * 86_400_000_000_321
+        os.utime(path, ns=(moment, moment), follow_symlinks=False)
+
+
+def _make_files(top: Path) -> None:
+    """Make directories and files: odd names, deep, large, of exactly 1 MiB, sparse, empty."""
     chance = random.Random(11)
     for name in ("usr/bin", "opaque", "sticky", "closed", "acl", "setgid/below", "a/" * 60, "ümläut"):
         (top / name).mkdir(parents=True)
@@ -297,15 +309,22 @@ def fill_with_everything(top: Path) -> None:
     (top / "zeros").write_bytes(bytes(8 * MB))
     (top / "usr/bin/su").write_bytes(b"suid")
     (top / "usr/bin/ping").write_bytes(b"capable")
-    os.setxattr(top / "usr/bin/ping", "security.capability", _capability())
     (top / "usr/bin/owned").write_bytes(b"owned and capable")
-    os.chown(top / "usr/bin/owned", 1000, 1001)
+    (top / "opaque/inside").write_text("x")
+
+
+def _make_attributes(top: Path) -> None:
+    """Set capabilities, ACLs, a user's note and overlayfs's mark of an opaque directory."""
+    os.setxattr(top / "usr/bin/ping", "security.capability", _capability())
+    os.chown(top / "usr/bin/owned", 1000, 1001)  # which would take the capability away afterwards
     os.setxattr(top / "usr/bin/owned", "security.capability", _capability())
     os.setxattr(top / "plain", "user.note", b"\x00\x01binary")
     os.setxattr(top / "opaque", "trusted.overlay.opaque", b"y")
-    (top / "opaque/inside").write_text("x")
     os.setxattr(top / "acl", "system.posix_acl_default", _ACL)
     os.setxattr(top / "plain", "system.posix_acl_access", _ACL)
+
+
+def _make_devices_and_sockets(top: Path) -> None:
     os.mknod(top / "whiteout", 0o20000, os.makedev(0, 0))
     os.mknod(top / "null", 0o20666, os.makedev(1, 3))
     os.mknod(top / "disk", 0o60660, os.makedev(8, 17))
@@ -316,6 +335,10 @@ def fill_with_everything(top: Path) -> None:
         os.chdir(top)
         listener.bind("socket")
         os.chdir(here)
+
+
+def _make_links(top: Path) -> None:
+    """Make symbolic links, one with an attribute, and a second name for each kind that can have one."""
     (top / "link").symlink_to("usr/bin")
     (top / "dangling").symlink_to("/nowhere/" + "x" * 200)
     os.lchown(top / "dangling", 77, 78)
@@ -325,6 +348,10 @@ def fill_with_everything(top: Path) -> None:
     os.link(top / "fifo", top / "usr/fifo too")
     os.link(top / "dangling", top / "usr/dangling too")
     os.link(top / "whiteout", top / "opaque/whiteout too")
+
+
+def _make_owners_and_modes(top: Path) -> None:
+    """Set owners and modes; below ``acl`` the kernel gives what is made there the directory's default."""
     for name in ("acl/in", "acl/sub", "setgid/file"):
         (top / name).mkdir() if name.endswith("sub") else (top / name).touch()
         os.removexattr(top / name, "system.posix_acl_access") if name == "acl/in" else None
@@ -340,9 +367,6 @@ def fill_with_everything(top: Path) -> None:
     (top / "usr/bin/su").chmod(0o6755)
     os.chown(top / "setgid/below", 100_000, 165_536)
     top.chmod(0o750)
-    for number, path in enumerate([*top.rglob("*"), top]):
-        moment = 1_500_000_000_000_000_000 + number * 86_400_000_000_321
-        os.utime(path, ns=(moment, moment), follow_symlinks=False)
 
 
 def fill_with_files(top: Path, seed: int, count: int = 200, size: int = 40_000) -> None:

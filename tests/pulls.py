@@ -122,29 +122,24 @@ def child(path: str) -> int:
     return namespace.run_isolated(work)
 
 
-def leave_the_network() -> None:
+def leave_the_network(*more: str) -> None:
     """Go to a network of nothing but a loopback interface, with addresses on it that aren't loopback addresses.
 
-    Docker asks no certificate of a registry on 127.0.0.0/8, and takes plain HTTP from it.
+    ``more`` are single addresses beside those of NETWORK. Docker asks no certificate of a registry on 127.0.0.0/8, and
+    takes plain HTTP from it.
     """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
+    places = [(f"{NETWORK}.0.1", "255.255.0.0"), *((address, "255.255.255.255") for address in more)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         # struct ifreq: a name, then flags or a sockaddr. On a loopback interface a whole network is local.
-        for name, number, value in (
-            (b"lo", _SIOCSIFFLAGS, struct.pack("=h", _IFF_UP | _IFF_RUNNING)),
-            (
-                b"lo:0",
-                _SIOCSIFADDR,
-                struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton(f"{NETWORK}.0.1")),
-            ),
-            (
-                b"lo:0",
-                _SIOCSIFNETMASK,
-                struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton("255.255.0.0")),
-            ),
-        ):
-            fcntl.ioctl(control, number, struct.pack("16s24s", name, value))
+        up = struct.pack("=h", _IFF_UP | _IFF_RUNNING)
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16s24s", b"lo", up))
+        for number, place in enumerate(places):
+            name = f"lo:{number}".encode()
+            for code, text in zip((_SIOCSIFADDR, _SIOCSIFNETMASK), place, strict=True):
+                value = struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton(text))
+                fcntl.ioctl(control, code, struct.pack("16s24s", name, value))
 
 
 class Pictures(NullMonitor):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,14 +93,19 @@ def lab_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
     return Plan(definition.name, (tools_stage, maker.lab_images(tools_stage)))
 
 
-def control_plane_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
+def control_plane_plan(
+    definition: ImageDefinition,
+    lock: Lock,
+    repo_root: Path,
+    programs: Sequence[str] = control_plane_build.PROGRAMS,
+) -> Plan:
     """Return the stages that the lab's control plane needs: its own programs, and a tree with Debian's etcd.
 
     ``definition`` is an image whose kubelet is built from source, ``lock`` its lock with the group CONTROL_PLANE.
     """
     maker = _Maker(definition, lock, repo_root)
     tools_stage = maker.tools()
-    stages = maker.control_plane_build(tools_stage)
+    stages = maker.control_plane_build(tools_stage, programs)
     return Plan(CONTROL_PLANE, (tools_stage, *stages, maker.control_plane(tools_stage)))
 
 
@@ -215,13 +220,13 @@ class _Maker:
             raise LockError(f"modules are built for one kernel, {self.definition.name} has {names}")
         return found[0]
 
-    def control_plane_build(self, tools_stage: StagePlan) -> list[StagePlan]:
+    def control_plane_build(self, tools_stage: StagePlan, programs: Sequence[str]) -> list[StagePlan]:
         """Return the root that the control plane is compiled in, and its compilation."""
         root, kubelet = self.kubelet(tools_stage)
         build = StagePlan(
             "control_plane_build",
             "control_plane_build",
-            {**kubelet.options, "programs": control_plane_build.PROGRAMS},
+            {**kubelet.options, "programs": tuple(programs)},
             self._code("control_plane_build"),
             inputs={"build_root": root.id},
         )

@@ -1,10 +1,12 @@
 """How long a rollout of 7,500 hosts takes to plan, and what such a rollout comes to.
 
-    .venv/bin/python tests/bench/pools.py [--hosts 7500] [--real 200] [--json]
+    .venv/bin/python tests/bench/pools.py [--hosts 7500] [--real 200] [--verified 60] [--resumed 24]
+        [--bootstrapped 8] [--rejoined 5] [--only probe|verify|resume|bootstrap|rejoin] [--json]
 
 The inventory is made here (75 scale sets of 100 hosts), each measurement has a process of its own. As root it also
-reaches real hosts (tests/pools/fleet.py: an sshd in a network namespace each), ours and Ansible in turn; it needs the
-small image, which it builds when it isn't there. Their sshds run on the same processors, which both pay for.
+reaches real hosts (tests/pools/fleet.py: an sshd in a network namespace each), ours and Ansible in turn, and lets a
+node join; it needs the small image and `worker_join`, which it builds when they aren't there. The hosts' sshds run on
+the same processors, which both pay for.
 
     plan_seconds     `pool plan` of all hosts, the whole command, goal <= 10
     plan_gib         its largest resident size, goal <= 1
@@ -13,6 +15,26 @@ small image, which it builds when it isn't there. Their sshds run on the same pr
     probe_ratio      wall time to connect to each real host, log in and run one command / of `ansible -m raw -f 50`
                      on the same ones (both check pinned host keys; Ansible without ControlPersist, which costs
                      time and does nothing for one command), goal <= 0.5
+    verify_ratio     `pool verify`, the whole command with the real suite of the small image: wall time on 60 hosts /
+                     on one of them, goal <= 6. The hosts' side of it, half of the work, is on the same processors;
+                     `verify_runs` has the seconds of a processor of both sides, for 1, 8 and 60 hosts. Checks of
+                     what only a booted machine has fail, on each host the same ones
+    resume_overhead  how much longer a rollout takes whose driver is killed halfway and resumed than one that is not,
+                     as a share of that; joining takes 20 s on each host; goal <= 0.1
+    bootstrap_ratio  wall time until 8 hosts with the small image have joined / until the playbooks of the same image
+                     were pushed by Ansible to 8 hosts that have its base alone, goal <= 0.3. Ours is a whole run of
+                     one slice, with its probe and one check on each host; the agent is a stand-in that takes 2 s to
+                     join. The push is one ansible-playbook with a fork for each host, pipelined, connections kept
+                     open. Not in its time, all in its favour: downloads (each host has the packages, their index
+                     read), a disk (memory, without fsync), sshd and sudo (there already), starting services and a
+                     reboot into the kernel (the hosts have not booted), the join. Afterwards all hosts have the same
+                     packages, files of the roles, kernel and enabled units
+    rejoin_seconds   `node-agent join` on a node that has joined, the slowest of five runs of the agent of `worker_join`
+                     in that image's own tree with its own Docker (tests/pools/rejoin.py), beside the first one, which
+                     waits for a certificate; nothing is emulated, and nothing else of a booted machine runs beside
+                     it; goal <= 10
+    rejoin_changed   files that these runs changed of what the node has written (bytes, mode, inode, times), beside
+                     those that the first one did, goal 0
 
 Below it: the arithmetic of such a rollout, by hand and by driving it in simulated time (tests/unit/pool/simulation.py;
 no real host or control plane is part of these figures).
@@ -23,28 +45,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder.pool.hostkeys import openssh_options  # noqa: E402
-from image_builder.pool.model import Host, at_most  # noqa: E402
+from image_builder.pool.model import at_most  # noqa: E402
 from image_builder.pool.policy import Policy  # noqa: E402
 from image_builder.pool.progress import Progress  # noqa: E402
 from image_builder.pool.records import Record  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
-from tests.pools.fleet import USER, Fleet, fleet  # noqa: E402
+from tests.pools import measures, rejoin  # noqa: E402
+from tests.pools.fleet import USER, fleet  # noqa: E402
 from tests.unit.pool.simulation import START, Faults, World, make, make_hosts, simulate  # noqa: E402
 
-_GOALS = {"plan_seconds": 10.0, "plan_gib": 1.0, "probe_ratio": 0.5}
+_GOALS = {
+    "plan_seconds": 10.0,
+    "plan_gib": 1.0,
+    "probe_ratio": 0.5,
+    "verify_ratio": 6.0,
+    "resume_overhead": 0.1,
+    "bootstrap_ratio": 0.3,
+    "rejoin_seconds": 10.0,
+    "rejoin_changed": 0.0,
+}
+# Of the ratios in the table.
+_LIMITS = {
+    "probe_seconds": 0.5,
+    "verify_many_seconds": 6.0,
+    "resume_killed_seconds": 1.1,
+    "bootstrap_baked_seconds": 0.3,
+}
 _PROBES = 3  # each: the fewest seconds of so many runs count
 _IMAGE_BYTES, _REGISTRY_BITS = 17e9, 100e9
 _LEASE_SECONDS, _STATUS_SECONDS = 10, 300
@@ -135,7 +173,7 @@ def probe(count: int) -> dict[str, Any]:
             hosts = [host.model_dump() for host in pool.hosts]
             told.write_text(json.dumps([USER, str(pool.key), str(pool.pinned.path), hosts]))
             inventory.write_text(
-                json.dumps({"all": {"hosts": {h.name: _variables(pool, h) for h in pool.hosts}}})
+                json.dumps({"all": {"hosts": {h.name: pool.variables(h) for h in pool.hosts}}})
             )
             raw = [
                 "-m",
@@ -165,16 +203,29 @@ def probe(count: int) -> dict[str, Any]:
     }
 
 
-def _variables(pool: Fleet, host: Host) -> dict[str, str]:
-    """Return how Ansible reaches a host, and holds it to the same key."""
-    return {
-        "ansible_host": host.address,
-        "ansible_user": USER,
-        "ansible_ssh_private_key_file": str(pool.key),
-        "ansible_ssh_common_args": shlex.join(
-            ["-o", "IdentitiesOnly=yes", *openssh_options(pool.pinned, host)]
-        ),
-    }
+def real(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure with real hosts what was asked for."""
+    found: dict[str, Any] = {}
+    if options.only in (None, "probe"):
+        found |= probe(options.real)
+    for name, work, count in (
+        ("verify", measures.verify, options.verified),
+        ("resume", measures.resume, options.resumed),
+        ("bootstrap", measures.bootstrap, options.bootstrapped),
+    ):
+        if options.only in (None, name):
+            with tempfile.TemporaryDirectory() as folder:
+                place = Workplace(DEFAULT_STORE, Path(folder) / "images", "minimal")
+                assert place.build().status == 0
+                found |= work(place, Path(folder), count)
+    if options.only in (None, "rejoin"):
+        with tempfile.TemporaryDirectory() as folder:
+            found |= rejoin.measure(DEFAULT_STORE, Path(folder), options.rejoined)
+    return found
+
+
+def judge(found: Mapping[str, Any]) -> int:
+    return 0 if all(found[key] <= goal for key, goal in _GOALS.items() if key in found) else 1
 
 
 def by_hand(count: int, policy: Policy) -> list[tuple[str, str]]:
@@ -235,14 +286,13 @@ def simulated(count: int, policy: Policy, faults: Faults) -> list[tuple[str, str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=int, default=7500)
-    parser.add_argument("--real", type=int, default=200, help="real hosts (as root)")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = measure(options.hosts)
+    options = _options()
+    found = {} if options.only else measure(options.hosts)
     if os.geteuid() == 0:
-        found |= probe(options.real)
+        found |= real(options)
+    if options.only:
+        print(json.dumps(found, indent=None if options.json else 1))
+        return judge(found)
     wide = Policy(wave_budget="7%", budget="5%")
     bad = Faults(failures=0.02, hangs=0.005, token_gap=15.0, throttled=[(3000, 3200)])
     tables = {
@@ -256,28 +306,55 @@ def main() -> int:
     if options.json:
         print(json.dumps(found | {"tables": {name: dict(rows) for name, rows in tables.items()}}))
     else:
-        print(f"{'name':<34}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
-        rows = [
-            (f"plan {options.hosts} hosts, wall", "plan_seconds", "read_seconds", "s"),
-            ("  CPU", "plan_cpu_seconds", "read_cpu_seconds", "s"),
-            ("  peak memory", "plan_gib", "read_gib", "GiB"),
-        ]
-        if "probe_ratio" in found:
-            rows += [
-                (f"probe {options.real} real hosts, wall", "probe_seconds", "raw_seconds", "s"),
-                ("  CPU", "probe_cpu_seconds", "raw_cpu_seconds", "s"),
-                ("  peak memory of a process", "probe_mb", "raw_mb", "MB"),
-            ]
-        for name, ours, other, unit in rows:
-            ratio = found[ours] / found[other]
-            goal = _GOALS.get("probe_ratio" if ours == "probe_seconds" else ours)
-            limit = f"<= {goal:g}" if goal else "-"
-            print(f"{name:<34}{found[ours]:>8} {unit:<3}{found[other]:>8} {unit:<3}{ratio:>10.2f}{limit:>10}")
+        show(found, options)
         for name, lines in tables.items():
             print(f"\n{options.hosts} hosts, {name}")
             for what, value in lines:
                 print(f"  {what:<42}{value}")
-    return 0 if all(found[key] <= goal for key, goal in _GOALS.items() if key in found) else 1
+    return judge(found)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=7500)
+    for name, count, what in (
+        ("real", 200, "real hosts"),
+        ("verified", 60, "real hosts to verify"),
+        ("resumed", 24, "real hosts of a run that is killed"),
+        ("bootstrapped", 8, "real hosts with an image, and without"),
+        ("rejoined", 5, "runs of a node that has joined"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=count, help=f"{what} (as root)")
+    parts = ["probe", "verify", "resume", "bootstrap", "rejoin"]
+    parser.add_argument("--only", choices=parts, help="nothing but that")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def show(found: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print what was measured, ours and the reference side by side."""
+    rows = [
+        (f"plan {options.hosts} hosts, wall", "plan_seconds", "read_seconds", "s"),
+        ("  CPU", "plan_cpu_seconds", "read_cpu_seconds", "s"),
+        ("  peak memory", "plan_gib", "read_gib", "GiB"),
+        (f"probe {options.real} real hosts, wall", "probe_seconds", "raw_seconds", "s"),
+        ("  CPU", "probe_cpu_seconds", "raw_cpu_seconds", "s"),
+        ("  peak memory of a process", "probe_mb", "raw_mb", "MB"),
+        (f"verify {options.verified} hosts, or one", "verify_many_seconds", "verify_one_seconds", "s"),
+        (f"{options.resumed} hosts, killed, or not", "resume_killed_seconds", "resume_whole_seconds", "s"),
+        (f"{options.bootstrapped} hosts, baked", "bootstrap_baked_seconds", "bootstrap_pushed_seconds", "s"),
+        ("join again, or at first", "rejoin_seconds", "join_seconds", "s"),
+        ("  CPU", "rejoin_cpu_seconds", "join_cpu_seconds", "s"),
+        ("  files changed", "rejoin_changed", "join_changed", ""),
+    ]
+    print(f"{'name':<34}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
+    for name, ours, other, unit in rows:
+        if ours not in found:
+            continue  # without root there are no real hosts
+        ratio = found[ours] / found[other]
+        goal = _LIMITS.get(ours, _GOALS.get(ours))
+        limit = f"<= {goal:g}" if goal is not None else "-"
+        print(f"{name:<34}{found[ours]:>8} {unit:<3}{found[other]:>8} {unit:<3}{ratio:>10.2f}{limit:>10}")
 
 
 if __name__ == "__main__":

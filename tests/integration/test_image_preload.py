@@ -100,18 +100,31 @@ def _descriptor(kind: str, content: bytes, **more: Any) -> dict[str, Any]:
     return {"mediaType": media, "digest": _sha256(content), "size": len(content), **more}
 
 
-def _write_images(scratch: Path) -> None:
-    """Write two images as archives: the lab's pause, and one of two layers behind an index of two platforms."""
-    pause.write_archive(scratch / "pause.tar")
+@dataclass(frozen=True)
+class _Two:
+    """An image of two layers (bytes of their tars, and of those compressed), its configuration, manifest and index."""
+
+    layers: list[bytes]
+    zipped: list[bytes]
+    config: bytes
+    manifest: bytes
+    index: bytes
+
+    @property
+    def diff_ids(self) -> list[str]:
+        return [_sha256(layer) for layer in self.layers]
+
+
+def _two() -> _Two:
+    """Return an image of two layers behind an index of two platforms."""
     layers = [_tar({"large": random.Random(1).randbytes(8_000_000)}), _tar({"small": b"two"})]
     zipped = [gzip.compress(layer, 1, mtime=0) for layer in layers]
-    diff_ids = [_sha256(layer) for layer in layers]
     config = pause.encode(
         {
             "architecture": "amd64",
             "os": "linux",
             "config": {"Volumes": {"/data": {}}},
-            "rootfs": {"type": "layers", "diff_ids": diff_ids},
+            "rootfs": {"type": "layers", "diff_ids": [_sha256(layer) for layer in layers]},
         }
     )
     manifest = pause.encode(
@@ -126,46 +139,60 @@ def _write_images(scratch: Path) -> None:
     others = {**ours, "digest": f"sha256:{'1' * 64}", "platform": {"architecture": "arm64", "os": "linux"}}
     index_type = "application/vnd.oci.image.index.v1+json"
     index = pause.encode({"schemaVersion": 2, "mediaType": index_type, "manifests": [ours, others]})
-    named = _descriptor("index.v1+json", index, annotations={"io.containerd.image.name": TWO})
+    return _Two(layers, zipped, config, manifest, index)
+
+
+def _oci_archive(two: _Two) -> bytes:
+    named = _descriptor("index.v1+json", two.index, annotations={"io.containerd.image.name": TWO})
     blobs = {
         f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}": blob
-        for blob in (*zipped, config, manifest, index)
+        for blob in (*two.zipped, two.config, two.manifest, two.index)
     }
     oci = {
         **blobs,
         "index.json": pause.encode({"schemaVersion": 2, "manifests": [named]}),
         "oci-layout": b'{"imageLayoutVersion":"1.0.0"}',
     }
-    (scratch / "two.oci.tar").write_bytes(_tar(oci))
-    files = {f"{n}/layer.tar": layer for n, layer in enumerate(layers)}
+    return _tar(oci)
+
+
+def _docker_archive(two: _Two) -> bytes:
+    files = {f"{n}/layer.tar": layer for n, layer in enumerate(two.layers)}
     entry = {"Config": "config.json", "RepoTags": [TWO], "Layers": list(files)}
-    (scratch / "two.docker.tar").write_bytes(
-        _tar({**files, "config.json": config, "manifest.json": pause.encode([entry])})
-    )
-    (scratch / "layer").write_text(_sha256(zipped[0]))
-    shared = {"platform": "linux/amd64", "bytes": 1}
-    pause_config = pause.encode(pause.configuration())
-    images = [
+    return _tar({**files, "config.json": two.config, "manifest.json": pause.encode([entry])})
+
+
+def _recorded(two: _Two) -> list[dict[str, Any]]:
+    """Return the images as a bake records them."""
+    shared = {"platform": "linux/amd64", "bytes": 1, "pin": False}
+    return [
         {
             **shared,
             "ref": pause.REFERENCE,
             "digest": f"sha256:{'2' * 64}",
             "manifest": f"sha256:{'2' * 64}",
-            "id": _sha256(pause_config),
-            "pin": False,
+            "id": _sha256(pause.encode(pause.configuration())),
             "diff_ids": pause.configuration()["rootfs"]["diff_ids"],
         },
         {
             **shared,
             "ref": TWO,
-            "digest": _sha256(index),
-            "manifest": _sha256(manifest),
-            "id": _sha256(config),
-            "pin": False,
-            "diff_ids": diff_ids,
+            "digest": _sha256(two.index),
+            "manifest": _sha256(two.manifest),
+            "id": _sha256(two.config),
+            "diff_ids": two.diff_ids,
         },
     ]
-    (scratch / "images.json").write_text(json.dumps(images))
+
+
+def _write_images(scratch: Path) -> None:
+    """Write two images as archives, the lab's pause and ``_two``, and the programs that tell the agent of them."""
+    two = _two()
+    pause.write_archive(scratch / "pause.tar")
+    (scratch / "two.oci.tar").write_bytes(_oci_archive(two))
+    (scratch / "two.docker.tar").write_bytes(_docker_archive(two))
+    (scratch / "layer").write_text(_sha256(two.zipped[0]))
+    (scratch / "images.json").write_text(json.dumps(_recorded(two)))
     for name, program in (("list", scripts.LIST), ("store", scripts.STORE), ("digests", scripts.DIGESTS)):
         (scratch / f"{name}.py").write_text(program)
 

@@ -1,18 +1,25 @@
-"""Molecule scenarios of roles, on the tree of a real image: converge, idempotence, check mode, its own tests.
+"""Molecule scenarios of roles, on the trees of a real image: converge, idempotence, check mode, its own tests.
 
-Each takes a minute or more, so one is run by default; ``IMAGE_BUILDER_MOLECULE`` names others, by commas, that
-need no package beyond the small image's.
+Each takes half a minute or more, so one is run by default; ``IMAGE_BUILDER_MOLECULE`` names others, by commas:
+``nvidia``, on trees of the GPU image and with a stand-in for the container toolkit (``tests/toolkits.py``), and those
+that need no package beyond the small image's.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from image_builder import repository
+from image_builder.lock import Lock
+from image_builder.store import Store
+from tests import toolkits
 from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
@@ -20,12 +27,39 @@ pytestmark = pytest.mark.root
 ROLES = os.environ.get("IMAGE_BUILDER_MOLECULE", "network_accounting").split(",")
 
 
+@pytest.fixture
+def surroundings(request: pytest.FixtureRequest, role: str, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """What a scenario is told of where it runs: the trees, and the packages where it installs some."""
+    if role != "nvidia":
+        yield {"IMAGE_BUILDER_TREES": trees(request.getfixturevalue("minimal"), "system", "base")}
+        return
+    built: Workplace = request.getfixturevalue("worker_gpu")
+    store = Store(built.store)
+    inputs = tmp_path / "tree/inputs"
+    shutil.copytree(built.object("module_build") / "product", inputs / "module_build")
+    locked = Lock.load(built.lock).group("gpu")
+    with store.staging() as staging:
+        (cache := staging / "debs").mkdir()
+        packages = [*locked.packages, *toolkits.stand_ins(cache)]
+        for package in locked.packages:
+            os.link(built.store / "debs" / package.sha256, cache / package.sha256)
+        repository.write_repository(packages, locked.suite, cache, staging / "repo")
+        yield {
+            "IMAGE_BUILDER_TREES": f"{tmp_path}/tree:{trees(built, 'container_runtime', 'system', 'base')}",
+            "IMAGE_BUILDER_REPO": os.fspath(staging / "repo"),
+        }
+
+
+def trees(built: Workplace, *stages: str) -> str:
+    """Return the trees of stages, topmost first, by colons."""
+    return ":".join(os.fspath(built.object(name) / "product/tree") for name in stages)
+
+
 @pytest.mark.parametrize("role", ROLES)
-def test_scenario(role: str, minimal: Workplace, repo_root: Path) -> None:
-    trees = [minimal.object(name) / "product" / "tree" for name in ("system", "base")]
+def test_scenario(role: str, surroundings: dict[str, str], repo_root: Path) -> None:
     done = subprocess.run(
         [sys.executable, repo_root / ".config/molecule/run", role, "test"],
-        env={**os.environ, "IMAGE_BUILDER_TREES": ":".join(map(os.fspath, trees))},
+        env={**os.environ, **surroundings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

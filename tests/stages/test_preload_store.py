@@ -53,6 +53,26 @@ def _mounted(lab: Lab, baked: Baked) -> Path:
     return where
 
 
+def _resident(lab: Lab, baked: Baked) -> list[list[str]]:
+    """Return what is told of a store that was just mounted, then of one whose ``large`` was read, which it is in."""
+    layers = _mounted(lab, baked) / "layers"
+    before = sorted(rehearsal.resident(layers))
+    (large,) = layers.glob("*/large")
+    large.read_bytes()
+    told = [before, sorted(rehearsal.resident(layers)), [f"sha256:{large.parent.name}"]]
+    namespace.unmount(os.fspath(layers.parent))
+    return told
+
+
+def _rehearsed(lab: Lab, baked: Baked) -> Result:
+    options = {"images": baked.options, "engines": [lab.engine]}
+    inputs = {"preload_store": baked.opt.parent.parent}
+    ctx = stage(lab, lab.folder("rehearsal"), "rehearsal", options, inputs)
+    rehearsal.run(ctx)
+    told: Result = json.loads((ctx.product / "tree/opt/preload/rehearsal.json").read_bytes())
+    return told
+
+
 def pack(lab: Lab) -> Result:
     """Pack one engine's data root, rehearse it, and compare."""
     one, two = runnable(lab, "one", _layered(lab)), lab.push("two", 2 * MB, MB)
@@ -76,14 +96,14 @@ def pack(lab: Lab) -> Result:
     ]
     found["top"] = sorted(path.name for path in where.iterdir())
     namespace.unmount(os.fspath(where))
-    base = lab.folder("rehearsal")
-    options = {"images": baked.options, "engines": [lab.engine]}
-    ctx = stage(lab, base, "rehearsal", options, {"preload_store": baked.opt.parent.parent})
-    rehearsal.run(ctx)
-    found["rehearsal"] = json.loads((ctx.product / "tree/opt/preload/rehearsal.json").read_bytes())
-    found["left"] = [
-        line for line in Path("/proc/self/mounts").read_text().splitlines() if os.fspath(base) in line
-    ]
+    found["resident"] = _resident(lab, baked)
+    found["rehearsal"] = _rehearsed(lab, baked)
+    # A kernel that reclaims memory ahead of need may have taken the pages back before they were looked at: once more.
+    for _ in range(2):
+        if not found["rehearsal"]["images"][0]["read"]:
+            found["rehearsal"] = _rehearsed(lab, baked)
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    found["left"] = [line for line in mounts if f"{lab.base}/rehearsal" in line]
     found["diff_ids"] = {i.ref: [layer.diff_id for layer in i.layers] for i in (one, two)}
     return found
 
@@ -129,6 +149,11 @@ def test_the_rehearsal_tells_seconds_and_what_was_read(packed: Result) -> None:
     # The pause program alone was read, not the layer above it.
     assert one["read"] == packed["diff_ids"][one["ref"]][:1] and two["read"] == []
     assert packed["left"] == []
+
+
+def test_a_layer_is_resident_when_a_file_of_it_was_read(packed: Result) -> None:
+    before, after, read = packed["resident"]
+    assert before == [] and after == read
 
 
 def both(lab: Lab) -> Result:

@@ -30,6 +30,8 @@ COMMANDS = [
     ("gate", "run"),
     ("gate", "admit"),
     ("gate", "status"),
+    ("pool", "snapshot"),
+    ("pool", "slice"),
     ("pool", "plan"),
     ("pool", "status"),
     ("pool", "report"),
@@ -38,6 +40,7 @@ COMMANDS = [
     ("pool", "abort"),
     ("pool", "verify"),
     ("pool", "render"),
+    ("pool", "broker"),
     ("store", "gc"),
     ("store", "verify"),
 ]
@@ -140,3 +143,16 @@ def test_an_empty_store_is_sound(tmp_path: Path) -> None:
     assert (status, json.loads(out)) == (0, {"stages": 0, "damages": []})
     status, out, _ = _run("store", "gc", "--keep", "0", "--json", "--store", str(tmp_path))
     assert (status, json.loads(out)) == (0, {"removed": [], "bytes": 0})
+
+
+def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "broker.yml"
+    tls = "listen: {certificate: /tls/tls.crt, key: /tls/tls.key}"
+    identity = "identity: {tenant: 3d2f1b8e-7c55-4f8b-9a55-1d6a0c9e4b11, audience: api://node-broker}"
+    pool = "pools: [{name: h100, nodes: 'h100-[0-9]+', objects: [9b1f6c1e-52a3-4b55-8a0e-6f2f3d1f7a01]}]"
+    path.write_text("\n".join([tls, identity, pool]))
+    status, out, _ = _run("pool", "broker", "--config", str(path), "--check", "--json")
+    assert (status, json.loads(out)) == (0, {"pools": ["h100"], "audience": "api://node-broker"})
+    path.write_text("pools: []")
+    status, _, err = _run("pool", "broker", "--config", str(path), "--check")
+    assert status == errors.DefinitionError.exit_code and "listen" in err and "identity" in err

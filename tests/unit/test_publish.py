@@ -125,7 +125,7 @@ def test_a_file_that_is_missing_is_named(output: Path) -> None:
 
 
 def test_a_full_disk_is_a_space_error(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_source: Path, target: Path, _progress: object) -> int:
+    def full(_source: Path, target: Path, _progress: object, *, direct: bool) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", os.fspath(target))
 
     monkeypatch.setattr(sparse, "copy", full)

@@ -30,7 +30,7 @@ def test_inventory_is_sound(name: str) -> None:
 
 def test_lab_needs_nothing_but_debian() -> None:
     inventory = load_inventory([INVENTORIES / "lab"])
-    assert inventory.images == ("minimal", "worker_gpu", "worker", "worker_containerd")
+    assert inventory.images == ("minimal", "worker_gpu", "worker", "worker_join", "worker_containerd")
     for image in inventory.images:
         definition = inventory.define(image)
         needs = [layer_needs(definition, layer) for layer in definition.layers]

@@ -1,38 +1,19 @@
-"""The only door to Ansible's Python API: inventories, origins of values, Vault, templates, argument specs.
-
-Importing it costs about 0.3 s, so the rest of the package does so when an inventory is loaded, not before.
-Tags that carry a value's origin are internal to ansible-core 2.19; a unit test holds them in place.
-"""
+"""Inventories, read by Ansible's own rules, with what in them is vaulted."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, Place, is_template, strings, words
-from image_builder.errors import VaultError
-from image_builder.settings import REPO_ROOT
-
-# Ansible reads its settings when it is first imported. Children get an environment of their own, so this
-# reaches nobody else.
-os.environ["ANSIBLE_CONFIG"] = str(REPO_ROOT / "ansible.cfg")
-os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
-os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
-os.environ["ANSIBLE_LOCAL_TEMP"] = tempfile.gettempdir()
-
 from ansible import constants as settings
-from ansible._internal._datatag._tags import Origin, TrustedAsTemplate
+from ansible._internal._datatag._tags import Origin
 from ansible.errors import AnsibleError
 from ansible.inventory.manager import InventoryManager
-from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.parsing.dataloader import DataLoader
 from ansible.parsing.vault import (
     AnsibleVaultError,
@@ -41,28 +22,12 @@ from ansible.parsing.vault import (
     VaultLib,
     get_file_vault_secret,
 )
-from ansible.plugins.loader import init_plugin_loader
-from ansible.template import Templar, trust_as_template
 from ansible.vars.manager import VariableManager
 from ansible.vars.plugins import get_vars_from_inventory_sources
 
-# Its directory for modules to run from, made on import and removed at exit: a killed process would leave it.
-with suppress(OSError):
-    Path(settings.DEFAULT_LOCAL_TMP).rmdir()
-init_plugin_loader([])
-
-
-class EvaluationError(Exception):
-    """A template could not be evaluated."""
-
-
-class UnreadableError(Exception):
-    """An inventory, playbook or role file could not be read or parsed."""
-
-    def __init__(self, place: Place | None, what: str) -> None:
-        super().__init__(what)
-        self.place = place
-        self.what = what
+from image_builder.definition.engine.origins import UnreadableError, place_of, unreadable
+from image_builder.definition.values import VAULT_HINT, Place
+from image_builder.errors import VaultError
 
 
 @dataclass
@@ -230,81 +195,6 @@ def _forget_directories() -> None:
             cache.clear()
 
 
-def unreadable(error: AnsibleError) -> UnreadableError:
-    """Return Ansible's error with the place that it names."""
-    origin: Origin | None = None
-    cause: BaseException | None = error
-    while cause and not (origin and origin.path):
-        obj = getattr(cause, "obj", None)
-        origin = obj if isinstance(obj, Origin) else Origin.get_tag(obj)
-        cause = cause.__cause__ or cause.__context__
-    place = Place(origin.path, origin.line_num or 0) if origin and origin.path else None
-    return UnreadableError(place, " ".join(str(error.message).split()))
-
-
-_parsed: dict[Path, tuple[int, int, Any]] = {}
-
-
-def read_yaml(path: Path) -> Any:
-    """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError."""
-    try:
-        stat = path.stat()
-        if (known := _parsed.get(path)) and known[:2] == (stat.st_mtime_ns, stat.st_size):
-            return known[2]
-        content = DataLoader().load_from_file(str(path), unsafe=True, trusted_as_template=True)
-    except OSError as error:
-        raise UnreadableError(Place(str(path)), str(error.strerror)) from error
-    except AnsibleError as error:
-        failure = unreadable(error)
-        raise UnreadableError(failure.place or Place(str(path)), failure.what) from error
-    _parsed[path] = (stat.st_mtime_ns, stat.st_size, content)
-    return content
-
-
-def place_of(value: Any) -> Place | None:
-    """Return where a value was written, where Ansible knows (not for booleans and null)."""
-    origin = Origin.get_tag(value)
-    return Place(origin.path, origin.line_num or 0) if origin and origin.path else None
-
-
-def place_in(value: Any, path: Sequence[str | int]) -> Place | None:
-    """Return where the item at ``path`` in ``value`` stands: its key's line, else its nearest parent's."""
-    place = None
-    for part in path:
-        if isinstance(value, Mapping) and part in value:
-            key = next(k for k in value if k == part)
-            place = place_of(key) or place_of(value[part]) or place
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            place = place_of(value[part]) or place
-        else:
-            break
-        value = value[part]
-    return place
-
-
-def plain(value: Any) -> JSON:
-    """Return a value as JSON without tags, each inline vaulted string replaced by its stand-in.
-
-    A string marked ``!unsafe`` is not a template; it is wrapped in ``{% raw %}``, so that it stays none.
-    """
-    if ciphertext := VaultHelper.get_ciphertext(value, with_tags=False):
-        return {VAULT_KEY: hashlib.sha256(ciphertext.encode()).hexdigest()}
-    if isinstance(value, Mapping):
-        return {str(plain(k)): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(v) for v in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    text = "".join(str(value))  # a plain str, whatever str() returned
-    if "{" in text and not TrustedAsTemplate.is_tagged_on(value) and Origin.is_tagged_on(value):
-        return "{% raw %}" + text + "{% endraw %}"
-    return text
-
-
 def undecryptable(value: Any, source: Source) -> list[tuple[Place | None, str]]:
     """Return the place and the reason of every inline vaulted string that can't be decrypted."""
     if isinstance(value, EncryptedString):
@@ -318,87 +208,3 @@ def undecryptable(value: Any, source: Source) -> list[tuple[Place | None, str]]:
     if isinstance(value, list):
         return [f for item in value for f in undecryptable(item, source)]
     return []
-
-
-def _trusted(value: JSON) -> Any:
-    if isinstance(value, str):
-        return trust_as_template(value)
-    if isinstance(value, Mapping):
-        return {k: _trusted(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_trusted(v) for v in value]
-    return value
-
-
-class Evaluator:
-    """Evaluates templates over a set of variables, themselves templates, as a play would."""
-
-    def __init__(self, variables: Mapping[str, JSON]) -> None:
-        self._templar = Templar(loader=DataLoader(), variables={k: _trusted(v) for k, v in variables.items()})
-
-    def evaluate(self, value: JSON) -> JSON:
-        """Return ``value`` with every template in it evaluated; raises EvaluationError."""
-        if not is_template(value):
-            return value
-        try:
-            return _result(self._templar.template(_trusted(value)))
-        except AnsibleError as error:
-            # How deep, and how that is worded, is Python's own affair.
-            what = str(error.message).partition(": maximum recursion")[0]
-            raise EvaluationError(" ".join(what.split())) from error
-
-    def settle(self, name: str, value: JSON) -> None:
-        """Let a variable be its final value, which is no template: others that use it needn't evaluate it."""
-        self._templar.available_variables[name] = value
-
-
-def evaluate_all(
-    variables: Mapping[str, JSON], wanted: Collection[str]
-) -> tuple[dict[str, JSON], dict[str, str]]:
-    """Evaluate the ``wanted`` variables; return the values, and for the rest why they have none.
-
-    Each is evaluated after those that it names, so none twice: a template costs a millisecond to compile.
-    """
-    evaluator = Evaluator(variables)
-    values: dict[str, JSON] = {}
-    failures: dict[str, str] = {}
-    seen: set[str] = set()
-
-    def visit(name: str) -> None:
-        seen.add(name)
-        inside = {word for text in strings(variables[name]) if is_template(text) for word in words(text)}
-        for other in sorted(inside & wanted_set - seen):
-            visit(other)
-        try:
-            values[name] = evaluator.evaluate(variables[name])
-        except EvaluationError as error:
-            failures[name] = str(error)
-        else:
-            evaluator.settle(name, values[name])
-
-    wanted_set = set(wanted)
-    for name in wanted:
-        if name not in seen:
-            visit(name)
-    return values, failures
-
-
-def _result(value: Any) -> JSON:
-    if isinstance(value, Mapping):
-        return {str(k): _result(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_result(v) for v in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    return "".join(str(value))
-
-
-def argument_faults(name: str, option: Mapping[str, Any], value: JSON) -> list[str]:
-    """Return what an argument spec says against a value, as Ansible checks it before a role runs."""
-    result = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
-    # Ansible lists valid booleans in the order of a set: another one in each run.
-    return [str(e).partition(" Valid booleans include")[0] for e in result.error_messages]

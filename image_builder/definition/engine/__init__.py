@@ -1,0 +1,59 @@
+"""The only door to Ansible's Python API: inventories, origins of values, Vault, templates, argument specs.
+
+Importing it costs about 0.3 s, so the rest of the package does so when an inventory is loaded, not before.
+Tags that carry a value's origin are internal to ansible-core 2.19; a unit test holds them in place.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from image_builder.settings import REPO_ROOT
+
+# Ansible reads its settings when it is first imported, which the modules below this package do. Children get an
+# environment of their own, so this reaches nobody else.
+os.environ["ANSIBLE_CONFIG"] = str(REPO_ROOT / "ansible.cfg")
+os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
+os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
+os.environ["ANSIBLE_LOCAL_TEMP"] = tempfile.gettempdir()
+
+from ansible import constants as settings
+from ansible.plugins.loader import init_plugin_loader
+
+from image_builder.definition.engine.inventories import Source, read_inventory, undecryptable
+from image_builder.definition.engine.origins import (
+    UnreadableError,
+    place_in,
+    place_of,
+    plain,
+    read_yaml,
+)
+from image_builder.definition.engine.templates import (
+    EvaluationError,
+    Evaluator,
+    argument_faults,
+    evaluate_all,
+)
+
+__all__ = [
+    "EvaluationError",
+    "Evaluator",
+    "Source",
+    "UnreadableError",
+    "argument_faults",
+    "evaluate_all",
+    "place_in",
+    "place_of",
+    "plain",
+    "read_inventory",
+    "read_yaml",
+    "undecryptable",
+]
+
+# Its directory for modules to run from, made on import and removed at exit: a killed process would leave it.
+with suppress(OSError):
+    Path(settings.DEFAULT_LOCAL_TMP).rmdir()
+init_plugin_loader([])

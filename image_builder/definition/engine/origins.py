@@ -1,0 +1,106 @@
+"""Where values come from, as Ansible's tags tell: files read with them, their places, and plain data without them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible._internal._datatag._tags import Origin, TrustedAsTemplate
+from ansible.errors import AnsibleError
+from ansible.parsing.dataloader import DataLoader
+from ansible.parsing.vault import VaultHelper
+
+from image_builder.definition.values import JSON, VAULT_KEY, Place
+
+
+class UnreadableError(Exception):
+    """An inventory, playbook or role file could not be read or parsed."""
+
+    def __init__(self, place: Place | None, what: str) -> None:
+        super().__init__(what)
+        self.place = place
+        self.what = what
+
+
+def unreadable(error: AnsibleError) -> UnreadableError:
+    """Return Ansible's error with the place that it names."""
+    origin: Origin | None = None
+    cause: BaseException | None = error
+    while cause and not (origin and origin.path):
+        obj = getattr(cause, "obj", None)
+        origin = obj if isinstance(obj, Origin) else Origin.get_tag(obj)
+        cause = cause.__cause__ or cause.__context__
+    place = Place(origin.path, origin.line_num or 0) if origin and origin.path else None
+    return UnreadableError(place, " ".join(str(error.message).split()))
+
+
+_parsed: dict[Path, tuple[int, int, Any]] = {}
+
+
+def read_yaml(path: Path) -> Any:
+    """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError."""
+    try:
+        stat = path.stat()
+        if (known := _parsed.get(path)) and known[:2] == (stat.st_mtime_ns, stat.st_size):
+            return known[2]
+        content = DataLoader().load_from_file(str(path), unsafe=True, trusted_as_template=True)
+    except OSError as error:
+        raise UnreadableError(Place(str(path)), str(error.strerror)) from error
+    except AnsibleError as error:
+        failure = unreadable(error)
+        raise UnreadableError(failure.place or Place(str(path)), failure.what) from error
+    _parsed[path] = (stat.st_mtime_ns, stat.st_size, content)
+    return content
+
+
+def place_of(value: Any) -> Place | None:
+    """Return where a value was written, where Ansible knows (not for booleans and null)."""
+    origin = Origin.get_tag(value)
+    return Place(origin.path, origin.line_num or 0) if origin and origin.path else None
+
+
+def place_in(value: Any, path: Sequence[str | int]) -> Place | None:
+    """Return where the item at ``path`` in ``value`` stands: its key's line, else its nearest parent's."""
+    place = None
+    for part in path:
+        if isinstance(value, Mapping) and part in value:
+            key = next(k for k in value if k == part)
+            place = place_of(key) or place_of(value[part]) or place
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            place = place_of(value[part]) or place
+        else:
+            break
+        value = value[part]
+    return place
+
+
+def untagged(value: Any) -> JSON:
+    """Return a scalar as Python's own type; what is neither a number nor a truth value is a string."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    return "".join(str(value))  # a plain str, whatever str() returned
+
+
+def plain(value: Any) -> JSON:
+    """Return a value as JSON without tags, each inline vaulted string replaced by its stand-in.
+
+    A string marked ``!unsafe`` is not a template; it is wrapped in ``{% raw %}``, so that it stays none.
+    """
+    if ciphertext := VaultHelper.get_ciphertext(value, with_tags=False):
+        return {VAULT_KEY: hashlib.sha256(ciphertext.encode()).hexdigest()}
+    if isinstance(value, Mapping):
+        return {str(plain(k)): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(v) for v in value]
+    text = untagged(value)
+    if not isinstance(text, str):
+        return text
+    if "{" in text and not TrustedAsTemplate.is_tagged_on(value) and Origin.is_tagged_on(value):
+        return "{% raw %}" + text + "{% endraw %}"
+    return text

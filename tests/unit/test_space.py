@@ -1,0 +1,107 @@
+"""What a build takes is estimated from what it has still to do, and refused where there is less."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from image_builder import space
+from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.errors import SpaceError
+from image_builder.lock import Lock, LockedGroup, LockedPackage
+from image_builder.plan.model import StagePlan
+from image_builder.settings import Settings
+from image_builder.store import Store
+
+REPO = Path(__file__).resolve().parents[2]
+MB = 1_000_000
+GROUPS = {"build_root": 130, "base": 50, "system": 70, "kubernetes": 10}
+STAGES = {
+    "build_root": "base",
+    "kubelet_build": "kubelet_build",
+    "base": "base",
+    "system": "layer",
+    "kubernetes": "layer",
+    "disk": "disk",
+    "convert": "convert",
+}
+
+
+@cache
+def definition() -> ImageDefinition:
+    return load_inventory([REPO / "inventories/lab"], repo_root=REPO).define("worker")
+
+
+def lock() -> Lock:
+    """Return a lock with one package a group, of as many megabytes as GROUPS says."""
+    return Lock(
+        image="worker",
+        source_date_epoch=1,
+        repositories={"debian": None},
+        groups={
+            name: LockedGroup(
+                suite="trixie",
+                components=["main"],
+                requested=[name],
+                packages=[
+                    LockedPackage(
+                        name=name,
+                        sha256=hashlib.sha256(name.encode()).hexdigest(),
+                        size=size * MB,
+                        path=f"{name}.deb",
+                        repository="debian",
+                        version="1",
+                        architecture="amd64",
+                    )
+                ],
+            )
+            for name, size in GROUPS.items()
+        },
+    )
+
+
+def todo(*names: str) -> list[StagePlan]:
+    return [StagePlan(name, STAGES[name]) for name in names or STAGES]
+
+
+def estimate(store: Store, *names: str) -> tuple[int, int]:
+    return space.estimate(lock(), todo(*names), definition(), store)
+
+
+def test_a_build_that_stops_before_the_disk_needs_no_room_for_it(store: Store) -> None:
+    whole, published = estimate(store)
+    layers, nothing = estimate(store, "base", "system", "kubernetes")
+    assert layers < 0.5 * whole
+    assert (published > 0, nothing) == (True, 0)
+
+
+def test_what_is_fetched_is_not_counted_again(store: Store) -> None:
+    before, _ = estimate(store, "base", "system")
+    for name in ("base", "system"):
+        (store.path / "debs" / hashlib.sha256(name.encode()).hexdigest()).touch()
+    after, _ = estimate(store, "base", "system")
+    assert before - after == (50 + 70) * MB
+
+
+def test_what_compiling_takes_is_free_again_when_more_is_needed(store: Store) -> None:
+    alone, _ = estimate(store, "kubelet_build")
+    before, _ = estimate(store, "base", "system", "kubernetes", "disk", "convert")
+    both, _ = estimate(store, "kubelet_build", "base", "system", "kubernetes", "disk", "convert")
+    assert alone > 2 * 1024 * MB
+    assert max(alone, before) < both < alone + before
+
+
+def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = sum(estimate(store))
+    settings = Settings(store=store.path, output=store.path.parent / "output")
+    free = SimpleNamespace(f_bavail=needed // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _path: free)
+    with pytest.raises(SpaceError, match=r"200 MiB are missing|201 MiB are missing"):
+        space.check(lock(), todo(), store, settings, definition())
+    free.f_bavail += (201 << 20) // 4096
+    space.check(lock(), todo(), store, settings, definition())
