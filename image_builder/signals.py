@@ -1,35 +1,74 @@
-"""Waiting for a signal, without missing one."""
+"""Waiting for a signal, without missing one.
+
+Python's own handlers can't wake who waits: they run between two instructions of the main thread. It may hold the lock
+of the event that they are to set, and one that comes right before it goes to sleep doesn't wake it. So the interpreter
+writes each signal's number to a pipe, at once. Nothing is blocked: what is started meanwhile would inherit that.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+_OVER = b"\0"  # no signal has this number
+
+
+class _Pipe(NamedTuple):
+    ours: int
+    theirs: int
 
 
 @contextmanager
 def listening(*numbers: signal.Signals) -> Iterator[Callable[[], None]]:
-    """Yield what waits until one of these signals has come, from now on. For the main thread.
+    """Yield what waits until one of these signals has come, from now on. For the main thread."""
+    with _written() as pipe:
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
-    Python's own handlers can't do that: they run between two instructions of this thread. It may hold the lock of the
-    event that they are to set, and one that comes right before it goes to sleep doesn't wake it. So the interpreter
-    writes each signal's number to a pipe, at once. They are not blocked: what is started meanwhile would inherit that.
+        def wait() -> None:
+            while not {*numbers}.intersection(os.read(pipe.ours, 1)):
+                pass
+
+        try:
+            yield wait
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def waking(wake: Callable[[], None]) -> Iterator[None]:
+    """Call ``wake`` in a thread of its own after each signal that Python has a handler for. For the main thread.
+
+    Where that lets the main thread go on, the handler runs before anything else there.
     """
-    ours, theirs = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(theirs, False)  # as the interpreter demands
-    unheard = signal.set_wakeup_fd(theirs)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    with _written() as pipe:
 
-    def wait() -> None:
-        while not {*numbers}.intersection(os.read(ours, 1)):
-            pass
+        def call() -> None:
+            while os.read(pipe.ours, 1) != _OVER:
+                wake()
 
+        thread = threading.Thread(target=call, name="signals")
+        thread.start()
+        try:
+            yield
+        finally:
+            os.write(pipe.theirs, _OVER)
+            thread.join()
+
+
+@contextmanager
+def _written() -> Iterator[_Pipe]:
+    """Let the interpreter write the numbers of signals to a pipe, each a byte."""
+    pipe = _Pipe(*os.pipe2(os.O_CLOEXEC))
+    os.set_blocking(pipe.theirs, False)  # as the interpreter demands
+    unheard = signal.set_wakeup_fd(pipe.theirs)
     try:
-        yield wait
+        yield pipe
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(unheard)
-        os.close(ours)
-        os.close(theirs)
+        os.close(pipe.ours)
+        os.close(pipe.theirs)

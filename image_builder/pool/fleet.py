@@ -123,7 +123,7 @@ class Fleet:
         remove_tree(self._means.folder)
 
     def wake(self) -> None:
-        """Let ``wait`` return soon; may be called by a signal's handler."""
+        """Let ``wait`` return soon; may be called from any thread."""
         self._queue.put(None)
 
     def now(self) -> float:

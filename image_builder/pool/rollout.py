@@ -37,6 +37,7 @@ from image_builder.pool.resume import past, take_up
 from image_builder.pool.suite import Suite
 from image_builder.pool.table import LiveTable
 from image_builder.settings import Settings
+from image_builder.signals import waking
 
 UNWATCHED = "no --kubeconfig: nobody looks at the control plane, and its gate lets everything through"
 T = TypeVar("T")
@@ -238,7 +239,8 @@ class Stop:
     def listening(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._take) for number in _ENDING}
         try:
-            yield
+            with waking(lambda: self.wake()):  # noqa: PLW0108 (it is another one later)
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -248,7 +250,6 @@ class Stop:
             signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.number = number
-        self.wake()
 
 
 def drive(ready: Ready) -> tuple[dict[str, Any], int]:

@@ -22,6 +22,19 @@ with listening(signal.SIGALRM, signal.SIGTERM) as wait:
     wait()
 print("ended")
 """
+# As a driver waits: a lock with a deadline, and handlers of Python's.
+WAKE = f"""\
+import queue, random, signal
+from image_builder.signals import waking
+drawn, woken, came = random.Random(1), queue.SimpleQueue(), []
+signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+with waking(lambda: woken.put(None)):
+    for number in range({MANY}):
+        signal.setitimer(signal.ITIMER_REAL, drawn.uniform(1e-6, 2e-4))
+        woken.get(timeout=30)
+        assert len(came) == number + 1, (number, came)
+print("heard")
+"""
 
 
 def test_none_is_missed_and_none_is_made_up() -> None:
@@ -37,3 +50,10 @@ def test_none_is_missed_and_none_is_made_up() -> None:
         finally:
             child.kill()
     assert (child.returncode, out) == (0, "ended\n")
+
+
+def test_who_waits_for_something_else_is_woken() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WAKE], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("heard\n", "")

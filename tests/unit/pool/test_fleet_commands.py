@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -191,13 +192,13 @@ def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
 
 
 def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
-    stop, woken = Stop(), []
-    stop.wake = lambda: woken.append(stop.number)
+    stop, woken = Stop(), SimpleQueue[int]()
+    stop.wake = lambda: woken.put(stop.number)
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
         assert not stop.asked()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked() and woken == [signal.SIGTERM]
+        assert stop.asked() and woken.get(timeout=60) == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
