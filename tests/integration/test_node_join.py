@@ -129,6 +129,17 @@ def test_a_new_generation_is_written_and_the_kubelet_started_again(world: World)
     assert not (world.kubernetes / "bootstrap-kubelet.conf").exists()
 
 
+def test_a_member_whose_certificate_is_over_keeps_the_token_until_it_has_another(world: World) -> None:
+    assert world.join() == 0
+    before = (world.directory / "client.pem").read_text()
+    world.expired = True
+    world.tell(join={"deadlines": {"ready": 5}})
+    assert world.join() == 0, world.record
+    assert (world.directory / "client.pem").read_text() != before and not world.expired
+    assert (world.directory / "restarted").exists()
+    assert not (world.kubernetes / "bootstrap-kubelet.conf").exists()
+
+
 SHORT = {"deadlines": {"identity": 1, "network": 1, "credentials": 1, "ready": 1}}
 
 

@@ -57,6 +57,8 @@ class Joining:
     told_: Told | None = None
     token: Token | None = field(default=None, repr=False)
     is_member: bool = False
+    # A certificate of the kubelet's that the API server does not take any more.
+    refused: str = field(default="", repr=False)
     # Why the preflight did not pass, where the node joins nevertheless.
     doubt: str = ""
 
@@ -192,8 +194,11 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
             with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
-            if error.status in (401, 403):
-                return error.status == 403  # 401: it has expired, and another is needed
+            if error.status == 401 and access.certificate:  # it has expired, and another is needed
+                joining.refused = access.certificate.read()
+                return False
+            if error.status == 403:
+                return True
             raise NotYet(67, error.message, error.retry_after) from error
         return True
 
@@ -224,7 +229,9 @@ def _kubelet(joining: Joining, _deadline: Deadline) -> Done:
 
 
 def _ready(joining: Joining, deadline: Deadline) -> Done:
-    done = kubelet.wait_until_ready(joining.kubelet, joining.settings.healthz, joining.boot_id, deadline)
+    done = kubelet.wait_until_ready(
+        joining.kubelet, joining.settings.healthz, joining.boot_id, deadline, refused=joining.refused
+    )
     if joining.doubt:
         raise JoinError(94, f"{done.reason}, with its taint: {joining.doubt}")
     return done

@@ -49,14 +49,16 @@ class Places:
         return self.kubernetes / "bootstrap-kubelet.conf"
 
 
-def membership(path: Path) -> Access | None:
-    """Return how the kubelet speaks to the API server, None where it has no certificate.
+def membership(path: Path, refused: str = "") -> Access | None:
+    """Return how the kubelet speaks to the API server, None where it has no certificate, or the one that was refused.
 
     A kubelet writes its kubeconfig before it has the certificate that this names.
     """
     try:
         access = kubeconfig.load(path)
-        return access if access.node else None
+        if not access.node or (access.certificate and access.certificate.read() == refused):
+            return None
+        return access
     except NodeError:
         return None
 
@@ -151,9 +153,14 @@ def _write(path: Path, text: str, mode: int) -> bool:
     return True
 
 
-def wait_until_ready(places: Places, healthz: str, boot_id: str, deadline: Deadline) -> Done:
-    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93)."""
-    while (access := membership(places.config)) is None:
+def wait_until_ready(
+    places: Places, healthz: str, boot_id: str, deadline: Deadline, *, refused: str = ""
+) -> Done:
+    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93).
+
+    ``refused`` is a certificate that the API server does not take: the token stays until there is another.
+    """
+    while (access := membership(places.config, refused)) is None:
         if not deadline.poll(_POLL):
             raise JoinError(
                 91, f"{places.config} has no certificate: the signing request is not approved, or not made"
