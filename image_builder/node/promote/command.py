@@ -38,7 +38,7 @@ def run(places: Places | None = None) -> int:
             if reason is None:
                 status.tell("promote: another agent is at it")
                 return 0
-            section = reason or _promote(wanted, places)
+            section = _tidy(wanted, places, reason) if reason else _promote(wanted, places)
     except NodeError as error:
         _update(places, _degraded(error.code, error.message))
         raise
@@ -67,16 +67,16 @@ def _say(section: Section) -> None:
 
 @contextmanager
 def _alone(wanted: Settings, reason: Section) -> Iterator[Section | None]:
-    """Hold the lock of the disk's promotion; None where another agent holds it. Without a disk nothing is locked.
+    """Hold the lock of the disk's promotion; None where another agent holds it. With nothing to do nothing is locked.
 
     The workers hold it too: it is free when the last of a dead agent's processes has ended.
     """
-    if reason:
+    if reason and not _has_trash(wanted):
         yield reason
         return
     fd = os.open(wanted.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield {} if _locked(fd) else None
+        yield reason if _locked(fd) else None
     finally:
         os.close(fd)
 
@@ -119,11 +119,7 @@ def _left(wanted: Settings, places: Places) -> list[str]:
 def _promote(wanted: Settings, places: Places) -> Section:
     """Wait, copy, and when nothing leads to the store any more give it back. Returns the status section."""
     _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(wanted, places)})
-    if not kubelet.wait(wanted.healthz, wanted.wait_seconds):
-        status.tell(
-            f"promote: the kubelet did not answer within {wanted.wait_seconds:g} s; going on without it"
-        )
-    time.sleep(wanted.settle_seconds)
+    _wait(wanted)
     try:
         section = _copy(wanted, places)
         set_aside = _names(wanted.state / "trash")
@@ -137,6 +133,34 @@ def _promote(wanted: Settings, places: Places) -> Section:
     if not section["layers_left"]:
         section["store"] = _release(places)
     return section
+
+
+def _tidy(wanted: Settings, places: Places, section: Section) -> Section:
+    """Promote nothing, but delete what the seed set aside: it may be most of the disk. Returns the status section."""
+    if not _has_trash(wanted):
+        return section
+    _update(places, section)
+    _wait(wanted)
+    try:
+        kept = trash.empty(wanted.state / "trash", wanted.bytes_per_second)
+    except OSError as error:
+        kept = [disk_error(error)[1]]
+    return {**section, "trash": kept} if kept else section
+
+
+def _wait(wanted: Settings) -> None:
+    if not kubelet.wait(wanted.healthz, wanted.wait_seconds):
+        status.tell(
+            f"promote: the kubelet did not answer within {wanted.wait_seconds:g} s; going on without it"
+        )
+    time.sleep(wanted.settle_seconds)
+
+
+def _has_trash(wanted: Settings) -> bool:
+    try:
+        return bool(_names(wanted.state / "trash"))
+    except OSError:  # a disk that can't be read: whoever needs it says so
+        return False
 
 
 def _names(folder: Path) -> list[str]:
