@@ -182,7 +182,8 @@ record(
     remove("/etc/systemd/system/multi-user.target.wants/preload-seed.service"),
     change(SEED, "^Before=.*", "Before=docker.service"),
     change(SEED, "^After=.*\n", ""),
-    change(SEED, "^ConditionPathExists=.*\n", ""),
+    change(SEED, "^ConditionPathExists=[|]/opt/.*\n", ""),
+    change(SEED, "^ConditionPathExists=[|].*/[.]node/.*\n", ""),
     change(SEED, "^RemainAfterExit=.*\n", ""),
     change(SEED, "^ExecStart=(.*) seed$", r"ExecStart=\1 status"),
     remove("/etc/systemd/system/containerd.service.d/10-preload-seed.conf"),
@@ -194,6 +195,7 @@ record(
     change(PROMOTE, "^Type=exec", "Type=oneshot"),
     change(PROMOTE, "^After=.*\n", ""),
     change(PROMOTE, "^ConditionPathExists=.*\n", ""),
+    change(PROMOTE, "^ConditionDirectoryNotEmpty=.*\n", ""),
     change(PROMOTE, "^Nice=.*\n", ""),
     change(PROMOTE, "^ExecStart=(.*) promote$", r"ExecStart=\1 seed"),
 )

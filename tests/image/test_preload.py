@@ -113,7 +113,8 @@ def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
     assert starts_at_boot(tree, SEED), f"{SEED} does not start at boot"
     unit = _unit(host, SEED)
     assert "local-disk.service" in _named(unit, "After"), f"{SEED} does not wait for the local disk"
-    assert "ConditionPathExists=/opt/preload/store.json" in unit
+    marker = f"{v['image_preload_mount_point']}/.node/seed/{v['image_preload_engine']}.json"
+    assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionPathExists=|{marker}"} <= set(unit)
     assert {"Type=oneshot", "RemainAfterExit=yes"} <= set(unit)
     assert _started(unit) == f"{v['__image_preload_program']} seed", unit
     for engine in ("docker", "containerd"):
@@ -131,7 +132,10 @@ def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None
     assert starts_at_boot(tree, PROMOTE), f"{PROMOTE} does not start at boot"
     unit = _unit(host, PROMOTE)
     assert "kubelet.service" in _named(unit, "After"), f"{PROMOTE} does not wait for the kubelet"
-    assert "ConditionPathExists=/opt/preload/store.json" in unit
+    trash = f"{v['image_preload_mount_point']}/.node/trash"
+    assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionDirectoryNotEmpty=|{trash}"} <= set(
+        unit
+    )
     assert {"Type=exec", "Nice=19"} <= set(unit), f"{PROMOTE} holds up the boot"
     assert _started(unit) == f"{v['__image_preload_program']} promote", unit
 

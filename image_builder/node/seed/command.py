@@ -33,7 +33,8 @@ def run(manifest: Path = layout.MANIFEST, *, directory: Path = status.DIRECTORY)
         # Another agent may be at it: then it is found done.
         with lock.held(directory / "seed.lock"):
             try:
-                found = seed(settings, read_manifest(manifest))
+                is_baked = any(map(os.path.lexists, (manifest, manifest.with_name(layout.STORE_FILE.name))))
+                found = seed(settings, read_manifest(manifest)) if is_baked else leave(settings)
             except (NodeError, OSError) as error:
                 found = _give_up(settings, error)
     found["seconds"] = round(time.monotonic() - started, 3)
@@ -62,10 +63,27 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     return {"action": action, **_fresh(settings, store)}
 
 
-def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
-    """Make a data root beside its place, sync, rename, write the marker."""
+def leave(settings: Preload) -> dict[str, Any]:
+    """This image was baked without a store: what another one's seed linked leads nowhere. Raises NodeError, OSError.
+
+    The engine would take such layers for whole, and neither pull nor load them again.
+    """
+    action = "none"
+    if settings.data_root.is_dir() and _has_links(settings):
+        trees.set_aside(settings.data_root, settings.state / "trash")
+        action = "set aside"
+    _forget(settings)
+    return {"state": status.OK, "engine": settings.engine, "action": action}
+
+
+def _forget(settings: Preload) -> None:
     for stale in (settings.marker, settings.state / "promote.json"):
         stale.unlink(missing_ok=True)
+
+
+def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
+    """Make a data root beside its place, sync, rename, write the marker."""
+    _forget(settings)
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
     directory(staging, 0o710 if settings.engine == "docker" else 0o700)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.layout import Preload, preload_settings
-from image_builder.node.seed.command import _damaged, _marker, check_version, describe
+from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
+from image_builder.node.seed.command import _damaged, _marker, check_version, describe, leave
 from image_builder.node.store import parse_manifest
 from tests.unit.node.stores import manifest
 
@@ -93,6 +93,25 @@ def test_damage_counts_for_the_store_that_it_was_found_in(tmp_path: Path) -> Non
     assert _damaged(settings, store) == "Input/output error"
     path.write_text(json.dumps({"store": "another", "layer": "x", "reason": "Input/output error"}))
     assert _damaged(settings, store) == ""
+
+
+def test_links_of_an_image_with_a_store_are_taken_away_by_one_without(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    for path in (settings.marker, settings.state / "promote.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    layer = settings.data_root / "overlay2/one/diff"
+    layer.mkdir(parents=True)
+    assert leave(settings)["action"] == "none", "all was promoted: it is whole"
+    assert layer.is_dir() and not settings.marker.exists()
+    layer.rmdir()
+    layer.symlink_to(MOUNT_POINT / "layers/abc")
+    found = leave(settings)
+    assert (found["state"], found["action"]) == ("ok", "set aside")
+    assert not settings.data_root.exists()
+    assert (settings.state / "trash/docker.0/overlay2/one/diff").is_symlink()
+    assert [path.name for path in (settings.state / "seed").iterdir()] == []
+    assert leave(settings)["action"] == "none"
 
 
 def test_outcomes_are_lines_for_people() -> None:
