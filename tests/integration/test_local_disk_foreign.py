@@ -64,6 +64,22 @@ def test_an_erasure_that_was_cut_short_is_finished(worker: Workplace, tmp_path: 
         assert (told["exit"], told["state"], told["action"]) == (0, "ok", "format")
 
 
+def making(desk: Desk) -> Any:
+    """A crash while mkfs.ext4 runs: blocks of its own in the first MiB, and its superblock is what it writes last."""
+    root = desk.base / "local"
+    desk.settings(mount_point=os.fspath(root), filesystem="ext4")
+    disk = desk.disk(LARGE)
+    write(disk, *layout.making(disk.bytes))
+    write(disk, 8192, b"\2\200\0\0" * 1024)
+    found = [desk.run(disk), desk.run(disk)]
+    mounts.unmount(root)
+    return found
+
+
+def test_a_filesystem_whose_making_was_cut_short_is_made_anew(worker: Workplace, tmp_path: Path) -> None:
+    assert [told["action"] for told in run_scenario(making, worker, tmp_path)] == ["format", "mount"]
+
+
 def refusals(desk: Desk) -> Any:
     """Disks that must not be touched though they are blank, or beside others."""
     desk.settings(mount_point=os.fspath(desk.base / "local"), expected_disks=1)

@@ -1,8 +1,8 @@
 """Carry a decision out: the only module that writes to a disk.
 
 Each disk is looked at again, under a lock, right before the first byte is written. A crash at any moment leaves a
-disk that the next run knows for ours or for blank: an erasure begins with a page that says so and ends by
-taking it away, an array and a filesystem bear our UUID from their first sector on, and the marker comes last.
+disk that the next run knows for ours or for blank: an erasure and the making of a filesystem begin with a page that
+says so and end by taking it away, an array bears our UUID from its first sector on, and the marker comes last.
 """
 
 from __future__ import annotations
@@ -140,10 +140,34 @@ def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Vo
     """Make the filesystem on disks that are blank, on an array of them where they are several."""
     made = layout.new_uuid()
     path = disks[0].path
-    if len(disks) > 1:
-        path = arrays.create(made, settings.label, disks, places)
-    programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
+    with ExitStack() as stack:
+        if len(disks) > 1:
+            path = arrays.create(made, settings.label, disks, places)
+        else:
+            stack.enter_context(_announced(disks[0]))
+        programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
     return Volume(path, settings.filesystem, made, "empty")
+
+
+@contextmanager
+def _announced(disk: Disk) -> Iterator[None]:
+    """Let a blank disk say that a filesystem is being made on it, until it is made; not taken back after an error."""
+    offset, said = layout.making(disk.bytes)
+    nothing = bytes(len(said))
+    _change(disk, offset, nothing, said)
+    yield
+    _change(disk, offset, said, nothing)
+
+
+def _change(disk: Disk, offset: int, old: bytes, new: bytes) -> None:
+    """Write where something else is known to be, durably; what anybody else has put there stays. Raises OSError."""
+    fd = os.open(disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        if os.pread(fd, len(old), offset) == old:
+            os.pwrite(fd, new, offset)
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:

@@ -7,7 +7,7 @@ Two things are proven before a byte is written: the disk is one that the selecto
   looked for: nothing can name it.
 * *Ours*: a filesystem with our label and an UUID of our namespace (``layout.new_uuid``) and, before it is used
   as it is, our marker with the same UUID and the same members. An array is ours by the UUID in the superblock of
-  each member.
+  each member. So is a disk without any signature whose last MiB says that we were making a filesystem.
 * Anything else is foreign, and so is what can't be read.
 """
 
@@ -88,8 +88,8 @@ def nature(settings: Settings, seen: Observation, arrays: Mapping[str, Array]) -
         return Nature("member")
     if seen.platform == "blank":
         return Nature("platform")
-    if not seen.signatures and not seen.partitions and seen.ends_zero:
-        return Nature("blank")
+    if not seen.signatures and not seen.partitions and (seen.ends_zero or seen.making):
+        return Nature("blank" if seen.ends_zero else "unfinished")
     content = _content(seen)
     kinds = {word.type for word in seen.signatures} or {content}
     # PMBR is half of a GPT; whoever lets that go means both.

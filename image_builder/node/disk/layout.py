@@ -1,4 +1,4 @@
-"""Bytes on disks: the UUIDs that are ours, a RAID member's superblock, the page of an erasure that was begun."""
+"""Bytes on disks: the UUIDs that are ours, a RAID member's superblock, the pages of what was begun and is not done."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _NAMESPACE = bytes.fromhex("6e6f64652d648000")
 _VERSION_8 = 0x80
 # The first bytes of a disk that is being erased, until the very end of that.
 _ERASING = b"node-agent: this disk is being erased\n"
+# What the last MiB of a disk begins with while a filesystem is made on it. mkfs.ext4 writes its superblock last: cut
+# short it leaves blocks that nothing names. Of that MiB it writes the last 64 KiB alone.
+_MAKING = b"node-agent: a filesystem is being made on this disk\n"
 # linux/raid/md_p.h, version 1.2: 4 KiB from the begin.
 _RAID_OFFSET, _RAID_MAGIC = 4096, 0xA92B4EFC
 
@@ -59,6 +62,15 @@ def erasure(size: int) -> list[tuple[int, bytes]]:
 
 def is_erasing(head: bytes) -> bool:
     return head.startswith(_ERASING)
+
+
+def making(size: int) -> tuple[int, bytes]:
+    """Return the write, as offset and data, that says that a filesystem is being made on a disk."""
+    return max(PAGE, size - MIB), _MAKING.ljust(PAGE, b"\0")
+
+
+def is_making(tail: bytes) -> bool:
+    return tail.startswith(_MAKING)
 
 
 def raid(head: bytes) -> Raid | None:

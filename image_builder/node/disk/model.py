@@ -113,7 +113,8 @@ class Observation:
     """What was seen of one disk.
 
     ``mounts`` are the places where it, a part of it or what is made of it is mounted. ``platform``: what the one
-    NTFS partition of a platform's disk holds. ``erasing``: an erasure of ours was begun. ``error``: it can't be read.
+    NTFS partition of a platform's disk holds. ``erasing``: an erasure of ours was begun, ``making``: a filesystem of
+    ours. ``error``: it can't be read.
     """
 
     disk: Disk
@@ -124,6 +125,7 @@ class Observation:
     swap: bool = False
     ends_zero: bool = False
     erasing: bool = False
+    making: bool = False
     platform: Literal["", "blank", "files", "unreadable"] = ""
     volume: Volume | None = None
     raid: Raid | None = None

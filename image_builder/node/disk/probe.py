@@ -85,7 +85,8 @@ def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> 
     except OSError as error:
         return replace(seen, error=f"{error.strerror} while its first and last MiB were read")
     ends_zero = head == bytes(len(head)) and tail == bytes(len(tail))
-    return replace(seen, ends_zero=ends_zero, erasing=layout.is_erasing(head), raid=layout.raid(head))
+    erasing, making = layout.is_erasing(head), layout.is_making(tail)
+    return replace(seen, ends_zero=ends_zero, erasing=erasing, making=making, raid=layout.raid(head))
 
 
 def _above(entry: Path) -> list[Path]:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.node.disk import layout
+from image_builder.node.disk import apply, layout, probe
 from image_builder.node.disk.decide import TABLE, decide, nature
 from image_builder.node.disk.model import Array, Disk, Marker, Observation, Raid, Seen, Signature, Volume
 from image_builder.node.disk.settings import Selector, Settings
+from image_builder.node.errors import NodeError
 
 UUID = "6e6f6465-2d64-8000-8123-456789abcdef"
 OTHER = "6e6f6465-2d64-8000-8123-456789abcd00"
@@ -137,6 +138,7 @@ CASES: dict[str, tuple[Settings, Seen, str]] = {
     "wipe: beside blank": (WIPE, Seen((signed("crypto_LUKS"), blank(1))), "wipe"),
     "only mkfs": (SETTINGS, Seen((ours("empty"),)), "unfinished"),
     "erased in part": (SETTINGS, Seen((replace(signed("gpt"), erasing=True), blank(1))), "unfinished"),
+    "mkfs cut short": (SETTINGS, Seen((Observation(disk(), making=True),)), "unfinished"),
     "array without a filesystem": (
         SETTINGS,
         Seen((member(0), member(1)), {UUID: Array(UUID, "md127")}),
@@ -222,13 +224,24 @@ KINDS: dict[str, Callable[[int], Observation]] = {
     "member": member,
     "platform": lambda n: replace(PLATFORM, disk=disk(n)),
     "erasing": lambda n: replace(blank(n), erasing=True),
+    "making": lambda n: Observation(disk(n), making=True),
     "foreign": lambda n: signed("ext4", n),
+    "foreign, over a mkfs of ours": lambda n: replace(signed("ext4", n), making=True),
+    "partitions, over a mkfs of ours": lambda n: Observation(disk(n), partitions=("p1",), making=True),
     "nameless": lambda n: Observation(disk(n)),
     "unmarked": lambda n: ours("unmarked", n),
     "busy": lambda n: replace(blank(n), holders=("dm-0",)),
     "error": lambda n: replace(blank(n), error="x"),
 }
-BAD = {"foreign", "nameless", "unmarked", "busy", "error"}
+BAD = {
+    "foreign",
+    "foreign, over a mkfs of ours",
+    "partitions, over a mkfs of ours",
+    "nameless",
+    "unmarked",
+    "busy",
+    "error",
+}
 
 
 def mixes() -> Iterator[tuple[str, ...]]:
@@ -309,6 +322,36 @@ def test_uuids_of_ours() -> None:
 def test_selector_is_named_where_nothing_matches() -> None:
     settings = replace(SETTINGS, selector=Selector("configured", model="X*"))
     assert "configured" in decide(settings, "one", Seen()).reason
+
+
+@pytest.mark.parametrize("size", [2 << 20, 320 << 20, (1 << 40) + 512])
+def test_a_mkfs_is_told_of_where_an_erasure_takes_it_away_and_mkfs_writes_nothing(size: int) -> None:
+    offset, data = layout.making(size)
+    assert layout.is_making(data) and offset == size - (1 << 20)
+    assert offset + len(data) < size - (64 << 10)
+    assert not layout.is_making(bytes(1 << 20)) and not layout.is_erasing(data)
+
+
+def test_a_mkfs_that_fails_leaves_word_and_one_that_ends_takes_it_back(tmp_path: Path) -> None:
+    file = tmp_path / "disk"
+    file.write_bytes(bytes(4 << 20))
+    one = disk(path=file, bytes=4 << 20)
+
+    def cut_short() -> None:
+        with apply._announced(one):
+            assert layout.is_making(probe.read_ends(one)[1])
+            raise NodeError("program", "mkfs was killed")
+
+    with pytest.raises(NodeError, match="killed"):
+        cut_short()
+    assert layout.is_making(probe.read_ends(one)[1])
+    with apply._announced(one):
+        pass
+    assert file.read_bytes() == bytes(4 << 20)
+    file.write_bytes(b"x" * (4 << 20))
+    with apply._announced(one):
+        pass
+    assert file.read_bytes() == b"x" * (4 << 20), "what somebody else has put there stays"
 
 
 @pytest.mark.parametrize("size", [2 << 20, 320 << 20, (1 << 40) + 512])
