@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 
-from image_builder.definition import load_inventory, resolved_variables
+from image_builder.definition import engine, load_inventory, resolved_variables
+from image_builder.definition.evaluate import role_variables
+from image_builder.definition.roles import RoleBook
+from image_builder.definition.values import JSON
 from image_builder.settings import REPO_ROOT
 
 LAYER = REPO_ROOT / "playbooks" / "layers" / "join.yml"
 
 
-def test_playbook_repeats_the_other_roles_default() -> None:
+def test_playbook_repeats_the_other_roles_defaults() -> None:
     assumed = dict(re.findall(r"(\w+) \| default\('([^']*)'\)", LAYER.read_text(encoding="utf-8")))
-    role = REPO_ROOT / "roles" / "container_runtime" / "defaults" / "main.yml"
-    defaults = yaml.safe_load(role.read_text(encoding="utf-8"))
-    assert assumed == {"container_runtime_engine": defaults["container_runtime_engine"]}
+    defaults: dict[str, object] = {}
+    for role in ("container_runtime", "kubelet"):
+        path = REPO_ROOT / "roles" / role / "defaults" / "main.yml"
+        defaults |= yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert assumed == {name: defaults[name] for name in assumed}
+    assert set(assumed) == {
+        "container_runtime_engine",
+        "kubelet_kubeconfig",
+        "kubelet_bootstrap_kubeconfig",
+        "kubelet_client_ca_file",
+    }
+
+
+def test_a_kubelet_that_looks_elsewhere_than_joining_writes_is_refused() -> None:
+    """Its node would wait for a certificate that the kubelet has in another place, until the time is over."""
+    book = RoleBook(REPO_ROOT)
+    layer = book.layer("join")
+    use = next(use for use in layer.uses if use.name == "node_join")
+
+    def problems(**inventory: JSON) -> Any:
+        known = {"image_layers": ["kubernetes", "join"], **inventory}
+        return engine.Evaluator(role_variables(book, layer, use, known)).evaluate(
+            "{{ __node_join_problems }}"
+        )
+
+    assert problems() == []
+    (found,) = problems(kubelet_kubeconfig="/var/lib/kubelet/kubeconfig")
+    assert "the kubelet looks for /var/lib/kubelet/kubeconfig, and joining writes /etc/kubernetes/" in found
+    (found,) = problems(node_join_kubernetes="/srv/k")
+    assert "/etc/kubernetes/node.env" in found and "/etc/kubernetes/pki/ca.crt" in found
+    assert problems(node_join_kubernetes="/srv/k", image_layers=["join"]) == []
 
 
 def test_agent_comes_before_what_it_is_told() -> None:
