@@ -104,7 +104,7 @@ def run(
         else:
             out, err = child.communicate(input, timeout=timeout)
     except subprocess.TimeoutExpired as error:
-        child.kill()
+        _kill_group(child)
         if streaming:
             child.wait()
         else:
