@@ -140,12 +140,17 @@ def lock(
         image-builder lock worker -o worker.lock.json
     """
     from image_builder.build import make_lock
+    from image_builder.errors import UsageError
     from image_builder.lock import Lock
     from image_builder.resolve import remembered_lock
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
     path = output or Path(f"{image}.lock.json")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"the lock can't be written to {path}", hint="name a file in a directory that is there"
+        )
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
         made = make_lock(definition, settings, monitor)

@@ -7,6 +7,7 @@ it, except for repositories of third parties, whose address tells which bytes ar
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -169,10 +170,16 @@ class Lock(_Frozen):
         return value
 
     def save(self, path: Path) -> None:
-        """Write the lock, replacing ``path`` in one step."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        partial.rename(path)
+        """Write the lock, replacing ``path`` in one step, whoever else writes it. Raises LockError."""
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        text = json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n"
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise LockError(f"can't write the lock {path}: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Lock:

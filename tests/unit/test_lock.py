@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,29 @@ def test_a_lock_survives_its_file(tmp_path: Path) -> None:
     lock = _lock(base=["dbus"])
     lock.save(tmp_path / "lock.json")
     assert Lock.load(tmp_path / "lock.json") == lock
+
+
+def test_two_builds_may_save_the_same_lock_at_once(tmp_path: Path) -> None:
+    locks = [_lock(base=[f"package{n}" for n in range(count)]) for count in (200, 400)]
+    path = tmp_path / "lock.json"
+
+    def save_often(lock: Lock) -> None:
+        for _ in range(50):
+            lock.save(path)
+
+    with ThreadPoolExecutor(2) as pool:
+        for saved in [pool.submit(save_often, lock) for lock in locks]:
+            saved.result()
+    assert Lock.load(path) in locks
+    assert [p.name for p in tmp_path.iterdir()] == ["lock.json"]
+
+
+@pytest.mark.parametrize("place", ["missing/lock.json", "folder"])
+def test_a_lock_that_can_not_be_written_there_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(LockError, match=f"can't write the lock {tmp_path / place}"):
+        _lock(base=[]).save(tmp_path / place)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize(
