@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
+import threading
 import urllib.parse
 import urllib.request
 import uuid
@@ -53,22 +53,28 @@ def fetch(
 
     A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
     parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
-    done, bytes in all). Raises FetchError naming every file that failed.
+    done, bytes in all). Raises FetchError naming every file that failed. What interrupts the wait ends all of them.
     """
     files = {w.sha256: w for w in wanted}
     missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
     total, done = sum(w.size or 0 for w in missing), 0
     failures: list[str] = []
     pool = _pool_manager()
+    stop = threading.Event()
     with ThreadPoolExecutor(_PARALLEL) as workers:
-        running = [workers.submit(_download, pool, w, cache, scratch) for w in missing]
-        for future in as_completed(running):
-            try:
-                done += future.result()
-            except FetchError as error:
-                failures.append(error.message)
-            if progress:
-                progress(done, total)
+        running = [workers.submit(_download, pool, w, cache, scratch, stop) for w in missing]
+        try:
+            for future in as_completed(running):
+                try:
+                    done += future.result()
+                except FetchError as error:
+                    failures.append(error.message)
+                if progress:
+                    progress(done, total)
+        except BaseException:  # Ctrl-C: what has not begun is not begun any more
+            stop.set()
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
     if failures:
         shown = "\n  ".join(sorted(failures)[:10])
         more = f"\n  and {len(failures) - 10} more" if len(failures) > 10 else ""
@@ -104,11 +110,13 @@ def _pool_for(url: str, direct: urllib3.PoolManager) -> urllib3.PoolManager:
     return urllib3.ProxyManager(proxy, **direct.connection_pool_kw)
 
 
-def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path) -> int:
+def _download(
+    pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path, stop: threading.Event
+) -> int:
     """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
     partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
     try:
-        size, sha256 = _copy_with_retries(_pool_for(item.url, pool), item.url, partial)
+        size, sha256 = _copy_with_retries(_pool_for(item.url, pool), item.url, partial, stop)
         if sha256 != item.sha256:
             raise FetchError(
                 f"{item.name}: {item.url} gave {size} bytes with SHA-256 {sha256}, "
@@ -124,20 +132,25 @@ def _download(pool: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Pat
     return size
 
 
-def _copy_with_retries(pool: urllib3.PoolManager, url: str, target: Path) -> tuple[int, str]:
+def _copy_with_retries(
+    pool: urllib3.PoolManager, url: str, target: Path, stop: threading.Event
+) -> tuple[int, str]:
     for attempt in range(1, _ATTEMPTS):
         try:
-            return _copy(pool, url, target)
+            return _copy(pool, url, target, stop)
         except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
-            time.sleep(0.5 * 2**attempt)
-    return _copy(pool, url, target)
+            if stop.wait(0.5 * 2**attempt):
+                raise
+    return _copy(pool, url, target, stop)
 
 
-def _copy(pool: urllib3.PoolManager, url: str, target: Path) -> tuple[int, str]:
+def _copy(pool: urllib3.PoolManager, url: str, target: Path, stop: threading.Event) -> tuple[int, str]:
     """Write what ``url`` gives to ``target``; return its size in bytes and its SHA-256."""
     sha256, size = hashlib.sha256(), 0
     with target.open("wb") as sink:
         for chunk in _chunks(pool, url):
+            if stop.is_set():
+                raise FetchError(f"{url}: given up after {size} bytes")
             sink.write(chunk)
             sha256.update(chunk)
             size += len(chunk)

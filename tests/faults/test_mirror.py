@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,3 +129,44 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
         with pytest.raises(FetchError, match="(?s)3 of 3.*gone0.*gone1.*gone2"):
             fetch(wanted, cache, tmp_path)
     assert sorted(asked) == [f"/pool/gone{n}.deb" for n in range(3)], "a plain 404 is not retried"
+
+
+class _Endless(http.server.BaseHTTPRequestHandler):
+    """Gives ``/small`` at once, and of all else a megabyte a second for minutes."""
+
+    def do_GET(self) -> None:
+        small = self.path == "/small"
+        self.send_response(200)
+        self.send_header("Content-Length", "1" if small else str(200 << 20))
+        self.end_headers()
+        try:
+            for _ in range(1 if small else 3200):
+                self.wfile.write(b"x" if small else bytes(1 << 16))
+                time.sleep(0.06)
+        except OSError:
+            return  # who asked has gone
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_an_interrupt_ends_the_downloads_and_begins_no_other(tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    small = hashlib.sha256(b"x").hexdigest()
+    wanted = [
+        Wanted(name, f"http://127.0.0.1:{server.server_port}/{name}", sha256)
+        for name, sha256 in (("small", small), *((f"file{n}", f"{n:064}") for n in range(40)))
+    ]
+
+    def interrupt(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fetch(wanted, tmp_path, tmp_path, interrupt)
+    assert time.monotonic() - started < 10
+    assert [path.name for path in tmp_path.iterdir()] == [small]  # no partial one
+    server.shutdown()
+    server.server_close()
