@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,7 +92,8 @@ def _started(pid: int) -> int | None:
 def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     """Start ``argv``, which is to serve, in a session of its own, and wait until it does.
 
-    Raises ImageBuilderError with the end of its log when it ends instead.
+    Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
+    for any more is killed.
     """
     if state := running():
         return state
@@ -101,23 +102,35 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     for path in (log, _SERVING, _STATE):  # of one that was killed
         path.unlink(missing_ok=True)
     child = process.detach(argv, log=log)
-    deadline = time.monotonic() + _START_SECONDS
     monitor.stage_started("lab")
     started = time.monotonic()
-    while time.monotonic() < deadline and child.poll() is None:
+    try:
+        state = _await_serving(child.pid, lambda: child.poll() is None, log, monitor)
+    except BaseException:
+        # No file names it yet: `lab down` could not find it. Its namespaces go with it.
+        child.kill()
+        child.wait()
+        monitor.stage_failed("lab", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lab", time.monotonic() - started, cached=False)
+    return state
+
+
+def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Monitor) -> State:
+    """Wait until process ``pid`` serves, and write down that it does; raises ImageBuilderError."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and alive():
         if _SERVING.exists():
             told = json.loads(_SERVING.read_bytes())
             partial = _STATE.with_suffix(".partial")
-            known = {**told, "pid": child.pid, "started": _started(child.pid)}
+            known = {**told, "pid": pid, "started": _started(pid)}
             partial.write_text(json.dumps(known), encoding="utf-8")
             partial.rename(_STATE)
             if state := running():
-                monitor.stage_finished("lab", time.monotonic() - started, cached=False)
                 return state
         if last := _last_line(log):
             monitor.stage_doing("lab", last)
         time.sleep(0.2)
-    monitor.stage_failed("lab", time.monotonic() - started)
     raise ImageBuilderError(f"the lab does not start:\n{process.tail(log)}", hint=f"its log: {log}")
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from image_builder import lab_service
+from image_builder.errors import ImageBuilderError
+from image_builder.events import NullMonitor
 from tests.builds import REPO, Workplace, left_behind, wait_until_clean
 
 pytestmark = pytest.mark.root
@@ -65,3 +68,32 @@ def test_one_that_was_killed_is_not_taken_for_a_running_one(worker: Workplace) -
     again = json.loads(_lab("up", store=worker.store).stdout)
     assert again["pid"] != state["pid"]
     assert _lab("status").returncode == 0
+
+
+class _Impatient(NullMonitor):
+    """Remembers the process that tells its number, and presses Ctrl-C where that is wanted."""
+
+    def __init__(self, *, interrupts: bool) -> None:
+        self.interrupts, self.pid = interrupts, 0
+
+    def stage_doing(self, _stage: str, what: str) -> None:
+        self.pid = int(what)
+        if self.interrupts:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "error"),
+    [(True, KeyboardInterrupt), (False, ImageBuilderError)],
+    ids=["Ctrl-C", "too late"],
+)
+def test_one_that_nobody_waits_for_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: bool, error: type[BaseException]
+) -> None:
+    for name in ("_SERVING", "_STATE", "_CA"):
+        monkeypatch.setattr(lab_service, name, tmp_path / name)
+    monkeypatch.setattr(lab_service, "_START_SECONDS", 1.0)
+    monitor = _Impatient(interrupts=interrupts)
+    with pytest.raises(error):
+        lab_service.start(["sh", "-c", 'echo "12:00:00 $$"; exec sleep 60'], tmp_path, monitor)
+    assert monitor.pid and not Path(f"/proc/{monitor.pid}").exists()
