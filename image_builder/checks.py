@@ -159,7 +159,11 @@ def gc(
 
         image-builder store gc --keep 2
     """
-    removed, freed = _existing_store(store).gc(keep)
+
+    def told() -> None:
+        print("waiting for what uses the store: builds, and the lab until `lab down`", file=sys.stderr)
+
+    removed, freed = _existing_store(store).gc(keep, told)
     text = f"{len(removed)} stages removed, {render.human_bytes(freed)} freed"
     show({"removed": removed, "bytes": freed}, text, as_json=as_json)
     return 0

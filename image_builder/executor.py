@@ -152,7 +152,11 @@ def _run_after(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -
 def _run_stage(work: Build, stage: StagePlan) -> None:
     """Run one stage and commit it, unless another build did so in the meantime."""
     monitor, store = work.monitor, work.store
-    with store.claim(stage.id):
+
+    def told() -> None:
+        monitor.stage_doing(stage.name, "another build makes it")
+
+    with store.claim(stage.id, told, work.stop):
         if store.has(stage.id):
             monitor.stage_finished(stage.name, 0.0, cached=True)
             return

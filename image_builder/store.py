@@ -17,9 +17,10 @@ import json
 import os
 import shutil
 import stat
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from image_builder import sparse
 from image_builder.errors import StoreError
 from image_builder.node import durable
 from image_builder.plan.model import JSON, StagePlan
+
+# Who waits for another build looks this often whether it has ended.
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,17 @@ class Store:
             yield
 
     @contextmanager
-    def claim(self, stage_id: str) -> Iterator[None]:
-        """Be the only builder of a stage; a second one waits here and then finds it finished."""
-        with _flock(self.path / "locks" / stage_id[:32], fcntl.LOCK_EX):
+    def claim(
+        self,
+        stage_id: str,
+        on_wait: Callable[[], None] | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[None]:
+        """Be the only builder of a stage; a second one waits here and then finds it finished.
+
+        ``on_wait`` is called once where that takes time; StoreError ends the waiting when ``stop`` is set.
+        """
+        with _flock(self.path / "locks" / stage_id[:32], fcntl.LOCK_EX, on_wait, stop):
             yield
 
     # -- writing -----------------------------------------------------------------------------------------
@@ -212,12 +224,13 @@ class Store:
         builds: list[list[str]] = json.loads(path.read_text()) if path.exists() else [[]]
         return {meta["name"]: meta for meta in (self.meta(i) for i in builds[-1] if self.has(i))}
 
-    def gc(self, keep: int) -> tuple[list[str], int]:
+    def gc(self, keep: int, on_wait: Callable[[], None] | None = None) -> tuple[list[str], int]:
         """Remove what the last ``keep`` builds of every image don't need; return (removed ids, bytes).
 
-        Downloads that no kept stage names are left: they are small beside stages and save the mirror.
+        Downloads that no kept stage names are left: they are small beside stages and save the mirror. ``on_wait`` is
+        called once where builds have to end first.
         """
-        with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX):
+        with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX, on_wait):
             self.reap()
             kept: set[str] = set()
             for path in (self.path / "locks").glob("*.builds"):
@@ -349,8 +362,28 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _flock(path: Path, how: int) -> Iterator[IO[bytes]]:
-    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError."""
+def _flock(
+    path: Path, how: int, on_wait: Callable[[], None] | None = None, stop: threading.Event | None = None
+) -> Iterator[IO[bytes]]:
+    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError.
+
+    ``on_wait`` is called once when another one holds it; StoreError ends the waiting when ``stop`` is set.
+    """
     with path.open("ab") as stream:
-        fcntl.flock(stream, how)
+        if on_wait is None:
+            fcntl.flock(stream, how)
+        elif not _taken(stream, how):
+            on_wait()
+            stop = stop or threading.Event()
+            while not _taken(stream, how):
+                if stop.wait(_LOOK_SECONDS):
+                    raise StoreError("the build ends")
         yield stream
+
+
+def _taken(stream: IO[bytes], how: int) -> bool:
+    try:
+        fcntl.flock(stream, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,29 @@ def test_gc_keeps_the_last_builds_of_every_image(store: Store) -> None:
     assert removed == [old.id]
     assert freed > 0
     assert sorted(store.ids()) == sorted([new.id, other.id])
+
+
+def test_gc_tells_that_it_waits_for_a_build(store: Store) -> None:
+    old = _commit(store)
+    with ExitStack() as build:
+        build.enter_context(store.in_use())
+        told: list[bool] = []
+
+        def end_the_build() -> None:
+            told.append(store.has(old.id))
+            build.close()
+
+        assert store.gc(0, end_the_build)[0] == [old.id]
+    assert told == [True]
+
+
+def test_a_build_that_ends_does_not_wait_for_another_ones_stage(store: Store) -> None:
+    stop = threading.Event()
+    with store.claim("a" * 64):
+        with pytest.raises(StoreError, match="the build ends"), store.claim("a" * 64, stop.set, stop):
+            pass
+        with store.claim("b" * 64, stop.clear, stop):
+            assert stop.is_set()  # nobody has it, so nothing is told
 
 
 def test_mount_points_are_found_with_their_escapes(tmp_path: Path) -> None:
