@@ -116,7 +116,8 @@ def _artefact(name: str, output: Path) -> Path:
 @register(app, isolated=lambda target, **_: not target.startswith("ssh://"))
 def verify(
     target: Annotated[
-        str, typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…")
+        str,
+        typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…&known_hosts=…"),
     ],
     facts: Facts = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="where the reports go")] = Path(
@@ -129,7 +130,7 @@ def verify(
 
     Example:
 
-        image-builder verify ssh://admin@node7 --facts output/worker/latest/facts.json
+        image-builder verify 'ssh://admin@node7?key=KEY&known_hosts=FILE' --facts facts.json
     """
     from image_builder import verify as verifying
     from image_builder.report import verification

@@ -5,11 +5,11 @@ The suite is the one that every build runs; what the target must be stands in a 
 
 from __future__ import annotations
 
-import hashlib
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from image_builder import manifest, process
+from image_builder import manifest, process, sparse
 from image_builder.errors import UsageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.report.verification import SuiteResult
@@ -17,6 +17,7 @@ from image_builder.sandbox import open_root
 from image_builder.settings import Settings
 from image_builder.stages.verify import verify_target
 from image_builder.store import Store
+from image_builder.target import ssh
 
 _REMOTE = "ssh://"
 FACTS = "facts.json"
@@ -33,17 +34,18 @@ def verify(
 ) -> SuiteResult:
     """Run the suite on ``target`` and return what it found, failed checks included.
 
-    ``target`` is ``ssh://user@host:port?key=…``, the root directory of an unpacked image, or the directory of
-    a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to the
-    facts.json in or beside the directory. Reports go to ``out_dir``. Raises VerifyError, UsageError.
+    ``target`` is ``ssh://user@host:port?key=FILE&known_hosts=FILE``, the root directory of an unpacked image, or the
+    directory of a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to
+    the facts.json in or beside the directory. Reports go to ``out_dir``. Raises VerifyError, UsageError.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
+    if facts is not None and not facts.is_file():
+        raise UsageError(f"no such file: {facts}")
     if is_remote(target):
         if facts is None:
             raise UsageError(
                 "a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)"
             )
-        return _run(target, facts, out_dir, settings, monitor)
+        return _run(_address(target).url, facts, out_dir, settings, monitor)
     folder = Path(target).resolve()
     facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)
     if not folder.is_dir() or facts is None:
@@ -61,7 +63,23 @@ def verify(
             return _run(f"sandbox:{root.path}", facts, out_dir, settings, monitor)
 
 
+def _address(target: str) -> ssh.SshAddress:
+    """Return the address of a machine with its files as the suite needs them; raises UsageError."""
+    address = ssh.parse(target)
+    if address.key is None or address.known_hosts is None:
+        raise UsageError(
+            f"{target}: a key to log in with and the file that knows the machine's own key are needed",
+            hint="'ssh://user@host:22?key=FILE&known_hosts=FILE'; the latter may be ~/.ssh/known_hosts",
+        )
+    key, known_hosts = (path.expanduser().absolute() for path in (address.key, address.known_hosts))
+    for path in (key, known_hosts):
+        if not path.is_file():
+            raise UsageError(f"{target}: no such file: {path}")
+    return replace(address, key=key, known_hosts=known_hosts)
+
+
 def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+    out_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     monitor.stage_started("verify")
     result = verify_target(
@@ -83,8 +101,10 @@ def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
     monitor.stage_started("hash")
     for file in (*told.artefacts, *told.documents):
         monitor.stage_doing("hash", file.name)
-        with (build / file.name).open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            found = sparse.sha256(build / file.name)
+        except FileNotFoundError:
+            raise VerifyError(f"{build / file.name} is missing, which the manifest names") from None
         if found != file.sha256:
             raise VerifyError(f"{build / file.name} is not what the manifest says: its SHA-256 is {found}")
     monitor.stage_finished("hash", time.monotonic() - started, cached=False)

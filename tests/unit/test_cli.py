@@ -119,6 +119,15 @@ def test_validate_tells_programs_the_same(bad_inventory: Path) -> None:
         (["plan", "wroker"], "did you mean `worker`"),
         (["boot", "nothing-here"], "no such file, directory or built image"),
         (["validate", "--no-such-option"], "--no-such-option"),
+        (["verify", "ssh://admin@node7?key=/k", "--facts", __file__], "known_hosts=FILE"),
+        (
+            ["verify", f"ssh://a@b?key={__file__}&known_hosts=/none", "--facts", __file__],
+            "no such file: /none",
+        ),
+        (
+            ["verify", f"ssh://a@b?key={__file__}&known_hosts={__file__}", "--facts", "/none"],
+            "no such file: /none",
+        ),
         (["store", "gc"], "--keep"),
         (["store", "gc", "--keep", "-1"], "--keep"),
     ],
