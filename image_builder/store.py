@@ -165,7 +165,7 @@ class Store:
         if target.exists():
             remove_tree(target)
         staged.rename(target)
-        _sync_directory(target.parent)
+        durable.sync_directory(target.parent)
         return meta
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -194,9 +194,12 @@ class Store:
     def _damages(self) -> list[Damage]:
         damages = []
         for stage_id in self.ids():
-            meta = self.meta(stage_id)
+            try:
+                name = str(self.meta(stage_id)["name"])
+            except (StoreError, KeyError):
+                name = "a stage"
             damages += [
-                Damage(stage_id, meta["name"], what)
+                Damage(stage_id, name, what)
                 for what in _differences(self.object(stage_id), contents=True, limit=5)
             ]
         for folder in ("debs", "files"):
@@ -212,17 +215,13 @@ class Store:
         """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image."""
         path = self.path / "locks" / f"{image}.builds"
         with _flock(self.path / "locks" / f".{image}", fcntl.LOCK_EX):
-            builds: list[list[str]] = json.loads(path.read_text()) if path.exists() else []
-            builds = [b for b in builds if b != ids] + [ids]
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(builds[-50:]), encoding="utf-8")
-            partial.rename(path)
+            builds = [b for b in _builds(path) if b != ids] + [ids]
+            durable.write(path, json.dumps(builds[-50:]).encode())
 
     def last_build(self, image: str) -> dict[str, dict[str, Any]]:
         """Return the meta of the stages of an image's last build, by name; without those collected since."""
-        path = self.path / "locks" / f"{image}.builds"
-        builds: list[list[str]] = json.loads(path.read_text()) if path.exists() else [[]]
-        return {meta["name"]: meta for meta in (self.meta(i) for i in builds[-1] if self.has(i))}
+        last = _builds(self.path / "locks" / f"{image}.builds")[-1:]
+        return {meta["name"]: meta for ids in last for meta in (self.meta(i) for i in ids if self.has(i))}
 
     def gc(self, keep: int, on_wait: Callable[[], None] | None = None) -> tuple[list[str], int]:
         """Remove what the last ``keep`` builds of every image don't need; return (removed ids, bytes).
@@ -234,7 +233,7 @@ class Store:
             self.reap()
             kept: set[str] = set()
             for path in (self.path / "locks").glob("*.builds"):
-                builds = json.loads(path.read_text())
+                builds = _builds(path)
                 kept.update(i for build in (builds[-keep:] if keep else []) for i in build)
             removed = [i for i in self.ids() if i not in kept]
             freed = sum(int(self.meta(i)["bytes"]) for i in removed)
@@ -243,6 +242,20 @@ class Store:
                 self.object(stage_id).rename(doomed)
             self.reap()
             return removed, freed
+
+
+def _builds(path: Path) -> list[list[str]]:
+    """Return the ids of the stages of an image's builds, the last one last; raises StoreError."""
+    try:
+        found: list[list[str]] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise StoreError(
+            f"{path} can't be read: {error}",
+            hint="remove it: `store gc` then keeps no build before the next one",
+        ) from error
+    return found
 
 
 # -- trees -----------------------------------------------------------------------------------------------
@@ -351,14 +364,6 @@ def _sha256(path: Path) -> str:
 def _sync_file(path: Path) -> None:
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

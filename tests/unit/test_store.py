@@ -88,6 +88,31 @@ def test_verify_finds_a_damaged_manifest_and_download(store: Store) -> None:
     assert sorted(d.name for d in store.verify()) == ["base", "debs"]
 
 
+def test_verify_names_a_stage_whose_record_is_gone_and_looks_at_the_others(store: Store) -> None:
+    plans = [_commit(store, option=option) for option in "abc"]
+    for plan in plans[:2]:
+        (store.object(plan.id) / "meta.json").write_bytes(b"")
+    assert {d.id for d in store.verify()} == {plan.id for plan in plans[:2]}
+
+
+def test_a_list_of_builds_that_a_power_cut_left_empty_is_named(store: Store) -> None:
+    plan = _commit(store)
+    path = store.path / "locks" / "worker.builds"
+    path.touch()
+    for use in (
+        lambda: store.record("worker", [plan.id]),
+        lambda: store.gc(1),
+        lambda: store.last_build("worker"),
+    ):
+        with pytest.raises(StoreError, match="worker.builds can't be read"):
+            use()
+    assert store.has(plan.id)
+    path.unlink()
+    assert store.last_build("worker") == {}
+    store.record("worker", [plan.id])
+    assert list(store.last_build("worker")) == ["base"]
+
+
 def test_the_staging_area_of_a_dead_build_is_reaped_and_a_living_one_kept(store: Store) -> None:
     dead = store.path / "staging" / "dead"
     (dead / "tree").mkdir(parents=True)
