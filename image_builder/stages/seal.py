@@ -7,7 +7,9 @@ name the build.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -77,29 +79,46 @@ def _remove(path: Path) -> None:
 def _traces(ctx: StageContext) -> tuple[str, ...]:
     """Return the words that only this host's bake could have put into a file."""
     words = {
-        os.fspath(ctx.settings.store),
-        os.fspath(ctx.settings.repo_root),
+        _unmistakable(ctx.settings.store, "staging"),
+        _unmistakable(ctx.settings.repo_root, "roles"),
         os.fspath(ctx.work.parent.parent.name),
         ctx.settings.mirror or "",
     }
     return tuple(sorted(word for word in words if len(word) >= _SHORTEST_TRACE))
 
 
+def _unmistakable(place: Path, inside: str) -> str:
+    """Return a path to look for: one of a single name, such as /store, is a part of many that packages have."""
+    return os.fspath(place if len(place.parts) > 2 else place / inside)
+
+
 def find_traces(root: Path, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds)."""
+    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds).
+
+    A configuration file as its package ships it is none of the bake's: cloud-init's names Debian's mirror.
+    """
     wanted = [(trace, trace.encode()) for trace in traces]
+    shipped = _shipped(root)
     for name in _SEARCHED:
         for folder, _, files in os.walk(root / name):
             for file in files:
                 path = Path(folder, file)
                 if path.is_symlink() or not path.is_file():
                     continue
-                if os.fspath(path.relative_to(root)) in _FOREIGN:
+                where = os.fspath(path.relative_to(root))
+                if where in _FOREIGN:
                     continue
                 data = path.read_bytes()
-                for trace, word in wanted:
-                    if word in data:
-                        yield os.fspath(path.relative_to(root)), trace
+                found = [trace for trace, word in wanted if word in data]
+                if found and shipped.get(where) != hashlib.md5(data, usedforsecurity=False).hexdigest():
+                    yield from ((where, trace) for trace in found)
+
+
+def _shipped(root: Path) -> dict[str, str]:
+    """Return the MD5 of each configuration file as its package has it, by its path, from dpkg's status."""
+    status = root / "var/lib/dpkg/status"
+    text = status.read_text(encoding="utf-8", errors="replace") if status.is_file() else ""
+    return {m[1]: m[2] for m in re.finditer(r"^ /(\S+) ([0-9a-f]{32})\b", text, re.MULTILINE)}
 
 
 def _write_identity(ctx: StageContext, root: Path) -> None:
