@@ -265,6 +265,21 @@ def test_missing_packages_are_installed_when_asked_to(checkout: Checkout, tmp_pa
     ]
 
 
+def test_another_apt_at_work_is_waited_for(checkout: Checkout, tmp_path: Path) -> None:
+    _without_packages(checkout, "mmdebstrap")
+    busy, apt = tmp_path / "busy", checkout.bin / "apt-get"
+    busy.touch()
+    apt.write_text(
+        f"#!/bin/sh\nrm {busy} 2>/dev/null || exit 0\n"
+        "echo 'E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)'\nexit 100\n"
+    )
+    apt.chmod(0o755)
+    path = f"{checkout.bin}:/usr/sbin:/usr/bin:/sbin:/bin"
+    done = checkout.start("--install-deps", "build", "x", "--store", str(tmp_path / "store"), path=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("another apt is at work") == 1
+
+
 def test_a_failing_apt_is_shown(checkout: Checkout, tmp_path: Path) -> None:
     _without_packages(checkout, "mmdebstrap")
     apt = checkout.bin / "apt-get"
