@@ -246,7 +246,9 @@ def test_missing_packages_are_named_by_command(checkout: Checkout, tmp_path: Pat
     assert "--install-deps" in done.stderr
     assert not checkout.venv.exists() and not (tmp_path / "store").exists()
     assert "packages are missing: qemu-system-x86\n" in checkout.start("boot", "x", *store).stderr
-    assert checkout.start("images").returncode == 0
+    assert "packages are missing: mmdebstrap qemu-system-x86\n" in checkout.start("test", *store).stderr
+    for command in (("images",), ("test", "--fast")):
+        assert checkout.start(*command).returncode == 0
 
 
 def test_missing_packages_are_installed_when_asked_to(checkout: Checkout, tmp_path: Path) -> None:
