@@ -11,7 +11,6 @@ directory: the next one removes those that nobody holds. Readers see names witho
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -33,6 +32,7 @@ from image_builder.errors import ImageBuilderError, PublishError, SpaceError
 from image_builder.events import Monitor, NullMonitor
 from image_builder.lock import Lock
 from image_builder.manifest import Artefact, Document, Manifest
+from image_builder.node import durable
 from image_builder.plan.model import Plan, StagePlan, digest
 from image_builder.report import verification
 from image_builder.settings import Settings
@@ -43,9 +43,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 
 _STAGING, _LINK = ".staging-", ".latest-"
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
-_libc = ctypes.CDLL(None, use_errno=True)
+# Answers of renameat2(2) on a filesystem without its flags, such as NFS.
+_NO_FLAGS = (errno.EINVAL, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -290,32 +289,34 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
 def _move(staging: Path, target: Path) -> None:
     """Make ``staging`` visible as ``target``, in one step also where another publication is there."""
     if not os.path.lexists(target):
-        _rename(staging, target, _RENAME_NOREPLACE)
+        _rename_new(staging, target)
         return
     # Same build, but other formats, or damaged files: the old one goes where the new one was staged. Nobody
     # holds a lock on it, so it is removed before the image's lock is given back and others reap.
-    _rename(staging, target, _RENAME_EXCHANGE)
+    _exchange(staging, target)
     sparse.sync_directory(target.parent)
     remove_tree(staging)
 
 
-def _rename(source: Path, target: Path, flags: int) -> None:
-    done = _libc.renameat2(
-        _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(flags)
-    )
-    if done == 0:
-        return
-    code = ctypes.get_errno()
-    if code not in (errno.EINVAL, errno.ENOSYS):
-        raise OSError(code, os.strerror(code), os.fspath(target))
-    # A filesystem without these flags (NFS). The image's lock is held, so nobody else renames here.
-    if flags == _RENAME_NOREPLACE:
+def _rename_new(source: Path, target: Path) -> None:
+    try:
+        durable.rename_new(source, target)
+    except OSError as error:
+        if error.errno not in _NO_FLAGS:
+            raise
+        source.rename(target)  # the image's lock is held: nobody else renames here
+
+
+def _exchange(source: Path, target: Path) -> None:
+    try:
+        durable.exchange(source, target)
+    except OSError as error:
+        if error.errno not in _NO_FLAGS:
+            raise
+        aside = target.with_name(f"{_STAGING}old-{uuid.uuid4().hex[:8]}")
+        target.rename(aside)
         source.rename(target)
-        return
-    aside = target.with_name(f"{_STAGING}old-{uuid.uuid4().hex[:8]}")
-    target.rename(aside)
-    source.rename(target)
-    aside.rename(source)
+        aside.rename(source)
 
 
 def _point_latest(folder: Path, name: str) -> None:

@@ -46,7 +46,6 @@ AGENT = "/usr/local/bin/node-agent"
 DISK = "/mnt/local"
 DATA = f"{DISK}/data"
 _SOURCE = "/run/image-builder/node-agent.pyz"
-_OPT = os.fspath(layout.STORE_FILE.parent)
 
 Result = dict[str, Any]
 

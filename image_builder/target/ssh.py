@@ -12,7 +12,7 @@ import posixpath
 import shlex
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 import paramiko
 
 from image_builder.errors import BootError, CommandError, UsageError
-from image_builder.plan.model import JSON
 from image_builder.process import TAIL_LINES, Completed
 
 # paramiko logs every refused attempt with a traceback; what matters comes as an exception.
@@ -110,8 +109,6 @@ class _PinFirst(paramiko.MissingHostKeyPolicy):
 
 class SshTarget:
     """A connection to a booted machine; a context manager. Commands run by sudo unless the user is root."""
-
-    booted = True
 
     def __init__(self, address: SshAddress) -> None:
         self.address = address
@@ -259,21 +256,6 @@ class SshTarget:
         partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.partial")
         script = 'install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" && rm -f "$2"'
         self.run(["sh", "-c", script, "put", f"{mode:o}", source, partial, path])
-
-    def ansible_variables(self) -> Mapping[str, JSON]:
-        address = self.address
-        options = ["-o", "IdentitiesOnly=yes"]
-        if address.known_hosts:
-            options += ["-o", f"UserKnownHostsFile={address.known_hosts}"]
-        return {
-            "ansible_connection": "ssh",
-            "ansible_host": address.host,
-            "ansible_port": address.port,
-            "ansible_user": address.user,
-            "ansible_become": address.user != "root",
-            "ansible_ssh_common_args": shlex.join(options),
-            **({"ansible_ssh_private_key_file": str(address.key)} if address.key else {}),
-        }
 
 
 def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) -> socket.socket:

@@ -19,7 +19,6 @@ from tests.e2e.join_lab import POOL, JoinLab
 
 NODE = "worker-join"
 _POD_LABEL = "join-work"
-_DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 _PODS = f"/api/v1/namespaces/default/pods?labelSelector=app%3D{_POD_LABEL}"
 _CSRS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 _LEASE = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE}"

@@ -23,9 +23,6 @@ OFFSETS = 20
 # Where an EROFS has its superblock (Documentation/filesystems/erofs.rst), and how many bytes are checked in it.
 _SUPERBLOCK, _SUPERBLOCK_BYTES = 1024, 128
 
-# Runs a command as root on a machine and returns its status and what it said.
-Shell = Callable[[str], tuple[int, str]]
-
 
 def baked_store(lab: Lab) -> Baked:
     tree = lab.folder("tree")
@@ -94,33 +91,6 @@ def test_every_damage_is_found_by_the_hash_tree(worker: Workplace) -> None:
     assert found["whole"][0] == 0 and found["whole_again"][0] == 0, found
     assert len(found["damaged"]) == OFFSETS + 1
     assert [offset for offset, status, _ in found["damaged"] if status == 0] == []
-
-
-def damages_on_a_node(shell: Shell, file: str, size: int) -> dict[int, str]:
-    """Corrupt a node's store at 20 offsets, one after the other, and read all of it through dm-verity.
-
-    For a virtual machine whose kernel has dm-verity; the engine is stopped. Returns the offsets at which something
-    went unnoticed: ``node-agent seed`` was content and every file could be read. Leaves the store whole.
-    """
-    unnoticed = {}
-    for offset in offsets(size):
-        flipping = (
-            f"import os; f = os.open('{file}', os.O_RDWR); b = os.pread(f, 1, {offset}); "
-            f"os.pwrite(f, bytes([b[0] ^ 255]), {offset}); os.fsync(f)"
-        )
-        change = f'python3 -c "{flipping}"'
-        close = "umount /var/lib/preload 2>/dev/null; dmsetup remove --retry preload 2>/dev/null; true"
-        shell(f"{close}; {change}; echo 3 > /proc/sys/vm/drop_caches")
-        shell("node-agent seed")
-        _, state = shell(
-            "node-agent status --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[\"seed\"])'"
-        )
-        status, _ = shell("find /var/lib/preload -type f -exec cat {} + > /dev/null")
-        mounted, _ = shell("mountpoint -q /var/lib/preload")
-        if "'ok'" in state and mounted == 0 and status == 0:
-            unnoticed[offset] = state
-        shell(f"{close}; {change}; echo 3 > /proc/sys/vm/drop_caches")
-    return unnoticed
 
 
 # -- without the check --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
 from image_builder.lock import Lock
+from image_builder.node import durable
 from image_builder.plan.model import Plan, StagePlan
 from image_builder.publish import Publication, publish_files
 from image_builder.settings import Settings
@@ -161,7 +162,7 @@ def test_without_renameat2_the_result_is_the_same(output: Path, monkeypatch: pyt
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(publish, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
+    monkeypatch.setattr(durable, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
     path = _publish(output).path
     _publish(output, {"worker.raw": b"disk"})
     assert _names(path) == sorted(["worker.raw", *DOCUMENTS, "manifest.json"])

@@ -30,7 +30,6 @@ from image_builder.node.store import StoredImage
 
 SOURCE = "docker"
 _IMAGE = Path("image/overlay2")
-_TAR_SPLIT = "tar-split.json.gz"
 
 
 @dataclass(frozen=True)
