@@ -201,7 +201,10 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
         return {}
     codename = release.get("VERSION_CODENAME", "").strip('"')
     found: dict[str, str] = {}
-    for listed, suites in _host_sources(etc / "apt"):
+    listings = _host_sources(etc / "apt")
+    # Vendors name their suites after Debian's. Debian's own archive is the one that has the updates as well.
+    archives = {listed for listed, suites in listings if f"{codename}-updates" in suites}
+    for listed, suites in sorted(listings, key=lambda listing: listing[0] not in archives):
         uri = _fetchable(listed)
         if uri is None:
             continue

@@ -30,6 +30,22 @@ def test_the_hosts_deb822_and_one_line_sources(etc: Path) -> None:
     }
 
 
+def test_a_vendors_repository_is_not_taken_for_debians(etc: Path) -> None:
+    """As Docker's and Microsoft's instructions set them up; apt's directory is read in the order of names."""
+    (etc / "apt/sources.list.d/azure-cli.sources").write_text(
+        "Types: deb\nURIs: https://packages.vendor.example/repos/azure-cli/\nSuites: trixie\nComponents: main\n"
+    )
+    (etc / "apt/sources.list").write_text(
+        "deb http://one.example/debian trixie main\n"
+        "deb http://one.example/debian trixie-updates main\n"
+        "deb http://one.example/debian-security trixie-security main\n"
+    )
+    assert apt.host_mirrors(etc) == {
+        "debian": "http://one.example/debian",
+        "debian-security": "http://one.example/debian-security",
+    }
+
+
 def test_a_list_of_mirrors_gives_its_first_one_and_a_cdrom_nothing(etc: Path) -> None:
     mirrors = etc / "apt/debian.list"
     mirrors.write_text("# comment\nhttp://first.example/debian priority:1\nhttp://second.example/debian\n")
