@@ -209,7 +209,7 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     for name in ("readlink", "id", "sh", "stat", "sha256sum"):
         (checkout.bin / name).symlink_to(f"/usr/bin/{name}")
     sudo = checkout.bin / "sudo"
-    sudo.write_text('#!/bin/sh\nprintf "[%s]" "$@"\n')
+    sudo.write_text('#!/bin/sh\nprintf "[%s]" "$@"\necho "${DOCKER_CONFIG-none}" >&2\n')
     sudo.chmod(0o755)
     launcher = checkout.path / "image-builder"
     text = launcher.read_text()
@@ -221,6 +221,12 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"[--][{launcher}][verify][--store][/a b][/tree]")
     assert done.stdout.startswith("[--preserve-env=") and "IMAGE_BUILDER_STORE" in done.stdout
+    assert done.stderr == "none\n"
+    folder = checkout.bin / ".docker"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    done = checkout.start("verify", "/tree", uid=NOBODY, path=str(checkout.bin), HOME=str(checkout.bin))
+    assert done.stderr == f"{folder}\n"  # what the caller logged in to, root pulls from
     for command in (["images"], ["build", "--help"], ["verify", "ssh://x"], ["test", "--fast"], []):
         done = checkout.start(*command, uid=NOBODY, path=str(checkout.bin))
         assert done.stdout.startswith(f"cli {NOBODY}"), command
