@@ -7,6 +7,7 @@ seconds and no network. The real lock is installed by whoever runs these tests.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -230,6 +231,17 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     for command in (["images"], ["build", "--help"], ["verify", "ssh://x"], ["test", "--fast"], []):
         done = checkout.start(*command, uid=NOBODY, path=str(checkout.bin))
         assert done.stdout.startswith(f"cli {NOBODY}"), command
+
+
+def test_every_variable_that_the_program_reads_gets_through_sudo() -> None:
+    launcher = (REPO_ROOT / "image-builder").read_text()
+    kept = set(re.findall(r"\w+", "".join(re.findall(r"^kept=(.*)$", launcher, re.MULTILINE))))
+    read = {
+        name
+        for path in (REPO_ROOT / "image_builder").rglob("*.py")
+        for name in re.findall(r"\bIMAGE_BUILDER_[A-Z_]+", path.read_text())
+    }
+    assert read - kept == set()
 
 
 def _without_packages(checkout: Checkout, *names: str) -> None:
