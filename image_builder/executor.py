@@ -18,7 +18,7 @@ from typing import Any
 
 from image_builder import space
 from image_builder.definition import ImageDefinition
-from image_builder.errors import ImageBuilderError, SpaceError, StageError
+from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
 from image_builder.events import Monitor
 from image_builder.fetch import Wanted, fetch
 from image_builder.lock import Lock
@@ -219,7 +219,7 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         repo = here / "repo"
         group = lock.groups[stage.name]
         write_repository(group.packages, group.suite, store.path / "debs", repo)
-    if wanted := stage.options.get("archives"):
+    if stage.kind == "layer" and (wanted := stage.options.get("archives")):
         archives = here / "archives"
         archives.mkdir()
         for sha256 in map(str, wanted):  # type: ignore[arg-type]
@@ -251,7 +251,10 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
 
 
 def _previous(store: Store, stage: StagePlan) -> Path | None:
-    """Return the product of a finished preload by the same engine that has most of the wanted images."""
+    """Return the product of a finished preload by the same engine that has most of the wanted images.
+
+    None where that one is damaged: what is taken over is in no manifest but the one that is written then.
+    """
     wanted = {str(image["digest"]) for image in _images(stage.options)}
     best: tuple[int, str] = (0, "")
     for stage_id in store.ids():
@@ -262,7 +265,13 @@ def _previous(store: Store, stage: StagePlan) -> Path | None:
         ):
             shared = len(wanted & {str(image["digest"]) for image in _images(found["options"])})
             best = max(best, (shared, stage_id))
-    return store.product(best[1]) if best[0] else None
+    if not best[0]:
+        return None
+    try:
+        store.check(best[1])
+    except StoreError:
+        return None
+    return store.product(best[1])
 
 
 def _images(options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
