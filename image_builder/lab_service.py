@@ -24,6 +24,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError
 from image_builder.events import Monitor
 from image_builder.lab.registry import HOST
+from image_builder.node.lock import held
 from image_builder.plan.model import JSON
 from image_builder.settings import Settings
 from image_builder.signals import listening
@@ -32,6 +33,7 @@ from image_builder.store import Store
 _PLACE = Path("/run/image-builder-lab")
 # The server, in a PID namespace of its own, tells where it serves; who started it adds which process that is.
 _SERVING, _STATE, _CA = _PLACE / "serving.json", _PLACE / "state.json", _PLACE / "ca.pem"
+_STARTING = _PLACE.with_suffix(".lock")  # beside it: the server removes its directory
 _START_SECONDS = 1800.0
 _STOP_SECONDS = 20.0
 
@@ -93,10 +95,13 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     """Start ``argv``, which is to serve, in a session of its own, and wait until it does.
 
     Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
-    for any more is killed.
+    for any more is killed. Who comes while another one starts it waits, and gets the same one.
     """
-    if state := running():
-        return state
+    with held(_STARTING):
+        return running() or _start(argv, store, monitor)
+
+
+def _start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     (store / "logs").mkdir(parents=True, exist_ok=True)
     log = store / "logs" / "lab.log"
     for path in (log, _SERVING, _STATE):  # of one that was killed

@@ -271,7 +271,8 @@ def is_live(stream_is_terminal: bool, environment: Mapping[str, str]) -> bool:
 def monitor(title: str) -> Iterator[Monitor]:
     """Show on standard error what is told to the monitor, until the block ends."""
     if not is_live(sys.stderr.isatty(), os.environ):
-        yield PlainMonitor(lambda line: print(line, file=sys.stderr, flush=True))
+        # In one piece: stages in other threads write too.
+        yield PlainMonitor(lambda line: print(f"{line}\n", end="", file=sys.stderr, flush=True))
         return
     from rich.live import Live
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,14 @@ def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
     assert json.loads(_lab("down").stdout) == {"stopped": False}
     assert not Path("/run/image-builder-lab").exists()
     assert wait_until_clean(worker.store) == []
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_two_that_are_started_at_once_are_one(worker: Workplace) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        ups = list(threads.map(lambda _: _lab("up", store=worker.store), range(2)))
+    assert [up.returncode for up in ups] == [0, 0], [up.stderr for up in ups]
+    assert ups[0].stdout == ups[1].stdout
 
 
 @pytest.mark.usefixtures("no_lab")
