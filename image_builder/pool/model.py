@@ -146,12 +146,17 @@ OK = Outcome(kind="ok")
 
 def failed(phase: str, code: int, detail: str = "") -> Outcome:
     """Return the outcome of a host that says itself what failed."""
-    return Outcome(kind="failed", phase=phase, code=code, detail=detail[:_MAX_DETAIL])
+    return Outcome(kind="failed", phase=writable(phase), code=code, detail=writable(detail))
 
 
 def ended(kind: Class, detail: str = "") -> Outcome:
     """Return an outcome of any other class."""
-    return Outcome(kind=kind, detail=detail[:_MAX_DETAIL])
+    return Outcome(kind=kind, detail=writable(detail))
+
+
+def writable(text: str) -> str:
+    """Return what a host said as a journal can hold it: not too long, and without halves of characters."""
+    return text[:_MAX_DETAIL].encode("utf-8", "replace").decode()
 
 
 def rank(name: str) -> str:

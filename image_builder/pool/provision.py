@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from image_builder.pool.model import OK, Joined, Outcome, ended, failed
+from image_builder.pool.model import OK, Joined, Outcome, ended, failed, writable
 
 # Held on the host from when it is told to join until that ended, its join slot included. Its own directory is made
 # by the node agent's unit, or here.
@@ -22,6 +22,7 @@ NO_AGENT, NO_CONFIG, NOT_STARTED, NOT_ENDED = 1, 2, 3, 4
 _NOT_FOUND = 127
 STILL_HELD = 75  # flock's, as playbooks/bootstrap.yml asks for it
 BUSY = "busy"
+_MOST_SECONDS = 1e9
 # `exec 9<` would need the file to be there; a shell that can't open it has told why, and asks nothing.
 _ASK = (
     f"if [ -e {LOCK} ] && ! flock --nonblock --shared {LOCK} true; then echo {BUSY}; exit 0; fi; "
@@ -78,7 +79,7 @@ def _text(stream: bytes | str) -> str:
 def _document(text: str) -> Mapping[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -93,8 +94,9 @@ def _judge(document: Mapping[str, Any], *, joined: bool) -> Told:
             return Told(OK, "unknown", phases, busy=True)
         case "failed":
             phase, code = str(document.get("phase") or "bootstrap"), document.get("code")
-            number = code if isinstance(code, int) else NOT_ENDED
-            outcome = failed(phase, number, str(document.get("reason") or ""))
+            if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 1 << 31:
+                code = NOT_ENDED
+            outcome = failed(phase, code, str(document.get("reason") or ""))
             return Told(outcome, "no" if phase in BEFORE_KUBELET else "unknown", phases)
         case None if not joined:
             return Told(OK, "no", phases)
@@ -107,10 +109,15 @@ def _phases(document: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return the phases that succeeded, with their seconds."""
     listed = document.get("phases")
     return [
-        (str(phase["name"]), float(phase["seconds"]))
+        (writable(str(phase["name"])), float(phase["seconds"]))
         for phase in (listed if isinstance(listed, list) else [])
         if isinstance(phase, dict)
         and phase.get("state") == "ok"
         and "name" in phase
-        and isinstance(phase.get("seconds"), int | float)
+        and _is_duration(phase.get("seconds"))
     ]
+
+
+def _is_duration(value: object) -> bool:
+    """Tell whether it is one: JSON has numbers that no float holds, and Python reads NaN there."""
+    return isinstance(value, int | float) and 0 <= value < _MOST_SECONDS

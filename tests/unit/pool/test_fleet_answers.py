@@ -12,9 +12,11 @@ from image_builder.pool import ansible, provision
 from image_builder.pool.ansible import CONFIGURE, START, WAIT, Results, unreached
 from image_builder.pool.driver import Work
 from image_builder.pool.hostkeys import Pinned
-from image_builder.pool.model import OK, Host, failed
+from image_builder.pool.journal import parse
+from image_builder.pool.model import OK, Host, ended, failed
 from image_builder.pool.provision import Told
 from image_builder.pool.reach import Access
+from image_builder.pool.records import Result
 from image_builder.settings import REPO_ROOT
 
 
@@ -57,6 +59,28 @@ def test_a_phase_that_failed_is_told_by_the_host(phase: str, joined: str) -> Non
     assert provision.after_join(1, record("failed", phase, 31, "it is broken")) == told
     # A probe that finds it may tell the host again, where that is certainly no second time.
     assert provision.probed(told).outcome.ok is (joined == "no")
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}"])
+def test_what_is_no_duration_is_left_out(seconds: str) -> None:
+    phase = f'{{"name": "disk", "state": "ok", "seconds": {seconds}}}'
+    assert provision.read(0, f'{{"state": "ok", "phases": [{phase}]}}') == Told(OK, "yes")
+
+
+def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
+    half = "\\ud800"
+    phases = f'[{{"name": "{half}", "state": "ok", "seconds": 1}}]'
+    for code in ("true", "-1", "9" * 400, '"31"', "31"):
+        said = f'{{"state": "failed", "phase": "{half}", "code": {code}, "reason": "{half}", "phases": {phases}}}'
+        told = provision.read(1, said)
+        assert (told.outcome.kind, told.outcome.phase) == ("failed", "?")
+        result = Result(
+            at=1, host="a", step="probe", attempt=1, outcome=told.outcome, phases=dict(told.phases)
+        )
+        line = f'{{"n":1,{result.model_dump_json()[1:]}\n'
+        assert parse(line.encode(), "here")[0] == [result]
+    assert ended("dropped", "\udcff").detail == "?"
+    assert provision.read(1, b"[" * 200_000).joined == "unknown"
 
 
 def test_a_host_without_the_agent_is_not_told() -> None:
