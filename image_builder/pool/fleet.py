@@ -18,18 +18,19 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from image_builder.errors import UsageError
 from image_builder.pool import ansible, provision
 from image_builder.pool.ansible import Slice
 from image_builder.pool.control_plane import ControlPlane
 from image_builder.pool.driver import Event, Work
 from image_builder.pool.gates import Reading
 from image_builder.pool.hostkeys import CertificateAuthority
-from image_builder.pool.model import Joined, Outcome, Step, ended
+from image_builder.pool.model import Joined, Outcome, Step, ended, failed
 from image_builder.pool.policy import Deadlines
 from image_builder.pool.provision import Told
 from image_builder.pool.reach import Access, Answer, Reach
 from image_builder.pool.remote_slice import Worker
-from image_builder.pool.suite import READ_KEYS, Runs, Suite, known_lines, own_lines
+from image_builder.pool.suite import NO_RESULT, READ_KEYS, Runs, Suite, known_lines, own_lines
 from image_builder.store import remove_tree
 
 # A question to a host, not counting the login: an interpreter is started there.
@@ -257,10 +258,14 @@ class Fleet:
             self._end(key, answer.outcome, "unknown")
             return
         host = begun.work.host
-        if isinstance(self._means.access.host_keys, CertificateAuthority):
-            keys = own_lines(host, answer.stdout.decode("utf-8", "replace"))
-        else:
-            keys = known_lines(host, self._reach.known(host))
+        try:
+            if isinstance(self._means.access.host_keys, CertificateAuthority):
+                keys = own_lines(host, answer.stdout.decode("utf-8", "replace"))
+            else:
+                keys = known_lines(host, self._reach.known(host))
+        except UsageError as error:  # one host's files are no other's business
+            self._end(key, failed("verify", NO_RESULT, f"its public keys: {error.message}"), "unknown")
+            return
         future = self._suites.submit(self._run_suite, key, keys)
 
         def done(future: Future[Outcome]) -> None:

@@ -259,6 +259,8 @@ def _dial(host: Host, access: Access) -> socket.socket:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise HostError(f"this host can't open a connection more: {error}", hint="ulimit -n") from error
         raise _ReachError("timeout", error) from error
+    except UnicodeError as error:  # a name that DNS can't have, such as `gpu..example`
+        raise _ReachError("timeout", error) from error
     # Signs of life that nobody acknowledges: paramiko itself doesn't wait for an answer to them.
     patience = round(access.keepalive_seconds * _MISSED_KEEPALIVES * 1000)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, patience))
