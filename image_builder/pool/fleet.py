@@ -99,7 +99,8 @@ class Fleet:
         self._slices: list[_Slice] = []
         self._number = 0
         self._events: list[Event] = []
-        self._now = 0.0
+        # A clock that is set while hosts are in work neither holds up their deadlines nor ends them all.
+        self._since_1970 = time.time() - time.monotonic()
 
     def __enter__(self) -> Self:
         """Raises ImageBuilderError while an earlier run's processes still work, OSError."""
@@ -128,8 +129,7 @@ class Fleet:
         self._queue.put(None)
 
     def now(self) -> float:
-        self._now = max(self._now, time.time())
-        return self._now
+        return self._since_1970 + time.monotonic()
 
     def wait(self, until: float) -> Sequence[Event]:
         self._means.on_wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -61,3 +62,14 @@ def test_a_name_that_nothing_can_have_is_not_there(means: Means, address: str) -
     with Fleet(means) as fleet:
         fleet.probe([Work(host(address), 1)])
         assert only(fleet).outcome.kind == "timeout"
+
+
+def test_a_clock_that_is_set_meanwhile_changes_no_deadline(
+    means: Means, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fleet(means) as fleet:
+        began, day, real = fleet.now(), 86400.0, time.time
+        assert abs(began - real()) < 1
+        for off in (day, -day):
+            monkeypatch.setattr(time, "time", lambda off=off: real() + off)
+            assert 0 <= fleet.now() - began < day / 2
