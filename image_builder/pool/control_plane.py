@@ -21,6 +21,9 @@ from image_builder.pool.gates import Reading
 
 NODES = "/api/v1/nodes"
 REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+# Who signs what joining nodes ask for. Others may leave requests to a person, who takes days: serving certificates of
+# kubelets are never approved by Kubernetes itself, those of people neither.
+SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
 # Nodes that registered since may well not be Ready: they join.
 _JOINING_SECONDS = 300.0
 # The driver waits meanwhile, for each of three requests.
@@ -97,6 +100,7 @@ def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
         found.append(
             {
                 "created": item["metadata"]["creationTimestamp"],
+                "signer": (item.get("spec") or {}).get("signerName", ""),
                 "conditions": {c["type"]: c.get("status", "True") for c in conditions},
             }
         )
@@ -131,8 +135,12 @@ def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answe
 
 
 def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
-    """Return the age in seconds of the oldest certificate request that nobody decided on; 0 without one."""
-    ages = [now - _moment(request["created"]) for request in requests if not request["conditions"]]
+    """Return the age in seconds of the oldest request of a joining node that nobody decided on; 0 without one."""
+    ages = [
+        now - _moment(request["created"])
+        for request in requests
+        if request["signer"] == SIGNER and not request["conditions"]
+    ]
     return max([0.0, *ages])
 
 

@@ -19,9 +19,10 @@ class Reading(Strict):
     """What was seen of a control plane since the reading before.
 
     ``requests`` are all that its API servers answered, ``throttled`` those with 429, ``errors`` those with 5xx.
-    ``csr_seconds`` is the age of the oldest pending certificate request, 0 without one. ``not_ready`` are nodes
-    that registered more than five minutes ago and aren't Ready: those that just join are no alarm.
-    ``unread`` says why there is no reading, ``unwatched`` that nobody was to look; the numbers mean nothing then.
+    ``csr_seconds`` is the age of the oldest certificate request of a joining node that pends, 0 without one.
+    ``not_ready`` are nodes that registered more than five minutes ago and aren't Ready: those that just join are no
+    alarm. ``unread`` says why there is no reading, ``unwatched`` that nobody was to look; the numbers mean nothing
+    then.
     """
 
     requests: int = Field(default=0, ge=0)

@@ -22,7 +22,9 @@ class GateLimits(Strict):
 
     throttled: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 429.")
     errors: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 5xx.")
-    csr_seconds: Positive = Field(default=60.0, description="Age of the oldest pending certificate request.")
+    csr_seconds: Positive = Field(
+        default=60.0, description="Age of the oldest certificate request of a joining node that is pending."
+    )
     not_ready: Share = Field(
         default="1%", description="Nodes NotReady beyond those before the wave; stops the run."
     )

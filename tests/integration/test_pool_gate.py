@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from image_builder.pool.control_plane import REQUESTS, Kubernetes
+from image_builder.pool.control_plane import REQUESTS, SIGNER, Kubernetes
 from tests.gates import Cluster, become_ready, collection, new_node, running
 
 pytestmark = pytest.mark.root
@@ -50,8 +50,8 @@ BINDING = {
 }
 
 
-def request_certificate(cluster: Cluster, name: str) -> str:
-    """Ask for a certificate that nobody signs; return the request's path."""
+def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
+    """Ask for a certificate that nobody gives: no node is called so. Return the request's path."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
@@ -61,7 +61,7 @@ def request_certificate(cluster: Cluster, name: str) -> str:
         "metadata": {"name": name},
         "spec": {
             "request": base64.b64encode(request.public_bytes(Encoding.PEM)).decode(),
-            "signerName": "example.com/nobody",
+            "signerName": signer,
             "usages": ["client auth"],
         },
     }
@@ -84,8 +84,10 @@ def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
         reading = plane.read()
         assert reading.requests >= 20 and reading.throttled == reading.errors == 0
 
-        path = request_certificate(cluster, "pool-pending")
+        request_certificate(cluster, "pool-other", "example.com/nobody")
         ahead = 3600.0
+        assert plane.read().csr_seconds == 0.0, "that it pends is nothing to a node that joins"
+        path = request_certificate(cluster, "pool-pending", SIGNER)
         assert plane.read().csr_seconds >= 3599
         denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
         cluster.admin.request(

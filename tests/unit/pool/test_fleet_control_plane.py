@@ -5,7 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.pool.control_plane import Answered, count_not_ready, count_requests, oldest_pending, since
+import pytest
+
+from image_builder.pool.control_plane import (
+    SIGNER,
+    Answered,
+    count_not_ready,
+    count_requests,
+    oldest_pending,
+    since,
+)
 
 # Some lines of a kube-apiserver 1.33, shortened.
 METRICS = """\
@@ -34,8 +43,8 @@ def test_a_reading_is_what_came_since_the_last_one() -> None:
     assert since(now, before) == Answered(), "a server that was started again counts from nothing"
 
 
-def item(created: str, **conditions: str) -> dict[str, Any]:
-    return {"created": created, "conditions": conditions}
+def item(created: str, signer: str = SIGNER, **conditions: str) -> dict[str, Any]:
+    return {"created": created, "signer": signer, "conditions": conditions}
 
 
 def test_the_oldest_request_that_nobody_decided_on() -> None:
@@ -48,6 +57,11 @@ def test_the_oldest_request_that_nobody_decided_on() -> None:
     assert oldest_pending(requests, NOW) == 60.0
     assert oldest_pending([], NOW) == 0.0
     assert oldest_pending([item("2026-01-02T03:05:00Z")], NOW) == 0.0, "its clock is ahead of ours"
+
+
+@pytest.mark.parametrize("signer", ["kubernetes.io/kubelet-serving", "kubernetes.io/kube-apiserver-client"])
+def test_requests_that_wait_for_a_person_hold_up_nobody(signer: str) -> None:
+    assert oldest_pending([item("2026-01-01T00:00:00Z", signer)], NOW) == 0.0
 
 
 def test_nodes_that_just_join_are_no_alarm() -> None:
