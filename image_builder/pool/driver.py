@@ -152,7 +152,7 @@ def _expire(r: _Run, now: float) -> None:
             continue
         status = r.progress.hosts[name]
         if status.state == RUNNING[step] and status.tries[step] == attempt:
-            seconds = r.progress.plan.policy.deadlines.of(step)
+            seconds = now - status.since - status.delay
             r.steps.give_up(name, step, attempt)
             outcome = ended("timeout", f"{step} did not end within {seconds:.0f} s")
             _observe(r, Event(name, step, attempt, outcome, "unknown", seconds), now)
@@ -249,7 +249,11 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
         status = r.progress.hosts[name]
         attempt, delay = status.tries[step], delays.get(name, 0.0)
         work.append(Work(status.host, attempt, delay))
-        heapq.heappush(r.alarms, (now + delay + policy.deadlines.of(step), name, step, attempt))
+        until = now + delay + policy.deadlines.of(step)
+        if step == "probe":
+            # Who was told may still try to join, and is waited for as if it had never been lost sight of.
+            until = max(until, status.until)
+        heapq.heappush(r.alarms, (until, name, step, attempt))
     {"probe": r.steps.probe, "bootstrap": r.steps.bootstrap, "verify": r.steps.verify}[step](work)
 
 

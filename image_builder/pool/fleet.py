@@ -35,8 +35,8 @@ from image_builder.store import remove_tree
 
 # A question to a host, not counting the login: an interpreter is started there.
 _ASK_SECONDS = 30.0
-# Between two questions to a host that still tries to join.
-_AGAIN_SECONDS = 2.0
+# Between two questions to a host that still tries to join: this, and later on a part of the time that it takes.
+_AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
 _KILLED = 255
 # Runs of the suite at once, of each core.
 _SUITES = 4
@@ -237,13 +237,18 @@ class Fleet:
         self._again = [item for item in self._again if item not in late]
 
     def _probed(self, key: _Key, answer: Answer) -> None:
+        begun = self._begun.get(key)
+        if begun is None:
+            return
         if not answer.outcome.ok:
             self._end(key, answer.outcome, "unknown")
             return
         told = provision.probed(provision.read(_status(answer), answer.stdout, answer.stderr))
         if told.busy:
             # Whether it joins is known when it ended; until the deadline that is waited for.
-            self._again.append((self.now() + _AGAIN_SECONDS, key))
+            now = self.now()
+            pause = min(_AGAIN_MOST, max(_AGAIN_SECONDS, _AGAIN_PART * (now - begun.at)))
+            self._again.append((now + pause, key))
         else:
             self._end(key, told.outcome, told.joined, told.phases)
 

@@ -37,7 +37,9 @@ class GateLimits(Strict):
 class Deadlines(Strict):
     """Seconds for one step on one host; the join slot comes on top."""
 
-    probe: Positive = Field(default=60.0, description="To be reached, and asked whether it joined.")
+    probe: Positive = Field(
+        default=60.0, description="To be reached and asked; who was told has its time to join."
+    )
     bootstrap: Positive = Field(default=900.0, description="From being told to join until it joined.")
     verify: Positive = Field(default=300.0, description="For the whole suite on one host.")
 

@@ -48,8 +48,9 @@ class HostStatus:
 
     ``tries`` counts the intents of each step, ``starts`` those of joining since the journal was opened, ``row`` the
     failures in a row that were no verdict. ``last`` is how the last attempt to join ended. ``since`` is when the
-    step in progress was begun, ``delay`` the join slot before it, ``not_before`` when the next one may be.
-    ``seconds`` are the last durations of each step, ``phases`` those that the host told.
+    step in progress was begun, ``delay`` the join slot before it, ``not_before`` when the next one may be, ``until``
+    how long the last attempt to join may take. ``seconds`` are the last durations of each step, ``phases`` those that
+    the host told.
     """
 
     host: Host
@@ -63,6 +64,7 @@ class HostStatus:
     since: float = 0.0
     delay: float = 0.0
     not_before: float = 0.0
+    until: float = 0.0
     started: float | None = None
     ended_at: float | None = None
     seconds: dict[Step, float] = field(default_factory=dict)
@@ -215,6 +217,7 @@ def _open(progress: Progress, record: Opened) -> None:
     free = record.at + progress.plan.policy.worker_gone_seconds
     for name, status in progress.hosts.items():
         status.starts, status.row = 0, 0
+        status.until = min(status.until, record.at + window + progress.plan.policy.deadlines.bootstrap)
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
         if status.state in ("probing", "ready", "joining"):
             _move(progress, name, "waiting")
@@ -240,6 +243,8 @@ def _intend(progress: Progress, record: Intent) -> None:
         status.starts += record.step == "bootstrap"
         progress.unavailable += status.unavailable
         status.since, status.delay = record.at, record.delays.get(name, 0.0)
+        if record.step == "bootstrap":
+            status.until = record.at + status.delay + progress.plan.policy.deadlines.bootstrap
         if status.started is None:
             status.started = record.at
         _move(progress, name, RUNNING[record.step])

@@ -115,6 +115,8 @@ class World:
     slots: list[float] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
+    # When joining ends on a host, which says nothing but that it tries until then.
+    over: dict[str, float] = field(default_factory=dict)
     fine: set[str] = field(default_factory=set)
     refused_tokens: int = 0
     red_starts: int = 0
@@ -153,7 +155,8 @@ class World:
             elif fate in ("hangs before", "hangs after") and w.host.name in self.touched:
                 pass  # it stopped answering altogether
             else:
-                self._later(0.3, w, "probe", OK, joined)
+                tries = self.over.get(w.host.name, 0.0) - self.time
+                self._later(max(0.3, tries), w, "probe", OK, joined)
 
     def bootstrap(self, work: Sequence[Work]) -> None:
         self.slices.append(len(work))
@@ -177,6 +180,7 @@ class World:
                 if isinstance(fate, Outcome) and fate.phase == "ready":
                     self._later(seconds + 60, w, "bootstrap", fate, "yes")
                 elif fate != "hangs after":
+                    self.over[name] = slot + seconds
                     self._later(seconds, w, "bootstrap", OK, "yes")
 
     def verify(self, work: Sequence[Work]) -> None:

@@ -48,21 +48,38 @@ class Killed(Exception):  # noqa: N818 (nothing is wrong)
     """The driver's end, in the middle of anything."""
 
 
-def test_a_run_on_workers_is_taken_up_as_soon_as_none_can_be_at_work_any_more() -> None:
-    plan = make(100, Policy(workers=("ssh://worker",)))
-    world = World(plan, Faults())
+def killed_when_first_told(world: World) -> list[Record]:
+    """Drive a run that is killed as soon as hosts were told to join; return its records."""
 
     def kill() -> None:
         if world.touched:
             raise Killed
 
     world.check = kill
-    progress = begin(plan)
-    records: list[Record] = [Opened(at=world.time, plan=plan.digest)]
+    progress = begin(world.plan)
+    records: list[Record] = [Opened(at=world.time, plan=world.plan.digest)]
     apply(progress, records[0])
     with pytest.raises(Killed):
         run(progress, world, records.append)
-    told, killed, world.check = set(world.touched), len(records), lambda: None
+    world.check = lambda: None
+    return records
+
+
+def test_who_was_told_may_take_its_slot_and_its_time_after_a_kill_as_well() -> None:
+    policy = Policy(canaries=10, max_unavailable="100%", join_rate=0.02, soak_seconds=(0.0,))
+    world = World(make(60, policy), Faults())
+    records = killed_when_first_told(world)
+    assert max(world.over.values()) - world.time > 300, "a probe's own deadline, with all its repetitions"
+    again = taken_up(world.plan, world, records)
+    assert again.finished and again.failed == 0
+    assert world.joins == Counter(dict.fromkeys(again.hosts, 1))
+
+
+def test_a_run_on_workers_is_taken_up_as_soon_as_none_can_be_at_work_any_more() -> None:
+    plan = make(100, Policy(workers=("ssh://worker",)))
+    world = World(plan, Faults())
+    records = killed_when_first_told(world)
+    told, killed = set(world.touched), len(records)
     began = world.time
     again = taken_up(plan, world, records)
     asked = [r.at for r in records[killed:] if isinstance(r, Intent) and told & set(r.hosts)]
