@@ -251,8 +251,11 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
         work.append(Work(status.host, attempt, delay))
         until = now + delay + policy.deadlines.of(step)
         if step == "probe":
-            # Who was told may still try to join, and is waited for as if it had never been lost sight of.
+            # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
+            # does it without being told.
             until = max(until, status.until)
+            if policy.mode == "verify" and status.started is not None:
+                until = max(until, status.started + policy.deadlines.bootstrap)
         heapq.heappush(r.alarms, (until, name, step, attempt))
     {"probe": r.steps.probe, "bootstrap": r.steps.bootstrap, "verify": r.steps.verify}[step](work)
 

@@ -243,7 +243,7 @@ class Fleet:
         if not answer.outcome.ok:
             self._end(key, answer.outcome, "unknown")
             return
-        told = provision.probed(provision.read(_status(answer), answer.stdout, answer.stderr))
+        told = provision.read(_status(answer), answer.stdout, answer.stderr)
         if told.busy:
             # Whether it joins is known when it ended; until the deadline that is waited for.
             now = self.now()

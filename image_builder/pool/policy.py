@@ -50,9 +50,10 @@ class Deadlines(Strict):
 class Policy(Strict):
     """All of it. A list that is shorter than the waves are many goes on with its last item."""
 
-    mode: Literal["bootstrap", "verify"] = Field(
+    mode: Literal["bootstrap", "verify", "check"] = Field(
         default="bootstrap",
-        description="`verify` where the image does it all at first boot: nothing is pushed.",
+        description="`verify` where the image does it all at first boot: nothing is pushed, and who is no member"
+        " has failed. `check`: nobody need be one.",
     )
     canaries: int = Field(default=1, ge=1, description="Canaries of each VM size x zone x image.")
     waves: tuple[Share, ...] = Field(

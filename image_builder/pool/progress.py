@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from image_builder.pool.gates import Reading, Verdict
-from image_builder.pool.model import OK, STEPS, UNREACHED, Host, Outcome, Step, ended
+from image_builder.pool.model import OK, STEPS, UNREACHED, Host, Outcome, Step, ended, failed
 from image_builder.pool.plan import Plan
 from image_builder.pool.records import (
     Began,
@@ -40,6 +40,8 @@ State = Literal["waiting", "probing", "ready", "joining", "joined", "verifying",
 RUNNING: dict[Step, State] = {"probe": "probing", "bootstrap": "joining", "verify": "verifying"}
 # Phases whose failure may pass: the network, the runtime's start, a token that ran out. A disk or a GPU stays broken.
 TRANSIENT_PHASES = frozenset({"identity", "network", "runtime", "credentials", "join"})
+# What failed in `bootstrap`, after the numbers of provision.py.
+_NO_MEMBER = 5
 
 
 @dataclass(slots=True)
@@ -281,15 +283,25 @@ def _result(progress: Progress, record: Result) -> None:
 
 def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None:
     policy, outcome = progress.plan.policy, record.outcome
-    if not outcome.ok:
+    # A phase of its own that failed before the kubelet: it was reached, and is no member.
+    is_reached = outcome.ok or (record.joined == "no" and outcome.phase not in ("", "bootstrap"))
+    if not is_reached:
         if outcome.kind in UNREACHED and _again(progress, status, record.at, "waiting"):
             return
         if status.touched:
             outcome = ended("unknown", f"told to join, then {outcome.signature}: {outcome.detail}")
         _end(progress, status, outcome, record.at)
         return
+    if policy.mode == "verify" and record.joined == "no":
+        # Nobody tells it: it does by itself, maybe a little later.
+        if not _again(progress, status, record.at, "waiting"):
+            what = "its image was to make it a member, and did not"
+            _end(
+                progress, status, failed("bootstrap", _NO_MEMBER, what) if outcome.ok else outcome, record.at
+            )
+        return
     status.row = 0
-    if record.joined == "yes" or policy.mode == "verify":
+    if record.joined == "yes" or policy.mode == "check":
         _joined(progress, status, record.at)
     elif record.joined == "unknown":
         _end(progress, status, ended("unknown", "nobody can tell whether it joined"), record.at)

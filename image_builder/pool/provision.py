@@ -55,13 +55,6 @@ def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> Told:
     return _judge(document, joined=status == 0)
 
 
-def probed(told: Told) -> Told:
-    """Return what that is as the end of a probe: a host that certainly is no member was reached, and may be told."""
-    if told.joined == "no" and told.outcome.phase in BEFORE_KUBELET:
-        return told._replace(outcome=OK)
-    return told
-
-
 def after_join(status: int, stdout: str, stderr: str = "") -> Told:
     """Return how a host that was told to join ended: as ``read`` tells it, and `no` without a failure is one."""
     told = read(status, stdout, stderr)

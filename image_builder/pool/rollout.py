@@ -107,7 +107,7 @@ def prepare_verification(options: Options, given: Path | None) -> Ready:
         plan = make_plan(found.inventory, found.pools, found.hosts, Policy())
     deadlines = plan.policy.deadlines
     policy = Policy(
-        mode="verify",
+        mode="check",
         waves=("100%",),
         max_unavailable="100%",
         wave_budget="100%",
@@ -318,7 +318,7 @@ def _drive(
         )
         fleet = stack.enter_context(Fleet(means))
         stop.wake = fleet.wake
-        if not ready.control_plane.is_read and ready.plan.policy.mode == "bootstrap":
+        if not ready.control_plane.is_read and ready.plan.policy.mode != "check":
             table.note(UNWATCHED)
         shown.append(start(fleet.now()))
         driver.run(shown[0], fleet, write, stop.asked)

@@ -32,7 +32,7 @@ def record(state: str, phase: str = "", code: int = 0, reason: str = "") -> str:
 def test_a_host_that_joined() -> None:
     told = provision.read(0, record("ok").encode())
     assert told == Told(OK, "yes", (("identity", 0.25),))
-    assert provision.probed(told) == provision.after_join(0, record("ok")) == told
+    assert provision.after_join(0, record("ok")) == told
 
 
 def test_a_host_that_was_never_told() -> None:
@@ -57,8 +57,6 @@ def test_a_phase_that_failed_is_told_by_the_host(phase: str, joined: str) -> Non
     told = provision.read(1, record("failed", phase, 31, "it is broken"))
     assert (told.outcome, told.joined) == (failed(phase, 31, "it is broken"), joined)
     assert provision.after_join(1, record("failed", phase, 31, "it is broken")) == told
-    # A probe that finds it may tell the host again, where that is certainly no second time.
-    assert provision.probed(told).outcome.ok is (joined == "no")
 
 
 @pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}"])
@@ -84,7 +82,7 @@ def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
 
 
 def test_a_host_without_the_agent_is_not_told() -> None:
-    told = provision.probed(provision.read(127, b"", b"sh: 1: exec: node-agent: not found"))
+    told = provision.read(127, b"", b"sh: 1: exec: node-agent: not found")
     assert told.joined == "no" and told.outcome.signature == f"failed bootstrap {provision.NO_AGENT}"
     assert "node-agent: not found" in told.outcome.detail
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from image_builder.pool.model import OK, Class, Joined, Outcome, ended, failed
+from image_builder.pool.plan import Plan
 from image_builder.pool.policy import Policy
 from image_builder.pool.progress import RUNNING, HostStatus, Progress, apply, begin, replay
 from image_builder.pool.records import Began, Intent, Opened, Record, Result
@@ -22,11 +23,11 @@ NAME = PLAN.waves[0].hosts[0]
 class Story:
     """A run of which only one host is looked at."""
 
-    def __init__(self) -> None:
-        self.progress = begin(PLAN)
+    def __init__(self, plan: Plan = PLAN) -> None:
+        self.progress = begin(plan)
         self.at = 100.0
         self.records: list[Record] = []
-        self.tell(Opened(at=self.at, plan=PLAN.digest))
+        self.tell(Opened(at=self.at, plan=plan.digest))
         self.tell(Began(at=self.at, wave=0))
 
     @property
@@ -72,6 +73,18 @@ def test_a_member_already_is_only_verified(story: Story) -> None:
     assert story.take("probe", OK, "yes") == "joined"
 
 
+@pytest.mark.parametrize("verify", ["0%", "100%"])
+@pytest.mark.parametrize("outcome", [OK, failed("credentials", 64)])
+def test_whose_image_does_it_all_is_not_fine_before_it_is_a_member(outcome: Outcome, verify: str) -> None:
+    story = Story(make(9, Policy(mode="verify", verify=verify, retries=1)))
+    assert story.take("probe", outcome, "no") == "waiting"
+    assert story.take("probe", outcome, "no") == "ended"
+    assert story.host.outcome and story.host.outcome.kind == "failed"
+    assert outcome.ok or story.host.outcome == outcome
+    story = Story(make(9, Policy(mode="check")))
+    assert story.take("probe", outcome, "no") == "joined"
+
+
 def test_who_may_be_a_member_is_left_alone(story: Story) -> None:
     assert story.take("probe", OK, "unknown") == "ended"
     assert story.host.outcome and story.host.outcome.kind == "unknown"
@@ -84,6 +97,11 @@ def test_a_host_that_is_not_reached_is_asked_again_later(story: Story, kind: Cla
     assert story.take("probe", ended(kind)) == "ended"
     assert story.host.outcome and story.host.outcome.kind == kind
     assert story.progress.signatures == Counter({kind: 1})
+
+
+@pytest.mark.parametrize(("phase", "state"), [("disk", "ready"), ("gpu", "ready"), ("bootstrap", "ended")])
+def test_who_failed_before_its_kubelet_may_be_told(story: Story, phase: str, state: str) -> None:
+    assert story.take("probe", failed(phase, 1), "no") == state
 
 
 @pytest.mark.parametrize("kind", ["auth", "host key", "sudo"])

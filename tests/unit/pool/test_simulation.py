@@ -282,7 +282,9 @@ def test_nodes_that_fall_stop_the_run_at_once() -> None:
 
 def test_where_the_image_does_it_all_nothing_is_pushed() -> None:
     policy = Policy(mode="verify", verify="10%", soak_seconds=(0.0,))
-    progress, world, _ = simulate(make(400, policy), Faults())
+    world = World(make(400, policy), Faults())
+    world.joins.update(host.name for host in world.plan.hosts)
+    progress, _, _ = simulate(world.plan, world.faults, world=world)
     assert progress.finished and not world.touched
     verified = [s for s in progress.hosts.values() if s.tries["verify"]]
     assert len(verified) == sum(len(wave.verify) for wave in progress.plan.waves)
