@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from image_builder.node.status import PREFLIGHT_LABEL
 
 EFFECT = "NoSchedule"
 ADMITTED = "image-builder/admitted"
+# What an annotation can be wrong by: a node writes its own, and one that is broken must not end the gate of all.
+_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -110,25 +113,32 @@ def _time(text: str) -> float:
         return 0.0
 
 
+def _moment(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):  # Python reads NaN in JSON, which is neither before nor after anything
+        raise ValueError(f"{value} is no time")
+    return found
+
+
 def _wish(text: str) -> Wish | None:
     try:
         found = json.loads(text)
         boot_id, nonce = str(found["boot_id"]), str(found["nonce"])
-        return Wish(boot_id, nonce, float(found["tested"]), float(found["until"]), text)
-    except (ValueError, KeyError, TypeError):
+        return Wish(boot_id, nonce, _moment(found["tested"]), _moment(found["until"]), text)
+    except _MALFORMED:
         return None
 
 
 def _answer(text: str) -> Answer | None:
     try:
         found = json.loads(text)
-        return Answer(str(found["boot_id"]), str(found["nonce"]), str(found["state"]), float(found["at"]))
-    except (ValueError, KeyError, TypeError):
+        return Answer(str(found["boot_id"]), str(found["nonce"]), str(found["state"]), _moment(found["at"]))
+    except _MALFORMED:
         return None
 
 
 def _admitted_boot(annotation: str) -> str:
     try:
         return str(json.loads(annotation)["boot_id"])
-    except (ValueError, KeyError, TypeError):
+    except _MALFORMED:
         return ""

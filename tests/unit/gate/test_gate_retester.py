@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from image_builder.gate.decide import Action, answered, decide, may_work
-from image_builder.gate.model import Node, Rules, node_from
+from image_builder.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.gate.retest import Limits
 from image_builder.gate.retester import (
     ANSWER_SECONDS,
@@ -62,6 +62,19 @@ FLEET = [node(f"other-{n}") for n in range(99)]
 
 def steps(*nodes: Node, limits: Limits = LIMITS) -> list[tuple[str, Step]]:
     return [(found.name, step) for found, step in plan([*nodes, *FLEET], NOW, limits)]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "1", "NaN", "9" * 400, '"x"', "null"])
+def test_an_annotation_that_is_no_sense_is_that_nodes_own_business(text: str) -> None:
+    wish = '{"boot_id": "b", "nonce": "n", "tested": %s, "until": 0}'
+    answer = '{"boot_id": "b", "nonce": "n", "state": "held", "at": %s}'
+    for written in (
+        {WISH: text, ANSWER: text, ADMITTED: text},
+        {WISH: wish % text, ANSWER: answer % text},
+    ):
+        found = node_from({"metadata": {"name": "a", "annotations": written}}, RULES)
+        if text != "1":
+            assert (found.wish, found.answer, found.admitted_boot) == (None, None, "")
 
 
 def test_a_node_is_held_then_told() -> None:
