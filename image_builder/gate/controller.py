@@ -89,16 +89,17 @@ class Controller:
         if not self.election.leads or not self.informer.synced.is_set():
             stop.wait(_IDLE / 5)
             return
-        self._turn()
+        self._turn(stop)
         node = self._next()
         if node is not None:
             stop.wait(self._settle(node))
 
-    def _turn(self) -> None:
+    def _turn(self, stop: threading.Event) -> None:
         """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
         now = time.monotonic()
         if now - self._turned >= self.settings.turn:
-            self._retester.turn(list(self.informer.nodes.values()), time.time())
+            nodes = list(self.informer.nodes.values())
+            self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
             self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:

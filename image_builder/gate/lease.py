@@ -63,7 +63,8 @@ class Election:
         holder = str(spec.get("holderIdentity") or "")
         record = (holder, str(spec.get("renewTime") or ""))
         if record != self._seen.record:
-            self._seen = Seen(record, now)
+            # Not when it was asked for: it may have been renewed while the answer was on its way.
+            self._seen = Seen(record, self._clock())
         lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
         if holder in ("", self._identity) or now - self._seen.since > lasts:
             self._write("PUT", self._path, found, now)

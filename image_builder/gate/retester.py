@@ -104,12 +104,15 @@ class Retester:
     def __init__(self, client: Client, rules: Rules, limits: Limits, tell: Callable[[str], None]) -> None:
         self._client, self._rules, self._limits, self._tell = client, rules, limits, tell
 
-    def turn(self, nodes: Sequence[Node], now: float) -> None:
+    def turn(self, nodes: Sequence[Node], now: float, may_act: Callable[[], bool]) -> None:
         """Do what is to be done now, at most two requests for each node that is concerned.
 
+        Before each node ``may_act`` is asked: by an API server that is slow, a lease is lost between two of them.
         What can't be done is said, and is done at another turn if it is still to be done then.
         """
         for node, step in plan(nodes, now, self._limits)[:AT_ONCE]:
+            if not may_act():
+                return
             try:
                 self._do(node, step, now)
             except NodeError as error:
