@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +61,8 @@ def plan(
     chosen = _policy(policy)
     fleet = read_fleet(inventory, pools, vault_password_file)
     made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
-    save(made, out)
+    with writing(out):
+        save(made, out)
     result = {
         "plan": os.fspath(out),
         "digest": made.digest,
@@ -172,9 +175,16 @@ def _write(path: Path, data: bytes) -> None:
     """Replace a file in one step; raises UsageError where it can't be one, OSError."""
     from image_builder.node import durable
 
-    try:
+    with writing(path):
         durable.write(path, data)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write what the command line names; raises UsageError where that can't be there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         raise UsageError(f"can't write {path}: {error.strerror}") from error
 
 

@@ -11,7 +11,7 @@ import typer
 from image_builder import render as tables
 from image_builder.command import register, show
 from image_builder.options import AsJson, VaultFile
-from image_builder.pool_commands import Inventory, app
+from image_builder.pool_commands import Inventory, app, writing
 
 
 @register(app, name="render")
@@ -34,7 +34,8 @@ def render(
     from image_builder.pool.render import write
 
     rendered = made(inventory, names, vault_password_file)
-    write(rendered, out)
+    with writing(out):
+        write(rendered, out)
     result = {
         "directory": os.fspath(out),
         "hosts": {one.host: one.user_data_bytes for one in rendered},

@@ -11,7 +11,7 @@ import typer
 from image_builder.command import register, show
 from image_builder.errors import UsageError
 from image_builder.options import AsJson
-from image_builder.pool_commands import PlanFile, app
+from image_builder.pool_commands import PlanFile, app, writing
 
 if TYPE_CHECKING:
     from image_builder.pool.plan import Plan
@@ -59,7 +59,8 @@ def slice_(
         raise UsageError(f"no such file: {', '.join(map(str, missing[:5]))}")
     # The key isn't read: whoever runs the slice brings it.
     access = Access(user, Path("-"), Pinned(known_hosts.absolute()))
-    out.mkdir(parents=True)
+    with writing(out):
+        out.mkdir(parents=True)
     first = 0
     for number, names in enumerate(chosen.slices):
         rate = made.policy.join_rate

@@ -13,7 +13,7 @@ import typer
 from image_builder import render
 from image_builder.command import register, show
 from image_builder.options import AsJson
-from image_builder.pool_commands import app
+from image_builder.pool_commands import app, writing
 
 if TYPE_CHECKING:
     from image_builder.pool.snapshot import Taken
@@ -56,7 +56,8 @@ def snapshot(
     with Reader(endpoint=endpoint, say=_say) as reader:
         taken = [snapshots.take(one, reader.read(one)) for one in asked]
     snapshots.check(taken, fewer=allow_fewer)
-    durable.write(out, snapshots.document(taken, at))
+    with writing(out):
+        durable.write(out, snapshots.document(taken, at))
     result: dict[str, Any] = {
         "inventory": os.fspath(out),
         "taken": at,

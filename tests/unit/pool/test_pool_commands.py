@@ -74,6 +74,21 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     assert plans.load(out) == made
 
 
+def test_a_place_that_cannot_be_written_is_a_mistake_and_no_bug(hosts: Path, tmp_path: Path) -> None:
+    plan = ("plan", "-i", str(hosts), "cpu", "--out")
+    assert _run(*plan, str(tmp_path / "p.json"))[0] == 0
+    slices = ("slice", str(tmp_path / "p.json"), "--wave", "canaries", "--known-hosts", str(hosts), "--out")
+    for words, place in (
+        (plan, tmp_path / "none" / "p.json"),
+        (plan, hosts / "p.json"),
+        (plan, tmp_path),
+        (slices, tmp_path),
+        (slices, hosts / "slices"),
+    ):
+        status, _, err = _run(*words, str(place))
+        assert status == errors.UsageError.exit_code and f"can't write {place}" in err
+
+
 def test_without_an_inventory_nothing_is_planned(tmp_path: Path) -> None:
     status, _, err = _run("plan", "cpu", "--out", str(tmp_path / "p.json"))
     assert status == errors.UsageError.exit_code and "--inventory" in err
