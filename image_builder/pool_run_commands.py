@@ -14,7 +14,7 @@ from image_builder.options import AsJson, VaultFile
 from image_builder.pool_commands import Inventory, PlanFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from image_builder.pool.hostkeys import HostKeys
     from image_builder.pool.rollout import Options
@@ -162,7 +162,10 @@ def abort(
     from image_builder.pool.journal import journal_of
     from image_builder.pool.report import text
 
-    ask_to_stop(journal_of(plan))
+    progress, _, told = pool_commands.read_run(plan)
+    # It stops already: another signal would end what is in work at once.
+    if not (progress.stopped and told["state"] == "running"):
+        ask_to_stop(journal_of(plan))
     if wait:
         wait_until_over(journal_of(plan))
     told = pool_commands.read_run(plan)[2]
@@ -220,7 +223,7 @@ def verify(
         vault_password_file=vault_password_file,
     )
     ready = rollout.prepare_verification(options, given=plan)
-    return _show(*rollout.verify(ready), as_json=as_json)
+    return _show(*rollout.verify(ready), f"what each of them failed is in {reports}", as_json=as_json)
 
 
 class Login(NamedTuple):
@@ -258,10 +261,11 @@ def _options(plan: Path, login: Login, reports: Path | None, **more: Any) -> Opt
 def _drive(options: Options, *, as_json: bool) -> int:
     from image_builder.pool import rollout
 
-    return _show(*rollout.drive(rollout.prepare(options)), as_json=as_json)
+    told, number = rollout.drive(rollout.prepare(options))
+    return _show(told, number, _hint(told["counts"]), as_json=as_json)
 
 
-def _show(told: dict[str, Any], signal_number: int, *, as_json: bool) -> int:
+def _show(told: dict[str, Any], signal_number: int, hint: str, *, as_json: bool) -> int:
     """Print a report; return the status of it: 0 where every host is fine."""
     import signal
     import sys
@@ -275,15 +279,17 @@ def _show(told: dict[str, Any], signal_number: int, *, as_json: bool) -> int:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
     if not bad:
         return 0
-    error = PoolError(
-        f"{told['state']}: {bad} of {told['hosts']} hosts are not up", hint=_hint(told["state"])
-    )
+    error = PoolError(f"{told['state']}: {bad} of {told['hosts']} hosts are not up", hint=hint)
     sys.stderr.write(f"{failure.text(error)}\n")  # the result was printed already: it stays the only document
     return error.exit_code
 
 
-def _hint(state: str) -> str:
-    """Return what to do after a run that left hosts behind."""
+def _hint(counts: Mapping[str, int]) -> str:
+    """Return what to do after a run that left hosts behind: who failed is taken up again by ``--retry`` alone."""
+    failed = any(counts.get(name, 0) for name in _FAILED)
     return "image-builder pool report PLAN, mend what failed, then pool resume PLAN" + (
-        " --retry" if state == "finished" else ""
+        " --retry" if failed else ""
     )
+
+
+_FAILED = ("refused", "timeout", "auth", "host key", "sudo", "dropped", "failed")

@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from typer.testing import CliRunner
 
-from image_builder import errors
+from image_builder import errors, pool_run_commands
 from image_builder.cli import app
 from image_builder.pool import abort, rollout
 from image_builder.pool import plan as plans
 from image_builder.pool.journal import journal_of, open_journal
-from image_builder.pool.records import Opened
+from image_builder.pool.records import Opened, Stopped
 from image_builder.pool.rollout import Stop
 from tests import joins
 
@@ -181,6 +181,21 @@ def test_abort_without_a_run(place: Place) -> None:
     journal_of(place.plan).touch()
     status, _, err = call("abort", str(place.plan))
     assert status == errors.UsageError.exit_code and "no process drives this run now" in err
+
+
+def test_a_run_that_stops_already_is_not_asked_again(place: Place) -> None:
+    """A second signal would end what is in work."""
+    digest = plans.load(place.plan).digest
+    with open_journal(journal_of(place.plan)) as journal:
+        journal.append(Opened(at=1.0, plan=digest))
+        journal.append(Stopped(at=2.0, reason="it was asked for"))
+        status, out, err = call("abort", str(place.plan), "--no-wait", "--json")
+        assert (status, json.loads(out)["reason"]) == (0, "it was asked for"), err
+
+
+def test_who_failed_is_taken_up_again_by_retry_alone() -> None:
+    assert pool_run_commands._hint({"ok": 1, "failed": 1}).endswith("pool resume PLAN --retry")
+    assert pool_run_commands._hint({"ok": 1, "unknown": 1, "not started": 1}).endswith("pool resume PLAN")
 
 
 def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
