@@ -69,7 +69,10 @@ class Keys:
         return bool(self._keys or self._again(""))
 
     def _again(self, key_id: str) -> Mapping[str, rsa.RSAPublicKey]:
-        with self._lock:
+        # Who has a key that is only old doesn't wait for a provider that is slow: somebody else asks it already.
+        if not self._lock.acquire(blocking=key_id not in self._keys):
+            return self._keys
+        try:
             # Somebody else may have fetched them while this one waited.
             now = self._clock()
             is_wanted = key_id not in self._keys or now - self._had > self._refresh
@@ -83,3 +86,5 @@ class Keys:
                 except (OSError, ValueError) as error:
                     self._tell(f"the identity provider's keys can't be had: {error}")
             return self._keys
+        finally:
+            self._lock.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,31 @@ def test_an_unknown_key_is_asked_for_once_a_minute(provider: Provider) -> None:
     provider.now = 2 * PAUSE
     assert provider.keys.find("one") is None and provider.asked == 3
     assert provider.keys.find("one") is None and provider.asked == 3
+
+
+def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provider) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def fetch() -> bytes:
+        asked.set()
+        assert answer.wait(10)
+        return identities.jwks("one")
+
+    keys = Keys(fetch, 1000, tell=provider.told.append, clock=lambda: provider.now)
+    answer.set()
+    assert keys.find("one")
+    asked.clear()
+    answer.clear()
+    provider.now = 1001
+    slow = threading.Thread(target=keys.find, args=("one",))
+    slow.start()
+    try:
+        assert asked.wait(10)
+        began = time.monotonic()
+        assert keys.find("one") and time.monotonic() - began < 5
+    finally:
+        answer.set()
+        slow.join()
 
 
 def test_known_keys_serve_on_while_nobody_answers(provider: Provider) -> None:
