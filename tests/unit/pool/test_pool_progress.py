@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from image_builder.pool import report
 from image_builder.pool.model import OK, Class, Joined, Outcome, ended, failed
 from image_builder.pool.plan import Plan
 from image_builder.pool.policy import Policy
@@ -231,6 +232,9 @@ def test_vanished_hosts_are_dropped_and_new_ones_get_waves() -> None:
     placed = Counter(name for wave in progress.waves for name in wave.names("waiting", "ended"))
     assert placed == Counter(h.name for h in hosts if h.name not in gone)
     assert reconcile(progress, [h for h in hosts if h.name not in gone], at=2.0) is None
+    told = report.report(progress, [])
+    assert sum(told["counts"].values()) == len(hosts) - len(gone)
+    assert sum(sum(wave["counts"].values()) for wave in told["waves"]) == len(hosts) - len(gone)
 
 
 def test_a_new_kind_of_host_gets_a_canary_in_a_resumed_run() -> None:
