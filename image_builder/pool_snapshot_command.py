@@ -34,7 +34,9 @@ def snapshot(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            "--endpoint", metavar="URL", help="Azure Resource Manager  [default: that of AZURE_CLOUD]"
+            "--endpoint",
+            metavar="URL",
+            help="Azure Resource Manager  [default: that of AZURE_SDK_CLOUD_CONF]",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -67,8 +67,8 @@ def _left(headers: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 class Reader:
     """Asks for scale sets; a context manager. ``traffic`` says what that took.
 
-    ``endpoint`` is the address of Resource Manager; without it that of the cloud that AZURE_CLOUD names, the public
-    one by default. ``say`` is called with what people should know while they wait.
+    ``endpoint`` is the address of Resource Manager; without it that of the cloud that AZURE_SDK_CLOUD_CONF names, the
+    public one by default. ``say`` is called with what people should know while they wait.
     """
 
     def __init__(

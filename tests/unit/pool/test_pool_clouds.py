@@ -1,0 +1,24 @@
+"""Azure's other clouds: what people are told to set is what the SDK looks at."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from azure.core.settings import settings
+from typer.testing import CliRunner
+
+from image_builder.cli import app
+from image_builder.settings import REPO_ROOT
+
+
+def test_people_are_told_what_the_sdk_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = settings.azure_cloud.env_var
+    assert name
+    assert name in CliRunner().invoke(app, ["pool", "snapshot", "--help"]).stdout
+    how_to = (REPO_ROOT / "docs" / "how-to" / "snapshot-a-pool.md").read_text()
+    told = re.search(rf"`{name}` \(([^)]*)\)", how_to)
+    assert told
+    for value in re.findall(r"`(\w+)`", told[1]):
+        monkeypatch.setenv(name, value)
+        assert settings.azure_cloud().name == value
