@@ -53,8 +53,10 @@ def main(argv: list[str]) -> int:
 
 def _memory() -> str:
     """Return where the directory goes: it will hold the key that hosts let in, which belongs on no disk."""
-    places = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", "/tmp")
-    return next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
+    for place in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
+        if place and os.access(place, os.W_OK | os.X_OK):
+            return place
+    raise SystemExit("neither $XDG_RUNTIME_DIR nor /dev/shm can be written: a key is kept in memory alone")
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

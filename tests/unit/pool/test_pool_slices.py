@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from image_builder.cli import app
 from image_builder.errors import UsageError
 from image_builder.pool import plan as plans
-from image_builder.pool import remote_slice
+from image_builder.pool import remote_slice, worker_guard
 from image_builder.pool.hostkeys import known_as
 from tests.unit.pool.simulation import make
 
@@ -67,6 +67,18 @@ def test_a_worker_has_ended_its_slice_when_it_is_given_up(tmp_path: Path, silent
     told = dict(word.split("=", 1) for word in worker.login if word.startswith("ServerAlive"))
     interval, count = (int(told[f"ServerAlive{name}"]) for name in ("Interval", "CountMax"))
     assert silent + 4 <= interval * count <= silent + 7
+
+
+def test_a_key_goes_to_memory_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_be_written = {"/run/user/1000", "/dev/shm", "/tmp"}
+    monkeypatch.setattr(os, "access", lambda place, _: place in can_be_written)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert worker_guard._memory() == "/run/user/1000"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert worker_guard._memory() == "/dev/shm"
+    can_be_written.remove("/dev/shm")
+    with pytest.raises(SystemExit, match="in memory alone"):
+        worker_guard._memory()
 
 
 def test_slices_of_a_wave_for_any_engine(tmp_path: Path) -> None:
