@@ -30,6 +30,8 @@ _ID = re.compile(
 )
 _GALLERY = re.compile(r"/galleries/[^/]+/images/(?P<definition>[^/]+)(?:/versions/[^/]+)?$", re.IGNORECASE)
 _POOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# Groups that Ansible has, that image definitions are, and that all pools are in.
+_TAKEN = frozenset({"all", "ungrouped", "images", "pools"})
 # A name, number, version or state: no space, brace or other sign that YAML or a template gives a meaning.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _MACHINE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -98,6 +100,10 @@ def wanted(text: str) -> Wanted:
         form = "POOL=/subscriptions/…/resourceGroups/…/providers/Microsoft.Compute/virtualMachineScaleSets/…"
         raise UsageError(
             f"not a pool and a scale set: {text}", hint=f"{form}, as `az vmss list` shows its id"
+        )
+    if pool in _TAKEN:
+        raise UsageError(
+            f"no pool can be called `{pool}`: that is a group already", hint="give it another name"
         )
     return Wanted(pool=pool, id=name.rstrip("/"), **found.groupdict())
 
