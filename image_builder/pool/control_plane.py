@@ -71,11 +71,17 @@ class Kubernetes:
 
     def read(self) -> Reading:
         try:
-            counters = count_requests(self._client.text("/metrics"))
-            certificates = _gather(self._client, REQUESTS)
-            nodes = _gather(self._client, NODES)
+            return self._read()
         except NodeError as error:
             return Reading(unread=str(error.message)[:500])
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            # JSON, and not what an API server says: something between here and there answered.
+            return Reading(unread=f"the answer is not understood: {error!r}"[:500])
+
+    def _read(self) -> Reading:
+        counters = count_requests(self._client.text("/metrics"))
+        certificates = _gather(self._client, REQUESTS)
+        nodes = _gather(self._client, NODES)
         before, self._before = self._before, counters
         now = self._clock()
         answered = since(before, counters)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from image_builder.node import kube
 from image_builder.pool.control_plane import (
     SIGNER,
     Answered,
+    Kubernetes,
     count_not_ready,
     count_requests,
     oldest_pending,
@@ -72,3 +76,27 @@ def test_nodes_that_just_join_are_no_alarm() -> None:
         item("2026-01-02T02:00:00Z"),
     ]
     assert count_not_ready(nodes, NOW) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"items":[]}',
+        '{"metadata":{"resourceVersion":"1"},"items":[{}]}',
+        '{"metadata":{"resourceVersion":"1"},"items":[{"metadata":{"creationTimestamp":"soon"}}]}',
+        '{"metadata":{"resourceVersion":"1"},"items":[{"metadata":{"creationTimestamp":null}}]}',
+        '{"metadata":[],"items":[]}',
+    ],
+)
+def test_an_answer_that_is_no_api_servers_is_no_reading(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "current-context": "a",
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "a", "user": {"token": "t"}}],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setattr(kube.Client, "text", lambda _, path: METRICS if path == "/metrics" else answer)
+    assert "not understood" in Kubernetes(tmp_path / "config").read().unread
