@@ -75,7 +75,7 @@ def _told_to_end() -> threading.Event:
 def run(
     kubeconfig: Kubeconfig = None,
     taint: Taint = _DEFAULTS.taint,
-    rate: Annotated[float, typer.Option(help="the most nodes that are changed in a second")] = 50.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="the most nodes that are changed in a second")] = 50.0,
     namespace: Annotated[str, typer.Option(help="where the leader's lease is")] = "kube-system",
     retest_share: Annotated[
         float,
