@@ -95,7 +95,7 @@ def _policy(path: Path | None) -> Policy:
         return Policy.model_validate_json(_json(values or {}))
     except OSError as error:
         raise DefinitionError([Problem(str(path), "policy", str(error.strerror))]) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DefinitionError([Problem(str(path), "policy", " ".join(str(error).split()))]) from error
     except ValidationError as error:
         faults = [(".".join(str(p) for p in f["loc"]) or "policy", f["msg"]) for f in error.errors()]

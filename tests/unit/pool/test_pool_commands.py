@@ -71,6 +71,9 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code
     assert all(word in err for word in ("waves", "speed", "budget", "3 problems"))
+    policy.write_bytes(b"waves: \xff")
+    status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == errors.DefinitionError.exit_code and "can't decode" in err
     assert plans.load(out) == made
 
 
