@@ -254,8 +254,6 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
             # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
             # does it without being told.
             until = max(until, status.until)
-            if policy.mode == "verify" and status.started is not None:
-                until = max(until, status.started + policy.deadlines.bootstrap)
         heapq.heappush(r.alarms, (until, name, step, attempt))
     {"probe": r.steps.probe, "bootstrap": r.steps.bootstrap, "verify": r.steps.verify}[step](work)
 

@@ -219,7 +219,8 @@ def _open(progress: Progress, record: Opened) -> None:
     free = record.at + progress.plan.policy.worker_gone_seconds
     for name, status in progress.hosts.items():
         status.starts, status.row = 0, 0
-        status.until = min(status.until, record.at + window + progress.plan.policy.deadlines.bootstrap)
+        longest = record.at + window + progress.plan.policy.deadlines.bootstrap
+        status.until = 0.0 if progress.plan.policy.mode == "verify" else min(status.until, longest)
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
         if status.state in ("probing", "ready", "joining"):
             _move(progress, name, "waiting")
@@ -245,7 +246,8 @@ def _intend(progress: Progress, record: Intent) -> None:
         status.starts += record.step == "bootstrap"
         progress.unavailable += status.unavailable
         status.since, status.delay = record.at, record.delays.get(name, 0.0)
-        if record.step == "bootstrap":
+        # Where nobody tells hosts, each has its time from the first question on.
+        if record.step == "bootstrap" or (progress.plan.policy.mode == "verify" and not status.until):
             status.until = record.at + status.delay + progress.plan.policy.deadlines.bootstrap
         if status.started is None:
             status.started = record.at
@@ -292,15 +294,10 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
             outcome = ended("unknown", f"told to join, then {outcome.signature}: {outcome.detail}")
         _end(progress, status, outcome, record.at)
         return
-    if policy.mode == "verify" and record.joined == "no":
-        # Nobody tells it: it does by itself, maybe a little later.
-        if not _again(progress, status, record.at, "waiting"):
-            what = "its image was to make it a member, and did not"
-            _end(
-                progress, status, failed("bootstrap", _NO_MEMBER, what) if outcome.ok else outcome, record.at
-            )
-        return
     status.row = 0
+    if policy.mode == "verify" and record.joined == "no":
+        _by_itself(progress, status, record)
+        return
     if record.joined == "yes" or policy.mode == "check":
         _joined(progress, status, record.at)
     elif record.joined == "unknown":
@@ -312,6 +309,20 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
     else:
         what = f"was told to join {status.starts} times, and did not"
         _end(progress, status, ended("unknown", what), record.at)
+
+
+def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
+    """Judge a host that nobody tells and that is no member: it failed, or has not begun yet, for which it has time."""
+    if not record.outcome.ok:
+        _end(progress, status, record.outcome, record.at)
+    elif record.at >= status.until:
+        what = "its image was to make it a member, and did not"
+        _end(progress, status, failed("bootstrap", _NO_MEMBER, what), record.at)
+    else:
+        policy = progress.plan.policy
+        passed = record.at - (status.until - policy.deadlines.bootstrap)
+        status.not_before = record.at + max(policy.retry_seconds, passed / 5)
+        _move(progress, status.host.name, "waiting")
 
 
 def _settle(progress: Progress, status: HostStatus, at: float) -> None:

@@ -74,14 +74,21 @@ def test_a_member_already_is_only_verified(story: Story) -> None:
     assert story.take("probe", OK, "yes") == "joined"
 
 
-@pytest.mark.parametrize("verify", ["0%", "100%"])
+def test_whose_image_does_it_all_has_the_time_for_it() -> None:
+    story = Story(make(9, Policy(mode="verify", verify="0%")))
+    assert story.take("probe", OK, "no") == "waiting"
+    assert story.take("probe", OK, "no") == "waiting" and story.host.not_before > story.at
+    story.at += 900
+    assert story.take("probe", OK, "no") == "ended"
+    assert story.host.outcome and story.host.outcome.signature == "failed bootstrap 5"
+    assert story.open(retry=True) == "waiting"
+    assert story.take("probe", OK, "no") == "waiting"
+    assert story.take("probe", failed("credentials", 64), "no") == "ended"
+    assert story.host.outcome == failed("credentials", 64)
+
+
 @pytest.mark.parametrize("outcome", [OK, failed("credentials", 64)])
-def test_whose_image_does_it_all_is_not_fine_before_it_is_a_member(outcome: Outcome, verify: str) -> None:
-    story = Story(make(9, Policy(mode="verify", verify=verify, retries=1)))
-    assert story.take("probe", outcome, "no") == "waiting"
-    assert story.take("probe", outcome, "no") == "ended"
-    assert story.host.outcome and story.host.outcome.kind == "failed"
-    assert outcome.ok or story.host.outcome == outcome
+def test_to_be_checked_nobody_need_be_a_member(outcome: Outcome) -> None:
     story = Story(make(9, Policy(mode="check")))
     assert story.take("probe", outcome, "no") == "joined"
 

@@ -291,6 +291,23 @@ def test_where_the_image_does_it_all_nothing_is_pushed() -> None:
     assert 40 <= len(verified) < 60
 
 
+def test_where_the_image_does_it_all_it_is_waited_for_and_who_is_no_member_is_not_fine() -> None:
+    world = World(
+        make(100, Policy(mode="verify", budget="5%", wave_budget="50%", soak_seconds=(0.0,))), Faults()
+    )
+    never = world.plan.waves[-1].hosts[0]
+
+    def join() -> None:
+        if world.time > START + 400:
+            world.joins.update({host.name: 1 for host in world.plan.hosts if host.name != never})
+            world.check = lambda: None
+
+    world.check = join
+    progress, _, _ = simulate(world.plan, world.faults, world=world)
+    assert progress.finished and not world.touched
+    assert progress.signatures == {"failed bootstrap 5": 1} and not progress.hosts[never].tries["verify"]
+
+
 _FAULTS = st.builds(
     Faults,
     failures=st.floats(0, 0.3),
