@@ -140,6 +140,9 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         wrong.add(variable)
         reading.faults[variable, what].append(name)
 
+    if "/" in name or name in (".", ".."):
+        # Its reports have a directory of this name, which is removed when all is well.
+        fault("inventory_hostname", "can't be the name of a directory")
     texts: dict[str, str] = {}
     for key in _TEXTS:
         value = values.get(key)

@@ -145,6 +145,8 @@ def test_every_problem_is_told_at_once(write: Write) -> None:
             "gpu_b: {hosts: {gpu-a-0: , ",
             "pool_scale_set: is missing, and the host is in gpu_a, gpu_b: gpu-a-0",
         ),
+        ("cpu-1: {", "..: {", "inventory_hostname: can't be the name of a directory: .."),
+        ("cpu-1: {", "a/../../cpu: {", "inventory_hostname: can't be the name of a directory: a/../../cpu"),
     ],
 )
 def test_one_thing_that_is_wrong(write: Write, old: str, new: str, expected: str) -> None:
