@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,27 +25,23 @@ class _Pipe(NamedTuple):
 @contextmanager
 def listening(*numbers: signal.Signals) -> Iterator[Callable[[], None]]:
     """Yield what waits until one of these signals has come, from now on. For the main thread."""
-    with _written() as pipe:
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    with _written(numbers) as pipe:
 
         def wait() -> None:
             while not {*numbers}.intersection(os.read(pipe.ours, 1)):
                 pass
 
-        try:
-            yield wait
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        yield wait
 
 
 @contextmanager
-def waking(wake: Callable[[], None]) -> Iterator[None]:
-    """Call ``wake`` in a thread of its own after each signal that Python has a handler for. For the main thread.
+def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Call ``wake`` in a thread of its own after each of these signals. For the main thread.
 
-    Where that lets the main thread go on, the handler runs before anything else there.
+    So it is after each other one that Python has a handler for: where ``wake`` lets the main thread go on, that handler
+    runs before anything else there.
     """
-    with _written() as pipe:
+    with _written(numbers) as pipe:
 
         def call() -> None:
             while os.read(pipe.ours, 1) != _OVER:
@@ -61,14 +57,17 @@ def waking(wake: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _written() -> Iterator[_Pipe]:
-    """Let the interpreter write the numbers of signals to a pipe, each a byte."""
+def _written(numbers: Iterable[signal.Signals]) -> Iterator[_Pipe]:
+    """Let the interpreter write the numbers of signals to a pipe, each a byte; these do nothing else."""
     pipe = _Pipe(*os.pipe2(os.O_CLOEXEC))
     os.set_blocking(pipe.theirs, False)  # as the interpreter demands
     unheard = signal.set_wakeup_fd(pipe.theirs)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield pipe
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(unheard)
         os.close(pipe.ours)
         os.close(pipe.theirs)

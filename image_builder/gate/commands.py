@@ -21,6 +21,7 @@ from image_builder.gate.model import Rules
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import Client
 from image_builder.options import AsJson
+from image_builder.signals import waking
 
 app = typer.Typer(
     help="Let nodes in whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
@@ -54,23 +55,6 @@ def _failed(error: NodeError) -> ImageBuilderError:
     return ImageBuilderError(error.message, hint="--kubeconfig FILE names another API server or another user")
 
 
-def _told_to_end() -> threading.Event:
-    """Return what SIGTERM and SIGINT set from now on.
-
-    A thread waits for them: a handler would run in the middle of the main thread's wait for that very event, with its
-    lock held, and never return.
-    """
-    over, numbers = threading.Event(), {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def wait() -> None:
-        signal.sigwait(numbers)
-        over.set()
-
-    threading.Thread(target=wait, name="signals", daemon=True).start()
-    return over
-
-
 @register(app)
 def run(
     kubeconfig: Kubeconfig = None,
@@ -97,7 +81,6 @@ def run(
     from image_builder.gate.lease import Settings as LeaseSettings
     from image_builder.gate.retest import Limits
 
-    over = _told_to_end()
     settings = Settings(
         Rules(taint=taint),
         rate,
@@ -113,8 +96,10 @@ def run(
         stream.write(f"{line}\n")
         stream.flush()
 
+    over = threading.Event()
     try:
-        Controller(lambda: _connect(kubeconfig), identity, settings, tell).run(over)
+        with waking(over.set, signal.SIGTERM, signal.SIGINT):
+            Controller(lambda: _connect(kubeconfig), identity, settings, tell).run(over)
     except NodeError as error:
         raise _failed(error) from error
     return 0
