@@ -246,13 +246,20 @@ def _write_files(told: Told, number: int, root: Path) -> None:
 def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     for pid, fault in zip(pids, faults, strict=True):
-        while fault not in ("dead", "refused", "slow banner", "disk full"):
-            if Path(f"/proc/{pid}/root/run/sshd.pid").exists():
+        while fault not in ("dead", "refused", "slow banner"):
+            # A full disk has no room for the file.
+            if _listens(pid) if fault == "disk full" else Path(f"/proc/{pid}/root/run/sshd.pid").exists():
                 break
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended or time.monotonic() > deadline:
                 raise AssertionError(f"a host ({fault or 'sound'}) didn't start: {status}")
             time.sleep(0.02)
+
+
+def _listens(pid: int) -> bool:
+    """Tell whether something in a host's network waits for connections at sshd's port (proc_net_tcp)."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(":0016") and row[3] == "0A" for row in rows)
 
 
 if __name__ == "__main__":
