@@ -45,6 +45,8 @@ def ntfs(kind: str) -> Make:
     return make
 
 
+# What makes some of the disks, and the package of each.
+PROGRAMS = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs"}
 # In place of those of ``FOREIGN`` that are made by mounting something, which a test's host need not be able to.
 _MADE: dict[str, Make] = {
     "ext4": _ext4("data", "random"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from image_builder.errors import ImageBuilderError
 from image_builder.settings import REPO_ROOT
 from image_builder.target import qemu
 from tests.boot import page
+from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
 from tests.boot.rows import ROWS, Row, chain
 from tests.boot.steps import Lab, Place, mismatches
@@ -92,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = chain(options.row) if options.row else list(ROWS)
     except KeyError as error:
         parser.error(f"no such row: {error.args[0]}; there are: {'; '.join(row.name for row in ROWS)}")
+    if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
+        parser.error(f"disks of the rows are made by these packages: apt-get install {' '.join(missing)}")
     failed = 0
     with lab(options.artefact.resolve(), options.work) as made:
         for row in rows:

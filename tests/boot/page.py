@@ -21,6 +21,8 @@ takes the guest's cache along. What QEMU had acknowledged is kept: a disk that l
 .venv/bin/python -m tests.boot.matrix [--row NAME ...] [--update-docs]
 ```
 
+On the host it needs `xfsprogs` beside what the builder installs: some disks with foreign data are made there.
+
 Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no link that
 leads nowhere; `images run` means that a container of every preloaded image was started.
 
