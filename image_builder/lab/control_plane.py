@@ -124,6 +124,9 @@ class ControlPlane:
         (self.work / "audit.json").write_text(_AUDIT, encoding="utf-8")
         self.authority.issue("server", addresses=[self.address]).write(self.work, "server")
         self.authority.issue("kube-apiserver").write(self.work, "etcd-client")
+        # As kubeadm has it: who asks kubelets for logs.
+        kubelets_client = self.authority.issue("kube-apiserver-kubelet-client", groups=[ADMINISTRATORS])
+        kubelets_client.write(self.work, "kubelet-client")
         (self.work / "service-account.key").write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1())))
         self.kubeconfig("system:kube-scheduler")
         if self._controllers:
@@ -163,6 +166,9 @@ class ControlPlane:
             f"--tls-cert-file={_HOME}/server.pem",
             f"--tls-private-key-file={_HOME}/server-key.pem",
             f"--client-ca-file={_HOME}/ca.pem",
+            f"--kubelet-client-certificate={_HOME}/kubelet-client.pem",
+            f"--kubelet-client-key={_HOME}/kubelet-client-key.pem",
+            "--kubelet-preferred-address-types=InternalIP,ExternalIP,Hostname",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             "--enable-bootstrap-token-auth",
