@@ -130,6 +130,11 @@ def leave_the_network(*more: str) -> None:
     """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
+    have_addresses(*more)
+
+
+def have_addresses(*more: str) -> None:
+    """Give the loopback interface of the network that this is in NETWORK's addresses, and these single ones."""
     places = [(f"{NETWORK}.0.1", "255.255.0.0"), *((address, "255.255.255.255") for address in more)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         # struct ifreq: a name, then flags or a sockaddr. On a loopback interface a whole network is local.

@@ -65,13 +65,13 @@ def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, An
             "away": without,
         }
     except BaseException:
-        _keep_logs(lab)
+        keep_logs(lab)
         raise
     finally:
         instance.end()
 
 
-def _keep_logs(lab: JoinLab) -> None:
+def keep_logs(lab: JoinLab) -> None:
     """Show how the logs of the control plane end, which are gone with it."""
     for path in sorted(lab.work.glob("*.log")):
         if path.name != "audit.log":

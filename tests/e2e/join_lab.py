@@ -12,22 +12,25 @@ import os
 import secrets
 import ssl
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import yaml
 
 from image_builder import process
 from image_builder.control_plane import CONTROLLERS, lab_definition, obtain
+from image_builder.control_plane import ControlPlane as Programs
 from image_builder.events import NullMonitor
 from image_builder.lab.control_plane import ADMINISTRATORS, ControlPlane
 from image_builder.node.kube import Client
 from image_builder.node.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
 from tests import gates, joins
-from tests.pulls import NETWORK, leave_the_network
+from tests.pulls import NETWORK, have_addresses, leave_the_network
 
 # Where Azure's metadata service is, and what QEMU gives its machine.
 IMDS, MACHINE = "169.254.169.254", "10.0.2.15"
@@ -68,10 +71,11 @@ def variables(ca: str) -> dict[str, Any]:
     }
 
 
-def render(ca: str, work: Path) -> bytes:
-    """Return the machine's user data, made by the real ``pool render``."""
+def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
+    """Return the machine's user data, made by the real ``pool render``; ``more`` are further variables."""
     inventory = work / "pool.yml"
-    told = {"all": {"children": {"pool": {"hosts": {"worker-join": None}, "vars": variables(ca)}}}}
+    values = variables(ca) | dict(more)
+    told = {"all": {"children": {"pool": {"hosts": {"worker-join": None}, "vars": values}}}}
     inventory.write_text(yaml.safe_dump(told), encoding="utf-8")
     out = work / "rendered"
     process.run([*_COMMAND, "pool", "render", "-i", inventory, "pool", "--out", out], env=_ENVIRONMENT)
@@ -97,15 +101,29 @@ def bootstrap_token(now: datetime) -> tuple[str, datetime, dict[str, Any]]:
     return f"{token_id}.{secret}", expires, value
 
 
+def programs(settings: Settings) -> tuple[Programs, Programs]:
+    """Return what a control plane is made of, and its controllers; the first time they are compiled."""
+    definition, monitor = lab_definition(), NullMonitor()
+    return obtain(definition, settings, monitor), obtain(definition, settings, monitor, CONTROLLERS)
+
+
 class JoinLab:
     """A context manager: everything serves inside the block.
 
     Callers are in namespaces of their own (``namespace.run_isolated``); the network is left in ``__enter__``, once the
-    control plane is in the store. ``work`` is an empty directory.
+    control plane is in the store, unless it is one already that leads nowhere (``is_apart``). ``work`` is an empty
+    directory, ``more`` are variables of the pool beside ``variables``, or instead of them.
     """
 
-    def __init__(self, settings: Settings, work: Path) -> None:
-        self.settings, self.work = settings, work
+    def __init__(
+        self,
+        settings: Settings,
+        work: Path,
+        *,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        is_apart: bool = False,
+    ) -> None:
+        self.settings, self.work, self.more, self.is_apart = settings, work, more, is_apart
         self.asked: list[str] = []
         self.tokens: list[str] = []
         self.wanted: list[dict[str, str]] = []
@@ -113,9 +131,9 @@ class JoinLab:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        made = obtain(lab_definition(), self.settings, NullMonitor())
-        controllers = obtain(lab_definition(), self.settings, NullMonitor(), CONTROLLERS)
-        leave_the_network(IMDS)
+        made, controllers = programs(self.settings)
+        # The machine's own one as well, for a relay to it: the API server asks nodes where they say that they are.
+        (have_addresses if self.is_apart else leave_the_network)(IMDS, MACHINE)
         with ExitStack() as stack:
             self.plane = stack.enter_context(
                 ControlPlane(
@@ -128,7 +146,7 @@ class JoinLab:
             stack.enter_context(
                 process.background(self._gate(), log=self.work / "gate.log", env=_ENVIRONMENT)
             )
-            self.user_data = render(self.plane.authority.certificate.decode(), self.work)
+            self.user_data = render(self.plane.authority.certificate.decode(), self.work, self.more)
             server = stack.enter_context(joins.Server(self._imds, address=(IMDS, 80)))
             self.asked = server.asked
             stack.enter_context(joins.Server(self._broker, self._tls(), (BROKER, BROKER_PORT)))

@@ -114,22 +114,39 @@ class Member:
     def boot(self) -> dict[str, Any]:
         """Switch it on, wait until a pod runs on it, and return everything that is seen then."""
         since = datetime.now(UTC).replace(microsecond=0)
-        vm, watched = self.instance.vm, Watched()
+        watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
+        while (pod := running(self.lab.admin.request("GET", _PODS)["items"], since)) is None:
+            self._look(watched)
+            self._still_on(deadline)
+            time.sleep(_STEP)
+        self._look(watched)
+        watched.seconds["pod"] = round(self.instance.vm.seconds, 1)
+        self.say(f"the pod runs after {watched.seconds['pod']:.0f} s")
+        return {**self._seen(pod), "seconds": watched.seconds, "registered_taints": watched.registered_taints}
+
+    def enter(self) -> dict[str, Any]:
+        """Switch it on, wait until it is Ready and the gate has let it in; return the node as the cluster has it."""
+        watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
+        while not {"ready", "admitted"} <= watched.seconds.keys():
+            self._look(watched)
+            self._still_on(deadline)
+            time.sleep(_STEP)
+        node = self.node()
+        assert node is not None
+        return {**_of_node(node), "seconds": watched.seconds}
+
+    def _switch_on(self) -> Watched:
+        vm = self.instance.vm
         vm.power_on()
         vm.wait_for_ssh(total_seconds=900, quiet_seconds=300)
         self.say(f"SSH after {vm.seconds:.0f} s")
-        deadline = time.monotonic() + _POD_SECONDS
-        while (pod := running(self.lab.admin.request("GET", _PODS)["items"], since)) is None:
-            before = set(watched.seconds)
-            watched.note(self.node(), vm.seconds, self._last_boot)
-            for name in watched.seconds.keys() - before:
-                self.say(f"{name} after {watched.seconds[name]:.0f} s")
-            self._still_on(deadline)
-            time.sleep(_STEP)
-        watched.note(self.node(), vm.seconds, self._last_boot)
-        watched.seconds["pod"] = round(vm.seconds, 1)
-        self.say(f"the pod runs after {vm.seconds:.0f} s")
-        return {**self._seen(pod), "seconds": watched.seconds, "registered_taints": watched.registered_taints}
+        return Watched()
+
+    def _look(self, watched: Watched) -> None:
+        before = set(watched.seconds)
+        watched.note(self.node(), self.instance.vm.seconds, self._last_boot)
+        for name in watched.seconds.keys() - before:
+            self.say(f"{name} after {watched.seconds[name]:.0f} s")
 
     def node(self) -> dict[str, Any] | None:
         """Return the Node object, None where there is none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from image_builder.node import status
 from image_builder.node.kube import JSON_PATCH, LONGEST_WAIT, Client
 from image_builder.node.preflight import model, report
 from image_builder.node.preflight.settings import Settings as PreflightSettings
+from tests import slices_howto
 from tests.builds import REPO
 from tests.gates import (
     GATE,
@@ -351,19 +351,12 @@ def test_rights_are_no_more_than_it_needs(cluster: Cluster) -> None:
 
 
 def test_the_documented_job_of_slices_is_one(cluster: Cluster) -> None:
-    """Of docs/how-to/run-slices-elsewhere.md: the API server takes it, and keeps every field that it knows.
-
-    That of the lab is older than indexed jobs, and has no clock for those that ended: these fields are not looked at.
-    """
-    text = (REPO / "docs/how-to/run-slices-elsewhere.md").read_text(encoding="utf-8")
-    (block,) = [
-        b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "kind: Job" in b
-    ]
-    job, path = yaml.safe_load(block), "/apis/batch/v1/namespaces/default/jobs"
+    """Of docs/how-to/run-slices-elsewhere.md: the API server keeps every field, and takes it with a number alone."""
+    job, path = yaml.safe_load(slices_howto.manifest()), "/apis/batch/v1/namespaces/default/jobs"
+    assert "lower case" in refusal(lambda: cluster.admin.request("POST", path, job))["message"]
+    job = yaml.safe_load(slices_howto.manifest().replace("pool-slice-N", "pool-slice-0"))
     made = cluster.admin.request("POST", path, job)
-    newer = {"completionMode", "backoffLimitPerIndex", "maxFailedIndexes", "ttlSecondsAfterFinished"}
-    assert newer < job["spec"].keys()
-    assert lost({k: v for k, v in job["spec"].items() if k not in newer}, made["spec"]) == []
+    assert lost(job["spec"], made["spec"]) == []
     job["metadata"]["name"], job["spec"]["template"]["spec"]["restartPolicy"] = "wrong", "Always"
     assert "restartPolicy" in refusal(lambda: cluster.admin.request("POST", path, job))["message"]
 
