@@ -112,28 +112,41 @@ class Member:
         self._last_boot: str | None = None
 
     def boot(self) -> dict[str, Any]:
-        """Switch it on, wait until a pod runs on it, and return everything that is seen then."""
+        """Switch it on, wait until it is let in and a pod runs on it, and return everything that is seen then."""
         since = datetime.now(UTC).replace(microsecond=0)
-        watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
-        while (pod := running(self.lab.admin.request("GET", _PODS)["items"], since)) is None:
-            self._look(watched)
-            self._still_on(deadline)
-            time.sleep(_STEP)
-        self._look(watched)
-        watched.seconds["pod"] = round(self.instance.vm.seconds, 1)
-        self.say(f"the pod runs after {watched.seconds['pod']:.0f} s")
+        pod: dict[str, Any] | None = None
+
+        def has_pod() -> bool:
+            nonlocal pod
+            pod = running(self.lab.admin.request("GET", _PODS)["items"], since)
+            return pod is not None
+
+        # A pod of an earlier boot is the node's already, and may run before the gate has heard of the present one.
+        watched = self._wait({"pod": has_pod})
+        assert pod is not None
         return {**self._seen(pod), "seconds": watched.seconds, "registered_taints": watched.registered_taints}
 
     def enter(self) -> dict[str, Any]:
         """Switch it on, wait until it is Ready and the gate has let it in; return the node as the cluster has it."""
-        watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
-        while not {"ready", "admitted"} <= watched.seconds.keys():
-            self._look(watched)
-            self._still_on(deadline)
-            time.sleep(_STEP)
+        watched = self._wait({})
         node = self.node()
         assert node is not None
         return {**_of_node(node), "seconds": watched.seconds}
+
+    def _wait(self, more: Mapping[str, Callable[[], bool]]) -> Watched:
+        """Switch it on and wait until it is a member that is let in, and until more holds; return when what did."""
+        watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
+        while not {"ready", "admitted", *more} <= watched.seconds.keys():
+            before = set(watched.seconds)
+            watched.note(self.node(), self.instance.vm.seconds, self._last_boot)
+            for name, holds in more.items():
+                if name not in watched.seconds and holds():
+                    watched.seconds[name] = round(self.instance.vm.seconds, 1)
+            for name in watched.seconds.keys() - before:
+                self.say(f"{name} after {watched.seconds[name]:.0f} s")
+            self._still_on(deadline)
+            time.sleep(_STEP)
+        return watched
 
     def _switch_on(self) -> Watched:
         vm = self.instance.vm
@@ -141,12 +154,6 @@ class Member:
         vm.wait_for_ssh(total_seconds=900, quiet_seconds=300)
         self.say(f"SSH after {vm.seconds:.0f} s")
         return Watched()
-
-    def _look(self, watched: Watched) -> None:
-        before = set(watched.seconds)
-        watched.note(self.node(), self.instance.vm.seconds, self._last_boot)
-        for name in watched.seconds.keys() - before:
-            self.say(f"{name} after {watched.seconds[name]:.0f} s")
 
     def node(self) -> dict[str, Any] | None:
         """Return the Node object, None where there is none."""
