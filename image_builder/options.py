@@ -41,6 +41,15 @@ VaultFile = Annotated[
         help="the file with the password for vaulted values",
     ),
 ]
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig",
+        metavar="FILE",
+        envvar="KUBECONFIG",
+        help="whom to ask, and as whom  [default: this pod's service account]",
+    ),
+]
 StoreDir = Annotated[
     Path,
     typer.Option(

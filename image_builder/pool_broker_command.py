@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from image_builder.command import register, show
-from image_builder.options import AsJson
+from image_builder.options import AsJson, Kubeconfig
 from image_builder.pool_commands import app
 from image_builder.signals import listening
 
@@ -31,15 +31,7 @@ def broker(
     config: Annotated[
         Path, typer.Option("--config", metavar="FILE", help="what it may give to whom, as YAML")
     ],
-    kubeconfig: Annotated[
-        Path | None,
-        typer.Option(
-            "--kubeconfig",
-            metavar="FILE",
-            envvar="KUBECONFIG",
-            help="whom to ask, and as whom  [default: this pod's service account]",
-        ),
-    ] = None,
+    kubeconfig: Kubeconfig = None,
     check: Annotated[bool, typer.Option("--check", help="look at the configuration, and end")] = False,
     as_json: AsJson = False,
 ) -> int:

@@ -18,8 +18,8 @@ from image_builder.options import AsJson, VaultFile
 if TYPE_CHECKING:
     from image_builder.pool.plan import Plan
     from image_builder.pool.policy import Policy
-    from image_builder.pool.progress import Progress
     from image_builder.pool.records import Record
+    from image_builder.pool.state import Progress
 
 app = typer.Typer(
     help="Bring pools up from an image, in waves.\n\nExample:\n\n\b\n"

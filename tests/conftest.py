@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,15 @@ class _Skips:
             terminalreporter.section(f"skips that {ALLOWED_SKIPS.name} doesn't allow", red=True, bold=True)
             for line in self.refused:
                 terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """A command that is called in the tests' own process sets handlers, as it may in one of its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from image_builder.errors import ImageBuilderError
 from image_builder.gate.model import Rules
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import Client
-from image_builder.options import AsJson
+from image_builder.options import AsJson, Kubeconfig
 from image_builder.signals import waking
 
 app = typer.Typer(
@@ -30,15 +30,6 @@ app = typer.Typer(
 )
 
 _DEFAULTS = Rules()
-Kubeconfig = Annotated[
-    Path | None,
-    typer.Option(
-        "--kubeconfig",
-        metavar="FILE",
-        envvar="KUBECONFIG",
-        help="whom to ask, and as whom  [default: this pod's service account]",
-    ),
-]
 Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
 
 

@@ -8,8 +8,8 @@ the run, nothing is started from then on, and what is in work by then is at most
 from __future__ import annotations
 
 from image_builder.pool.model import STEPS, Step, quantile
-from image_builder.pool.progress import RUNNING, Progress, WaveStatus
 from image_builder.pool.records import Passed
+from image_builder.pool.state import RUNNING, Progress, WaveStatus
 
 # Of fewer durations the 95th percentile says nothing.
 _MIN_DURATIONS = 10

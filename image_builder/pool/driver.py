@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol
 from image_builder.pool import budgets, gates
 from image_builder.pool.gates import Reading
 from image_builder.pool.model import Host, Joined, Outcome, Step, ended
-from image_builder.pool.progress import RUNNING, Progress, WaveStatus, apply
+from image_builder.pool.progress import apply
 from image_builder.pool.records import Began, Finished, Gated, Intent, Record, Result, Stopped
+from image_builder.pool.state import RUNNING, Progress, WaveStatus
 from image_builder.pool.waves import join_delays
 
 # Hosts that came back after a repetition, or for which there was no room, are started when there are as many as

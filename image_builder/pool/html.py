@@ -18,8 +18,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from image_builder.pool.model import STEPS, Class
-from image_builder.pool.progress import HostStatus, Progress
 from image_builder.pool.records import Record
+from image_builder.pool.state import HostStatus, Progress
 from image_builder.pool.timeline import LABELS, ROW, TOP, WIDTH, timeline
 from image_builder.render import human_seconds
 

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from image_builder.pool.model import Outcome
-from image_builder.pool.progress import HostStatus, Progress
 from image_builder.pool.report import counts
+from image_builder.pool.state import HostStatus, Progress
 
 # What XML 1.0 has no way to write, not even escaped: https://www.w3.org/TR/xml/#charsets
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

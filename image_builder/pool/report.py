@@ -8,8 +8,8 @@ from typing import Any
 
 from image_builder.pool.model import CLASSES, STEPS, quantile
 from image_builder.pool.plan import named
-from image_builder.pool.progress import HostStatus, Progress
 from image_builder.pool.records import Gated, Passed, Record, Result
+from image_builder.pool.state import HostStatus, Progress
 from image_builder.render import printable
 
 FORMAT = 1

@@ -8,8 +8,9 @@ from image_builder.errors import ImageBuilderError
 from image_builder.pool.journal import Journal
 from image_builder.pool.model import Host
 from image_builder.pool.plan import Plan, compare
-from image_builder.pool.progress import Progress, apply, replay
+from image_builder.pool.progress import apply, replay
 from image_builder.pool.records import Changed, Opened, Record
+from image_builder.pool.state import Progress
 from image_builder.pool.waves import plan_waves
 
 

@@ -28,12 +28,13 @@ from image_builder.pool.journal import in_use, journal_of, open_journal, read_jo
 from image_builder.pool.model import Host
 from image_builder.pool.plan import Plan, make_plan, named
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import Progress, apply, begin
+from image_builder.pool.progress import apply, begin
 from image_builder.pool.reach import Access, Reach
 from image_builder.pool.records import Opened, Record
 from image_builder.pool.remote_slice import Worker
 from image_builder.pool.report import report
 from image_builder.pool.resume import past, take_up
+from image_builder.pool.state import Progress
 from image_builder.pool.suite import Suite
 from image_builder.pool.table import LiveTable
 from image_builder.settings import Settings

@@ -22,7 +22,7 @@ from rich.text import Text
 from image_builder.pool.gates import Verdict
 from image_builder.pool.model import STEPS
 from image_builder.pool.plan import named
-from image_builder.pool.progress import Progress
+from image_builder.pool.state import Progress
 from image_builder.pool.view import STATES, Quantiles, Slow, View, WaveView, look, slowest, wave_quantiles
 from image_builder.render import human_seconds, is_live, printable, stderr_console
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from image_builder.pool import budgets
 from image_builder.pool.gates import Verdict
 from image_builder.pool.model import STEPS, Step, quantile
-from image_builder.pool.progress import RUNNING, Progress, State, WaveStatus
 from image_builder.pool.report import state as state_of
+from image_builder.pool.state import RUNNING, Progress, State, WaveStatus
 
 # The states of hosts that haven't ended, in the order in which a host goes through them.
 STATES: tuple[State, ...] = ("waiting", "probing", "ready", "joining", "joined", "verifying")

@@ -58,8 +58,8 @@ sys.path.insert(0, str(REPO))
 
 from image_builder.pool.model import at_most  # noqa: E402
 from image_builder.pool.policy import Policy  # noqa: E402
-from image_builder.pool.progress import Progress  # noqa: E402
 from image_builder.pool.records import Record  # noqa: E402
+from image_builder.pool.state import Progress  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
 from tests.pools import measures, rejoin  # noqa: E402

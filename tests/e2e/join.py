@@ -13,27 +13,19 @@ first time as long again to compile the control plane, which is why CI does not 
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-import os
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from image_builder import failure, namespace
-from image_builder.settings import DEFAULT_STORE, REPO_ROOT, Settings
-from image_builder.store import Store
+from image_builder.settings import REPO_ROOT, Settings
 from image_builder.target import qemu
 from tests.boot.node import Instance, Local, read_image
-from tests.e2e import join_page
+from tests.e2e import command, join_page
+from tests.e2e.command import say
 from tests.e2e.join_facts import broken
 from tests.e2e.join_lab import JoinLab
 from tests.e2e.join_machine import Member, deployment
-from tests.e2e.pending_pods import build, say
 
 RECORD = REPO_ROOT / "tests/e2e/join.json"
 IMAGE = "worker_join"
@@ -71,6 +63,15 @@ def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, An
         instance.end()
 
 
+def join(settings: Settings, artefact: Path, staging: Path, away: float) -> dict[str, Any]:
+    """Start the control plane, and let the machine live before it."""
+    places = [staging / part for part in ("control-plane", "machine")]
+    for place in places:
+        place.mkdir()
+    with JoinLab(settings, places[0]) as lab:
+        return play(lab, artefact, places[1], away)
+
+
 def keep_logs(lab: JoinLab) -> None:
     """Show how the logs of the control plane end, which are gone with it."""
     for path in sorted(lab.work.glob("*.log")):
@@ -78,67 +79,21 @@ def keep_logs(lab: JoinLab) -> None:
             sys.stderr.write(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}\n")
 
 
-def measure(artefact: Path, settings: Settings, away: float) -> dict[str, Any]:
-    """Do it in namespaces of its own; return the record."""
-    with tempfile.TemporaryDirectory(prefix="join-") as folder:
-        out = Path(folder, "record.json")
-
-        def work() -> int:
-            store = Store(settings.store)
-            with store.in_use(), store.staging() as staging:
-                places = [staging / part for part in ("control-plane", "machine")]
-                for place in places:
-                    place.mkdir()
-                try:
-                    with JoinLab(settings, places[0]) as lab:
-                        seen = play(lab, artefact, places[1], away)
-                except AssertionError:
-                    traceback.print_exc()
-                    return 1
-            out.write_text(json.dumps(seen), encoding="utf-8")
-            return 0
-
-        def guarded() -> int:
-            return failure.guard(work, json_wanted=False, command="join")
-
-        started = time.monotonic()
-        if status := namespace.run_isolated(guarded):
-            raise SystemExit(status)
-        return {
-            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-            "minutes": round((time.monotonic() - started) / 60, 1),
-            "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[2], 1),  # the last 15 minutes
-            **json.loads(out.read_text(encoding="utf-8")),
-        }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the record")
-    parser.add_argument("--update-docs", action="store_true", help="keep the record, make the page anew")
-    parser.add_argument("--render", action="store_true", help="do nothing: take the record that was kept")
+    parser = command.options(__doc__)
     parser.add_argument("--artefact", type=Path, metavar="DIR", help="a build of it, instead of a new one")
     parser.add_argument("--away", type=float, default=AWAY_SECONDS, help="seconds without the API server")
-    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    parser.add_argument(
-        "--output", type=Path, default=Path.cwd() / "output", help="where builds are published"
-    )
     told = parser.parse_args()
-    if told.render:
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
-    else:
-        artefact = told.artefact or build(IMAGE, REPO_ROOT / "inventories/lab", told.store, told.output)
-        settings = Settings(store=told.store, output=told.output)
-        record = measure(artefact.resolve(), settings, told.away)
-    if told.update_docs:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        join_page.PAGE.write_text(join_page.text(record), encoding="utf-8")
-    print(json.dumps(record, indent=1) if told.json else join_page.results(record))
-    wrong = broken(record)
-    for text in wrong:
-        say(f"does not hold: {text}")
-    return 1 if wrong else 0
+    settings = command.settings_of(told)
+
+    def measured() -> dict[str, Any]:
+        artefact = (told.artefact or command.build(IMAGE, REPO_ROOT / "inventories/lab", settings)).resolve()
+        return command.measure("join", settings, lambda staging: join(settings, artefact, staging, told.away))
+
+    record = command.kept(RECORD) if told.render else measured()
+    return command.conclude(
+        told, record, RECORD, write=join_page.write, shown=join_page.results, wrong=broken(record)
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 from image_builder.settings import REPO_ROOT
 from tests.e2e.join_facts import facts
+from tests.e2e.results import held, machine
 
 PAGE = REPO_ROOT / "docs/reference/join-results.md"
 _HEAD = """\
@@ -35,6 +36,10 @@ def text(record: Mapping[str, Any]) -> str:
     return f"{_HEAD}\n{results(record)}\n"
 
 
+def write(record: Mapping[str, Any]) -> None:
+    PAGE.write_text(text(record), encoding="utf-8")
+
+
 def results(record: Mapping[str, Any]) -> str:
     """Return the results in Markdown."""
     return "\n".join(
@@ -53,12 +58,7 @@ def results(record: Mapping[str, Any]) -> str:
             f"Without the API server for {record['away']['away_seconds']:.0f} s: heard of again after "
             f"{record['away']['heard_after_seconds']:.0f} s, {_throughout(record['away'])}.",
             "",
-            "| what was asked of the API server and the machine | |",
-            "|---|---|",
-            *(
-                f"| {words} | {'holds' if holds else '**does not hold**'} |"
-                for words, holds in facts(record).items()
-            ),
+            *held("what was asked of the API server and the machine", facts(record)),
         ]
     )
 
@@ -73,12 +73,7 @@ def _throughout(away: Mapping[str, Any]) -> str:
 
 def _machine(record: Mapping[str, Any]) -> str:
     info = record["first"]["node"]["info"]
-    emulated = ", emulated" if record["accelerator"] == "tcg" else ""
-    return (
-        f"{record['date']}, {record['minutes']:.0f} minutes: a QEMU machine of 2 cores{emulated}, on a host of "
-        f"{record['cores']} cores with a load of {record['load']}. Kubelet {info['kubeletVersion']}, "
-        f"{info['containerRuntimeVersion']}, {info['osImage']}, kernel {info['kernelVersion']}."
-    )
+    return machine(record, info, f", kernel {info['kernelVersion']}")
 
 
 def _moment(record: Mapping[str, Any], name: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
+from tests.e2e.results import held, machine
 from tests.e2e.slices_facts import facts
 
 PAGE = REPO_ROOT / "docs/reference/slices-results.md"
@@ -29,6 +30,10 @@ def text(record: Mapping[str, Any]) -> str:
     return f"{_HEAD}\n{results(record)}\n"
 
 
+def write(record: Mapping[str, Any]) -> None:
+    PAGE.write_text(text(record), encoding="utf-8")
+
+
 def results(record: Mapping[str, Any]) -> str:
     """Return the results in Markdown."""
     return "\n".join(
@@ -41,24 +46,13 @@ def results(record: Mapping[str, Any]) -> str:
             "",
             _seconds(record),
             "",
-            "| what was asked of the cluster, the hosts and the disks | |",
-            "|---|---|",
-            *(
-                f"| {words} | {'holds' if holds else '**does not hold**'} |"
-                for words, holds in facts(record).items()
-            ),
+            *held("what was asked of the cluster, the hosts and the disks", facts(record)),
         ]
     )
 
 
 def _machine(record: Mapping[str, Any]) -> str:
-    info = record["node"]["info"]
-    emulated = ", emulated" if record["accelerator"] == "tcg" else ""
-    return (
-        f"{record['date']}, {record['minutes']:.0f} minutes: a QEMU machine of 2 cores{emulated}, on a host of "
-        f"{record['cores']} cores with a load of {record['load']}. Kubelet {info['kubeletVersion']}, "
-        f"{info['containerRuntimeVersion']}, {info['osImage']}; {record['kubectl']}."
-    )
+    return machine(record, record["node"]["info"], f"; {record['kubectl']}")
 
 
 def _slice(record: Mapping[str, Any], number: int) -> str:

@@ -182,6 +182,11 @@ def statements(text: str) -> list[str]:
     return [line for line in lines if line and line[0] not in "#;"]
 
 
+def named(lines: Iterable[str], key: str) -> set[str]:
+    """Return the units that the lines of a unit name under a key, such as ``After``."""
+    return {word for line in lines if line.startswith(f"{key}=") for word in line.partition("=")[2].split()}
+
+
 def assignments(text: str) -> dict[str, str]:
     """Return ``key = value`` lines, the last one of a key winning; quotes around a value are dropped."""
     found = {}

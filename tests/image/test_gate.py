@@ -10,6 +10,7 @@ from suite import (
     booted,
     differences,
     load,
+    named,
     needs,
     nothing,
     offline,
@@ -63,7 +64,7 @@ def test_every_boot_is_tested(host: Host, tree: Tree) -> None:
         for line in lines
         if line.startswith(("Condition", "Assert", "SuccessExitStatus", "ExecCondition"))
     )
-    after = {name for line in lines if line.startswith("After=") for name in line[len("After=") :].split()}
+    after = named(lines, "After")
     nothing(f"it does not wait for {name}" for name in BEFORE_IT if name not in after)
 
 

@@ -14,6 +14,7 @@ from suite import (
     differences,
     gpus,
     load,
+    named,
     needs,
     nothing,
     offline,
@@ -104,8 +105,7 @@ def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
     starts = [line for line in lines if line.startswith("ExecStart=")]
     assert len(starts) == 1 and f"--output={made}" in starts[0].split(), f"{starts}"
     assert any(line.startswith("ExecCondition=") and "0x10de" in line for line in lines), "on any machine"
-    before = {name for line in lines if line.startswith("Before=") for name in line[7:].split()}
-    after = {name for line in lines if line.startswith("After=") for name in line[6:].split()}
+    before, after = named(lines, "Before"), named(lines, "After")
     nothing(f"{name} does not wait for it" for name in BEHIND_IT if name not in before)
     # What it waits for may not wait for a kubelet: neither would ever start.
     assert "multi-user.target" not in after, f"{after}"

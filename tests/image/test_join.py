@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from suite import Tree, booted, differences, load, needs, nothing, offline, read, starts_at_boot, statements
+from suite import (
+    Tree,
+    booted,
+    differences,
+    load,
+    named,
+    needs,
+    nothing,
+    offline,
+    read,
+    starts_at_boot,
+    statements,
+)
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -44,7 +56,7 @@ def test_every_boot_joins(host: Host, tree: Tree) -> None:
     nothing(
         line for line in lines if line.startswith(("Condition", "Assert", "SuccessExitStatus", "Before="))
     )
-    after = {name for line in lines if line.startswith("After=") for name in line[len("After=") :].split()}
+    after = named(lines, "After")
     nothing(f"it does not wait for {name}" for name in BEFORE_IT if name not in after)
 
 

@@ -14,6 +14,7 @@ from suite import (
     booted,
     differences,
     load,
+    named,
     needs,
     nothing,
     offline,
@@ -254,9 +255,7 @@ def test_kubelet_has_no_other_settings(host: Host, v: V) -> None:
 def test_kubelet_starts_at_boot(host: Host, tree: Tree, v: V) -> None:
     """The kubelet's units are enabled, and start after the engine in use."""
     nothing(f"{unit} does not start" for unit in v["__kubelet_units"] if not starts_at_boot(tree, unit))
-    after = [
-        word for line in _unit(host).splitlines() if line.startswith("After=") for word in line[6:].split()
-    ]
+    after = named(_unit(host).splitlines(), "After")
     nothing(unit for unit in v["__kubelet_runtime_units"] if unit not in after)
 
 

@@ -15,6 +15,7 @@ from suite import (
     booted,
     differences,
     load,
+    named,
     needs,
     nothing,
     offline,
@@ -43,11 +44,6 @@ def _unit(host: Host, name: str) -> list[str]:
     """Return the lines of a unit with its drop-ins, continued ones joined."""
     text = merged(host, f"systemd/system/{name}")
     return text.replace("\\\n", " ").splitlines()
-
-
-def _named(lines: list[str], key: str) -> set[str]:
-    """Return the units that a unit names under a key."""
-    return {word for line in lines if line.startswith(f"{key}=") for word in line.partition("=")[2].split()}
 
 
 @offline
@@ -90,13 +86,13 @@ def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
     assert starts_at_boot(tree, UNIT), f"{UNIT} does not start at boot"
     unit, kubelet = _unit(host, UNIT), _drop_in(host, tree)
     engine = f"{v['container_runtime_engine']}.service"
-    assert engine in _named(unit, "After") & _named(unit, "Wants"), f"{UNIT} does not wait for {engine}"
-    assert SEED in _named(unit, "After"), f"{UNIT} does not wait for {SEED}"
-    assert "kubelet.service" in _named(unit, "Before"), f"{UNIT} is not before the kubelet"
+    assert engine in named(unit, "After") & named(unit, "Wants"), f"{UNIT} does not wait for {engine}"
+    assert SEED in named(unit, "After"), f"{UNIT} does not wait for {SEED}"
+    assert "kubelet.service" in named(unit, "Before"), f"{UNIT} is not before the kubelet"
     assert f"ConditionPathExists={LIST}" in unit
     assert "TimeoutStartSec=infinity" in unit
     key = "Requires" if v["image_preload_gates_kubelet"] else "Wants"
-    assert UNIT in _named(kubelet, key) & _named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
+    assert UNIT in named(kubelet, key) & named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
     assert _started(unit) == f"{v['__image_preload_program']} preload", unit
 
 
@@ -112,15 +108,15 @@ def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
     """The seed starts at boot, after the local disk is there, and both engines wait for it."""
     assert starts_at_boot(tree, SEED), f"{SEED} does not start at boot"
     unit = _unit(host, SEED)
-    assert "local-disk.service" in _named(unit, "After"), f"{SEED} does not wait for the local disk"
+    assert "local-disk.service" in named(unit, "After"), f"{SEED} does not wait for the local disk"
     marker = f"{v['image_preload_mount_point']}/.node/seed/{v['image_preload_engine']}.json"
     assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionPathExists=|{marker}"} <= set(unit)
     assert {"Type=oneshot", "RemainAfterExit=yes"} <= set(unit)
     assert _started(unit) == f"{v['__image_preload_program']} seed", unit
     for engine in ("docker", "containerd"):
-        assert f"{engine}.service" in _named(unit, "Before"), f"{SEED} is not before {engine}"
+        assert f"{engine}.service" in named(unit, "Before"), f"{SEED} is not before {engine}"
         drop_in = read(host, f"/etc/systemd/system/{engine}.service.d/10-preload-seed.conf").splitlines()
-        waits = _named(drop_in, "After") & _named(drop_in, "Wants")
+        waits = named(drop_in, "After") & named(drop_in, "Wants")
         assert SEED in waits, f"{engine} does not wait for {SEED}"
 
 
@@ -131,7 +127,7 @@ def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None
     """The promotion starts at boot, after the kubelet; nothing waits until it ends."""
     assert starts_at_boot(tree, PROMOTE), f"{PROMOTE} does not start at boot"
     unit = _unit(host, PROMOTE)
-    assert "kubelet.service" in _named(unit, "After"), f"{PROMOTE} does not wait for the kubelet"
+    assert "kubelet.service" in named(unit, "After"), f"{PROMOTE} does not wait for the kubelet"
     trash = f"{v['image_preload_mount_point']}/.node/trash"
     assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionDirectoryNotEmpty=|{trash}"} <= set(
         unit

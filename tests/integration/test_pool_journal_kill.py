@@ -24,9 +24,10 @@ from image_builder.pool.journal import open_journal, read_journal
 from image_builder.pool.model import OK, Host, Step, ended
 from image_builder.pool.plan import Plan, make_plan
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import Progress, replay
+from image_builder.pool.progress import replay
 from image_builder.pool.records import Intent, Record
 from image_builder.pool.resume import take_up
+from image_builder.pool.state import Progress
 from tests.unit.pool.simulation import make, make_hosts
 
 # Needs no root, but starts processes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """A cloud, and an environment in which the SDK finds a managed identity and trusts the server."""
     (tmp_path / "cloud").mkdir()
     (tmp_path / "inventory").mkdir()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     with cloud(tmp_path / "cloud") as made:
         for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
             monkeypatch.delenv(name)
@@ -44,8 +42,6 @@ def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", os.fspath(made.ca))
         monkeypatch.setenv("NO_PROXY", "localhost")
         yield made
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def _snapshot(azure: Cloud, out: Path, *words: str) -> tuple[int, str, str]:

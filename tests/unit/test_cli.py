@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,14 +42,6 @@ COMMANDS = [
     ("store", "gc"),
     ("store", "verify"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def _run(*argv: str) -> tuple[int, str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from image_builder.settings import Settings
 from image_builder.stages.seal import _traces, find_traces
 
-MIRROR = "https://deb.debian.org/debian"
+MIRROR = "https://mirror.example/debian"
 CLOUD = f"primary: {MIRROR}\n"
 
 

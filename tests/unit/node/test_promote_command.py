@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,6 @@ import pytest
 from image_builder.node import status
 from image_builder.node.promote.command import run
 from image_builder.node.promote.settings import Places
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:

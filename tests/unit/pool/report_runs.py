@@ -7,8 +7,9 @@ from typing import Any
 from image_builder.pool.model import OK, Host, failed
 from image_builder.pool.plan import Plan, PlannedFrom, make_plan
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import Progress, replay
+from image_builder.pool.progress import replay
 from image_builder.pool.records import Began, Intent, Opened, Passed, Record, Result
+from image_builder.pool.state import Progress
 from tests.unit.pool.simulation import START, Faults, make, make_hosts, simulate
 
 # Each of them would do something where it isn't escaped, or escaped for the wrong place.

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from image_builder.pool.driver import run
 from image_builder.pool.model import STEPS, ended, failed, quantile
-from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.progress import apply, begin, replay
 from image_builder.pool.records import Began, Gated, Intent, Opened, Record, Result, Stopped
+from image_builder.pool.state import Progress
 from image_builder.pool.table import LiveTable, lines, summary
 from image_builder.pool.view import look, slowest, wave_quantiles
 from tests.unit.pool.simulation import START, Faults, World, make, simulate

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,14 +23,6 @@ all:
       vars: {pool_image: worker, pool_vm_size: D16}
       hosts: {cpu-0: {ansible_host: 10.0.0.1}, cpu-1: {ansible_host: 10.0.0.2}, cpu-2: {ansible_host: 10.0.0.3}}
 """
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def _run(*argv: str) -> tuple[int, str, str]:

@@ -12,9 +12,10 @@ from image_builder.pool import report
 from image_builder.pool.model import OK, Class, Joined, Outcome, ended, failed
 from image_builder.pool.plan import Plan
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import RUNNING, HostStatus, Progress, apply, begin, replay
+from image_builder.pool.progress import apply, begin, replay
 from image_builder.pool.records import Began, Intent, Opened, Record, Result
 from image_builder.pool.resume import reconcile
+from image_builder.pool.state import RUNNING, HostStatus, Progress
 from tests.unit.pool.simulation import Faults, make, make_hosts, simulate
 
 PLAN = make(9, Policy(retries=1, retry_seconds=10.0))

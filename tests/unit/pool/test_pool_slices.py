@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,6 @@ from image_builder.pool import plan as plans
 from image_builder.pool import remote_slice, worker_guard
 from image_builder.pool.hostkeys import known_as
 from tests.unit.pool.simulation import make
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import signal
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +20,10 @@ from image_builder.pool import plan as plans
 from image_builder.pool.html import MEANINGS, page
 from image_builder.pool.journal import journal_of, open_journal
 from image_builder.pool.model import CLASSES, failed
-from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.progress import apply, begin, replay
 from image_builder.pool.records import Gated, Opened, Record
 from image_builder.pool.report import report
+from image_builder.pool.state import Progress
 from image_builder.pool.timeline import LABELS, WIDTH, Timeline, axis, timeline
 from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
 from tests.unit.pool.simulation import Faults, World, make, simulate
@@ -302,15 +301,6 @@ def test_a_stopped_run_says_why() -> None:
     assert told.all("code") == ["no device"]
 
 
-@pytest.fixture
-def _signals_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals_as_they_were")
 def test_the_command_writes_both_files_and_still_tells_the_report(tmp_path: Path) -> None:
     plan = make(60)
     path, html, junit = (tmp_path / name for name in ("p.json", "r.html", "r.xml"))

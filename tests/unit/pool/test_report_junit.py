@@ -9,9 +9,10 @@ from xml.etree.ElementTree import Element
 
 from image_builder.pool.junit import junit
 from image_builder.pool.model import failed
-from image_builder.pool.progress import Progress, replay
+from image_builder.pool.progress import replay
 from image_builder.pool.records import Opened, Record, Stopped
 from image_builder.pool.report import report
+from image_builder.pool.state import Progress
 from tests.unit.pool.simulation import START, Faults, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 

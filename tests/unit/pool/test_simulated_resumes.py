@@ -10,8 +10,9 @@ from image_builder.pool.driver import run
 from image_builder.pool.model import failed
 from image_builder.pool.plan import Plan
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.progress import apply, begin, replay
 from image_builder.pool.records import Intent, Opened, Record
+from image_builder.pool.state import Progress
 from tests.unit.pool.simulation import Faults, World, make, simulate
 
 

@@ -14,8 +14,9 @@ from image_builder.pool.driver import Work
 from image_builder.pool.gates import Reading
 from image_builder.pool.model import CLASSES, OK, Outcome, ended, failed
 from image_builder.pool.policy import Policy
-from image_builder.pool.progress import Progress, apply, begin, replay
+from image_builder.pool.progress import apply, begin, replay
 from image_builder.pool.records import Gated, Intent, Passed, Record, Result
+from image_builder.pool.state import Progress
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 
 # Of 2.5 % that fail a budget of 2 % would stop the run, as it should.
