@@ -173,8 +173,9 @@ class Fleet:
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
             key = self._begin(w, "verify")
-            # Its keys are asked for over a connection that is proven; whether it answers is told by the way.
-            future = self._reach.submit(w.host, READ_KEYS, seconds=_ASK_SECONDS)
+            # Its keys are asked for over a connection that is proven; whether it answers, and its sudo does, is told
+            # by the way: the suite would only see that something takes long.
+            future = self._reach.submit(w.host, READ_KEYS, root=True, seconds=_ASK_SECONDS)
             future.add_done_callback(self._answered(self._read_keys, key))
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,17 +118,24 @@ def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) 
     assert outcome.code == NO_RESULT and "test_wrong.py" in outcome.detail
 
 
+def verify(
+    minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int]
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run ``pool verify`` on hosts; return how that ended, and its result."""
+    plan = write_plan(pool, folder, numbers, POLICY)
+    facts = minimal.artefact / "facts.json"
+    login = ("--user", USER, "--key", pool.key, "--known-hosts", pool.pinned.path)
+    done = command("verify", plan, *login, "--facts", facts, "--reports", folder / "reports", "--json")
+    return done, json.loads(done.stdout)
+
+
 def test_pool_verify_holds_real_hosts_to_the_real_suite(
     minimal: Workplace, pool: Fleet, tmp_path: Path
 ) -> None:
     """The command as it is, all checks of the image; one of two hosts is damaged: by that alone they differ."""
     be_quick(pool, (0, 4))
     pool.run(4, "sh", "-c", "echo '/swap none swap sw,nofail 0 0' >>/etc/fstab")
-    plan = write_plan(pool, tmp_path, (0, 4), POLICY)
-    facts = minimal.artefact / "facts.json"
-    login = ("--user", USER, "--key", pool.key, "--known-hosts", pool.pinned.path)
-    done = command("verify", plan, *login, "--facts", facts, "--reports", tmp_path / "reports", "--json")
-    report = json.loads(done.stdout)
+    done, report = verify(minimal, pool, tmp_path, (0, 4))
     assert done.returncode != 0 and report["counts"]["failed"] == 2, done.stderr
     failed, passed = {}, {}
     for name in ("host-0", "host-4"):
@@ -134,3 +144,15 @@ def test_pool_verify_holds_real_hosts_to_the_real_suite(
         passed[name] = {c["name"] for c in checks if c["outcome"] == "passed"}
     assert len(passed["host-0"]) > 60 and {n.partition("::")[0] for n in failed["host-0"]} <= NOT_BOOTED
     assert failed["host-4"] - failed["host-0"] == {"test_system.py::test_no_swap_is_configured"}
+    log = (tmp_path / "reports" / "host-4" / "suite.log").read_text()
+    assert re.search(r"^test_system\.py:[1-9]\d*: AssertionError: /swap none swap", log, re.MULTILINE), log
+
+
+def test_a_host_whose_sudo_hangs_is_told_as_that(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
+    be_quick(pool, (0,))
+    pool.hang_sudo(4, answers=False)
+    try:
+        _, report = verify(minimal, pool, tmp_path, (0, 4))
+    finally:
+        pool.free_sudo(4)
+    assert {name: report["counts"][name] for name in ("failed", "sudo")} == {"failed": 1, "sudo": 1}
