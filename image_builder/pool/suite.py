@@ -32,9 +32,9 @@ from image_builder.target.ssh import SshAddress
 # What failed in `verify`.
 CHECKS, NO_RESULT = 1, 2
 _NAMED = 5
-# Without what nobody reads of hundreds of hosts: a line for each check, its log, the way to where one failed. Of one
-# host `image-builder verify` tells all that.
-_TERSE = ("-q", "--tb=line", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
+# Without what nobody reads of hundreds of hosts: a line for each check, its log, what two values differ in. Of one host
+# `image-builder verify` tells all that.
+_TERSE = ("-q", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
 # Where sshd keeps the public halves of its keys, in images of ours as in Debian.
 READ_KEYS = ("sh", "-c", "cat /etc/ssh/ssh_host_*_key.pub")
 

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import each
 import pytest
-from suite import Facts, Tree, applicability
+from suite import Facts, applicability
 from targets import Target, open_target, parse_target
 from testinfra.host import Host
+from tree import Tree
 
 _REPORT = pytest.StashKey["_Report"]()
 _FACTS = pytest.StashKey[Facts]()

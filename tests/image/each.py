@@ -16,7 +16,9 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ def serve(session: pytest.Session, begin: Begin) -> bool | None:
     """Serve requests to the end. Returns as ``pytest_runtestloop`` does: nothing in a machine's process: it goes on."""
     for item in session.items:
         _ = item.location  # is worked out once
+        item.repr_failure = partial(_failure, item)  # type: ignore[method-assign]
     # What is here by now stays: no copy need look through it, which would make it a copy's own.
     gc.collect()
     gc.freeze()
@@ -78,6 +81,13 @@ def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, s
     session.config.stash[xml_key].logfile = os.fspath(out / "junit.xml")
     session.config.add_cleanup(lambda: _leave(session))
     begin(request["target"], out)
+
+
+def _failure(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> str:
+    """Say where a check failed, and why: to look through all on the way there takes longer than the check."""
+    file = os.fspath(item.path)
+    lines = [line for frame, line in walk_tb(error.tb) if frame.f_code.co_filename == file]
+    return f"{item.path.name}:{[0, *lines][-1]}: {error.exconly()}"
 
 
 def _leave(session: pytest.Session) -> None:

@@ -1,4 +1,4 @@
-"""What the checks share: the facts they are driven by, their conditions, and one listing of the image.
+"""What the checks share: the facts they are driven by, their conditions, and how they read it.
 
 A check reads what it is about as the program concerned reads it (``sshd -T``, ``dockerd --validate``, the
 kernel's /proc) and compares it with the variables that the image was baked with. It fails by an assertion
@@ -7,18 +7,15 @@ whose message names what was found.
 
 from __future__ import annotations
 
-import os
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import yaml
-from beginnings import beginnings
 from kept import files
 from testinfra.host import Host
+from tree import Tree
 
 _SHOWN = 12
 
@@ -69,84 +66,6 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
             if not (wanted(value) if callable(wanted) else value == wanted):
                 return f"{name} is {value!r:.60}"
     return ""
-
-
-class Entry(NamedTuple):
-    """One file: ``kind`` as find's %y, ``points_to`` the kind of a link's target (N: nothing, L: loop)."""
-
-    path: str
-    kind: str
-    points_to: str
-    mode: int
-    uid: int
-    gid: int
-    size: int
-    link: str
-
-
-class Tree:
-    """Every entry of the root filesystem, by path."""
-
-    def __init__(self, entries: dict[str, Entry]) -> None:
-        self.entries = entries
-
-    @classmethod
-    def read(cls, host: Host, containers: Iterable[str] = ()) -> Tree:
-        """List the target's root filesystem, other mounts excepted.
-
-        ``containers`` are directories whose content belongs to running containers: it is not listed.
-        """
-        pruned = "".join(rf" -not \( -path '{path}/*' -prune \)" for path in containers)
-        fields = r"'%y%Y\t%m\t%U\t%G\t%s\t%p\t%l\0'"
-        # In large pieces: each is a packet, for which both sides do more than for what is in it.
-        listing = host.run(f"stdbuf -o 64K find / -ignore_readdir_race -xdev{pruned} -printf {fields}")
-        assert listing.rc == 0, f"find failed: {listing.stderr}"
-        entries = {}
-        for line in os.fsdecode(listing.stdout_bytes).split("\0")[:-1]:
-            kinds, mode, uid, gid, size, path, link = line.split("\t")
-            entries[path] = Entry(path, kinds[0], kinds[1], int(mode, 8), int(uid), int(gid), int(size), link)
-        assert len(entries) > 1000, f"find saw only {len(entries)} files"
-        return cls(entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries.values())
-
-    def __contains__(self, path: str) -> bool:
-        return path in self.entries
-
-    def __getitem__(self, path: str) -> Entry:
-        assert path in self.entries, f"{path} does not exist"
-        return self.entries[path]
-
-    @cached_property
-    def _paths(self) -> list[str]:
-        return sorted(self.entries)
-
-    def _beginning(self, start: str) -> list[str]:
-        """Return the paths that begin so, in order."""
-        paths = self._paths
-        if not start:
-            return paths
-        end = start[:-1] + chr(ord(start[-1]) + 1)
-        return paths[bisect_left(paths, start) : bisect_left(paths, end)]
-
-    def under(self, *folders: str) -> Iterator[Entry]:
-        """Yield what lies below the folders, not the folders themselves."""
-        paths = (path for folder in folders for path in self._beginning(f"{folder.rstrip('/')}/"))
-        return (self.entries[path] for path in paths)
-
-    def matching(self, pattern: str, *, having: str = "") -> list[str]:
-        """Return the paths that a regular expression matches as a whole, in order.
-
-        ``having`` is what each match has somewhere: to look for that first is a tenth of the work.
-        """
-        match = re.compile(pattern).fullmatch
-        paths = (path for start in beginnings(pattern) for path in self._beginning(start))
-        return [path for path in paths if having in path and match(path)]
-
-    def where(self, condition: Callable[[Entry], bool]) -> list[str]:
-        """Return the paths of the entries that fulfil a condition."""
-        return [entry.path for entry in self if condition(entry)]
 
 
 def read(host: Host, path: str) -> str:
@@ -203,7 +122,7 @@ def starts_at_boot(tree: Tree, unit: str) -> bool:
     ``systemctl is-enabled`` would also say so of a unit that has nothing but an alias.
     """
     folders = r"/(etc|usr/lib)/systemd/system/[^/]+\.(wants|requires|upholds)/"
-    masked = tree.entries.get(f"/etc/systemd/system/{unit}")
+    masked = tree.get(f"/etc/systemd/system/{unit}")
     return bool(tree.matching(folders + re.escape(unit))) and not (masked and masked.link == "/dev/null")
 
 

@@ -10,7 +10,6 @@ from asked import merged
 from cloud_config import MAIN, cloud_config
 from kept import files
 from suite import (
-    Tree,
     assignments,
     booted,
     differences,
@@ -23,6 +22,7 @@ from suite import (
     statements,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 

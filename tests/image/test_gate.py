@@ -6,7 +6,6 @@ from typing import Any
 
 from suite import (
     Facts,
-    Tree,
     booted,
     differences,
     load,
@@ -20,6 +19,7 @@ from suite import (
     statements,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 UNITS = "/etc/systemd/system"

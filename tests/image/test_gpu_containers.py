@@ -8,7 +8,6 @@ from typing import Any
 
 from asked import merged, packages
 from suite import (
-    Tree,
     assignments,
     booted,
     differences,
@@ -24,6 +23,7 @@ from suite import (
     statements,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 UNIT = "nvidia-cdi-refresh.service"
@@ -111,7 +111,7 @@ def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
     assert "multi-user.target" not in after, f"{after}"
     assert any(line.startswith("TimeoutStartSec=") for line in lines), "it could wait for ever"
     assert not starts_at_boot(tree, UNIT), "nothing waits for a GPU"
-    trigger = tree.entries.get(f"/etc/systemd/system/{TRIGGER}")
+    trigger = tree.get(f"/etc/systemd/system/{TRIGGER}")
     assert trigger and trigger.link == "/dev/null", "an upgrade of the toolkit would start it"
 
 

@@ -6,8 +6,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from asked import SYSCTL, output_once
-from suite import Tree, assignments, booted, differences, needs, nothing, offline, output, read
+from suite import assignments, booted, differences, needs, nothing, offline, output, read
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 
@@ -62,7 +63,7 @@ def test_sshd_algorithms(host: Host, v: V) -> None:
 def test_hypervisor_has_no_door_of_its_own(tree: Tree) -> None:
     """systemd doesn't open sshd to the hypervisor (AF_VSOCK), beside every firewall."""
     name = "systemd-ssh-generator"
-    mask = tree.entries.get(f"/etc/systemd/system-generators/{name}")
+    mask = tree.get(f"/etc/systemd/system-generators/{name}")
     assert f"/usr/lib/systemd/system-generators/{name}" not in tree or (mask and mask.link == "/dev/null")
 
 
@@ -166,19 +167,19 @@ def test_system_accounts_have_no_shell(host: Host) -> None:
 @booted
 def test_system_files_are_roots_to_write(tree: Tree) -> None:
     """No group but root's own, and nobody else, can change programs or configuration."""
-    entries = (e for e in tree.under("/usr", "/etc", "/boot", "/opt") if e.kind in "fd")
-    nothing(
-        f"{e.path} {e.uid}:{e.gid} {e.mode:o}"
-        for e in entries
-        if e.mode & 0o002 or (e.mode & 0o020 and e.gid)
+    found = tree.where(
+        lambda s: s.kind in "fd" and bool(s.mode & 0o002 or (s.mode & 0o020 and s.gid)),
+        *("/usr", "/etc", "/boot", "/opt"),
     )
+    nothing(f"{e.path} {e.uid}:{e.gid} {e.mode:o}" for e in found)
 
 
 @offline
 @booted
 def test_programs_belong_to_root(tree: Tree) -> None:
     """Every program, library and unit is root's."""
-    nothing(f"{e.path} {e.uid}" for e in tree.under("/usr", "/boot", "/opt", "/etc/systemd") if e.uid)
+    found = tree.where(lambda s: s.uid != 0, "/usr", "/boot", "/opt", "/etc/systemd")
+    nothing(f"{e.path} {e.uid}" for e in found)
 
 
 @offline

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from allowed import DEAD_LINKS, STICKY, SUID_SGID, UNOWNED, allowed
 from asked import diversions, owned_files, with_merged_usr
-from suite import Tree, booted, load, needs, nothing, offline, output, read
+from suite import booted, load, needs, nothing, offline, output, read
 from testinfra.host import Host
+from tree import Tree
 
 _HOME = r"(/root|/home/[^/]+)"
 
@@ -26,7 +27,7 @@ def test_machine_id_is_empty(host: Host) -> None:
 @booted
 def test_dbus_shares_the_machine_id(tree: Tree) -> None:
     """D-Bus has no second machine id of its own."""
-    entry = tree.entries.get("/var/lib/dbus/machine-id")
+    entry = tree.get("/var/lib/dbus/machine-id")
     assert entry is None or entry.link == "/etc/machine-id", f"{entry}"
 
 
@@ -178,26 +179,23 @@ def test_no_private_keys(host: Host) -> None:
 @booted
 def test_only_known_suid_programs(tree: Tree) -> None:
     """SUID and SGID programs are the ones on the list, with the modes on the list."""
-    found = {
-        e.path: e.mode
-        for e in tree
-        if e.kind == "f" and e.mode & 0o6000 and not e.path.startswith("/var/lib/docker")
-    }
-    nothing(f"{path} {mode:o}" for path, mode in found.items() if SUID_SGID.get(path) != mode)
+    found = tree.where(lambda s: s.kind == "f" and bool(s.mode & 0o6000))
+    own = (e for e in found if not e.path.startswith("/var/lib/docker"))
+    nothing(f"{e.path} {e.mode:o}" for e in own if SUID_SGID.get(e.path) != e.mode)
 
 
 @offline
 @booted
 def test_no_world_writable_files(tree: Tree) -> None:
     """Nobody but its owner and group can write to a file."""
-    nothing(tree.where(lambda e: e.kind == "f" and bool(e.mode & 0o002)))
+    nothing(e.path for e in tree.where(lambda s: s.kind == "f" and bool(s.mode & 0o002)))
 
 
 @offline
 @booted
 def test_world_writable_directories_are_known_and_sticky(tree: Tree) -> None:
     """In a directory open to all, none can remove another's files."""
-    found = [e for e in tree if e.kind == "d" and e.mode & 0o002]
+    found = tree.where(lambda s: s.kind == "d" and bool(s.mode & 0o002))
     nothing([e.path for e in found if not e.mode & 0o1000 or not allowed(e.path, STICKY)])
 
 
@@ -205,7 +203,7 @@ def test_world_writable_directories_are_known_and_sticky(tree: Tree) -> None:
 @booted
 def test_no_dead_links(tree: Tree) -> None:
     """Links lead somewhere, save those into what only a running machine has."""
-    dead = (e for e in tree if e.kind == "l" and e.points_to in "NL?")
+    dead = tree.where(lambda s: s.kind == "l" and s.points_to in "NL?")
     elsewhere = ("/proc/", "/run/", "/dev/", "/sys/", "/tmp/", "/var/run/", "/mnt/local")
     found = [e for e in dead if not e.link.startswith(elsewhere) and not allowed(e.path, DEAD_LINKS)]
     nothing([f"{e.path} -> {e.link}" for e in found])
@@ -217,7 +215,7 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
     """Every uid and gid of a file is an account's."""
     uids = {int(line.split(":")[2]) for line in read(host, "/etc/passwd").splitlines()}
     gids = {int(line.split(":")[2]) for line in read(host, "/etc/group").splitlines()}
-    nothing(tree.where(lambda e: e.uid not in uids or e.gid not in gids))
+    nothing(e.path for e in tree.where(lambda s: s.uid not in uids or s.gid not in gids))
 
 
 @offline
@@ -225,9 +223,8 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
     """Everything below /usr comes from a package, a package's script, the alternatives, or is named here."""
     owned = owned_files(host) | {with_merged_usr(place) for _, place, _ in diversions(host)}
-    unowned = [e for e in tree.under("/usr") if e.path not in owned and not allowed(e.path, UNOWNED)]
-    stray = [e.path for e in unowned if not e.link.startswith("/etc/alternatives/")]
-    nothing(stray)
+    unowned = [path for path in sorted({*tree.below("/usr")} - owned) if not allowed(path, UNOWNED)]
+    nothing(path for path in unowned if not tree[path].link.startswith("/etc/alternatives/"))
 
 
 @offline
@@ -239,7 +236,7 @@ def test_no_random_seed(tree: Tree) -> None:
 @offline
 def test_no_resolver_of_the_builder(host: Host, tree: Tree) -> None:
     """The builder's name servers are not the machine's."""
-    entry = tree.entries.get("/etc/resolv.conf")
+    entry = tree.get("/etc/resolv.conf")
     if entry is not None and entry.kind == "f":
         assert "nameserver" not in read(host, "/etc/resolv.conf")
     assert entry is None or entry.kind in "fl", f"{entry}"

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from asked import mounted
-from suite import Facts, Tree, assignments, booted, differences, nothing, offline, output, read, statements
+from suite import Facts, assignments, booted, differences, nothing, offline, output, read, statements
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 

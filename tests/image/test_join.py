@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from suite import (
-    Tree,
     booted,
     differences,
     load,
@@ -18,6 +17,7 @@ from suite import (
     statements,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 UNIT = "/etc/systemd/system/node-join.service"

@@ -7,8 +7,9 @@ from typing import Any
 
 from asked import packages
 from kept import files, in_folder
-from suite import Tree, booted, needs, nothing, offline, output, read, statements
+from suite import booted, needs, nothing, offline, output, read, statements
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 

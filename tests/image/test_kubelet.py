@@ -9,7 +9,6 @@ from typing import Any
 from asked import merged, packages
 from suite import (
     Facts,
-    Tree,
     assignments,
     booted,
     differences,
@@ -23,6 +22,7 @@ from suite import (
     starts_at_boot,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 CONFIG = "/etc/kubernetes/kubelet.yaml"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from suite import Tree, booted, differences, load, needs, nothing, offline, output, starts_at_boot
+from suite import booted, differences, load, needs, nothing, offline, output, starts_at_boot
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 UNIT = "local-disk.service"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asked import merged
-from suite import Tree, booted, needs, nothing, offline, output, starts_at_boot
+from suite import booted, needs, nothing, offline, output, starts_at_boot
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 UNIT = "network-accounting.service"

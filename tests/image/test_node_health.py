@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from suite import (
-    Tree,
     assignments,
     booted,
     differences,
@@ -20,6 +19,7 @@ from suite import (
     starts_at_boot,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 TIMER = "node-health.timer"

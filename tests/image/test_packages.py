@@ -7,8 +7,9 @@ from typing import Any
 
 from asked import owned_files, packages, unit_states
 from kept import files, in_folder
-from suite import Facts, Tree, booted, nothing, offline, output
+from suite import Facts, booted, nothing, offline, output
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 

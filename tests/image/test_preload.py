@@ -10,7 +10,6 @@ from typing import Any
 from asked import merged
 from preloaded import LIST, familiar, images, plain
 from suite import (
-    Tree,
     assignments,
     booted,
     differences,
@@ -24,6 +23,7 @@ from suite import (
     starts_at_boot,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 STATUS = "/run/node/status.json"

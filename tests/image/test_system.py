@@ -7,7 +7,6 @@ from typing import Any
 from asked import merged, services, unit_states
 from kept import files, in_folder
 from suite import (
-    Tree,
     assignments,
     booted,
     differences,
@@ -20,6 +19,7 @@ from suite import (
     statements,
 )
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 

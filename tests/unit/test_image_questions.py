@@ -6,7 +6,7 @@ import ast
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import pytest
@@ -40,7 +40,9 @@ ExecStart=/bin/x
 def suite() -> Iterator[dict[str, ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
-        yield {name: importlib.import_module(name) for name in ("asked", "beginnings", "cloud_config")}
+        yield {
+            name: importlib.import_module(name) for name in ("asked", "beginnings", "cloud_config", "tree")
+        }
 
 
 def patterns() -> list[str]:
@@ -159,3 +161,41 @@ def test_the_first_of_two_configurations_wins(suite: dict[str, ModuleType]) -> N
     }
     assert merge(first, second) == {**first, "deep": {"x": 1, "y": {"z": 0, "w": 1}}, "new": {"m": 1}}
     assert first["deep"] == {"x": 1, "y": {"z": 0}}
+
+
+ODD = [
+    ("ff 644 0 0", 5, "/etc/with\ttab\nand line", ""),
+    ("lf 777 0 0", 7, "/etc/a", "b\tc\nd"),
+    ("lN 777 0 0", 4, "/usr/dead", "gone"),
+    ("dd 1777 0 0", 40, "/tmp", ""),
+    ("ff 4755 0 0", 9, "/usr/bin/sudo", ""),
+    ("ff 644 1000 7", 9, "/usr/bin/mine", ""),
+    ("ff 644 0 0", 9, "/usr2", ""),
+    ("ff 644 0 0", 9, "/not \udcff utf-8", ""),
+]
+
+
+def listing(entries: Iterable[tuple[str, int, str, str]]) -> bytes:
+    return os.fsencode("".join(f"{status}\t{size}\t{path}\0{link}\0" for status, size, path, link in entries))
+
+
+def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, ModuleType]) -> None:
+    module = suite["tree"]
+    tree = module.Tree(listing([*ODD, *(("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1000))]))
+    assert tree["/etc/a"] == module.Entry("/etc/a", "l", "f", 0o777, 0, 0, 7, "b\tc\nd")
+    assert tree["/not \udcff utf-8"].size == 9
+    assert [entry.path for entry in tree.under("/etc")] == ["/etc/a", "/etc/with\ttab\nand line"]
+    assert list(tree.below("/usr/")) == ["/usr/bin/mine", "/usr/bin/sudo", "/usr/dead"]
+    assert "/usr" not in tree and tree.get("/usr") is None
+    with pytest.raises(AssertionError, match=r"/usr does not exist"):
+        tree["/usr"]
+    assert [entry.path for entry in tree.where(lambda s: s.mode & 0o4000)] == ["/usr/bin/sudo"]
+    assert [entry.path for entry in tree.where(lambda s: s.kind == "l", "/usr", "/opt")] == ["/usr/dead"]
+    asked: list[object] = []
+    assert tree.where(asked.append) == []
+    assert len(asked) == 6  # once of each status
+
+
+def test_a_listing_that_is_not_one_of_a_system_is_none(suite: dict[str, ModuleType]) -> None:
+    with pytest.raises(AssertionError, match="find saw only 8 files"):
+        suite["tree"].Tree(listing(ODD))
