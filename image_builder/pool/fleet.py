@@ -38,6 +38,8 @@ _ASK_SECONDS = 30.0
 # Between two questions to a host that still tries to join: this, and later on a part of the time that it takes.
 _AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
 _KILLED = 255
+# A host that answered as root so short a time ago is not asked whether it does before the suite logs in.
+_FRESH_SECONDS = 30.0
 # Runs of the suite at once, of each core.
 _SUITES = 4
 
@@ -97,6 +99,8 @@ class Fleet:
         self._begun: dict[_Key, _Begun] = {}
         self._again: list[tuple[float, _Key]] = []
         self._slices: list[_Slice] = []
+        self._has_certificates = isinstance(means.access.host_keys, CertificateAuthority)
+        self._answered_at: dict[str, float] = {}
         self._number = 0
         self._events: list[Event] = []
         # A clock that is set while hosts are in work neither holds up their deadlines nor ends them all.
@@ -173,6 +177,11 @@ class Fleet:
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
             key = self._begin(w, "verify")
+            answered_at = self._answered_at.pop(w.host.name, None)
+            fresh = answered_at is not None and time.monotonic() - answered_at < _FRESH_SECONDS
+            if fresh and not self._has_certificates:
+                self._start_suite(key)
+                continue
             # Its keys are asked for over a connection that is proven; whether it answers, and its sudo does, is told
             # by the way: the suite would only see that something takes long.
             future = self._reach.submit(w.host, READ_KEYS, root=True, seconds=_ASK_SECONDS)
@@ -245,6 +254,7 @@ class Fleet:
             self._end(key, answer.outcome, "unknown")
             return
         told = provision.read(_status(answer), answer.stdout, answer.stderr)
+        self._answered_at[begun.work.host.name] = time.monotonic()
         if told.busy:
             # Whether it joins is known when it ended; until the deadline that is waited for.
             now = self.now()
@@ -263,12 +273,13 @@ class Fleet:
         if not answer.outcome.ok:
             self._end(key, answer.outcome, "unknown")
             return
-        host = begun.work.host
+        self._start_suite(key, answer.stdout.decode("utf-8", "replace") if self._has_certificates else None)
+
+    def _start_suite(self, key: _Key, shown: str | None = None) -> None:
+        """Let a host be held to the suite; ``shown`` are its public keys where it is known by a certificate."""
+        host = self._begun[key].work.host
         try:
-            if isinstance(self._means.access.host_keys, CertificateAuthority):
-                keys = own_lines(host, answer.stdout.decode("utf-8", "replace"))
-            else:
-                keys = known_lines(host, self._reach.known(host))
+            keys = own_lines(host, shown) if shown is not None else known_lines(host, self._reach.known(host))
         except UsageError as error:  # one host's files are no other's business
             self._end(key, failed("verify", NO_RESULT, f"its public keys: {error.message}"), "unknown")
             return

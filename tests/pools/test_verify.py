@@ -24,6 +24,7 @@ from tests.pools.fleet import USER, Fleet, fleet
 from tests.pools.measures import NOT_BOOTED, be_quick
 from tests.pools.rollouts import POLICY, command, write_plan, write_suite
 
+ACCEPTED = "Accepted publickey for"
 HANGS, CRASHES, FAILS, COUNT = 1, 2, 3, 5
 SHELL = """\
 import pytest
@@ -61,7 +62,7 @@ def test_fate(host):
 
 @pytest.fixture(scope="module")
 def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT) as made:
+    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT, signed=True) as made:
         yield made
 
 
@@ -119,12 +120,13 @@ def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) 
 
 
 def verify(
-    minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int]
+    minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int], *known: str | Path
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run ``pool verify`` on hosts; return how that ended, and its result."""
     plan = write_plan(pool, folder, numbers, POLICY)
     facts = minimal.artefact / "facts.json"
-    login = ("--user", USER, "--key", pool.key, "--known-hosts", pool.pinned.path)
+    known = known or ("--known-hosts", pool.pinned.path)
+    login = ("--user", USER, "--key", pool.key, *known)
     done = command("verify", plan, *login, "--facts", facts, "--reports", folder / "reports", "--json")
     return done, json.loads(done.stdout)
 
@@ -135,7 +137,10 @@ def test_pool_verify_holds_real_hosts_to_the_real_suite(
     """The command as it is, all checks of the image; one of two hosts is damaged: by that alone they differ."""
     be_quick(pool, (0, 4))
     pool.run(4, "sh", "-c", "echo '/swap none swap sw,nofail 0 0' >>/etc/fstab")
+    logins = [pool.log(number).count(ACCEPTED) for number in (0, 4)]
     done, report = verify(minimal, pool, tmp_path, (0, 4))
+    # One to ask it, one for the suite.
+    assert [pool.log(number).count(ACCEPTED) for number in (0, 4)] == [logins[0] + 2, logins[1] + 2]
     assert done.returncode != 0 and report["counts"]["failed"] == 2, done.stderr
     failed, passed = {}, {}
     for name in ("host-0", "host-4"):
@@ -149,10 +154,11 @@ def test_pool_verify_holds_real_hosts_to_the_real_suite(
 
 
 def test_a_host_whose_sudo_hangs_is_told_as_that(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
-    be_quick(pool, (0,))
-    pool.hang_sudo(4, answers=False)
+    """Its sudo answered when it was asked first."""
+    be_quick(pool, (0, 4))
+    pool.hang_sudo(4, answers=True)
     try:
-        _, report = verify(minimal, pool, tmp_path, (0, 4))
+        _, report = verify(minimal, pool, tmp_path, (0, 4), "--host-ca", pool.folder / "authorities")
     finally:
         pool.free_sudo(4)
     assert {name: report["counts"][name] for name in ("failed", "sudo")} == {"failed": 1, "sudo": 1}
