@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -51,10 +52,20 @@ def register(
             alone = isolated(**options) if callable(isolated) else isolated
             raise typer.Exit(guard(isolated_work) if alone else work())
 
-        app.command(name or function.__name__, hidden=hidden, context_settings=context_settings)(run)
+        app.command(
+            name or function.__name__,
+            help=_with_examples_kept(inspect.getdoc(function) or ""),
+            hidden=hidden,
+            context_settings=context_settings,
+        )(run)
         return run
 
     return decorate
+
+
+def _with_examples_kept(text: str) -> str:
+    """Mark what is indented as not to be wrapped: an example is there to be copied, its line ends too."""
+    return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else part for part in text.split("\n\n"))
 
 
 def show(result: Any, text: str, *, as_json: bool) -> None:
