@@ -148,7 +148,7 @@ def resume(
 def abort(
     plan: PlanFile,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="until what is in work has ended  [default: wait]")
+        bool, typer.Option("--wait/--no-wait", help="until what is in work has ended")
     ] = True,
     as_json: AsJson = False,
 ) -> int:

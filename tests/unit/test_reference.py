@@ -60,16 +60,24 @@ def test_links_between_pages_lead_somewhere(repo_root: Path) -> None:
 
 
 def test_every_command_in_the_documents_exists(repo_root: Path) -> None:
-    """Each `./image-builder …` of a page names a command and options that there are."""
-    known = {c[0] for c in COMMANDS}
+    """Each `image-builder …` of a page, where a line or code begins, names a command and options that there are."""
+    known = set(COMMANDS)
     pages = [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *(repo_root / "docs").rglob("*.md")]
-    unknown = []
+    unknown: list[str] = []
+    seen: set[tuple[str, ...]] = set()
     for page in pages:
-        for words in re.findall(r"\./image-builder ([^\n`#]+)", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for words in re.findall(
+            r"(?m)(?:\./|^\s*(?:[$#] )?|`)image-builder ((?:--)?[a-z-]+(?![\w:])[^\n`#]*)", text
+        ):
             argv = [w for w in words.split() if w != "--install-deps"]
-            command = tuple(argv[:2]) if argv[0] == "store" else tuple(argv[:1])
-            text = _help(*command) if command[0] in known else ""
-            options = {w for w in argv if w.startswith("--")}
-            if not text or (command != ("test",) and any(o not in text for o in options)):
+            if len(argv) == 1 and any(c[0] == argv[0] != c[-1] for c in known):
+                continue  # the group of its commands
+            command = next((c for c in (tuple(argv[:2]), tuple(argv[:1])) if c in known), ())
+            shown = _help(*command) if command else ""
+            options = {w.partition("=")[0] for w in argv if re.match("--[a-z]", w)}
+            if not shown or (command != ("test",) and any(o not in shown for o in options)):
                 unknown.append(f"{page.relative_to(repo_root)}: {words}")
+            seen.add(command)
     assert unknown == []
+    assert len(seen) > 20
