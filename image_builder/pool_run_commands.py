@@ -147,9 +147,7 @@ def resume(
 @register(app)
 def abort(
     plan: PlanFile,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="until what is in work has ended")
-    ] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="until what is in work has ended")] = True,
     as_json: AsJson = False,
 ) -> int:
     """Stop a plan's run: it starts nothing any more, and lets what is in work end. Resume takes it up again.

@@ -32,6 +32,7 @@ MESSAGE_BYTES = 1024
 # Answers that another attempt will not change: the request itself is wrong.
 _HOPELESS = frozenset({400, 405, 406, 413, 415, 422})
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_JSON = "application/json"
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
@@ -170,9 +171,7 @@ class Client:
         path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}/status"
         self.request("PATCH", path, body, STRATEGIC_MERGE)
 
-    def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
-    ) -> dict[str, Any]:
+    def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
         """Return what the server answers to one request. Raises KubeError."""
         try:
             with self._answered(method, path, body, content_type, self._timeout) as answer:
@@ -182,10 +181,10 @@ class Client:
             raise KubeError(f"{method} {path}: the answer broke off: {error}") from error
         return found
 
-    def text(self, path: str) -> str:
+    def text(self, path: str, accept: str = _JSON) -> str:
         """Return what the server answers to a GET, as text. Raises KubeError."""
         try:
-            with self._answered("GET", path, None, "", self._timeout) as answer:
+            with self._answered("GET", path, None, "", self._timeout, accept) as answer:
                 return answer.read().decode()
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
@@ -236,10 +235,10 @@ class Client:
         self.close()
 
     def _answered(
-        self, method: str, path: str, body: Any, content_type: str, timeout: float
+        self, method: str, path: str, body: Any, content_type: str, timeout: float, accept: str = _JSON
     ) -> http.client.HTTPResponse:
         words = None if body is None else json.dumps(body).encode()
-        headers = {"Accept": "application/json", "User-Agent": self._agent}
+        headers = {"Accept": accept, "User-Agent": self._agent}
         if words is not None:
             headers["Content-Type"] = content_type
         if self.access.token:

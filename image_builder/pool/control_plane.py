@@ -7,6 +7,7 @@ comparable, and one that restarted (or is another one) begins anew.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -19,15 +20,22 @@ from image_builder.node import kube, kubeconfig
 from image_builder.node.errors import NodeError
 from image_builder.pool.gates import Reading
 
-NODES = "/api/v1/nodes"
+# What people see of nodes, as text, from the API server's memory: of thousands that is a hundredth of what the nodes
+# themselves are, and nothing is asked of etcd.
+# https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
+NODES = "/api/v1/nodes?resourceVersion=0&includeObject=None"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 # Who signs what joining nodes ask for. Others may leave requests to a person, who takes days: serving certificates of
 # kubelets are never approved by Kubernetes itself, those of people neither.
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
 # Nodes that registered since may well not be Ready: they join.
-_JOINING_SECONDS = 300.0
+JOINING_SECONDS = 300.0
 # The driver waits meanwhile, for each of three requests.
 _SECONDS = 5.0
+# An age as the API server writes it: to the second up to ten minutes, `<invalid>` by a clock that was ahead.
+_AGE = re.compile(r"(?:(\d+)y)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_AGE_SECONDS = (31_536_000, 86_400, 3_600, 60, 1)
 _COUNTER = re.compile(r'apiserver_request_total\{[^}]*\bcode="(\d+)"[^}]*\} (\S+)')
 
 
@@ -60,13 +68,15 @@ class Kubernetes:
 
     is_read = True
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Read the kubeconfig; raises UsageError."""
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, joining_seconds: float = JOINING_SECONDS
+    ) -> None:
+        """Read the kubeconfig; raises UsageError. For so long a node that registered need not be Ready."""
         try:
             self._client = kube.Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
         except NodeError as error:
             raise UsageError(str(error.message)) from error
-        self._clock = clock
+        self._clock, self._joining_seconds = clock, joining_seconds
         self._before: Mapping[str, float] | None = None
 
     def read(self) -> Reading:
@@ -74,14 +84,14 @@ class Kubernetes:
             return self._read()
         except NodeError as error:
             return Reading(unread=str(error.message)[:500])
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # JSON, and not what an API server says: something between here and there answered.
             return Reading(unread=f"the answer is not understood: {error!r}"[:500])
 
     def _read(self) -> Reading:
         counters = count_requests(self._client.text("/metrics"))
         certificates = _gather(self._client, REQUESTS)
-        nodes = _gather(self._client, NODES)
+        nodes = json.loads(self._client.text(NODES, TABLE))
         before, self._before = self._before, counters
         now = self._clock()
         answered = since(before, counters)
@@ -90,7 +100,7 @@ class Kubernetes:
             throttled=answered.throttled,
             errors=answered.errors,
             csr_seconds=oldest_pending(certificates, now),
-            not_ready=count_not_ready(nodes, now),
+            not_ready=count_not_ready(nodes, self._joining_seconds),
         )
 
     def close(self) -> None:
@@ -98,7 +108,7 @@ class Kubernetes:
 
 
 def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
-    """Return of each item what is looked at here: thousands of whole nodes are hundreds of megabytes."""
+    """Return of each item what is looked at here."""
     found: list[dict[str, Any]] = []
 
     def take(item: dict[str, Any]) -> None:
@@ -150,12 +160,32 @@ def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
     return max([0.0, *ages])
 
 
-def count_not_ready(nodes: list[dict[str, Any]], now: float) -> int:
-    """Return how many nodes aren't Ready, those aside that registered only just now."""
+def count_not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_SECONDS) -> int:
+    """Return how many nodes of a table aren't Ready, those aside that registered only just now.
+
+    Raises ValueError and the like for what is no such table.
+    """
+    if table["kind"] != "Table":
+        raise ValueError(f"a {table['kind']} of nodes, not a table")
+    names = [column["name"] for column in table["columnDefinitions"]]
+    status, age = names.index("Status"), names.index("Age")
+    cells = [row["cells"] for row in table.get("rows") or []]
     return sum(
-        node["conditions"].get("Ready") != "True" and now - _moment(node["created"]) > _JOINING_SECONDS
-        for node in nodes
+        # Such as `NotReady,SchedulingDisabled`.
+        cell[status].partition(",")[0] != "Ready" and _age(cell[age]) > joining_seconds
+        for cell in cells
     )
+
+
+def _age(text: str) -> float:
+    """Return seconds of an age such as `5m30s`, `3h` or `2y10d`."""
+    if text == "<invalid>":
+        return 0.0
+    found = _AGE.fullmatch(text)
+    if not found or not text:
+        raise ValueError(f"no age: {text!r}")
+    parts = zip(found.groups("0"), _AGE_SECONDS, strict=True)
+    return float(sum(int(number) * seconds for number, seconds in parts))
 
 
 def _moment(stamp: str) -> float:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.pool.control_plane import REQUESTS, SIGNER, Kubernetes
-from tests.gates import Cluster, become_ready, collection, new_node, running
+from tests.gates import Cluster, become_ready, collection, new_node, running, wait_until
 
 pytestmark = pytest.mark.root
 
@@ -26,6 +26,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
+_JOINING = 3.0
 ROLE = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
     "kind": "ClusterRole",
@@ -76,7 +77,11 @@ def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
     ahead = 0.0
     with closing(Kubernetes(cluster.kubeconfig("somebody"), clock=time.time)) as other:
         assert "forbidden" in other.read().unread
-    with closing(Kubernetes(cluster.kubeconfig("pool-operator"), clock=lambda: time.time() + ahead)) as plane:
+    with closing(
+        Kubernetes(
+            cluster.kubeconfig("pool-operator"), clock=lambda: time.time() + ahead, joining_seconds=_JOINING
+        )
+    ) as plane:
         first = plane.read()
         assert (first.unread, first.requests, first.csr_seconds) == ("", 0, 0.0)
         for _ in range(20):
@@ -97,12 +102,10 @@ def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
         assert before.csr_seconds == 0.0
 
         cluster.admin.request("POST", "/api/v1/nodes", new_node("pool-node"))
-        assert plane.read().not_ready == before.not_ready + 1
+        assert plane.read().not_ready == before.not_ready, "a node that has just registered joins"
+        assert wait_until(lambda: plane.read().not_ready == before.not_ready + 1)
         become_ready(cluster.admin, "pool-node", "boot")
-        assert plane.read().not_ready == before.not_ready
-        cluster.admin.request("POST", "/api/v1/nodes", new_node("pool-joins"))
-        now, ahead = plane.read().not_ready, 0.0
-        assert plane.read().not_ready < now, "a node that has just registered joins"
+        assert wait_until(lambda: plane.read().not_ready == before.not_ready)
 
         cluster.stop_api()
         try:

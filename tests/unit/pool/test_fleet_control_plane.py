@@ -11,6 +11,8 @@ import pytest
 
 from image_builder.node import kube
 from image_builder.pool.control_plane import (
+    NODES,
+    REQUESTS,
     SIGNER,
     Answered,
     Kubernetes,
@@ -32,6 +34,18 @@ apiserver_request_total{code="500",component="apiserver",dry_run="",group="",res
 apiserver_request_terminations_total{code="503",component="apiserver"} 99
 """
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Kubernetes:
+    config = {
+        "current-context": "a",
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "a", "user": {"token": "t"}}],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    return Kubernetes(tmp_path / "config")
 
 
 def test_requests_are_counted_by_status() -> None:
@@ -68,14 +82,61 @@ def test_requests_that_wait_for_a_person_hold_up_nobody(signer: str) -> None:
     assert oldest_pending([item("2026-01-01T00:00:00Z", signer)], NOW) == 0.0
 
 
+def table(*rows: tuple[str, str]) -> dict[str, Any]:
+    """Return nodes as a kube-apiserver 1.33 shows them, by status and age."""
+    names = ("Name", "Status", "Roles", "Age", "Version", "Internal-IP")
+    return {
+        "kind": "Table",
+        "apiVersion": "meta.k8s.io/v1",
+        "metadata": {"resourceVersion": "7"},
+        "columnDefinitions": [{"name": name, "type": "string"} for name in names],
+        "rows": [
+            {"cells": [f"n{n}", status, "<none>", age, "v1.33.0", "10.0.0.1"], "object": None}
+            for n, (status, age) in enumerate(rows)
+        ],
+    }
+
+
 def test_nodes_that_just_join_are_no_alarm() -> None:
-    nodes = [
-        item("2026-01-02T03:00:00Z", Ready="False"),
-        item("2026-01-02T02:00:00Z", Ready="True"),
-        item("2026-01-02T02:00:00Z", Ready="Unknown"),
-        item("2026-01-02T02:00:00Z"),
-    ]
-    assert count_not_ready(nodes, NOW) == 2
+    nodes = table(
+        ("NotReady", "4m59s"),
+        ("NotReady", "5m"),
+        ("NotReady", "<invalid>"),
+        ("Ready", "2y10d"),
+        ("Ready,SchedulingDisabled", "6m"),
+        ("NotReady", "5m1s"),
+        ("Unknown", "3h"),
+        ("NotReady,SchedulingDisabled", "2d4h"),
+    )
+    assert count_not_ready(nodes) == 3
+    assert count_not_ready(nodes, joining_seconds=100.0) == 5
+    assert count_not_ready(table()) == 0
+    assert count_not_ready(table() | {"rows": None}) == 0
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"kind": "NodeList", "items": []},
+        {},
+        [],
+        {"kind": "Table"},
+        table(("NotReady", "soon")),
+        table(("NotReady", "")),
+        table() | {"columnDefinitions": [{"name": "Name"}]},
+        table() | {"rows": [{"cells": ["n"]}]},
+        table() | {"rows": [{"cells": ["n", None, "", "5m"]}]},
+    ],
+)
+def test_what_is_no_table_of_nodes_is_no_reading(
+    found: Any, plane: Kubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = '{"metadata":{"resourceVersion":"1"},"items":[]}'
+    answers = {"/metrics": METRICS, REQUESTS: requests, NODES: json.dumps(found)}
+    monkeypatch.setattr(kube.Client, "text", lambda _, path, *_accept: answers[path])
+    assert "not understood" in plane.read().unread
+    answers[NODES] = json.dumps(table(("NotReady", "9m")))
+    assert plane.read().not_ready == 1
 
 
 @pytest.mark.parametrize(
@@ -89,14 +150,7 @@ def test_nodes_that_just_join_are_no_alarm() -> None:
     ],
 )
 def test_an_answer_that_is_no_api_servers_is_no_reading(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: str, plane: Kubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {
-        "current-context": "a",
-        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
-        "users": [{"name": "a", "user": {"token": "t"}}],
-    }
-    (tmp_path / "config").write_text(json.dumps(config))
     monkeypatch.setattr(kube.Client, "text", lambda _, path: METRICS if path == "/metrics" else answer)
-    assert "not understood" in Kubernetes(tmp_path / "config").read().unread
+    assert "not understood" in plane.read().unread
