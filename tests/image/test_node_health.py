@@ -124,11 +124,9 @@ def test_endpoint_is_confined(host: Host) -> None:
 
 
 @booted
-@node
+@needs("gate", node_health_endpoint=True)
 def test_endpoint_answers_on_loopback(host: Host, v: V) -> None:
     """The extension is told of a state, and the port is open on 127.0.0.1 and nowhere else."""
-    if not v["node_health_endpoint"]:
-        return
     port = v["node_health_endpoint_port"]
     found = json.loads(output(host, "python3 -I -c %s %s", ASK, str(port)))
     # What it is, the other checks say; the endpoint has to give a reason for anything but Healthy.
