@@ -28,6 +28,7 @@ record(
     "test_health_settings_are_declared_ones",
     change(SETTINGS, '"condition": "[A-Za-z]*"', '"condition": "Other"'),
     change(SETTINGS, '"imds": "[^"]*"', '"imds": "http://192.0.2.1"'),
+    change(SETTINGS, '"flaps": [0-9]*', '"flaps": 1000'),
 )
 record(
     "test_metrics_have_a_directory",
@@ -39,6 +40,7 @@ record(
     remove("/etc/systemd/system/multi-user.target.wants/node-health-endpoint.service"),
     link(ENDPOINT, "/dev/null"),
     change("/etc/node-agent/health-endpoint.json", '"port": [0-9]*', '"port": 1'),
+    change("/etc/node-agent/health-endpoint.json", '"stale_seconds": [0-9]*', '"stale_seconds": 86400'),
 )
 record(
     "test_endpoint_is_confined",

@@ -88,8 +88,7 @@ def test_look_is_confined(host: Host) -> None:
 @node
 def test_health_settings_are_declared_ones(host: Host, v: V) -> None:
     """The agent is told what the definition says."""
-    names = ("condition", "kubeconfig", "textfile_directory", "paths", "severities", "registries", "imds")
-    nothing(differences({name: v[f"node_health_{name}"] for name in names}, load(host, SETTINGS)))
+    nothing(differences(v["__node_health_settings"], load(host, SETTINGS)))
 
 
 @offline
@@ -108,11 +107,8 @@ def test_metrics_have_a_directory(host: Host, v: V) -> None:
 def test_endpoint_is_declared(host: Host, tree: Tree, v: V) -> None:
     """The endpoint for Azure's extension starts with the machine or, where the definition says so, does not."""
     assert starts_at_boot(tree, ENDPOINT) == v["node_health_endpoint"]
-    wanted = {
-        name: v[f"node_health_endpoint_{name}"]
-        for name in ("port", "grace_seconds", "phases", "lease_seconds")
-    }
-    nothing(differences(wanted, load(host, "/etc/node-agent/health-endpoint.json")))
+    found = load(host, "/etc/node-agent/health-endpoint.json")
+    nothing(differences(v["__node_health_endpoint_settings"], found))
 
 
 @offline

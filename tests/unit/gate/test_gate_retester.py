@@ -57,6 +57,10 @@ def node(
     )
 
 
+def annotated(annotations: dict[str, str]) -> Node:
+    return node_from({"metadata": {"name": "a", "annotations": annotations}}, RULES)
+
+
 FLEET = [node(f"other-{n}") for n in range(99)]
 
 
@@ -68,13 +72,11 @@ def steps(*nodes: Node, limits: Limits = LIMITS) -> list[tuple[str, Step]]:
 def test_an_annotation_that_is_no_sense_is_that_nodes_own_business(text: str) -> None:
     wish = '{"boot_id": "b", "nonce": "n", "tested": %s, "until": 0}'
     answer = '{"boot_id": "b", "nonce": "n", "state": "held", "at": %s}'
-    for written in (
-        {WISH: text, ANSWER: text, ADMITTED: text},
-        {WISH: wish % text, ANSWER: answer % text},
-    ):
-        found = node_from({"metadata": {"name": "a", "annotations": written}}, RULES)
-        if text != "1":
-            assert (found.wish, found.answer, found.admitted_boot) == (None, None, "")
+    found = annotated({WISH: text, ANSWER: text, ADMITTED: text})
+    assert (found.wish, found.answer, found.admitted_boot) == (None, None, "")
+    # As a time of one, a number is sense.
+    found, is_sense = annotated({WISH: wish % text, ANSWER: answer % text}), text == "1"
+    assert (found.wish is not None, found.answer is not None) == (is_sense, is_sense)
 
 
 def test_a_node_is_held_then_told() -> None:
