@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import ssl
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from typing import Any, Self
 import yaml
 
 from image_builder import process
+from image_builder.broker import tokens
 from image_builder.control_plane import CONTROLLERS, lab_definition, obtain
 from image_builder.control_plane import ControlPlane as Programs
 from image_builder.events import NullMonitor
@@ -43,8 +44,7 @@ POOL = "lab-join"
 _SLOWER = {"identity": 300, "network": 300, "disk": 300, "runtime": 600, "gpu": 300, "credentials": 600}
 _COMMAND = (sys.executable, "-P", "-m", "image_builder.cli")
 _ENVIRONMENT = {"PYTHONPATH": os.fspath(REPO_ROOT)}
-_TOKEN_LIFE = timedelta(minutes=30)
-_SECRETS = "/api/v1/namespaces/kube-system/secrets"
+_TOKEN_SECONDS = 1800
 
 
 def variables(ca: str) -> dict[str, Any]:
@@ -80,25 +80,6 @@ def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
     out = work / "rendered"
     process.run([*_COMMAND, "pool", "render", "-i", inventory, "pool", "--out", out], env=_ENVIRONMENT)
     return (out / "worker-join.json").read_bytes()
-
-
-def bootstrap_token(now: datetime) -> tuple[str, datetime, dict[str, Any]]:
-    """Return a new bootstrap token, when it expires, and the secret that the API server knows it by."""
-    token_id, secret = secrets.token_hex(3), secrets.token_hex(8)
-    expires = (now + _TOKEN_LIFE).replace(microsecond=0)
-    value = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": f"bootstrap-token-{token_id}", "namespace": "kube-system"},
-        "type": "bootstrap.kubernetes.io/token",
-        "stringData": {
-            "token-id": token_id,
-            "token-secret": secret,
-            "usage-bootstrap-authentication": "true",
-            "expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        },
-    }
-    return f"{token_id}.{secret}", expires, value
 
 
 def programs(settings: Settings) -> tuple[Programs, Programs]:
@@ -189,9 +170,10 @@ class JoinLab:
         is_known = headers.get("Authorization") == f"Bearer {joins.IDENTITY['access_token']}"
         if not is_known or who["vm_id"] != joins.VM_ID:
             return 403, {}, b""
-        token, expires, secret = bootstrap_token(datetime.now(UTC))
+        wanted = tokens.Wanted(who["node"], who["vm_id"], POOL, groups=(), seconds=_TOKEN_SECONDS)
         with self.client("lab:broker", ADMINISTRATORS) as client:
-            client.request("POST", _SECRETS, secret)
-        self.tokens.append(token)
+            issued = tokens.issue(client, wanted, time.time())
+        self.tokens.append(issued.text)
         self.wanted.append(who)
-        return joins.answer({"token": token, "expires": expires.isoformat()})
+        expires = datetime.fromtimestamp(issued.expires, UTC)
+        return joins.answer({"token": issued.text, "expires": expires.isoformat()})

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.join import config, credentials
+from image_builder.node.join import config
 from image_builder.node.preflight.model import CONDITION
 from tests import gates, joins
 from tests.e2e import join_facts, join_lab, join_page
@@ -136,16 +136,6 @@ def test_the_pool_is_told_what_a_node_takes() -> None:
         "join": {"budget_seconds": values["join_budget_seconds"], "deadlines": values["join_deadlines"]},
     }
     assert config.problems(told) == []
-
-
-def test_a_token_is_one_that_both_sides_take() -> None:
-    token, expires, secret = join_lab.bootstrap_token(NOW)
-    assert credentials.TOKEN.fullmatch(token)
-    told = secret["stringData"]
-    assert token == f"{told['token-id']}.{told['token-secret']}"
-    assert secret["metadata"]["name"] == f"bootstrap-token-{told['token-id']}"
-    assert datetime.fromisoformat(told["expiration"]) == expires > NOW
-    assert join_lab.bootstrap_token(NOW)[0] != token
 
 
 def test_the_documented_bindings_are_those_of_tls_bootstrap() -> None:
