@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from image_builder.lab import certificate
+from tests.servers import running
 
 SUBSCRIPTION = "8d10da13-8125-4ba9-a717-bf7490507b3d"
 GROUP = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/Pools-West"
@@ -220,13 +220,8 @@ def cloud(folder: Path) -> Iterator[Cloud]:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server, made.key)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        told.url, told.ca = f"https://localhost:{server.server_port}", made.ca
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield told
-        finally:
-            server.shutdown()
-            thread.join()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    told.url, told.ca = f"https://localhost:{server.server_port}", made.ca
+    with running(server):
+        yield told

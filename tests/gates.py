@@ -28,6 +28,7 @@ from image_builder.lab.control_plane import ADMINISTRATORS, NODES, ControlPlane
 from image_builder.node.kube import Client, KubeError
 from image_builder.node.preflight import model, report
 from image_builder.settings import DEFAULT_STORE, Settings
+from tests import servers
 from tests.builds import REPO
 
 _CHILD = "import sys; from tests import gates; sys.exit(gates.child(sys.argv[1], sys.argv[2]))"
@@ -331,11 +332,5 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def healthy() -> Iterator[str]:
     """Yield where a kubelet answers on its own health port, as one that works."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/healthz"
-        finally:
-            server.shutdown()
-            thread.join()
+    with servers.running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)) as server:
+        yield f"http://127.0.0.1:{server.server_port}/healthz"

@@ -20,7 +20,6 @@ import ssl
 import stat
 import sys
 import tempfile
-import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ sys.path.insert(0, str(REPO))
 from image_builder.lab.certificate import Certificate, make  # noqa: E402
 from image_builder.namespace import run_isolated  # noqa: E402
 from image_builder.node import mounts, zipapp  # noqa: E402
+from tests.servers import running  # noqa: E402
 
 INTERVAL_SECONDS, MEMORY_BYTES = 60.0, 30_000_000
 RUNS = 10
@@ -73,12 +73,8 @@ def serving(certificate: Certificate | None = None) -> Iterator[int]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate.server, certificate.key)
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with running(server):
         yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def run(argv: list[str]) -> float:

@@ -7,13 +7,14 @@ import gzip
 import hashlib
 import http.server
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+
+from tests.servers import running
 
 SUITE = "trixie"
 
@@ -116,15 +117,8 @@ def serve_counted(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Serve a directory like ``serve``; also the paths that were asked for, in their order."""
     asked: list[str] = []
     handler = functools.partial(_Quiet, asked, directory=str(path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

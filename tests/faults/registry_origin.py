@@ -9,13 +9,14 @@ import ipaddress
 import random
 import ssl
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.servers import running
 
 BLOB = random.Random(1).randbytes(3_000_000)
 BLOB_PATH = "/v2/app/blobs/sha256:00"
@@ -82,14 +83,8 @@ def origin(tls: ssl.SSLContext | None = None) -> Iterator[int]:
     server = _Server(("127.0.0.1", 0), _Answers)
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with running(server):
         yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def write_certificate(path: Path) -> None:

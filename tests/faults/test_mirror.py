@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.server
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from image_builder.errors import FetchError, LockError
 from image_builder.fetch import Wanted, fetch
 from image_builder.lock import LockedPackage
 from tests.faults.mirror import SUITE, Repository, serve, serve_counted
+from tests.servers import running
 
 pytestmark = pytest.mark.root
 
@@ -151,22 +151,18 @@ class _Endless(http.server.BaseHTTPRequestHandler):
 
 
 def test_an_interrupt_ends_the_downloads_and_begins_no_other(tmp_path: Path) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     small = hashlib.sha256(b"x").hexdigest()
-    wanted = [
-        Wanted(name, f"http://127.0.0.1:{server.server_port}/{name}", sha256)
-        for name, sha256 in (("small", small), *((f"file{n}", f"{n:064}") for n in range(40)))
-    ]
 
     def interrupt(_done: int, _total: int) -> None:
         raise KeyboardInterrupt
 
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        fetch(wanted, tmp_path, tmp_path, interrupt)
-    assert time.monotonic() - started < 10
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless)) as server:
+        wanted = [
+            Wanted(name, f"http://127.0.0.1:{server.server_port}/{name}", sha256)
+            for name, sha256 in (("small", small), *((f"file{n}", f"{n:064}") for n in range(40)))
+        ]
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            fetch(wanted, tmp_path, tmp_path, interrupt)
+        assert time.monotonic() - started < 10
     assert [path.name for path in tmp_path.iterdir()] == [small]  # no partial one
-    server.shutdown()
-    server.server_close()

@@ -21,6 +21,7 @@ from image_builder.node.health import connect, dns, maintenance, network
 from image_builder.node.health.model import Outcome, Places
 from image_builder.node.health.settings import Settings
 from tests.health_looks import found, look
+from tests.servers import running
 
 # As Microsoft's documentation shows them: of a machine that is to be taken away, and of one with nothing to expect.
 PREEMPT = (
@@ -206,15 +207,8 @@ def metadata(answers: dict[str, Answer], seconds: float = 0.0) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: ARG002
             return
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(HTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def events(status: int, body: bytes, name: str = "myspotvm", **headers: str) -> dict[str, Answer]:

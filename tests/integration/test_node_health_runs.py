@@ -9,7 +9,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from image_builder.lab import certificate
 from image_builder.namespace import run_isolated
 from image_builder.node import mounts, zipapp
 from image_builder.node.health import metrics
+from tests.servers import running
 
 CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
@@ -267,14 +267,8 @@ def api_server(folder: Path) -> Iterator[tuple[Api, Path]]:
         f"clusters:\n- name: c\n  cluster:\n    server: {api.url}\n    certificate-authority-data: {authority}\n"
         "users:\n- name: u\n  user:\n    token: of-the-kubelet\n"
     )
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(server):
         yield api, path
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def conditions(api: Api) -> list[tuple[str, str]]:
