@@ -105,6 +105,10 @@ class Workplace:
         store = Store(self.store)
         return tuple(store.product(i) / "tree" for i in (stage_id, *store.meta(stage_id)["lowers"]))
 
+    def trees(self, name: str) -> tuple[Path, ...]:
+        """Return the trees of the stage called ``name`` of the image's last build, topmost first."""
+        return self.layers(self.object(name).name)
+
     def build_until(self, stage: str, *argv: str | Path) -> tuple[Path, ...]:
         """Build the image no further than to the end of a stage; return the layers that there are then."""
         done = self.build("--stop-after", stage, *argv)

@@ -31,8 +31,6 @@ SMALL, LARGE = 64 * MIB, 320 * MIB  # mkfs.xfs makes nothing below 300 MiB
 _CHILD = "import sys; from tests import disks; sys.exit(disks.child(*sys.argv[1:]))"
 _CTL_GET_FREE, _CONFIGURE = 0x4C82, 0x4C0A
 _AUTOCLEAR = 4
-# Of the stages of a worker, those whose trees hold the programs that make filesystems, topmost first.
-_LAYERS = ("node", "container_runtime", "system", "base")
 
 
 def run_scenario(scenario: Callable[..., object], worker: Workplace, folder: Path, *words: str) -> Any:
@@ -40,7 +38,7 @@ def run_scenario(scenario: Callable[..., object], worker: Workplace, folder: Pat
 
     The programs that make filesystems are those of a baked node.
     """
-    trees = [os.fspath(worker.object(name) / "product" / "tree") for name in _LAYERS]
+    trees = [os.fspath(tree) for tree in worker.trees("node")]
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, scenario.__module__, scenario.__name__, folder, *words],
         cwd=REPO,

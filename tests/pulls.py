@@ -52,7 +52,6 @@ ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # Of the stages of a worker, those whose trees hold the engines, topmost first.
-_TREES = ("container_runtime", "system", "base")
 _OUT = "/run/image-builder/out"
 # For benchmarks, RFC 2544: nobody has these addresses.
 NETWORK = "198.18"
@@ -78,7 +77,7 @@ def isolated(
         "engine": engine,
         "store": os.fspath(worker.store),
         "tools": os.fspath(worker.object("tools") / "product/tree"),
-        "trees": [os.fspath(worker.object(name) / "product/tree") for name in _TREES],
+        "trees": [os.fspath(tree) for tree in worker.trees("container_runtime")],
         "base": os.fspath(base),
     }
     try:

@@ -20,7 +20,6 @@ from image_builder.definition import engine
 from image_builder.definition.values import JSON
 from image_builder.namespace import run_isolated
 from image_builder.sandbox import Root, open_root
-from image_builder.store import Store
 from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
@@ -46,13 +45,6 @@ def rendered(main: bytes) -> str:
     return str(engine.Evaluator(variables).evaluate("{{ text }}"))
 
 
-def trees(worker: Workplace) -> list[Path]:
-    """Return the worker's trees up to its engines."""
-    store = Store(worker.store)
-    top = worker.object("container_runtime").name
-    return [store.product(stage) / "tree" for stage in (top, *store.meta(top)["lowers"])]
-
-
 def dump(root: Root) -> dict[str, Any]:
     return tomllib.loads(root.run(["containerd", "config", "dump"]).stdout)
 
@@ -61,7 +53,7 @@ def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worke
     seen = tmp_path / "seen.json"
 
     def isolated() -> int:
-        with open_root(trees(worker), tmp_path / "work") as root:
+        with open_root(worker.trees("container_runtime"), tmp_path / "work") as root:
             shutil.copyfile(MAIN, root.path / "etc/containerd/config.toml")
             before = dump(root)
             place = root.path / DROP_IN
@@ -89,7 +81,7 @@ def test_docker_accepts_the_runtime_in_its_configuration(tmp_path: Path, worker:
     seen = tmp_path / "seen.json"
 
     def isolated() -> int:
-        with open_root(trees(worker), tmp_path / "work") as root:
+        with open_root(worker.trees("container_runtime"), tmp_path / "work") as root:
             path = root.path / "etc/docker/daemon.json"
             options = json.loads(path.read_text(encoding="utf-8"))
             found = {}

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,15 @@ pytestmark = pytest.mark.root
 ROLES = os.environ.get("IMAGE_BUILDER_MOLECULE", "network_accounting").split(",")
 
 
+def paths(trees: Iterable[Path]) -> str:
+    return ":".join(map(os.fspath, trees))
+
+
 @pytest.fixture
 def surroundings(request: pytest.FixtureRequest, role: str, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What a scenario is told of where it runs: the trees, and the packages where it installs some."""
     if role != "nvidia":
-        yield {"IMAGE_BUILDER_TREES": trees(request.getfixturevalue("minimal"), "system", "base")}
+        yield {"IMAGE_BUILDER_TREES": paths(request.getfixturevalue("minimal").trees("system"))}
         return
     built: Workplace = request.getfixturevalue("worker_gpu")
     store = Store(built.store)
@@ -45,14 +49,9 @@ def surroundings(request: pytest.FixtureRequest, role: str, tmp_path: Path) -> I
             os.link(built.store / "debs" / package.sha256, cache / package.sha256)
         repository.write_repository(packages, locked.suite, cache, staging / "repo")
         yield {
-            "IMAGE_BUILDER_TREES": f"{tmp_path}/tree:{trees(built, 'container_runtime', 'system', 'base')}",
+            "IMAGE_BUILDER_TREES": paths([tmp_path / "tree", *built.trees("container_runtime")]),
             "IMAGE_BUILDER_REPO": os.fspath(staging / "repo"),
         }
-
-
-def trees(built: Workplace, *stages: str) -> str:
-    """Return the trees of stages, topmost first, by colons."""
-    return ":".join(os.fspath(built.object(name) / "product/tree") for name in stages)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -223,7 +223,7 @@ def fleet(
     hosts = tuple(host_of(n) for n in range(count))
     wrong = [(faults or {}).get(n, "") for n in range(count)]
     _write_keys(folder, hosts, wrong, signed)
-    trees = trees or [place.object(name) / "product" / "tree" for name in ("system", "base")]
+    trees = trees or place.trees("system")
     told = Told(
         store=os.fspath(place.store),
         trees=[os.fspath(tree) for tree in trees],

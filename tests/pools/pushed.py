@@ -78,7 +78,7 @@ def plain_hosts(place: Workplace, folder: Path, count: int, definition: ImageDef
 
 
 def _write_repository(place: Workplace, definition: ImageDefinition, target: Path) -> None:
-    lock = Lock.load(place.store / "locks" / f"{place.image}.lock.json")
+    lock = Lock.load(place.lock)
     packages = [package for layer in definition.layers for package in lock.group(layer).packages]
     write_repository(packages, definition.base.suite, place.store / "debs", target)
 
