@@ -78,8 +78,16 @@ record(
 )
 record(
     "test_no_node_identity",
-    write("/etc/kubernetes/bootstrap-kubelet.conf"),
+    write("/etc/kubernetes/bootstrap-kubelet.conf", "{}\n", 0o600),
+    write("/etc/kubernetes/node.env"),
+    write("/etc/kubernetes/pki/ca.crt"),
+    write("/etc/node-agent/node-config.json", "{}\n"),
+    write("/etc/node-agent/join-taints.json", "[]\n"),
+    write("/var/lib/node-agent/preflight.json", "{}\n"),
     write("/var/lib/kubelet/pki/kubelet.key", KEY),
+    write("/var/lib/kubelet/image_manager/pulled/x"),
+    write("/var/lib/kubelet/cpu_manager_state", "{}"),
+    write("/var/lib/kubelet/memory_manager_state", "{}"),
     write("/root/.kube/config"),
 )
 record("test_no_agent_state", write("/var/lib/waagent/ABCDEF.prv", KEY))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations import append, change, link, record, remove, write
+from mutations import append, change, link, record, remove
 
 UNITS = "/etc/systemd/system"
 UNIT = f"{UNITS}/node-join.service"
@@ -23,11 +23,4 @@ record(
     change(SETTINGS, '"engine": "[^"]*"', '"engine": "another"'),
     change(SETTINGS, '"imds": "[^"]*"', '"imds": "http://127.0.0.1"'),
     change(SETTINGS, '"clock_seconds": [0-9.]+', '"clock_seconds": 3000'),
-)
-record(
-    "test_image_is_no_member",
-    write("/etc/kubernetes/bootstrap-kubelet.conf", "{}\n", 0o600),
-    write("/etc/kubernetes/pki/ca.crt"),
-    write("/var/lib/kubelet/pki/kubelet-client-current.pem"),
-    write("/etc/node-agent/node-config.json", "{}\n"),
 )

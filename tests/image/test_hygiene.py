@@ -154,9 +154,11 @@ def test_no_client_credentials(tree: Tree) -> None:
 
 @offline
 def test_no_node_identity(tree: Tree) -> None:
-    """The node has never joined a cluster: no kubeconfig, bootstrap token or certificate."""
-    nothing(tree.matching(rf"{_HOME}/\.kube/.*|/etc/kubernetes/(.*\.conf|pki/.*)"))
-    nothing(tree.matching(r"/var/lib/kubelet/(pki/.*|(bootstrap-)?kubeconfig)"))
+    """The node has never joined a cluster: no kubeconfig, token or certificate, nothing that it was told or counted."""
+    nothing(tree.matching(rf"{_HOME}/\.kube/.*|/etc/kubernetes/(.*\.conf|node\.env|pki/.*)"))
+    nothing(tree.matching(r"/var/lib/kubelet/((pki|image_manager)/.*|(bootstrap-)?kubeconfig)"))
+    nothing(tree.matching(r"/var/lib/kubelet/(cpu|memory)_manager_state"))
+    nothing(tree.matching(r"/etc/node-agent/(node-config|join-taints)\.json|/var/lib/node-agent/.+"))
 
 
 @offline

@@ -1,4 +1,4 @@
-"""Joining a cluster: every boot does it by itself, and no image belongs to one."""
+"""Joining a cluster: every boot does it by itself."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ BEFORE_IT = (
     "containerd.service",
     "preflight.service",
     "kubelet.path",
-)
-# Who the node is, in which cluster: the first boot's business.
-MEMBERSHIP = (
-    r"/etc/kubernetes/(kubelet\.conf|bootstrap-kubelet\.conf|node\.env)",
-    r"/etc/kubernetes/pki/.*",
-    r"/etc/node-agent/(node-config|join-taints)\.json",
-    r"/var/lib/kubelet/pki/.*",
 )
 
 join = needs("join")
@@ -73,10 +66,3 @@ def test_kubelet_is_started_when_it_is_told(tree: Tree) -> None:
 def test_join_settings_are_declared_ones(host: Host, v: V) -> None:
     """The agent is told what the definition says."""
     nothing(differences(v["__node_join_settings"], load(host, SETTINGS)))
-
-
-@offline
-@join
-def test_image_is_no_member(tree: Tree) -> None:
-    """No cluster, no credentials and no identity are baked."""
-    nothing(path for pattern in MEMBERSHIP for path in tree.matching(pattern))
