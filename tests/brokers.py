@@ -24,7 +24,6 @@ from typing import Any
 import yaml
 
 from image_builder.broker.tokens import token_id
-from image_builder.node import serving
 from image_builder.node.join import config, credentials
 from image_builder.node.join.credentials import Token
 from image_builder.node.join.deadline import Deadline
@@ -32,26 +31,12 @@ from image_builder.node.kube import MERGE_PATCH
 from tests import identities, joins
 from tests.builds import REPO
 from tests.gates import Cluster
-from tests.servers import running
 
 PAGE = REPO / "docs/how-to/run-the-token-broker.md"
 SERVICE_ACCOUNT = "system:serviceaccount:kube-system:image-builder-broker"
 GROUP = "system:bootstrappers:h100"
 SECRETS = "/api/v1/namespaces/kube-system/secrets"
 OTHER_VM = "11111111-2222-4333-8444-555555555555"
-
-
-@contextmanager
-def serving_json(answer: Any, tls: ssl.SSLContext | None = None) -> Iterator[serving.Server]:
-    """Serve what ``answer`` returns for each request's path."""
-
-    class Door(serving.Handler):
-        def respond(self) -> None:
-            self.answer(*answer(self.path))
-
-    server = serving.Server(("127.0.0.1", 0), Door, most=8, seconds=30, tls=(lambda: tls) if tls else None)
-    with running(server):
-        yield server
 
 
 class World:
@@ -71,12 +56,12 @@ class World:
         self.provider_port = self.imds_port = 0
         self.identity = identities.token()
 
-    def provider(self, _path: str) -> tuple[int, dict[str, Any]]:
+    def provider(self, *_: object) -> joins.Answer:
         self.keys_asked += 1
-        return 200, json.loads(identities.jwks("one", "two"))
+        return joins.answer(json.loads(identities.jwks("one", "two")))
 
-    def imds(self, _path: str) -> tuple[int, dict[str, Any]]:
-        return 200, {**joins.IDENTITY, "access_token": self.identity}
+    def imds(self, *_: object) -> joins.Answer:
+        return joins.answer({**joins.IDENTITY, "access_token": self.identity})
 
     def context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -60,9 +60,7 @@ class World:
 
     # -- around the machine
 
-    def imds(self, path: str, headers: dict[str, str], _body: bytes, _who: str) -> joins.Answer:
-        if headers.get("Metadata") != "true":
-            return 400, {}, b'{"error":"Bad request. Required metadata header not specified"}'
+    def imds(self, path: str, _headers: dict[str, str], _body: bytes, _who: str) -> joins.Answer:
         if self.throttled:
             self.throttled -= 1
             return joins.TOO_MANY
@@ -210,9 +208,9 @@ def served(
     made = World(directory)
     context = tls(joins.issued(made.ca, "kube-apiserver", days), made.ca, directory)
     with (
-        joins.Server(made.imds, address=imds) as platform,
-        joins.Server(made.api, context) as api,
-        joins.Server(made.healthz, address=healthz) as health,
+        joins.serving(joins.as_imds(made.imds), address=imds) as platform,
+        joins.serving(made.api, context) as api,
+        joins.serving(made.healthz, address=healthz) as health,
     ):
         made.imds_port, made.api_port, made.healthz_port = platform.port, api.port, health.port
         made.asked_imds, made.asked_api, made.api_server = platform.asked, api.asked, api

@@ -12,9 +12,9 @@ import datetime
 import ipaddress
 import json
 import ssl
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from tests.servers import running
 
 VM_ID = "02aab8a4-74ef-476e-8182-f6d2ba4166a6"
 TOKEN = "k3y1dx.s3cr3ts3cr3ts3cr"
@@ -182,13 +184,11 @@ Respond = Callable[[str, dict[str, str], bytes, str], Answer]
 
 
 class Server(ThreadingHTTPServer):
-    """A server that notes what it was asked; by default on a port of loopback."""
+    """A server that notes what it was asked."""
 
     daemon_threads = True
 
-    def __init__(
-        self, respond: Respond, tls: ssl.SSLContext | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
-    ) -> None:
+    def __init__(self, respond: Respond, tls: ssl.SSLContext | None, address: tuple[str, int]) -> None:
         asked: list[str] = []
         self.asked, self.date_off = asked, 0.0
         server = self
@@ -221,20 +221,29 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
         """A client that does not believe the certificate hangs up: that is what it should do."""
 
-    def __enter__(self) -> Server:
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
     @property
     def port(self) -> int:
         return int(self.server_address[1])
 
 
+@contextmanager
+def serving(
+    respond: Respond, tls: ssl.SSLContext | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[Server]:
+    with running(Server(respond, tls, address)) as server:
+        yield server
+
+
 def answer(value: Any, code: int = 200) -> Answer:
     return code, {"Content-Type": "application/json"}, json.dumps(value).encode()
+
+
+def as_imds(respond: Respond) -> Respond:
+    """Refuse requests without the metadata service's header, as it does."""
+
+    def guarded(path: str, headers: dict[str, str], body: bytes, who: str) -> Answer:
+        if headers.get("Metadata") != "true":
+            return 400, {}, b'{"error":"Bad request. Required metadata header not specified"}'
+        return respond(path, headers, body, who)
+
+    return guarded

@@ -128,9 +128,9 @@ class JoinLab:
                 process.background(self._gate(), log=self.work / "gate.log", env=_ENVIRONMENT)
             )
             self.user_data = render(self.plane.authority.certificate.decode(), self.work, self.more)
-            server = stack.enter_context(joins.Server(self._imds, address=(IMDS, 80)))
+            server = stack.enter_context(joins.serving(joins.as_imds(self._imds), address=(IMDS, 80)))
             self.asked = server.asked
-            stack.enter_context(joins.Server(self._broker, self._tls(), (BROKER, BROKER_PORT)))
+            stack.enter_context(joins.serving(self._broker, self._tls(), (BROKER, BROKER_PORT)))
             self._stack = stack.pop_all()
         return self
 
@@ -151,9 +151,7 @@ class JoinLab:
         context.load_cert_chain(*made)
         return context
 
-    def _imds(self, path: str, headers: dict[str, str], _body: bytes, _who: str) -> joins.Answer:
-        if headers.get("Metadata") != "true":
-            return 400, {}, b'{"error":"Bad request. Required metadata header not specified"}'
+    def _imds(self, path: str, _headers: dict[str, str], _body: bytes, _who: str) -> joins.Answer:
         if path.startswith("/metadata/instance/compute/name"):
             return 200, {"Content-Type": "text/plain"}, joins.INSTANCE["compute"]["name"].encode()
         if path.startswith("/metadata/scheduledevents"):

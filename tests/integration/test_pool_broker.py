@@ -35,7 +35,6 @@ from tests.brokers import (
     World,
     brokering,
     drain,
-    serving_json,
     whoami,
 )
 from tests.gates import give_rights, running, wait_until
@@ -49,8 +48,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         cluster = stack.enter_context(running())
         give_rights(cluster.admin, PAGE)
         found = World(cluster, tmp_path_factory.mktemp("broker"))
-        found.provider_port = stack.enter_context(serving_json(found.provider, found.context())).port
-        found.imds_port = stack.enter_context(serving_json(found.imds)).port
+        found.provider_port = stack.enter_context(joins.serving(found.provider, found.context())).port
+        found.imds_port = stack.enter_context(joins.serving(joins.as_imds(found.imds))).port
         yield found
 
 
