@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tests.builds import Workplace
 from tests.pools import pushed
 from tests.pools.fleet import USER, Fleet, fleet
-from tests.pools.rollouts import JOINED, POLICY, command, install, make, results, wait, write_plan
+from tests.pools.rollouts import JOINED, POLICY, command, install, make, put, results, wait, write_plan
 
 # Files of checks some of which can't hold on hosts that have not booted.
 NOT_BOOTED = frozenset(
@@ -50,13 +50,7 @@ def be_quick(pool: Fleet, numbers: Iterable[int]) -> None:
     numbers = list(numbers)
     install(pool, numbers, _NEVER)
     for number in numbers:
-        pool.run(
-            number,
-            "sh",
-            "-ec",
-            "cat >/usr/local/bin/cloud-init; chmod 755 /usr/local/bin/cloud-init",
-            input=_NEVER,
-        )
+        put(pool, number, "/usr/local/bin/cloud-init", _NEVER)
 
 
 class Took(NamedTuple):

@@ -74,19 +74,18 @@ POLICY = {
     "deadlines": {"probe": 15, "bootstrap": 60, "verify": 60},
 }
 _AUTHORITY = joins.authority().certificate
-_INSTALL = 'put() { cat >"$1"; chmod 755 "$1"; }; put'
 
 
 def install(pool: Fleet, numbers: Iterable[int], agent: str = AGENT) -> None:
     """Put the stand-in on hosts."""
     for number in numbers:
-        pool.run(
-            number,
-            "sh",
-            "-ec",
-            f"mkdir -p /etc/node-agent; {_INSTALL} /usr/local/sbin/node-agent",
-            input=agent,
-        )
+        pool.run(number, "mkdir", "-p", "/etc/node-agent")
+        put(pool, number, "/usr/local/sbin/node-agent", agent)
+
+
+def put(pool: Fleet, number: int, path: str, text: str) -> None:
+    """Put a program on a host."""
+    pool.run(number, "sh", "-ec", 'cat >"$0"; chmod 755 "$0"', path, input=text)
 
 
 @dataclass(frozen=True)

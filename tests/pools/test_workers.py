@@ -25,7 +25,7 @@ from image_builder.pool.provision import LOCK
 from image_builder.pool.records import Result
 from tests.builds import Workplace
 from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
-from tests.pools.rollouts import Rollout, configuration, install, intents, results, wait
+from tests.pools.rollouts import Rollout, configuration, install, intents, put, results, wait
 from tests.pools.test_run import rollout  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.root
@@ -52,15 +52,10 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 text = (
                     f'#!/bin/sh\nPYTHONPATH={SITE} PYTHONDONTWRITEBYTECODE=1 exec python3 -m {module} "$@"\n'
                 )
-                _install(hosts, number, path, text)
+                put(hosts, number, path, text)
         lines = [f"{hosts.hosts[n].address} {(folder / f'host-{n}.pub').read_text()}" for n in WORKERS]
         (folder / "workers").write_text("".join(lines))
         yield hosts
-
-
-def _install(pool: Fleet, number: int, path: str, text: str) -> None:
-    script = 'mkdir -p /etc/node-agent; cat >"$0"; chmod 755 "$0"'
-    pool.run(number, "sh", "-ec", script, path, input=text)
 
 
 def _workers(pool: Fleet, *numbers: int) -> dict[str, Any]:
