@@ -1,13 +1,16 @@
-"""A pool of real hosts, one for each thing that can be wrong with one."""
+"""A pool of real hosts, one for each thing that can be wrong with one; and rollouts over a module's own pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.builds import Workplace
 from tests.pools.fleet import Fault, Fleet, fleet
+from tests.pools.rollouts import Rollout, make
 
 FAULTS: dict[int, Fault] = {
     1: "dead",
@@ -28,3 +31,19 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Fourteen hosts: 0 and those from 11 on are sound, the others as FAULTS says. All have certificates."""
     with fleet(minimal, tmp_path_factory.mktemp("pool"), 14, faults=FAULTS, signed=True) as made:
         yield made
+
+
+@pytest.fixture
+def rollout(pool: Fleet, tmp_path: Path) -> Callable[..., Rollout]:
+    """Plan a rollout of the hosts with these numbers, all of them sound unless it is said which are."""
+
+    def plan(
+        *numbers: int,
+        policy: Mapping[str, Any] | None = None,
+        agent: str = "",
+        sound: Iterable[int] | None = None,
+    ) -> Rollout:
+        sound = numbers if sound is None else sound
+        return make(pool, tmp_path, numbers, policy=policy, agent=agent, sound=sound)
+
+    return plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.pools.rollouts import (
     ended,
     install,
     intents,
-    make,
     results,
     signature,
     wait,
@@ -57,20 +55,9 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield hosts
 
 
-@pytest.fixture
-def rollout(pool: Fleet, tmp_path: Path) -> Callable[..., Rollout]:
-    """Plan a rollout of the hosts with these numbers."""
-
-    def plan(*numbers: int, policy: Mapping[str, Any] | None = None, agent: str = "") -> Rollout:
-        sound = [number for number in numbers if number < SOUND]
-        return make(pool, tmp_path, numbers, policy=policy, agent=agent, sound=sound)
-
-    return plan
-
-
 def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) -> None:
     """A rollout over sound hosts and faults: every class is the fault's, and no sound host suffers from others."""
-    made = rollout(*range(COUNT), policy={"verify": "100%"})
+    made = rollout(*range(COUNT), policy={"verify": "100%"}, sound=range(SOUND))
     report = made.finish()
     results = {name: result["outcome"] for name, result in report["results"].items()}
     found = {int(name.rpartition("-")[2]): signature(outcome) for name, outcome in results.items()}

@@ -26,7 +26,6 @@ from image_builder.pool.records import Result
 from tests.builds import Workplace
 from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
 from tests.pools.rollouts import Rollout, configuration, install, intents, put, results, wait
-from tests.pools.test_run import rollout  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.root
 
@@ -80,7 +79,7 @@ def _kinds(report: dict[str, Any]) -> set[str]:
     return {result["outcome"]["kind"] for result in report["results"].values()}
 
 
-def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: Fleet) -> None:  # noqa: F811
+def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: Fleet) -> None:
     """Every host joins once, with its configuration; what ends is told as it ends; the worker is as it was."""
     made = rollout(*HOSTS, policy=_workers(pool, WORKERS[0]))
     (made.folder / "configs").mkdir()
@@ -105,8 +104,7 @@ def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: F
 
 
 def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
-    rollout: Callable[..., Rollout],  # noqa: F811
-    pool: Fleet,
+    rollout: Callable[..., Rollout], pool: Fleet
 ) -> None:
     """The first slice finds nobody; the second one's worker dies in the middle, as a slice does that dies here."""
     policy = _workers(pool, DEAD, WORKERS[0], WORKERS[1]) | {"retries": 3}
@@ -131,10 +129,7 @@ _KILL = (
 )
 
 
-def test_a_killed_driver_leaves_nothing_on_the_worker(
-    rollout: Callable[..., Rollout],  # noqa: F811
-    pool: Fleet,
-) -> None:
+def test_a_killed_driver_leaves_nothing_on_the_worker(rollout: Callable[..., Rollout], pool: Fleet) -> None:
     made = rollout(*HOSTS, policy=_workers(pool, WORKERS[1]), agent="seconds=12\n")
     with made.start() as child:
         wait(lambda: child.poll() is not None or any(made.joins().values()))
@@ -146,8 +141,7 @@ def test_a_killed_driver_leaves_nothing_on_the_worker(
 
 
 def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice(
-    rollout: Callable[..., Rollout],  # noqa: F811
-    pool: Fleet,
+    rollout: Callable[..., Rollout], pool: Fleet
 ) -> None:
     """In mid-slice one worker loses its link, the other one its way to here alone: it could still tell its hosts.
 
