@@ -52,7 +52,7 @@ def test_each_command_is_alone(backend: BaseBackend) -> None:
     assert after.stdout.splitlines()[1:] == ["0022", "[]", "no-newline"]
     assert after.stdout.splitlines()[0] != "/tmp"
     assert backend.run("sh -c 'kill -TERM $$'").rc == 128 + 15
-    assert backend.run("echo %s", "a 'quoted' $HOME\nword").stdout == "a 'quoted' $HOME\nword\n"
+    assert backend.run("echo %s", "a 'quoted' $HOME ü\nword").stdout == "a 'quoted' $HOME ü\nword\n"
     assert backend.run("if").rc == 2
 
 

@@ -26,25 +26,6 @@ from tests.pools.rollouts import POLICY, command, write_plan, write_suite
 
 ACCEPTED = "Accepted publickey for"
 HANGS, CRASHES, FAILS, COUNT = 1, 2, 3, 5
-SHELL = """\
-import pytest
-pytestmark = pytest.mark.booted
-
-def test_commands(host):
-    \"\"\"A command's status and streams are its own, byte for byte, and the next one finds nothing of it.\"\"\"
-    assert host.check_output("id -u") == "0"
-    assert [host.run(c).rc for c in ("exit 3", "echo (", "false", "true")] == [3, 2, 1, 0]
-    assert host.run("cat").stdout == ""
-    done = host.run(r"printf 'a\\0b'; printf c >&2")
-    assert (done.stdout_bytes, done.stderr_bytes) == (b"a\\0b", b"c")
-    done = host.run("head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero; cd /tmp; x=1; umask 0")
-    assert (done.stdout_bytes, done.stderr_bytes) == (bytes(3000000), bytes(3000000))
-    assert host.check_output("echo ${x-none} $(umask)") == "none 0022"
-    assert host.check_output("echo %s", "it's $HOME ü") == "it's $HOME ü"
-    with pytest.raises(OSError, match="the shell has ended"):
-        host.run("kill -9 $$; sleep 1")
-    assert host.check_output("echo again") == "again"
-"""
 FATE = f"""\
 import os, signal
 import pytest
@@ -81,10 +62,7 @@ def run(runs: Runs, pool: Fleet, number: int, seconds: float = 300) -> Outcome:
 
 def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp_path: Path) -> None:
     before = set(children())
-    with (
-        Runs(suite_of(tmp_path, test_fate=FATE, test_shell=SHELL)) as runs,
-        ThreadPoolExecutor(COUNT) as threads,
-    ):
+    with Runs(suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(COUNT) as threads:
         asked = [threads.submit(run, runs, pool, n, 5 if n == HANGS else 300) for n in range(COUNT)]
         found = [future.result() for future in asked]
         assert len(set(children()) - before) == 1, "one process has collected the checks"
