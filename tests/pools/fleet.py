@@ -43,6 +43,19 @@ Fault = Literal[
     "disk full",
     "slow",
 ]
+# How it ends to run a command as root on a host with it.
+CLASSES: dict[Fault, str] = {
+    "dead": "timeout",
+    "refused": "refused",
+    "slow banner": "timeout",
+    "other key": "host key",
+    "auth": "auth",
+    "sudo asks": "sudo",
+    "sudo hangs": "sudo",
+    "sudo refuses": "sudo",
+    "disk full": "ok",
+    "slow": "ok",
+}
 SLOW_SECONDS = 1
 USER = "operator"
 SITE = "/opt/site"

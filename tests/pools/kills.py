@@ -28,26 +28,28 @@ from image_builder.pool.model import STEPS
 from image_builder.pool.records import Intent, Record, Result
 from image_builder.settings import DEFAULT_STORE
 from tests.builds import REPO, Workplace
-from tests.pools.fleet import Fault, Fleet, fleet
+from tests.pools import fleet
+from tests.pools.fleet import Fault, Fleet
 from tests.pools.midst import Moment, cut, prepare, undo
-from tests.pools.rollouts import Rollout, ended, install, make, results, signature, wait
+from tests.pools.rollouts import (
+    FAILING,
+    FULL,
+    Rollout,
+    ended,
+    fill,
+    install,
+    let_fail,
+    make,
+    results,
+    signature,
+    wait,
+)
 from tests.pools.traces import here, wait_until_hosts_are_bare
 
 RESULTS = REPO / "docs/reference/pool-results.md"
 BEGIN, END = "<!-- kills: begin -->\n", "<!-- kills: end -->\n"
-CLASSES: dict[Fault, str] = {
-    "dead": "timeout",
-    "refused": "refused",
-    "slow banner": "timeout",
-    "other key": "host key",
-    "auth": "auth",
-    "sudo asks": "sudo",
-    "sudo hangs": "sudo",
-    "sudo refuses": "sudo",
-    "disk full": "failed disk 32",
-    "slow": "ok",
-}
-FAILING = "failed disk 31"
+# A rollout tells hosts to join, which takes some room.
+CLASSES: dict[Fault, str] = {**fleet.CLASSES, "disk full": FULL}
 # What breaks in the middle of a rollout, and how a host ends that stays broken.
 MOMENTS: dict[Moment, str] = {
     "told": "unknown",
@@ -87,12 +89,7 @@ class Hosts:
         sudo = [n for n, kind in kinds.items() if kind.startswith("sudo")]
         install(pool, (*self.sound, *self.other, *sudo))
         for number in self.other:
-            if classes[number] == FAILING:
-                pool.run(number, "sh", "-ec", "cat >/etc/stand-in", input="state=failed phase=disk code=31\n")
-            else:
-                # As on a booted machine: what is in /run is not on the disk.
-                pool.run(number, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
-                pool.run(number, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
+            (let_fail if classes[number] == FAILING else fill)(pool, number)
 
     def plan(self, folder: Path, agent: str, **policy: Any) -> Rollout:
         """Plan a rollout of all of them, which are as new."""
@@ -231,7 +228,7 @@ def main() -> int:
         (folder / "whole").mkdir()
         # Who has a full disk was installed before that.
         at_start = {n: fault for n, fault in faults.items() if fault != "disk full"}
-        with fleet(place, folder, options.hosts, faults=at_start) as pool:
+        with fleet.fleet(place, folder, options.hosts, faults=at_start) as pool:
             hosts = Hosts(pool, faults, classes)
             began = time.monotonic()
             counts = Counter(undisturbed(hosts, folder / "whole").values()).most_common()

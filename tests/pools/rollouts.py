@@ -73,6 +73,8 @@ POLICY = {
     "verify": "0%",
     "deadlines": {"probe": 15, "bootstrap": 60, "verify": 60},
 }
+# How hosts end that ``let_fail`` and ``fill`` were called with.
+FAILING, FULL = "failed disk 31", "failed disk 32"
 _AUTHORITY = joins.authority().certificate
 
 
@@ -86,6 +88,18 @@ def install(pool: Fleet, numbers: Iterable[int], agent: str = AGENT) -> None:
 def put(pool: Fleet, number: int, path: str, text: str) -> None:
     """Put a program on a host."""
     pool.run(number, "sh", "-ec", 'cat >"$0"; chmod 755 "$0"', path, input=text)
+
+
+def let_fail(pool: Fleet, number: int) -> None:
+    """Let a host's stand-in fail: the host ends as FAILING."""
+    pool.run(number, "sh", "-ec", "cat >/etc/stand-in", input="state=failed phase=disk code=31\n")
+
+
+def fill(pool: Fleet, number: int) -> None:
+    """Fill a host's disk, when the stand-in is there: the host ends as FULL."""
+    # As on a booted machine: what is in /run is not on the disk.
+    pool.run(number, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
+    pool.run(number, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
 
 
 @dataclass(frozen=True)

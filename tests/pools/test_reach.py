@@ -20,23 +20,11 @@ from image_builder.pool.model import Host
 from image_builder.pool.reach import OUTPUT_LIMIT, Answer, Reach
 from tests.builds import Workplace
 from tests.pools.conftest import FAULTS
-from tests.pools.fleet import GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
+from tests.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
 
 pytestmark = pytest.mark.root
 
 _LONG = 300.0  # for what ends by itself
-_CLASSES = {
-    "dead": "timeout",
-    "refused": "refused",
-    "slow banner": "timeout",
-    "other key": "host key",
-    "auth": "auth",
-    "sudo asks": "sudo",
-    "sudo hangs": "sudo",
-    "sudo refuses": "sudo",
-    "disk full": "ok",
-    "slow": "ok",
-}
 # What sshd logs once a client has said who it wants to be.
 _ATTEMPT = "userauth-request"
 
@@ -80,7 +68,7 @@ def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
 
 def test_every_host_ends_in_its_class(answers: dict[str, Answer]) -> None:
     found = {name: answer.outcome.signature for name, answer in answers.items()}
-    assert found == {name: _CLASSES.get(name, "ok") for name in answers}
+    assert found == {name: CLASSES[FAULTS[n]] if n in FAULTS else "ok" for n, name in enumerate(answers)}
 
 
 def test_sound_hosts_ran_the_command_as_root_with_its_input(answers: dict[str, Answer]) -> None:

@@ -10,15 +10,19 @@ import pytest
 
 from image_builder.pool.records import Record, Result
 from tests.builds import Workplace
-from tests.pools.fleet import Fault, Fleet, fleet
+from tests.pools.fleet import CLASSES, Fault, Fleet, fleet
 from tests.pools.midst import Moment, cut, prepare, undo
 from tests.pools.rollouts import (
+    FAILING,
+    FULL,
     Rollout,
     command,
     configuration,
     ended,
+    fill,
     install,
     intents,
+    let_fail,
     results,
     signature,
     wait,
@@ -26,19 +30,10 @@ from tests.pools.rollouts import (
 from tests.pools.traces import here, wait_until_hosts_are_bare
 
 SOUND = 6
-# Of the hosts behind the sound ones. The last ones have an agent that fails, and a disk that is full.
-FAULTS: tuple[Fault, ...] = (
-    "dead",
-    "refused",
-    "slow banner",
-    "other key",
-    "auth",
-    "sudo asks",
-    "sudo hangs",
-    "sudo refuses",
-)
-AGENTLESS, FAILING, FULL = (SOUND + len(FAULTS) + n for n in range(3))
-COUNT = FULL + 1
+# Of the hosts behind the sound ones. The last ones have no agent, one that fails, and a disk that is full.
+FAULTS: list[Fault] = [fault for fault, kind in CLASSES.items() if kind != "ok"]
+AGENTLESS, BROKEN, FILLED = (SOUND + len(FAULTS) + n for n in range(3))
+COUNT = FILLED + 1
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +42,9 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     faults = {SOUND + n: fault for n, fault in enumerate(FAULTS)}
     with fleet(minimal, folder, COUNT, faults=faults) as hosts:
         sudo = (n for n, fault in faults.items() if fault.startswith("sudo"))
-        install(hosts, (*range(SOUND), FAILING, FULL, *sudo))
-        hosts.run(FAILING, "sh", "-ec", "cat >/etc/stand-in", input="state=failed phase=disk code=31\n")
-        # As on a booted machine: what is in /run is not on the disk.
-        hosts.run(FULL, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
-        hosts.run(FULL, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
+        install(hosts, (*range(SOUND), BROKEN, FILLED, *sudo))
+        let_fail(hosts, BROKEN)
+        fill(hosts, FILLED)
         yield hosts
 
 
@@ -62,12 +55,11 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     results = {name: result["outcome"] for name, result in report["results"].items()}
     found = {int(name.rpartition("-")[2]): signature(outcome) for name, outcome in results.items()}
     wanted = dict.fromkeys(range(SOUND), "ok") | {5: "failed verify 1"}
-    classes = ["timeout", "refused", "timeout", "host key", "auth", "sudo", "sudo", "sudo"]
-    wanted |= {SOUND + n: kind for n, kind in enumerate(classes)}
-    wanted |= {AGENTLESS: "failed bootstrap 1", FAILING: "failed disk 31", FULL: "failed disk 32"}
+    wanted |= {SOUND + n: CLASSES[fault] for n, fault in enumerate(FAULTS)}
+    wanted |= {AGENTLESS: "failed bootstrap 1", BROKEN: FAILING, FILLED: FULL}
     assert found == wanted, results
     assert sum(report["counts"].values()) == COUNT
-    assert made.joins() == {n: int(n < SOUND or n == FAILING) for n in range(COUNT)}
+    assert made.joins() == {n: int(n < SOUND or n == BROKEN) for n in range(COUNT)}
     assert report["results"]["host-0"]["phases"] == {"identity": 0.5}
     assert [p.name for p in (made.folder / "reports").iterdir()] == ["host-5"]
     assert "it is host-5" in (made.folder / "reports/host-5/verify.json").read_text()
