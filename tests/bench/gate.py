@@ -7,6 +7,10 @@ controller are real. Two transitions of each node are counted: it registers and 
 kubelet tells another boot id), is gated, reports, and is let in again. What a kubelet asks anyway (registering,
 telling its boot id) is not counted. Goal: at most 2 requests a node a transition. Leaving jitter and rate limit out,
 the seconds say how fast an API server on this machine takes it, and nothing about a real one.
+
+At the end the waves of a pool read the control plane (image_builder/pool/control_plane.py): seconds of a reading, and
+the nodes' part of it in bytes beside what the nodes themselves are. Real ones have annotations and lists of images
+besides, which would be in the other figure alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from image_builder.gate.controller import Controller, Settings  # the path comes first
 from image_builder.node.kube import Client
 from image_builder.node.preflight import model
+from image_builder.pool.control_plane import NODES, TABLE, Kubernetes
 from tests.gates import Cluster, become_ready, register, running, wait_until
 
 GOAL = 2.0
@@ -117,6 +123,7 @@ def measure(count: int) -> dict[str, float]:
             pool.report()
             pool.settle(controller, out=0)
             after_second = _counted(cluster)
+            read = _read(kubeconfig)
         finally:
             stop.set()
             thread.join(30)
@@ -129,7 +136,21 @@ def measure(count: int) -> dict[str, float]:
         "lists_and_watches": after_second[1],
         "requests_of_the_lease": after_second[2],
         "seconds_to_let_all_in": round(first, 1),
+        **read,
     }
+
+
+def _read(kubeconfig: Path) -> dict[str, float]:
+    """Read the control plane as the waves of a pool do."""
+    with closing(Kubernetes(kubeconfig)) as plane:
+        plane.read()
+        began = time.monotonic()
+        reading = plane.read()
+        seconds = time.monotonic() - began
+    assert not reading.unread, reading.unread
+    with Client.from_kubeconfig(kubeconfig) as client:
+        table, whole = (len(client.text(*asked)) for asked in ((NODES, TABLE), ("/api/v1/nodes",)))
+    return {"reading_seconds": seconds, "reading_nodes_mib": table / 2**20, "whole_nodes_mib": whole / 2**20}
 
 
 def _counted(cluster: Cluster) -> tuple[int, int, int]:
