@@ -214,7 +214,8 @@ class Store:
     def record(self, image: str, ids: list[str]) -> None:
         """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image."""
         path = self.path / "locks" / f"{image}.builds"
-        with _flock(self.path / "locks" / f".{image}", fcntl.LOCK_EX):
+        # No image's name makes this one of the store's own locks, which whoever calls may hold.
+        with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
             builds = [b for b in _builds(path) if b != ids] + [ids]
             durable.write(path, json.dumps(builds[-50:]).encode())
 

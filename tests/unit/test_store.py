@@ -138,6 +138,18 @@ def test_gc_keeps_the_last_builds_of_every_image(store: Store) -> None:
     assert sorted(store.ids()) == sorted([new.id, other.id])
 
 
+@pytest.mark.parametrize("image", ["store", "staging"])
+def test_an_image_may_be_called_as_the_stores_own_locks(store: Store, image: str) -> None:
+    plan = _commit(store)
+    with store.in_use():  # as a build does
+        waiting = threading.Thread(target=store.record, args=(image, [plan.id]), daemon=True)
+        waiting.start()
+        waiting.join(5)
+        assert not waiting.is_alive()
+    assert list(store.last_build(image)) == ["base"]
+    assert store.gc(1)[0] == []
+
+
 def test_gc_tells_that_it_waits_for_a_build(store: Store) -> None:
     old = _commit(store)
     with ExitStack() as build:
