@@ -167,7 +167,8 @@ def _give_up(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
     )
     section = {"state": status.DEGRADED, "engine": settings.engine, "code": code, "reason": reason}
     try:
-        if _marker(settings) and settings.data_root.is_dir() and _has_links(settings):
+        # Also without a marker: it is written after the data root is in its place, and that may be what failed.
+        if settings.data_root.is_dir() and _has_links(settings):
             trees.set_aside(settings.data_root, settings.state / "trash")
             section["action"] = "set aside"
         settings.marker.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
-from image_builder.node.seed.command import _damaged, _marker, check_version, describe, leave
+from image_builder.node.seed.command import (
+    _damaged,
+    _give_up,
+    _marker,
+    check_version,
+    describe,
+    leave,
+)
 from image_builder.node.store import parse_manifest
 from tests.unit.node.stores import manifest
 
@@ -112,6 +120,21 @@ def test_links_of_an_image_with_a_store_are_taken_away_by_one_without(tmp_path: 
     assert (settings.state / "trash/docker.0/overlay2/one/diff").is_symlink()
     assert [path.name for path in (settings.state / "seed").iterdir()] == []
     assert leave(settings)["action"] == "none"
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "cut short before its marker"])
+def test_no_link_is_left_where_the_seed_gives_up(marked: bool, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    settings.marker.parent.mkdir(parents=True)
+    if marked:
+        settings.marker.write_text('{"format": 1, "store": "x", "engine": "docker"}')
+    layer = settings.data_root / "overlay2/one/diff"
+    layer.parent.mkdir(parents=True)
+    layer.symlink_to(MOUNT_POINT / "layers/abc")
+    found = _give_up(settings, OSError(errno.ENOSPC, "No space left on device"))
+    assert (found["state"], found["code"], found["action"]) == ("degraded", "seed.disk", "set aside")
+    assert not settings.data_root.exists() and not settings.marker.exists()
+    assert (settings.state / "trash/docker.0/overlay2/one/diff").is_symlink()
 
 
 def test_outcomes_are_lines_for_people() -> None:
