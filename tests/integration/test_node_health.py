@@ -177,3 +177,11 @@ def test_work_apart_gives_its_answer_or_says_why_not() -> None:
         apart.run(lambda: int("no"), "it", 10)
     with pytest.raises(NodeError, match="without an answer"):
         apart.run(lambda: os.kill(os.getpid(), signal.SIGKILL), "it", 10)
+
+
+def test_work_that_hangs_after_its_answer_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a process does whose last reference to a driver waits in the kernel.
+    monkeypatch.setattr(os, "_exit", lambda _status: signal.pause())
+    with pytest.raises(apart.HungError, match="it hangs in process") as caught:
+        apart.run(lambda: 1, "it", 10)
+    assert apart.started(caught.value.process[0]) == ""

@@ -18,6 +18,8 @@ from typing import Any
 from image_builder.node.errors import NodeError
 
 _MOST_BYTES = 4 << 20
+# What a process gets to end in, once it has answered or was killed.
+_END_SECONDS = 1.0
 
 
 class HungError(NodeError):
@@ -52,12 +54,12 @@ def run(work: Callable[[], Any], what: str, seconds: float) -> Any:
         data = _receive(readable, time.monotonic() + seconds)
     finally:
         os.close(readable)
-    if data is None:
+    # What it has of a driver is closed as it ends: that may hang, too.
+    if data is None or not _reap(pid, time.monotonic() + _END_SECONDS):
         born = started(pid)
         os.kill(pid, signal.SIGKILL)
-        _reap(pid, time.monotonic() + 1)
+        _reap(pid, time.monotonic() + _END_SECONDS)
         raise HungError(what, (pid, born))
-    os.waitpid(pid, 0)
     try:
         answer = json.loads(data)
     except ValueError as error:
@@ -93,7 +95,10 @@ def _receive(readable: int, until: float) -> bytes | None:
     return None
 
 
-def _reap(pid: int, until: float) -> None:
-    """Wait for a killed process for a moment; one that can't be killed is left."""
-    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
-        time.sleep(0.02)
+def _reap(pid: int, until: float) -> bool:
+    """Wait for a process that ends, or was killed, for a moment; tell whether it is gone. One that isn't is left."""
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.002)
+    return True
