@@ -13,6 +13,8 @@ from image_builder.node.promote import pace
 
 # What deleting an entry costs of the rate: its metadata are written, not its bytes.
 _COST = 4096
+# The longest path that a directory is opened by, in bytes: one name more is still below the kernel's 4096.
+_LONGEST = 3072
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -70,7 +72,10 @@ def _remove(top: Path, spend: Callable[[int], None]) -> None:
 
 
 def _empty_directory(root: int, path: str, device: int, spend: Callable[[int], None]) -> list[str]:
-    """Delete a directory's entries but for its directories; return those, by path below ``root``."""
+    """Delete a directory's entries but for its directories; return those, by path below ``root``.
+
+    One whose path gets too long for the kernel is moved up to ``root``: whoever made the tree needed no path for it.
+    """
     folder = os.open(path, _DIRECTORY, dir_fd=root)
     try:
         found = []
@@ -80,7 +85,11 @@ def _empty_directory(root: int, path: str, device: int, spend: Callable[[int], N
             if not stat.S_ISDIR(entry.st_mode):
                 os.unlink(name, dir_fd=folder)
             elif entry.st_dev == device:
-                found.append(f"{path}/{name}")
+                below = f"{path}/{name}"
+                if len(os.fsencode(below)) > _LONGEST:
+                    below = f"./{os.urandom(16).hex()}"
+                    os.rename(name, below, src_dir_fd=folder, dst_dir_fd=root)
+                found.append(below)
         return found
     finally:
         os.close(folder)
