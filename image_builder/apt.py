@@ -184,8 +184,13 @@ def _configuration(path: Path, architecture: str) -> str:
 
 def default_mirrors(program: Path = _MMDEBSTRAP) -> dict[str, str]:
     """Return the mirrors that mmdebstrap uses when it is told none, as its program text has them; else {}."""
-    text = program.read_text(encoding="utf-8") if program.exists() else ""
+    text = _text(program)
     return {name: found[1] for name, pattern in _DEFAULTS.items() if (found := pattern.search(text))}
+
+
+def _text(path: Path) -> str:
+    """Return a file of the host's, which people may have written in any encoding; empty where there is none."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
@@ -194,9 +199,7 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
     Empty on a host that isn't Debian. Read from /etc/apt's deb822 and one-line sources; of a list of mirrors
     (``mirror+file:``, as Debian's cloud images have it) the first one.
     """
-    release = dict(
-        line.split("=", 1) for line in (etc / "os-release").read_text().splitlines() if "=" in line
-    )
+    release = dict(line.split("=", 1) for line in _text(etc / "os-release").splitlines() if "=" in line)
     if release.get("ID", "").strip('"') != "debian":
         return {}
     codename = release.get("VERSION_CODENAME", "").strip('"')
@@ -219,7 +222,7 @@ def _fetchable(uri: str) -> str | None:
     """Return an address that more than apt can fetch from, or None for one of a CD-ROM and the like."""
     if uri.startswith("mirror+file:"):
         path = Path("/" + uri.removeprefix("mirror+file:").lstrip("/"))
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = _text(path).splitlines()
         uri = next((words[0] for line in lines if (words := line.split()) and words[0][0] != "#"), "")
     return uri if uri.startswith(("http:", "https:", "file:", "copy:")) else None
 
@@ -227,13 +230,13 @@ def _fetchable(uri: str) -> str | None:
 def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
     found = []
     for path in sorted((apt / "sources.list.d").glob("*.sources")):
-        for stanza in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+        for stanza in re.split(r"\n\s*\n", _text(path)):
             fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.MULTILINE))
             if "URIs" in fields and fields.get("Enabled", "yes") != "no":
                 found.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
     lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*.list"))]
     for path in lists:
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in _text(path).splitlines():
             if match := re.match(r"deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s", f"{line} "):
                 found.append((match[1], [match[2]]))
     return found

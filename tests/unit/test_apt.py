@@ -57,6 +57,25 @@ def test_a_list_of_mirrors_gives_its_first_one_and_a_cdrom_nothing(etc: Path) ->
     assert apt.host_mirrors(etc) == {"debian": "http://first.example/debian"}
 
 
+def test_a_comment_in_another_encoding_is_no_hindrance(etc: Path) -> None:
+    comment = "# für Büro\n".encode("latin-1")
+    (etc / "apt/sources.list.d/debian.sources").write_bytes(
+        comment + b"Types: deb\nURIs: http://one.example/debian\nSuites: trixie\nComponents: main\n"
+    )
+    (etc / "apt/sources.list").write_bytes(
+        comment + b"deb http://two.example/security trixie-security main\n"
+    )
+    assert apt.host_mirrors(etc) == {
+        "debian": "http://one.example/debian",
+        "debian-security": "http://two.example/security",
+    }
+
+
+def test_a_host_that_does_not_say_what_it_is_has_no_mirror(etc: Path) -> None:
+    (etc / "os-release").unlink()
+    assert apt.host_mirrors(etc) == {}
+
+
 def test_a_host_that_is_not_debian_has_no_mirror_and_gets_the_default(
     etc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
