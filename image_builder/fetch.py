@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file to have: its address (``https:``, ``http:`` or ``file:``), SHA-256, and size if known."""
+    """A file to have: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known."""
 
     name: str
     url: str
@@ -158,7 +158,7 @@ def _copy(pool: urllib3.PoolManager, url: str, target: Path, stop: threading.Eve
 
 
 def _chunks(pool: urllib3.PoolManager, url: str) -> Iterable[bytes]:
-    if url.startswith("file:"):
+    if url.startswith(("file:", "copy:")):  # to apt they differ, by what it leaves where it is
         with open(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), "rb") as stream:
             while chunk := stream.read(_CHUNK):
                 yield chunk

@@ -57,6 +57,18 @@ def test_a_sound_mirror_is_resolved_and_fetched(tmp_path: Path, repository: Repo
     assert apt.install(["hello"]) == []  # it counts as installed for the groups that follow
 
 
+@pytest.mark.parametrize("scheme", ["file", "copy"])
+def test_a_directory_of_this_host_is_a_mirror(tmp_path: Path, repository: Repository, scheme: str) -> None:
+    mirror = f"{scheme}:{repository.path}"
+    apt = _apt(tmp_path, repository, mirror)
+    apt.update()
+    (package,) = apt.install(["hello"])
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    files = fetch([_wanted(mirror, package)], cache, tmp_path)
+    assert files[package.sha256].read_bytes() == (repository.path / package.path).read_bytes()
+
+
 def test_a_mirror_that_is_down(tmp_path: Path, repository: Repository) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
