@@ -80,12 +80,15 @@ def proven_by(authority: str) -> ssl.SSLContext:
 
 
 def retry_after(headers: http.client.HTTPMessage, now: float) -> float | None:
-    """Return the seconds of a Retry-After, which may be a date; None without one that is understood."""
+    """Return the seconds of a Retry-After, which may be a date; None without one that is understood.
+
+    A date that is past asks for nothing.
+    """
     value = headers.get("Retry-After", "")
-    if value.isdigit():
+    if value.isdecimal():
         return float(value)
     at = _moment(value)
-    return None if at is None else at - now
+    return None if at is None else max(0.0, at - now)
 
 
 def _moment(date: str) -> float | None:

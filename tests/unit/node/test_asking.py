@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def test_an_authority_without_key_usages_is_believed(authority: Authority, serve
     with pytest.raises(ssl.SSLCertVerificationError, match="key usage"):
         shake_hands(ssl.create_default_context(cadata=text), server)
     shake_hands(asking.proven_by(text), server)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("120", 120.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
+        ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0),
+        ("soon", None),
+        # Headers are Latin-1, and its ², to Python, is a digit but no number.
+        ("\xb2", None),
+        (None, None),
+    ],
+)
+def test_how_long_a_server_wants_to_be_left_alone(said: str | None, seconds: float | None) -> None:
+    headers = HTTPMessage()
+    if said is not None:
+        headers["Retry-After"] = said
+    assert asking.retry_after(headers, 10.0) == seconds
 
 
 def test_another_authority_is_not_believed(server: ssl.SSLContext) -> None:
