@@ -83,7 +83,9 @@ def reason_not_to_ask(found: Mapping[str, Any], settings: Settings, now: float, 
     if found["state"] != PASSED:
         return f"the last test: {found['state']}"
     age = now - datetime.fromisoformat(found["started"]).timestamp()
-    return "" if age >= settings.retest_days * _DAY else f"the last test was {age / 3600:.0f} h ago"
+    # What lies ahead is of a clock that was set since: it tells nothing of when that was.
+    is_fresh = 0 <= age < settings.retest_days * _DAY
+    return "" if not is_fresh else f"the last test was {age / 3600:.0f} h ago"
 
 
 def make_wish(found: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any]:

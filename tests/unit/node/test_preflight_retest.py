@@ -31,6 +31,7 @@ def verdict(**changes: Any) -> dict[str, Any]:
     [
         (verdict(), SETTINGS, 86400, True, ""),
         (verdict(), SETTINGS, 86399, True, "24 h ago"),
+        (verdict(), SETTINGS, -86400, True, ""),
         (verdict(), SETTINGS, 86400, False, "no GPUs"),
         (verdict(state=FAILED), SETTINGS, 86400, True, "the last test: failed"),
         (verdict(), Settings(retest_days=0), 86400, True, "want none"),
