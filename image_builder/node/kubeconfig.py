@@ -121,7 +121,10 @@ def _node_of(pem: str) -> str:
     mistaken, so it is looked for in the bytes.
     """
     for block in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", pem, re.DOTALL):
-        der = base64.b64decode(block)
+        try:
+            der = base64.b64decode(block)
+        except binascii.Error:  # damaged, as by a power cut: nobody's
+            continue
         at = der.find(_IDENTITY)
         while at >= 2:
             if der[at - 2] in _STRINGS and der[at - 1] < 0x80:

@@ -83,6 +83,12 @@ def test_json_and_whose_certificate_it_is() -> None:
     assert read_yaml(yaml.safe_dump(json.loads(made))) == json.loads(made)
 
 
+def test_a_damaged_certificate_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "pem").write_text("-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n")
+    text = KUBELET.replace("/var/lib/kubelet/pki/kubelet-client-current.pem", str(tmp_path / "pem"))
+    assert parse(text, tmp_path).node == ""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
