@@ -192,7 +192,11 @@ class Vm:
     # -- power -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.power_on()
+        try:
+            self.power_on()
+        except BaseException:  # a block that never began has no end
+            self.power_off()
+            raise
         return self
 
     def __exit__(

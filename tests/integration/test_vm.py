@@ -87,6 +87,22 @@ def test_dead_machine_is_reported_with_its_own_words(blank: Path, tmp_path: Path
             vm.wait_for_ssh(total_seconds=60)
 
 
+def test_machine_that_does_not_answer_is_not_left_running(
+    blank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(self: Vm, *_: object) -> None:
+        assert self.running
+        raise BootError("QEMU didn't start")
+
+    # Stands in for a QEMU that hangs before it has a monitor.
+    monkeypatch.setattr(qemu, "command_line", lambda _machine: ["sleep", "600"])
+    monkeypatch.setattr(Vm, "_await", silent)
+    vm = Vm(VmOptions("blank", blank), tmp_path)
+    with pytest.raises(BootError, match="didn't start"), vm:
+        pass
+    assert not vm.running
+
+
 def test_machine_dies_with_a_killed_parent(blank: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _HOLD, str(blank), str(tmp_path)]
     with subprocess.Popen(argv, cwd=REPO, stdout=subprocess.PIPE) as parent:
