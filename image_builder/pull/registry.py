@@ -215,14 +215,32 @@ class _Client:
             return
         if kind != "bearer" or not asked.get("realm", "").startswith("https://"):
             return
-        fields = {"service": asked.get("service", ""), "scope": f"repository:{self.image.api_name}:pull"}
-        headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
-        url = f"{asked['realm']}?{urllib.parse.urlencode(fields)}"
-        answer = _pool(url).request("GET", url, headers=headers, retries=_RETRIES if retries else False)
+        service = asked.get("service", "")
+        answer = self._ask_for_token(asked["realm"], service, _RETRIES if retries else False)
         if answer.status != 200:
             raise PullError(f"{self.image}: {asked['realm']} says {answer.status}: not let in")
         told = self._json(answer.data)
         self.headers["Authorization"] = f"Bearer {told.get('token') or told.get('access_token')}"
+
+    def _ask_for_token(
+        self, realm: str, service: str, retries: urllib3.Retry | bool
+    ) -> urllib3.BaseHTTPResponse:
+        """Ask for a token to pull with, as whoever we are.
+
+        An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
+        OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").
+        """
+        fields = {"service": service, "scope": f"repository:{self.image.api_name}:pull"}
+        pool = _pool(realm)
+        if self.credentials and self.credentials.token:
+            fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}
+            fields["refresh_token"] = self.credentials.token
+            return pool.request(
+                "POST", realm, fields=fields, encode_multipart=False, retries=retries, redirect=False
+            )
+        headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
+        url = f"{realm}?{urllib.parse.urlencode(fields)}"
+        return pool.request("GET", url, headers=headers, retries=retries)
 
 
 _HINTS = {
