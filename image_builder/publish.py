@@ -16,10 +16,11 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,10 +242,13 @@ def _fill(
 ) -> None:
     total = sum(2 * f.bytes for f in made.artefacts)  # each is copied, then read back
     progress: dict[tuple[str, str], int] = {}
+    stop = threading.Event()
 
     def place(file: Artefact) -> None:
         def tell(what: str) -> sparse.Progress:
             def told(done: int, _size: int) -> None:
+                if stop.is_set():
+                    raise PublishError(f"{file.name}: given up")
                 progress[file.name, what] = done
                 monitor.stage_progress("publish", sum(list(progress.values())), total, "B")
 
@@ -264,8 +268,13 @@ def _fill(
     with ThreadPoolExecutor(2) as pool:
         placed = [pool.submit(place, file) for file in made.artefacts]
         placed += [pool.submit(write, name, data) for name, data in documents.items()]
-        for future in placed:
-            future.result()
+        try:
+            for future in as_completed(placed):
+                future.result()
+        except BaseException:  # a failure or Ctrl-C: gigabytes that nobody will see are not copied any more
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     (staging / MANIFEST).write_bytes(made.render())
     sparse.sync(staging / MANIFEST)
     staging.chmod(0o755)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,45 @@ def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) ->
     os.close(held)
 
 
+class _Slow(NullMonitor):
+    """Takes its time with every file, and remembers which were begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def stage_doing(self, stage: str, what: str) -> None:  # noqa: ARG002
+        self.begun.append(what)
+        time.sleep(0.3)
+
+
+def test_after_a_failure_no_other_file_is_begun(output: Path) -> None:
+    files = {f"worker{number}.raw": bytes(1000) for number in range(6)}
+    source = write(output.parent / "source", files)
+    (source / "worker0.raw").unlink()
+    monitor = _Slow()
+    with pytest.raises(PublishError, match=r"worker0\.raw"):
+        publish_files(manifest(files), source, DOCUMENTS, output, monitor)
+    # Two at a time: the failed one, the one beside it, and what these two threads took before it was known.
+    assert len(monitor.begun) <= 4
+    assert _names(output / "worker") == []
+
+
+def test_a_copy_under_way_ends_with_a_failure(output: Path) -> None:
+    files = {"worker.raw": b"disk" * (8 << 20), "worker.vhd": b"x"}
+    source = write(output.parent / "source", files)
+    (source / "worker.vhd").unlink()
+    told: list[int] = []
+
+    class Monitor(NullMonitor):
+        def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:  # noqa: ARG002
+            told.append(done)
+            time.sleep(0.3)
+
+    with pytest.raises(PublishError, match=r"worker\.vhd"):
+        publish_files(manifest(files), source, DOCUMENTS, output, Monitor())
+    assert len(told) < 3
+
+
 def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
     earlier = _publish(output, {"worker.raw": b"good"}, build_id="cd" * 32).path
     source = write(output.parent / "bad", dict.fromkeys(FILES, b"rotten"))
@@ -120,7 +160,7 @@ def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
 
 def test_a_file_that_is_missing_is_named(output: Path) -> None:
     source = write(output.parent / "empty", {})
-    with pytest.raises(PublishError, match=r"worker\.raw: No such file"):
+    with pytest.raises(PublishError, match=r"worker\.(raw|vhd): No such file"):
         publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
     assert _names(output / "worker") == []
 
