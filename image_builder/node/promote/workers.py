@@ -53,18 +53,22 @@ class Told:
 class Workers:
     """Worker processes, from their start until each has ended."""
 
-    def __init__(self, job: Job, shared: Shared, count: int) -> None:
-        self._shared = shared
+    def __init__(self, job: Job, shared: Shared) -> None:
+        self._job, self._shared = job, shared
         self._pipes: dict[int, int] = {}  # a pipe's end to read, the worker's process id
         self._rest: dict[int, bytes] = {}
-        self._ended: list[int] = []
-        for number in range(count):
-            self._start(job, number)
 
-    def _start(self, job: Job, number: int) -> None:
+    def start(self, number: int) -> None:
+        """Start one more; ``number`` counts them from 0. Raises OSError."""
+        job = self._job
         mine, theirs = os.pipe()
         parent = os.getpid()
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:
+            os.close(mine)
+            os.close(theirs)
+            raise
         if child == 0:
             os.close(mine)
             _work(job, self._shared, number, theirs, parent)
@@ -111,8 +115,10 @@ class Workers:
 def running(job: Job, count: int, rate: int) -> Iterator[tuple[Workers, Shared]]:
     """Start ``count`` workers; none is left after the block, however that ends."""
     with Shared(count, rate) as shared:
-        workers = Workers(job, shared, count)
+        workers = Workers(job, shared)
         try:
+            for number in range(count):
+                workers.start(number)
             yield workers, shared
         finally:
             workers.end()
