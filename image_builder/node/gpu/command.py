@@ -98,7 +98,14 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
 
     def told(made: dict[str, Any]) -> int:
         made["duration_s"] = round(time.monotonic() - clock, 3)
-        _write(result, made)
+        try:
+            _write(result, made)
+        except OSError as error:
+            sys.stderr.write(f"node-agent: {result} can't be written: {error.strerror}\n")
+            if (
+                made["verdict"]["exit_code"] == verdict.PASS
+            ):  # of which nobody could read that it is of this boot
+                raise
         sys.stdout.write(json.dumps(made, indent=1) + "\n" if as_json else document.text(made))
         sys.stdout.flush()
         return int(made["verdict"]["exit_code"])
@@ -143,8 +150,10 @@ def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None
 
     def watch() -> None:
         if not done.wait(seconds):
-            late()
-            os._exit(verdict.DEADLINE)
+            try:
+                late()
+            finally:
+                os._exit(verdict.DEADLINE)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,6 +220,20 @@ def test_a_bug_is_no_verdict_on_the_hardware(tree: Tree, schema: dict[str, Any])
     assert made["verdict"]["action"] == "none"
 
 
+@pytest.mark.parametrize(
+    ("settings", "status"), [({}, 3), ({"expect": "none"}, 4)], ids=["a pass is none", "a finding stays"]
+)
+def test_a_result_that_can_not_be_written_is_no_hardware_fault(
+    tree: Tree, settings: dict[str, Any], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = tree(settings=settings)
+    (system.places.run / ".gpu.json.new").mkdir(parents=True)  # where it is drafted
+    assert command.run("boot-full", as_json=True, system=system) == status
+    told = capsys.readouterr()
+    assert json.loads(told.out)["verdict"]["exit_code"] == status
+    assert "gpu.json can't be written" in told.err
+
+
 def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, Any]) -> None:
     system = tree()
     assert result(system, schema)[0] == 0
@@ -249,6 +264,17 @@ def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 break
             time.sleep(0.005)
     assert ended == [-1, 124]
+
+    def full() -> None:
+        raise OSError("no space left for a document")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with command._given_up_after(0.0, full):
+        for _ in range(1000):
+            if len(ended) == 3:
+                break
+            time.sleep(0.005)
+    assert ended == [-1, 124, 124]
     late = command._late(1)
     assert (late.exit_code, late.status) == (124, "inconclusive")
 
