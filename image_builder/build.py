@@ -37,7 +37,7 @@ _GOALS = ("verify", "convert")
 
 @dataclass(frozen=True)
 class BuildResult:
-    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``.
+    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``; ``lock`` what it took.
 
     ``seconds`` is wall time, ``peak_mib`` this program's own largest resident size (children not counted).
     """
@@ -226,7 +226,7 @@ def build(
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
-    saved = artefact / "lock.json" if artefact else remembered_lock(settings, definition.name)
+    saved = artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.name)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
 
