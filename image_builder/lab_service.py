@@ -184,7 +184,8 @@ def stop() -> bool:
     state = running()
     if state is None:
         return False
-    os.kill(state.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it ended by itself, just now
+        os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
     while _started(state.pid) == state.started and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -106,3 +106,11 @@ def test_one_that_nobody_waits_for_does_not_stay(
     with pytest.raises(error):
         lab_service.start(["sh", "-c", 'echo "12:00:00 $$"; exec sleep 60'], tmp_path, monitor)
     assert monitor.pid and not Path(f"/proc/{monitor.pid}").exists()
+
+
+def test_one_that_ends_in_this_moment_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    state = lab_service.State(ended.pid, 1, "registry.lab", "127.1.2.3", 443, "ca.pem", ())
+    monkeypatch.setattr(lab_service, "running", lambda: state)
+    assert lab_service.stop()
