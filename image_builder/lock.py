@@ -191,7 +191,10 @@ class Lock(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise LockError(f"{path} is not a lock: {where}: {first['msg']}") from error
+            raise LockError(
+                f"{path} is not a lock: {where}: {first['msg']}",
+                hint="if it was one, of another version or cut short, remove it: image-builder lock makes a new one",
+            ) from error
 
 
 def _differences(asked: Question, locked: LockedGroup) -> list[str]:

@@ -75,13 +75,16 @@ def test_a_lock_that_can_not_be_written_there_is_told(tmp_path: Path, place: str
     [
         ("{}", "is not a lock"),
         ("no json", "is not a lock"),
+        ("", "is not a lock"),
         ('{"format": 2}', "is not a lock"),
     ],
 )
 def test_a_malformed_lock_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "lock.json").write_text(text)
-    with pytest.raises(LockError, match=told):
+    with pytest.raises(LockError, match=told) as caught:
         Lock.load(tmp_path / "lock.json")
+    # `image-builder lock` compares with it, so it does not overwrite what it can't read.
+    assert "remove it" in (caught.value.hint or "")
 
 
 def test_a_missing_lock_is_refused(tmp_path: Path) -> None:
