@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,11 @@ def _phase(name: str, joining: Joining, record: Record) -> Ended:
         number, reason = error.number, error.message
     except (NodeError, OSError) as error:
         number, reason = UNEXPECTED, f"{type(error).__name__}: {error}"
+    except Exception as error:
+        # A bug. Who waits for this node must hear that it failed, not that it still runs; of the bug where it is,
+        # without its message: what a phase knows may be in that, a token too.
+        sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
+        number, reason = UNEXPECTED, f"{type(error).__name__}, a bug: the journal says where"
     else:
         if joining.told_:
             record.about = _about(joining.told)
