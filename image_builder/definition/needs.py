@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from image_builder.definition.roles import RoleBook
 from image_builder.definition.values import JSON, Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _VAULTED = "a vaulted value would end in the lock; give apt its credentials in auth.conf.d"
 
 
@@ -109,4 +111,7 @@ def _repository(value: JSON) -> Repository:
 def _archive(value: JSON) -> Archive:
     if not isinstance(value, Mapping) or not {"url", "sha256"} <= set(value):
         raise TypeError(f"an archive is a mapping with url and sha256, got {value!r}")
-    return Archive(_text(value["url"]), _text(value["sha256"]).lower())
+    url, sha256 = _text(value["url"]), _text(value["sha256"]).lower()
+    if not _SHA256.fullmatch(sha256):
+        raise TypeError(f"the archive {url} needs a sha256 of 64 hexadecimal digits, got {sha256!r}")
+    return Archive(url, sha256)

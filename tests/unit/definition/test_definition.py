@@ -19,6 +19,7 @@ from image_builder.definition import (
     resolved_variables,
 )
 from image_builder.errors import DefinitionError, UsageError
+from image_builder.requirements import requirements
 
 Load = Callable[..., Inventory]
 
@@ -126,8 +127,8 @@ def test_needs_of_a_layer(load: Load) -> None:
           suites: [x]
           components: [main]
           signed_by: key
-        runtime_archive: {url: "https://a.example/x.tgz", sha256: "AB"}
-        """
+        runtime_archive: {url: "https://a.example/x.tgz", sha256: "SHA256"}
+        """.replace("SHA256", "AB" * 32)
     definition = load(group_vars__images=BOTH, group_vars__workers=extra).define("worker")
     assert layer_needs(definition, "system").packages == ("systemd", "chrony", "new")
     needs = layer_needs(definition, "runtime")
@@ -136,7 +137,7 @@ def test_needs_of_a_layer(load: Load) -> None:
     assert needs.repositories == (
         Repository("engine", ("https://a.example", "https://b.example"), ("x",), ("main",), "key"),
     )
-    assert needs.archives == (Archive("https://a.example/x.tgz", "ab"),)
+    assert needs.archives == (Archive("https://a.example/x.tgz", "ab" * 32),)
 
 
 def test_broken_need_names_role_variable_and_image(load: Load) -> None:
@@ -145,6 +146,13 @@ def test_broken_need_names_role_variable_and_image(load: Load) -> None:
     ).define("worker")
     with pytest.raises(DefinitionError, match="repository engine: without signed_by, suites, uris"):
         layer_needs(definition, "runtime")
+
+
+def test_a_digest_that_is_none_is_the_definitions_fault(load: Load) -> None:
+    text = 'runtime_archive: {url: "https://a.example/x.tgz", sha256: ab}\n'
+    definition = load(group_vars__images=BOTH, group_vars__workers=text).define("worker")
+    with pytest.raises(DefinitionError, match=r"https://a\.example/x\.tgz needs a sha256 of 64"):
+        requirements(definition)
 
 
 def test_precedence_is_ansibles(load: Load) -> None:
