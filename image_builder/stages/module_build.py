@@ -40,6 +40,7 @@ _OWN_VERSION = ("nvidia_peermem",)
 
 _TREE = "/var/lib/dkms"
 _UNPACKED = "/run/image-builder/driver"
+_BUILT = "/run/image-builder/modules"
 # Names the file with the private key (PEM) on the host that bakes. Neither the key nor its place is part of a build's
 # identity: the certificate is, and a signature that doesn't fit it is found out.
 KEY_VARIABLE = "IMAGE_BUILDER_MODULE_KEY"
@@ -66,25 +67,13 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     options: Mapping[str, Any] = ctx.plan.options
     kernel, driver, flavour = str(options["kernel"]), str(options["driver"]), str(options["flavour"])
     certificate = str(options["certificate"])
-    assert ctx.repo is not None
-    binds = {repository.MOUNT_POINT: ctx.repo}
-    if certificate:
-        binds |= _signing_files(certificate, ctx.work)
-    with open_root(
-        [ctx.inputs["module_root"] / "tree"],
-        ctx.work / "root",
-        binds=binds,
-        env=_environment(int(options["source_date_epoch"])),
-    ) as root:
-        if not (root.path / f"usr/src/linux-headers-{kernel}").is_dir():
-            raise LockError(f"the build root has no headers of the kernel {kernel}", hint="make a new lock")
-        ctx.doing("unpacking the driver's source")
-        package = _unpack(root, driver)
-        ctx.doing(f"compiling for {kernel}")
-        _compile(ctx, root, package, kernel)
-        built = root.path / f"{_TREE.lstrip('/')}/{package}/{kernel}/x86_64/module"
-        for packed in sorted(built.glob("*.ko.xz")):  # DKMS does as the release does
-            root.run(["xz", "--decompress", f"/{packed.relative_to(root.path)}"])
+    signing = _signing_files(certificate, ctx.work) if certificate else {}
+    package, unsigned = _build(ctx, driver, kernel, int(options["source_date_epoch"]))
+    tree = ctx.inputs["module_root"] / "tree"
+    # Another root than the one in which others' code ran: that never sees the key, nor does it leave anything here.
+    with open_root([tree], ctx.work / "signing", binds=signing) as root:
+        built = root.path / _BUILT.lstrip("/")
+        shutil.copytree(unsigned, built)
         if certificate:
             _sign(root, built, kernel)
         target = ctx.product / "files" / MODULE_DIR.format(kernel=kernel)
@@ -110,6 +99,33 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     text = json.dumps(record, indent=1, sort_keys=True) + "\n"
     (ctx.product / RECORD).write_text(text, encoding="ascii")
     return record
+
+
+def _build(ctx: StageContext, driver: str, kernel: str, epoch: int) -> tuple[str, Path]:
+    """Compile the modules; return the package, NAME/VERSION, and a directory with the files."""
+    assert ctx.repo is not None
+    with open_root(
+        [ctx.inputs["module_root"] / "tree"],
+        ctx.work / "root",
+        binds={repository.MOUNT_POINT: ctx.repo},
+        env=_environment(epoch),
+    ) as root:
+        if not (root.path / f"usr/src/linux-headers-{kernel}").is_dir():
+            raise LockError(f"the build root has no headers of the kernel {kernel}", hint="make a new lock")
+        ctx.doing("unpacking the driver's source")
+        package = _unpack(root, driver)
+        ctx.doing(f"compiling for {kernel}")
+        _compile(ctx, root, package, kernel)
+        built = root.path / f"{_TREE.lstrip('/')}/{package}/{kernel}/x86_64/module"
+        for packed in sorted(built.glob("*.ko.xz")):  # DKMS does as the release does
+            root.run(["xz", "--decompress", f"/{packed.relative_to(root.path)}"])
+        kept = ctx.work / "modules"
+        kept.mkdir()
+        for file in sorted(built.glob("*.ko")):
+            if file.is_symlink() or not file.is_file():
+                raise ImageBuilderError(f"what was built has a {file.name} that is no file")
+            shutil.copyfile(file, kept / file.name)
+    return package, kept
 
 
 def problems(
