@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import UsageError
-from image_builder.node import kube, kubeconfig
+from image_builder.node import asking, kube, kubeconfig
 from image_builder.node.errors import NodeError
+from image_builder.node.join.credentials import check_clock
 from image_builder.pool.gates import Reading
 
+NODES = "/api/v1/nodes"
 # What people see of nodes, as text, from the API server's memory: of thousands that is a hundredth of what the nodes
 # themselves are, and nothing is asked of etcd.
 # https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
-NODES = "/api/v1/nodes?resourceVersion=0&includeObject=None"
+SHOWN_NODES = f"{NODES}?resourceVersion=0&includeObject=None"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 # Who signs what joining nodes ask for. Others may leave requests to a person, who takes days: serving certificates of
@@ -36,6 +39,10 @@ _SECONDS = 5.0
 # An age as the API server writes it: to the second up to ten minutes, `<invalid>` by a clock that was ahead.
 _AGE = re.compile(r"(?:(\d+)y)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _AGE_SECONDS = (31_536_000, 86_400, 3_600, 60, 1)
+# How far the clocks may be apart: ages of requests and nodes are told by both.
+_CLOCK_SECONDS = 60.0
+# Who asks is not known there, or may not: no patience changes that.
+_NEVER = frozenset({401, 403})
 _COUNTER = re.compile(r'apiserver_request_total\{[^}]*\bcode="(\d+)"[^}]*\} (\S+)')
 
 
@@ -76,8 +83,47 @@ class Kubernetes:
             self._client = kube.Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
         except NodeError as error:
             raise UsageError(str(error.message)) from error
-        self._clock, self._joining_seconds = clock, joining_seconds
+        self._access, self._clock, self._joining_seconds = self._client.access, clock, joining_seconds
         self._before: Mapping[str, float] | None = None
+
+    def faults(self) -> list[str]:
+        """Return what no patience mends: a server that isn't proven, a user who is not known or may not, a clock.
+
+        That it doesn't answer now, or is throttled, is none of that: the gate waits for it.
+        """
+        found = list(self._faults())
+        if found:
+            self.close()
+        return found
+
+    def _faults(self) -> Iterator[str]:
+        try:
+            context = kube.tls(self._access)
+            yield from self._clock_faults(context)
+            for path in ("/metrics", f"{REQUESTS}?limit=1", f"{NODES}?limit=1"):
+                try:
+                    self._client.text(path)
+                except kube.KubeError as error:
+                    if error.status in _NEVER or isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                        yield str(error.message)
+                    if error.status != 403:
+                        return  # the others would say the same
+        except ssl.SSLError as error:
+            yield f"the certificates of the kubeconfig can't be used: {error}"
+        except NodeError as error:
+            yield str(error.message)
+
+    def _clock_faults(self, context: ssl.SSLContext) -> Iterator[str]:
+        if self._access.server_name:
+            return  # by its address alone it can't be proven
+        url = f"{self._access.server}/version"
+        try:
+            said = asking.ask(url, headers={}, seconds=_SECONDS, context=context)
+            check_clock(said.date, self._clock(), _CLOCK_SECONDS)
+        except NodeError as error:
+            yield str(error.message)
+        except OSError:
+            return  # what is asked next says why
 
     def read(self) -> Reading:
         try:
@@ -91,7 +137,7 @@ class Kubernetes:
     def _read(self) -> Reading:
         counters = count_requests(self._client.text("/metrics"))
         certificates = _gather(self._client, REQUESTS)
-        nodes = json.loads(self._client.text(NODES, TABLE))
+        nodes = json.loads(self._client.text(SHOWN_NODES, TABLE))
         before, self._before = self._before, counters
         now = self._clock()
         answered = since(before, counters)

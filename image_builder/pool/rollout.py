@@ -186,7 +186,13 @@ def _check_access(faults: _Faults, access: Access, hosts: Iterable[Host]) -> Non
 
 
 def _control_plane(kubeconfig: Path | None) -> ControlPlane:
-    return Kubernetes(kubeconfig) if kubeconfig else Unwatched()
+    """Return what is read; raises DefinitionError for what would be red for ever, UsageError."""
+    if kubeconfig is None:
+        return Unwatched()
+    plane = Kubernetes(kubeconfig)
+    if wrong := plane.faults():
+        raise DefinitionError([Problem(str(kubeconfig), "--kubeconfig", what) for what in wrong])
+    return plane
 
 
 def _suite(faults: _Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:

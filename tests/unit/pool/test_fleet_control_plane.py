@@ -11,8 +11,8 @@ import pytest
 
 from image_builder.node import kube
 from image_builder.pool.control_plane import (
-    NODES,
     REQUESTS,
+    SHOWN_NODES,
     SIGNER,
     Answered,
     Kubernetes,
@@ -132,10 +132,10 @@ def test_what_is_no_table_of_nodes_is_no_reading(
     found: Any, plane: Kubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = '{"metadata":{"resourceVersion":"1"},"items":[]}'
-    answers = {"/metrics": METRICS, REQUESTS: requests, NODES: json.dumps(found)}
+    answers = {"/metrics": METRICS, REQUESTS: requests, SHOWN_NODES: json.dumps(found)}
     monkeypatch.setattr(kube.Client, "text", lambda _, path, *_accept: answers[path])
     assert "not understood" in plane.read().unread
-    answers[NODES] = json.dumps(table(("NotReady", "9m")))
+    answers[SHOWN_NODES] = json.dumps(table(("NotReady", "9m")))
     assert plane.read().not_ready == 1
 
 
