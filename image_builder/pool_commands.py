@@ -12,7 +12,7 @@ import typer
 
 from image_builder import render
 from image_builder.command import register, show
-from image_builder.errors import DefinitionError, Problem, UsageError
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
 from image_builder.options import AsJson, VaultFile
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def plan(
     chosen = _policy(policy)
     fleet = read_fleet(inventory, pools, vault_password_file)
     made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
+    _keep_begun(out, made)
     with writing(out):
         save(made, out)
     result = {
@@ -78,6 +79,21 @@ def plan(
     }
     show(result, _plan_text(out, made), as_json=as_json)
     return 0
+
+
+def _keep_begun(out: Path, made: Plan) -> None:
+    """Raise UsageError where another plan of that name has a run: without it nobody could take that up again."""
+    from image_builder.pool.journal import journal_of, read_journal
+    from image_builder.pool.resume import past
+
+    journal = journal_of(out)
+    try:
+        past(made, read_journal(journal) if journal.exists() else [], str(journal))
+    except ImageBuilderError as error:
+        raise UsageError(
+            f"{out} stays as it is: the run of the plan there has begun ({error.message})",
+            hint="write the new plan to another file",
+        ) from error
 
 
 def _policy(path: Path | None) -> Policy:

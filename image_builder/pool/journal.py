@@ -104,7 +104,7 @@ def parse(data: bytes, where: str) -> tuple[list[Record], int]:
                 break
             raise ImageBuilderError(
                 f"{where}:{number}: the journal is damaged: this is not record number {number}",
-                hint="restore it from a copy, or plan anew: hosts that joined are recognised and verified",
+                hint="restore it from a copy, or plan anew, to another file: who joined is recognised and verified",
             )
         records.append(record)
         size += len(line)

@@ -13,7 +13,7 @@ from image_builder.cli import app
 from image_builder.pool import plan as plans
 from image_builder.pool.journal import journal_of, open_journal
 from image_builder.pool.model import CLASSES, failed
-from image_builder.pool.records import Record
+from image_builder.pool.records import Opened, Record
 from tests.unit.pool.simulation import Faults, make, simulate
 
 HOSTS = """
@@ -48,6 +48,25 @@ def test_a_plan_is_written_and_told(hosts: Path, tmp_path: Path) -> None:
     before = out.read_bytes()
     assert _run("plan", "-i", str(hosts), "cpu", "--out", str(out))[0] == 0
     assert out.read_bytes() == before
+
+
+def test_the_plan_of_a_run_that_has_begun_is_not_replaced(hosts: Path, tmp_path: Path) -> None:
+    """Only with it the run can be taken up again."""
+    out = tmp_path / "p.json"
+    words = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
+    assert _run(*words)[0] == 0
+    before = plans.load(out)
+    with open_journal(journal_of(out)) as journal:
+        journal.append(Opened(at=1.0, plan=before.digest))
+    assert _run(*words)[0] == 0, "the same plan is no other one"
+    hosts.write_text(HOSTS.replace("10.0.0.3", "10.0.0.4"))
+    status, _, err = _run(*words)
+    assert status == errors.UsageError.exit_code and "has begun" in err and "another file" in err
+    assert plans.load(out) == before
+    journal_of(out).write_text("damaged\n" * 2)
+    assert _run(*words)[0] == errors.UsageError.exit_code and plans.load(out) == before
+    journal_of(out).write_text("")
+    assert _run(*words)[0] == 0 and plans.load(out) != before, "nothing was begun"
 
 
 def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
