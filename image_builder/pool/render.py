@@ -44,6 +44,8 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "join_deadlines": ("join", "deadlines"),
 }
 _PLACES = {".".join(path): name for name, path in VARIABLES.items()}
+# Parts of `node` that a single one can have.
+_ITS_OWN = ("name", "ip", "provider_id")
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,11 @@ class Rendered:
 
 @dataclass
 class _Reading:
-    """An inventory while it is read. (variable, what is wrong with it) -> the hosts."""
+    """An inventory while it is read. (variable, what is wrong with it) -> the hosts; ``nodes``: what each is to be."""
 
     source: Any
     faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    nodes: dict[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 def render(
@@ -85,6 +88,8 @@ def render(
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
         made = [_render(reading, host) for host in hosts]
+        for (key, value), alike in doubles(reading.nodes).items():
+            reading.faults[_variable(f"node.{key}"), f"{value} can be that of one node alone"] += alike
         problems += _told(reading)
     if problems:
         raise DefinitionError(problems)
@@ -96,6 +101,20 @@ def write(rendered: Iterable[Rendered], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for one in rendered:
         (directory / f"{one.host}.json").write_text(one.text, encoding="utf-8")
+
+
+def doubles(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
+    """Return what belongs to a single node and is said of several: (key of ``node``, value) -> the hosts.
+
+    Of two kubelets with one name the second takes the first one's Node object over.
+    """
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for host, node in nodes.items():
+        for key in _ITS_OWN:
+            value = node.get(key, "")
+            if isinstance(value, str) and value not in ("", node_config.PLATFORM, node_config.NONE):
+                found[key, value].append(host)
+    return {what: hosts for what, hosts in found.items() if len(hosts) > 1}
 
 
 def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem], list[str]]:
@@ -118,6 +137,8 @@ def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem],
 def _render(reading: _Reading, host: str) -> Rendered:
     """Return a host's configuration; what is wrong with it is noted."""
     values = _values(reading, host)
+    if "/" in host:
+        reading.faults["inventory_hostname", "can't be the name of a file"].append(host)
     document: dict[str, Any] = {"format": 1, "cluster": {}}
     for name, path in VARIABLES.items():
         if name in values:
@@ -127,6 +148,7 @@ def _render(reading: _Reading, host: str) -> Rendered:
     for problem in node_config.problems(document):
         place, _, what = problem.partition(": ")
         reading.faults[_variable(place), what].append(host)
+    reading.nodes[host] = document.get("node", {})
     rendered = Rendered(host, json.dumps(document, indent=1) + "\n")
     if len(rendered.text.encode()) > node_config.MOST_BYTES:
         reading.faults["join_*", f"more than {node_config.MOST_BYTES} bytes in all"].append(host)

@@ -32,6 +32,7 @@ from image_builder.pool.progress import apply, begin
 from image_builder.pool.reach import Access, Reach
 from image_builder.pool.records import Opened, Record
 from image_builder.pool.remote_slice import Worker
+from image_builder.pool.render import doubles
 from image_builder.pool.report import report
 from image_builder.pool.resume import past, take_up
 from image_builder.pool.state import Progress
@@ -220,13 +221,16 @@ def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host])
     if missing := [name for name, file in files.items() if not file.is_file()]:
         faults.add("--node-configs", f"{folder} has no file for {named(missing)}")
     wrong: dict[str, list[str]] = defaultdict(list)
+    nodes: dict[str, Mapping[str, object]] = {}
     for name in files.keys() - set(missing):
         try:
-            node_config.parse(files[name].read_bytes())
+            nodes[name] = vars(node_config.parse(files[name].read_bytes()))
         except NodeError as error:
             wrong[error.message].append(name)
         except OSError as error:
             wrong[error.strerror or str(error)].append(name)
+    for (key, value), names in doubles(nodes).items():
+        wrong[f"node.{key}: {value} can be that of one node alone"] += names
     for what, names in sorted(wrong.items()):
         faults.add("--node-configs", f"{named(sorted(names))}: {what}")
     return files

@@ -111,6 +111,12 @@ def test_a_configuration_that_its_node_would_refuse_is_refused(place: Place, tmp
     assert problem.startswith("--node-configs: cpu-1: ") and "generation" in problem and "speed" in problem
     (tmp_path / "cpu-1.json").write_text(json.dumps(good))
     assert "hosts are touched" in place.run(*options)[2]
+    for number in range(2):
+        named = good | {"node": {"name": "gpu", "ip": "none"}}
+        (tmp_path / f"cpu-{number}.json").write_text(json.dumps(named))
+    assert place.run(*options)[1] == [
+        "--node-configs: cpu-0, cpu-1: node.name: gpu can be that of one node alone"
+    ]
 
 
 def test_fewer_hosts_than_expected_are_refused_beside_the_rest(place: Place) -> None:

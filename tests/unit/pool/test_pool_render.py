@@ -88,6 +88,23 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert len(said) == 4
 
 
+def test_what_belongs_to_one_node_is_refused_for_several(tmp_path: Path) -> None:
+    """Thousands of kubelets with one name would take one Node object away from each other."""
+    text = GOOD.replace(
+        "join_generation: 3",
+        "join_generation: 3\n    join_node_name: gpu\n    join_node_ip: platform\n    join_provider_id: azure:///a",
+    )
+    assert _problems(tmp_path, text) == [
+        "join_node_name: gpu can be that of one node alone: a-0, b-0",
+        "join_provider_id: azure:///a can be that of one node alone: a-0, a-1, b-0",
+    ]
+
+
+def test_a_host_whose_file_would_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+    said = _problems(tmp_path, GOOD.replace("{b-0: }", '{"../b-0": }'), "pool_b")
+    assert said == ["inventory_hostname: can't be the name of a file: ../b-0"]
+
+
 def test_what_is_missing_is_named_by_its_variable(tmp_path: Path) -> None:
     said = _problems(tmp_path, "all: {hosts: {a: }}")
     assert said == [
