@@ -108,7 +108,7 @@ def _policy(path: Path | None) -> Policy:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
-        return Policy.model_validate_json(_json(values or {}))
+        return Policy.model_validate_json(_json({} if values is None else values))
     except OSError as error:
         raise DefinitionError([Problem(str(path), "policy", str(error.strerror))]) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from image_builder.pool.model import Share, Step, Strict
 
@@ -17,7 +17,12 @@ Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class GateLimits(Strict):
+class _Limits(Strict):
+    # YAML has infinity, which no deadline of a process and no JSON can be.
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class GateLimits(_Limits):
     """What the control plane may show while a wave runs and until its soak is over."""
 
     throttled: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 429.")
@@ -34,7 +39,7 @@ class GateLimits(Strict):
     )
 
 
-class Deadlines(Strict):
+class Deadlines(_Limits):
     """Seconds for one step on one host; the join slot comes on top."""
 
     probe: Positive = Field(
@@ -47,7 +52,7 @@ class Deadlines(Strict):
         return {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step]
 
 
-class Policy(Strict):
+class Policy(_Limits):
     """All of it. A list that is shorter than the waves are many goes on with its last item."""
 
     mode: Literal["bootstrap", "verify", "check"] = Field(

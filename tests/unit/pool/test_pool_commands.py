@@ -80,6 +80,13 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code
     assert all(word in err for word in ("waves", "speed", "budget", "3 problems"))
+    policy.write_text("join_rate: .inf\ndeadlines: {bootstrap: .inf}\nworker_silent_seconds: .inf\n")
+    status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == errors.DefinitionError.exit_code
+    assert all(word in err for word in ("join_rate", "deadlines.bootstrap", "worker_silent", "3 problems"))
+    policy.write_text("[]\n")
+    status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == errors.DefinitionError.exit_code, "a list is no policy, an empty one neither"
     policy.write_bytes(b"waves: \xff")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code and "can't decode" in err
