@@ -23,8 +23,12 @@ from image_builder.pool.records import RECORD, Record, must_last
 
 
 def journal_of(plan: Path) -> Path:
-    """Return where the journal of a plan's run is: beside it."""
-    return plan.with_name(f"{plan.name}.journal.jsonl")
+    """Return where the journal of a plan's run is: beside it.
+
+    A plan that is a link has that of the plan it leads to, or two processes could drive one run.
+    """
+    real = plan.resolve() if plan.is_symlink() else plan
+    return real.with_name(f"{real.name}.journal.jsonl")
 
 
 @dataclass

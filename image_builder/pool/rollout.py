@@ -284,7 +284,8 @@ def drive(ready: Ready) -> tuple[dict[str, Any], int]:
             return progress
 
         # Beside the plan, so that whoever takes the run up finds what a killed one left.
-        work = options.plan.absolute().with_name(f".{options.plan.name}.work")
+        real = options.plan.resolve()
+        work = real.with_name(f".{real.name}.work")
         return _drive(ready, work, start, write, records)
 
 

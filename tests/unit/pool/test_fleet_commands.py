@@ -141,6 +141,9 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
         assert any("another process writes" in p for p in place.run(*facts)[1])
     assert any("take it up with `pool resume`" in p for p in place.run(*facts)[1])
     assert "hosts are touched" in call(*resume)[2]
+    link = place.plan.with_name("latest.json")
+    link.symlink_to(place.plan.name)
+    assert "has begun" in call("run", str(link), "-i", str(place.hosts), *place.access(), *facts)[2]
     journal_of(place.plan).unlink()
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan="of another"))
