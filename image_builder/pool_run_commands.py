@@ -211,6 +211,8 @@ def verify(
 
     if (plan is None) == (not inventory):
         raise UsageError("give a PLAN, or an inventory with -i and --pool")
+    if plan and pool:
+        raise UsageError("a PLAN has its pools: --pool is for an inventory", hint="-i INVENTORY --pool GROUP")
     options = _options(
         plan or Path(),
         Login(user, key, host_ca, known_hosts, trust_first_use),

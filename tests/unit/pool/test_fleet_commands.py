@@ -172,6 +172,8 @@ def test_verification_needs_facts_of_each_image(place: Place) -> None:
     status, _, err = call("verify", str(place.plan), *place.access())
     assert status == errors.DefinitionError.exit_code and "--facts: nothing says what hosts of worker" in err
     facts = ("--facts", f"worker={place.facts}")
+    both = call("verify", str(place.plan), "--pool", "cpu", *place.access(), *facts)
+    assert both[0] == errors.UsageError.exit_code and "--pool is for an inventory" in both[2]
     for which in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
         assert "hosts are touched" in call("verify", *which, *place.access(), *facts)[2]
 
