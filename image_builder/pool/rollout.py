@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import stat
 import tempfile
@@ -36,7 +37,7 @@ from image_builder.pool.render import doubles
 from image_builder.pool.report import report
 from image_builder.pool.resume import past, take_up
 from image_builder.pool.state import Progress
-from image_builder.pool.suite import Suite
+from image_builder.pool.suite import FACTS, Suite
 from image_builder.pool.table import LiveTable
 from image_builder.settings import Settings
 from image_builder.signals import waking
@@ -203,14 +204,28 @@ def _suite(faults: _Faults, options: Options, hosts: Sequence[Host]) -> Suite | 
     for text in options.facts:
         image, mark, file = text.rpartition("=")
         path = Path(file).absolute()
-        if not path.is_file():
-            faults.add("--facts", f"{path}: no such file")
+        if wrong := _facts_fault(path):
+            faults.add("--facts", f"{path}: {wrong}")
         facts |= {image: path} if mark else {name: path for name in images if name not in facts}
     if missing := [image for image in images if image not in facts]:
         faults.add(
             "--facts", f"nothing says what hosts of {named(missing)} must be: IMAGE=facts.json of a build"
         )
     return Suite(facts, options.reports, Settings().python) if images else None
+
+
+def _facts_fault(path: Path) -> str:
+    """Return why a file is no facts.json; hosts would have joined by the time that the suite says so."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return "no such file"
+    except OSError as error:
+        return error.strerror or str(error)
+    except (ValueError, RecursionError):
+        return "is no JSON"
+    missing = [key for key in FACTS if not isinstance(found, dict) or key not in found]
+    return f"is no facts.json of a build: it lacks {', '.join(missing)}" if missing else ""
 
 
 def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host]) -> dict[str, Path]:

@@ -14,11 +14,15 @@ from typer.testing import CliRunner
 
 from image_builder import errors, pool_run_commands
 from image_builder.cli import app
+from image_builder.definition import load_inventory
 from image_builder.pool import abort, rollout
 from image_builder.pool import plan as plans
 from image_builder.pool.journal import journal_of, open_journal
 from image_builder.pool.records import Opened, Stopped
 from image_builder.pool.rollout import Stop
+from image_builder.pool.suite import FACTS
+from image_builder.settings import REPO_ROOT
+from image_builder.stages.verify import definition_facts
 from tests import joins
 
 HOSTS = """
@@ -49,7 +53,7 @@ class Place:
         self.key, self.known = folder / "key", folder / "known"
         self.facts = folder / "facts.json"
         self.hosts.write_text(HOSTS.format(capacity=2))
-        self.facts.write_text("{}")
+        self.facts.write_text(json.dumps(dict.fromkeys(FACTS)))
         key = Ed25519PrivateKey.generate()
         self.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         self.key.chmod(0o600)
@@ -176,6 +180,24 @@ def test_verification_needs_facts_of_each_image(place: Place) -> None:
     assert both[0] == errors.UsageError.exit_code and "--pool is for an inventory" in both[2]
     for which in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
         assert "hosts are touched" in call("verify", *which, *place.access(), *facts)[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "is no JSON"), ("[]", "lacks image"), ('{"image": "worker", "artefacts": []}', "lacks build_id")],
+    ids=["empty", "list", "manifest"],
+)
+def test_facts_that_the_suite_would_refuse_on_each_host_are_refused(
+    place: Place, text: str, words: str
+) -> None:
+    place.facts.write_text(text)
+    (problem,) = place.run("--facts", str(place.facts))[1]
+    assert problem.startswith(f"--facts: {place.facts}: ") and words in problem
+
+
+def test_a_build_writes_such_facts() -> None:
+    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
+    assert definition_facts(definition, "0", [], []).keys() >= set(FACTS)
 
 
 def test_abort_without_a_run(place: Place) -> None:
