@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder import pool_commands, pool_render_command
+from image_builder.definition import load_inventory
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
 from image_builder.pool.render import VARIABLES, Rendered, render
+from image_builder.settings import REPO_ROOT
 from tests import joins
 
 CA = joins.authority().certificate
@@ -63,6 +65,17 @@ def test_what_is_rendered_is_what_a_node_takes(tmp_path: Path) -> None:
     assert (read[0].max_pods, read[0].hosts, read[2].hosts, read[1].name) == (31, 600, 1, "first")
     assert _document(made[0])["cluster"]["ca"] == CA
     assert made[0].user_data_bytes % 4 == 0
+
+
+def test_the_example_for_azure_is_what_its_nodes_take() -> None:
+    """The how-to's command, on the inventory that it names; and its images have what takes it."""
+    example = REPO_ROOT / "inventories/azure_vmss"
+    made = render([example], ["vmss_h100_a", "vmss_cpu"])
+    read = [parse(one.text.encode()) for one in made]
+    assert [one.labels["node.example/pool"] for one in read] == ["worker_h100"] * 2 + ["worker_cpu"] * 2
+    assert all(one.dns == ("10.0.0.10",) and one.credentials.kind == "broker" for one in read)
+    images = load_inventory([example])
+    assert all(images.define(image).layers[-1] == "join" for image in images.images)
 
 
 def test_each_variable_is_a_part_of_the_configuration(tmp_path: Path) -> None:
