@@ -15,40 +15,20 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.pool.control_plane import REQUESTS, SIGNER, Kubernetes
-from tests.gates import Cluster, become_ready, collection, new_node, running, wait_until
+from tests.builds import REPO
+from tests.gates import Cluster, become_ready, give_rights, new_node, running, wait_until
 
 pytestmark = pytest.mark.root
+
+# It says which rights the user of `pool run --kubeconfig` needs.
+PAGE = REPO / "docs/how-to/bring-a-pool-up.md"
+_JOINING = 3.0
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with running() as found:
         yield found
-
-
-_JOINING = 3.0
-ROLE = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRole",
-    "metadata": {"name": "pool-operator"},
-    # What image_builder/pool/control_plane.py says that it needs.
-    "rules": [
-        {"nonResourceURLs": ["/metrics"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
-        {
-            "apiGroups": ["certificates.k8s.io"],
-            "resources": ["certificatesigningrequests"],
-            "verbs": ["list"],
-        },
-    ],
-}
-BINDING = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRoleBinding",
-    "metadata": {"name": "pool-operator"},
-    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "pool-operator"},
-    "subjects": [{"kind": "User", "name": "pool-operator", "apiGroup": "rbac.authorization.k8s.io"}],
-}
 
 
 def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
@@ -72,16 +52,17 @@ def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
 
 def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
     """Counters, pending requests, nodes: as an API server tells them to who may see nothing else."""
-    for manifest in (ROLE, BINDING):
-        cluster.admin.request("POST", collection(manifest), manifest)
+    give_rights(cluster.admin, PAGE)
     ahead = 0.0
     with closing(Kubernetes(cluster.kubeconfig("somebody"), clock=time.time)) as other:
         assert "forbidden" in other.read().unread
+        assert len(other.faults()) == 3, "each right that is missing"
     with closing(
         Kubernetes(
             cluster.kubeconfig("pool-operator"), clock=lambda: time.time() + ahead, joining_seconds=_JOINING
         )
     ) as plane:
+        assert plane.faults() == []
         first = plane.read()
         assert (first.unread, first.requests, first.csr_seconds) == ("", 0, 0.0)
         for _ in range(20):
