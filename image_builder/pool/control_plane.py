@@ -98,13 +98,17 @@ class Kubernetes:
 
     def _faults(self) -> Iterator[str]:
         try:
-            context = kube.tls(self._access)
-            yield from self._clock_faults(context)
+            # By its address alone it can't be proven where it has another name.
+            context, is_named = kube.tls(self._access), bool(self._access.server_name)
+            told = "" if is_named else server_fault(self._access.server, context, self._clock())
+            if told:
+                yield told
             for path in ("/metrics", f"{REQUESTS}?limit=1", f"{NODES}?limit=1"):
                 try:
                     self._client.text(path)
                 except kube.KubeError as error:
-                    if error.status in _NEVER or isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                    is_unproven = isinstance(error.__cause__, ssl.SSLCertVerificationError)
+                    if error.status in _NEVER or (is_unproven and not told):
                         yield str(error.message)
                     if error.status != 403:
                         return  # the others would say the same
@@ -112,18 +116,6 @@ class Kubernetes:
             yield f"the certificates of the kubeconfig can't be used: {error}"
         except NodeError as error:
             yield str(error.message)
-
-    def _clock_faults(self, context: ssl.SSLContext) -> Iterator[str]:
-        if self._access.server_name:
-            return  # by its address alone it can't be proven
-        url = f"{self._access.server}/version"
-        try:
-            said = asking.ask(url, headers={}, seconds=_SECONDS, context=context)
-            check_clock(said.date, self._clock(), _CLOCK_SECONDS)
-        except NodeError as error:
-            yield str(error.message)
-        except OSError:
-            return  # what is asked next says why
 
     def read(self) -> Reading:
         try:
@@ -151,6 +143,23 @@ class Kubernetes:
 
     def close(self) -> None:
         self._client.close()
+
+
+def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
+    """Return why an API server is not the one that ``context`` proves, or that our clock is off; else nothing.
+
+    Nor is anything known of one that doesn't answer from here. It is sent nothing that tells who asks.
+    """
+    try:
+        said = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
+        check_clock(said.date, now, _CLOCK_SECONDS)
+    except NodeError as error:
+        return str(error.message)
+    except ssl.SSLCertVerificationError as error:
+        return f"{server} is not proven by this CA: {error.verify_message}"
+    except OSError:
+        pass
+    return ""
 
 
 def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import signal
 import stat
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,11 +17,12 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.node.asking import proven_by
 from image_builder.node.errors import NodeError
 from image_builder.node.join import config as node_config
 from image_builder.pool import driver, remote_slice
 from image_builder.pool import plan as plans
-from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
+from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched, server_fault
 from image_builder.pool.fleet import Fleet, Means
 from image_builder.pool.hostkeys import known_as
 from image_builder.pool.inventory import Fleet as Found
@@ -237,15 +239,21 @@ def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host])
         faults.add("--node-configs", f"{folder} has no file for {named(missing)}")
     wrong: dict[str, list[str]] = defaultdict(list)
     nodes: dict[str, Mapping[str, object]] = {}
+    clusters: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in files.keys() - set(missing):
         try:
-            nodes[name] = vars(node_config.parse(files[name].read_bytes()))
+            found = node_config.parse(files[name].read_bytes())
+            nodes[name] = vars(found)
+            clusters[found.server, found.ca].append(name)
         except NodeError as error:
             wrong[error.message].append(name)
         except OSError as error:
             wrong[error.strerror or str(error)].append(name)
     for (key, value), names in doubles(nodes).items():
         wrong[f"node.{key}: {value} can be that of one node alone"] += names
+    for (server, ca), names in clusters.items():
+        if fault := server_fault(server, proven_by(ca), time.time()):
+            wrong[f"cluster: {fault}"] += names
     for what, names in sorted(wrong.items()):
         faults.add("--node-configs", f"{named(sorted(names))}: {what}")
     return files

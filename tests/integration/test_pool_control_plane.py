@@ -17,6 +17,7 @@ import pytest
 from image_builder.errors import DefinitionError
 from image_builder.pool import rollout
 from image_builder.pool.control_plane import NODES, REQUESTS, Kubernetes
+from image_builder.pool.model import Host
 from tests import joins
 
 pytestmark = pytest.mark.root
@@ -90,7 +91,7 @@ def test_one_that_can_be_read_is_taken(world: World, server: joins.Server) -> No
 
 def test_another_ca(world: World, server: joins.Server) -> None:
     (said,) = refused(world.kubeconfig(server.port, ca=joins.authority().certificate))
-    assert "certificate verify failed" in said
+    assert said.startswith(f"https://127.0.0.1:{server.port} is not proven by this CA: ")
 
 
 def test_a_ca_that_is_none(world: World, server: joins.Server) -> None:
@@ -126,3 +127,27 @@ def test_one_that_does_not_answer_is_left_to_the_gate(world: World, server: join
     path = world.kubeconfig(server.port)
     server.server_close()
     assert refused(path) == []
+
+
+def node_faults(folder: Path, port: int, ca: str) -> list[str]:
+    """Return what `pool run --node-configs` says of a configuration of two hosts."""
+    faults = rollout._Faults()
+    hosts = [
+        Host(name=name, address="10.0.0.1", pool="a", scale_set="a", vm_size="D16", image="w")
+        for name in ("a-0", "a-1")
+    ]
+    for host in hosts:
+        document = joins.document(ca, f"https://127.0.0.1:{port}")
+        (folder / f"{host.name}.json").write_text(json.dumps(document))
+    rollout._configurations(faults, folder, hosts)
+    return [problem.what for problem in faults.problems]
+
+
+def test_what_nodes_are_told_is_asked_for_too(world: World, server: joins.Server) -> None:
+    """They would try until their time is over, canary by canary."""
+    ca = world.authority.certificate
+    assert node_faults(world.folder, server.port, ca) == []
+    (said,) = node_faults(world.folder, server.port, joins.authority().certificate)
+    assert "a-0, a-1: cluster: " in said and "is not proven by this CA" in said
+    server.server_close()
+    assert node_faults(world.folder, server.port, ca) == [], "it need not answer from here"
