@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -181,6 +182,28 @@ def _small(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
     yield table
 
 
+class _Lossy:
+    """A stream that may lose what is written: that nobody can see a run any more is no reason to end it.
+
+    A terminal goes away with its connection, whoever reads a pipe ends, the disk of a log is full.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 @dataclass
 class LiveTable:
     """Shows a run on standard error until the block ends. ``changed`` is called by the thread that changes it."""
@@ -188,6 +211,7 @@ class LiveTable:
     console: Console = field(default_factory=stderr_console)
     live: bool | None = None
     clock: Callable[[], float] = time.time
+    _file: IO[str] = field(init=False)
     _shown: Live | None = field(default=None, init=False)
     _progress: Progress | None = field(default=None, init=False)
     _view: View | None = field(default=None, init=False)
@@ -198,6 +222,8 @@ class LiveTable:
     _told: Mapping[str, int] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
+        self._file = self.console.file
+        self.console.file = _Lossy(self._file)  # type: ignore[assignment]  # all that rich asks of a file
         if self.live is None:
             self.live = is_live(self.console.is_terminal, os.environ)
         if self.live:
@@ -216,6 +242,7 @@ class LiveTable:
             self.changed(self._progress)
         if self._shown is not None:
             self._shown.stop()
+        self.console.file = self._file
 
     def changed(self, progress: Progress) -> None:
         """Show a state; may be called for every record."""

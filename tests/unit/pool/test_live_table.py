@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from rich.console import Console
 
+from image_builder.pool import report
 from image_builder.pool.driver import run
 from image_builder.pool.model import STEPS, ended, failed, quantile
 from image_builder.pool.progress import apply, begin, replay
@@ -231,6 +233,25 @@ def test_of_many_waves_those_about_the_current_one_are_shown() -> None:
     assert shown == ["wave", *(f"wave {n}" for n in range(30, 42))]
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_reader_that_goes_away_is_no_end_of_the_run(live: bool) -> None:
+    """A terminal goes with its connection: hosts are in work all the same, and the journal tells of them."""
+    reading, writing = os.pipe()
+    ended = ""
+    with (
+        suppress(BrokenPipeError),
+        os.fdopen(writing, "w", 1, encoding="utf-8") as file,
+    ):  # what it still holds
+        with LiveTable(console=Console(file=file, force_terminal=live), live=live) as table:
+            table.note("heard")
+            os.close(reading)
+            with pytest.raises(BrokenPipeError):
+                os.write(writing, b"x")
+            ended = report.state(_drive(FAULTS, lambda progress, _: table.changed(progress)), running=False)
+        ended += ", and shown to its end"
+    assert ended == "finished, and shown to its end"
+
+
 def test_what_a_host_says_cannot_steer_the_terminal() -> None:
     plan = make(60)
     name = plan.waves[0].hosts[0]
@@ -240,8 +261,8 @@ def test_what_a_host_says_cannot_steer_the_terminal() -> None:
         table.changed(begin(plan))
         table.changed(progress)
         shown = _drawn(table, 150)
-        assert isinstance(table.console.file, io.StringIO)
-        told = table.console.file.getvalue()
+    assert isinstance(table.console.file, io.StringIO)
+    told = table.console.file.getvalue()
     for text in (shown, told):
         assert "[2J[red]" in text and "\x1b" not in text and "\x07" not in text
 
