@@ -65,6 +65,12 @@ def test_what_is_no_duration_is_left_out(seconds: str) -> None:
     assert provision.read(0, f'{{"state": "ok", "phases": [{phase}]}}') == Told(OK, "yes")
 
 
+def test_a_host_that_tells_of_thousands_of_phases_fills_no_journal() -> None:
+    phases = [{"name": f"p{n}", "state": "ok", "seconds": 1} for n in range(20000)]
+    told = provision.read(0, json.dumps({"state": "ok", "phases": phases}))
+    assert (told.outcome, len(told.phases)) == (OK, 64)
+
+
 def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
     half = "\\ud800"
     phases = f'[{{"name": "{half}", "state": "ok", "seconds": 1}}]'
