@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from image_builder.errors import ImageBuilderError
+from image_builder.errors import ImageBuilderError, SpaceError
 from image_builder.node import durable
 from image_builder.pool.records import RECORD, Record, must_last
 
@@ -42,12 +42,15 @@ class Journal:
     _size: int = field(repr=False)
 
     def append(self, record: Record) -> None:
-        """Write a record, durably where it has to be; raises OSError, and then the journal is as before."""
+        """Write a record, durably where it has to be; raises SpaceError or OSError, and the journal is as before."""
         line = _line(self._next, record)
         try:
             _write(self._fd, line)
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._fd, self._size)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                hint = "make room there, then image-builder pool resume: who was told to join is asked first"
+                raise SpaceError(f"no space left: {self.path}", hint=hint) from error
             raise
         if must_last(record):
             os.fsync(self._fd)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.errors import ImageBuilderError
+from image_builder.errors import ImageBuilderError, SpaceError
 from image_builder.pool.gates import Reading
 from image_builder.pool.journal import in_use, journal_of, open_journal, parse, read_journal
 from image_builder.pool.model import OK, failed
@@ -145,8 +145,9 @@ def test_what_could_not_be_written_leaves_no_half_line(path: Path, monkeypatch: 
             return write(fd, data[:-20])
 
         monkeypatch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(SpaceError, match=f"no space left: {path}") as caught:
             journal.append(RECORDS[1])
+        assert "pool resume" in str(caught.value.hint), "it is not the store that is full"
         monkeypatch.undo()
         assert path.read_bytes() == before
         journal.append(RECORDS[3])
