@@ -89,10 +89,12 @@ def _expected(error: OSError) -> ImageBuilderError | None:
     """Return what a refusal of the operating system means, if that is no bug of ours."""
     where = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(f"no space left: {where}", hint="image-builder store gc --keep 1; or --store DIR")
+        return SpaceError(
+            f"no space left: {where}", hint="make room there; in a store by image-builder store gc --keep 1"
+        )
     if error.errno in (errno.EACCES, errno.EPERM):
         return HostError(
-            f"not permitted: {where}", hint="run as root, or use a --store and --output of your own"
+            f"not permitted: {where}", hint="run as root, or name files and directories of your own"
         )
     if error.errno == errno.EROFS:
         return HostError(f"read-only filesystem: {where}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 
 import pytest
 
@@ -87,6 +88,7 @@ def test_what_is_expected_shows_no_traceback(
     assert failure.guard(lambda: _raise(error), json_wanted=False) == status
     out, err = capsys.readouterr()
     assert words in err and "Traceback" not in err and out == ""
+    assert not re.search("--(store|output) ", err), "most commands have no such option"
 
 
 def test_a_bug_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
