@@ -38,6 +38,13 @@ def _connect(kubeconfig: Path | None) -> Client:
     return Client.from_kubeconfig(kubeconfig, agent=agent) if kubeconfig else Client.in_cluster(agent=agent)
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a pod may run as a number that no name belongs to
+        return f"uid {os.getuid()}"
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -115,9 +122,7 @@ def admit(
     from image_builder.gate.admit import why
 
     try:
-        found = let_in(
-            _connect(kubeconfig), node, Rules(taint=taint), who=who or getpass.getuser(), reason=reason
-        )
+        found = let_in(_connect(kubeconfig), node, Rules(taint=taint), who=who or _user(), reason=reason)
     except NodeError as error:
         raise _failed(error) from error
     result = {"node": node, "boot_id": found.boot_id, "was": why(found)}

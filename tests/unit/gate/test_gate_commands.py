@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
 from image_builder import errors
 from image_builder.cli import app
+from image_builder.gate import commands
 
 
 @pytest.mark.parametrize("rate", ["0", "-1"])
 def test_a_rate_that_lets_nobody_in_is_refused(rate: str) -> None:
     done = CliRunner().invoke(app, ["gate", "run", "--rate", rate, "--kubeconfig", "/none"])
     assert done.exit_code == errors.UsageError.exit_code and "--rate" in done.stderr
+
+
+def test_who_lets_a_node_in_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gate admit` is for when nothing else goes: in a pod that runs as a mere number it has to go, too."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert commands._user() == "uid 4000000000"
+    monkeypatch.setenv("LOGNAME", "operator")
+    assert commands._user() == "operator"
