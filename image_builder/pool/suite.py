@@ -78,7 +78,7 @@ class Runs:
         try:
             reports.mkdir(parents=True, exist_ok=True)
             known = reports / "known_hosts"
-            known.write_text(keys, encoding="ascii")
+            known.write_text(keys, encoding="utf-8")
             address = SshAddress(access.user, host.address, host.port, access.key, known)
             result = self._observe(host.image, address.url, reports, seconds)
         except (ImageBuilderError, OSError) as error:
