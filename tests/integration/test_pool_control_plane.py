@@ -16,13 +16,14 @@ import pytest
 
 from image_builder.errors import DefinitionError
 from image_builder.pool import rollout
-from image_builder.pool.control_plane import NODES, REQUESTS, Kubernetes
+from image_builder.pool.control_plane import NODES, REQUESTS, TABLE, Kubernetes
 from image_builder.pool.model import Host
 from tests import joins
 
 pytestmark = pytest.mark.root
 
 TOKEN = "an-operator"
+NO_NODES = {"kind": "Table", "columnDefinitions": [{"name": "Status"}, {"name": "Age"}], "rows": []}
 EMPTY: joins.Answer = (200, {}, b'{"metadata":{"resourceVersion":"1"},"items":[]}')
 
 
@@ -39,7 +40,9 @@ class World:
         status = self.status.get(path, 200) if known or path == "/version" else 401
         if status != 200:
             return joins.answer({"message": f"{path} is not for you"}, status)
-        return (200, {}, b"") if path == "/metrics" else EMPTY
+        if path == "/metrics":
+            return 200, {}, b""
+        return joins.answer(NO_NODES) if headers.get("Accept") == TABLE else EMPTY
 
     def tls(self) -> ssl.SSLContext:
         pair = joins.issued(self.authority, "api")
@@ -69,7 +72,7 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def server(world: World) -> Iterator[joins.Server]:
-    with joins.Server(world.api, world.tls()) as made:
+    with joins.serving(world.api, world.tls()) as made:
         yield made
 
 
