@@ -227,12 +227,16 @@ def _fetchable(uri: str) -> str | None:
     return uri if uri.startswith(("http:", "https:", "file:", "copy:")) else None
 
 
+# What apt takes for no (StringToBool).
+_OFF = ("no", "false", "without", "off", "disable", "0")
+
+
 def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
     found = []
     for path in sorted((apt / "sources.list.d").glob("*.sources")):
         for stanza in re.split(r"\n\s*\n", _text(path)):
             fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.MULTILINE))
-            if "URIs" in fields and fields.get("Enabled", "yes") != "no":
+            if "URIs" in fields and fields.get("Enabled", "").strip().lower() not in _OFF:
                 found.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
     lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*.list"))]
     for path in lists:

@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -237,8 +237,10 @@ class Store:
                 builds = _builds(path)
                 kept.update(i for build in (builds[-keep:] if keep else []) for i in build)
             removed = [i for i in self.ids() if i not in kept]
-            freed = sum(int(self.meta(i)["bytes"]) for i in removed)
+            freed = 0
             for stage_id in removed:
+                with suppress(StoreError):  # its record can't be read, which nothing needs any more
+                    freed += int(self.meta(stage_id)["bytes"])
                 doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
                 self.object(stage_id).rename(doomed)
             self.reap()

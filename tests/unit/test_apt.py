@@ -46,6 +46,15 @@ def test_a_vendors_repository_is_not_taken_for_debians(etc: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("word", ["no", "No", "false", "off", "0"])
+def test_sources_that_are_off_are_none(etc: Path, word: str) -> None:
+    (etc / "apt/sources.list.d/debian.sources").write_text(
+        f"Types: deb\nURIs: http://one.example/debian\nSuites: trixie\nEnabled: {word}\n\n"
+        "Types: deb\nURIs: http://two.example/debian\nSuites: trixie\nEnabled: yes\n"
+    )
+    assert apt.host_mirrors(etc) == {"debian": "http://two.example/debian"}
+
+
 def test_a_list_of_mirrors_gives_its_first_one_and_a_cdrom_nothing(etc: Path) -> None:
     mirrors = etc / "apt/debian.list"
     mirrors.write_text("# comment\nhttp://first.example/debian priority:1\nhttp://second.example/debian\n")

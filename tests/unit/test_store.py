@@ -138,6 +138,15 @@ def test_gc_keeps_the_last_builds_of_every_image(store: Store) -> None:
     assert sorted(store.ids()) == sorted([new.id, other.id])
 
 
+def test_gc_is_not_held_up_by_a_record_that_can_not_be_read(store: Store) -> None:
+    damaged, old, new = (_commit(store, option=name) for name in ("damaged", "old", "new"))
+    (store.object(damaged.id) / "meta.json").write_text("{")
+    store.record("worker", [new.id])
+    removed, freed = store.gc(keep=1)
+    assert sorted(removed) == sorted([damaged.id, old.id]) and freed > 0
+    assert store.ids() == [new.id]
+
+
 @pytest.mark.parametrize("image", ["store", "staging"])
 def test_an_image_may_be_called_as_the_stores_own_locks(store: Store, image: str) -> None:
     plan = _commit(store)

@@ -102,9 +102,8 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
             _write(result, made)
         except OSError as error:
             sys.stderr.write(f"node-agent: {result} can't be written: {error.strerror}\n")
-            if (
-                made["verdict"]["exit_code"] == verdict.PASS
-            ):  # of which nobody could read that it is of this boot
+            # Of a pass nobody could read that it is of this boot.
+            if made["verdict"]["exit_code"] == verdict.PASS:
                 raise
         sys.stdout.write(json.dumps(made, indent=1) + "\n" if as_json else document.text(made))
         sys.stdout.flush()

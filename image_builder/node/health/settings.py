@@ -144,7 +144,7 @@ def endpoint(text: str) -> tuple[str, int] | None:
             return None
     elif not _NAME.fullmatch(host):
         return None
-    return (host, int(port)) if port.isdigit() and 0 < int(port) < 65536 else None
+    return (host, int(port)) if port.isdecimal() and 0 < int(port) < 65536 else None
 
 
 def is_address(host: str) -> bool:

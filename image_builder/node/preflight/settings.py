@@ -80,4 +80,4 @@ def _problems(made: Settings) -> list[str]:
 
 def _is_place(place: str) -> bool:
     host, colon, port = place.rpartition(":")
-    return bool(host and colon) and port.isdigit() and 0 < int(port) < 65536
+    return bool(host and colon) and port.isdecimal() and 0 < int(port) < 65536

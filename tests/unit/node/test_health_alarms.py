@@ -266,6 +266,7 @@ def test_endpoints() -> None:
         "registry.test",
         "registry.test:0",
         "registry.test:70000",
+        "registry.test:²",
         "[x]:1",
         "a b:1",
         ":1",
