@@ -44,6 +44,7 @@ def slice_(
 
         image-builder pool slice h100.plan.json --wave canaries --user admin --known-hosts hosts.keys --out slices
     """
+    from image_builder.pool import node_configs as configs
     from image_builder.pool import plan as plans
     from image_builder.pool.ansible import Slice, write_portable
     from image_builder.pool.driver import Work
@@ -52,11 +53,9 @@ def slice_(
 
     made = plans.load(plan)
     chosen = _wave(made, wave)
-    missing = [
-        f for f in (known_hosts, *_configurations(node_configs, chosen.hosts).values()) if not f.is_file()
-    ]
-    if missing:
-        raise UsageError(f"no such file: {', '.join(map(str, missing[:5]))}")
+    if not known_hosts.is_file():
+        raise UsageError(f"no such file: {known_hosts}")
+    configurations = configs.read(node_configs, chosen.hosts) if node_configs else {}
     # The key isn't read: whoever runs the slice brings it.
     access = Access(user, Path("-"), Pinned(known_hosts.absolute()))
     with writing(out):
@@ -65,10 +64,8 @@ def slice_(
     for number, names in enumerate(chosen.slices):
         rate = made.policy.join_rate
         work = tuple(Work(made.host[name], 1, (first + n) / rate) for n, name in enumerate(names))
-        configurations = _configurations(node_configs, names)
-        write_portable(
-            Slice(work, access, made.policy.deadlines.bootstrap, configurations), out / str(number)
-        )
+        own = {name: configurations[name] for name in names if name in configurations}
+        write_portable(Slice(work, access, made.policy.deadlines.bootstrap, own), out / str(number))
         first += len(names)
     result = {"directory": os.fspath(out), "slices": len(chosen.slices), "hosts": len(chosen.hosts)}
     show(result, f"{result['hosts']} hosts in {result['slices']} slices, in {out}", as_json=as_json)
@@ -82,7 +79,3 @@ def _wave(plan: Plan, name: str) -> Wave:
     if name not in found:
         raise UsageError(f"no wave `{name}` in this plan{did_you_mean(name, list(found))}")
     return found[name]
-
-
-def _configurations(folder: Path | None, names: tuple[str, ...]) -> dict[str, Path]:
-    return {name: folder.absolute() / f"{name}.json" for name in names} if folder else {}

@@ -7,8 +7,6 @@ import json
 import signal
 import stat
 import tempfile
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,12 +15,9 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
-from image_builder.node.asking import proven_by
-from image_builder.node.errors import NodeError
-from image_builder.node.join import config as node_config
-from image_builder.pool import driver, remote_slice
+from image_builder.pool import driver, node_configs, remote_slice
 from image_builder.pool import plan as plans
-from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched, server_fault
+from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
 from image_builder.pool.fleet import Fleet, Means
 from image_builder.pool.hostkeys import known_as
 from image_builder.pool.inventory import Fleet as Found
@@ -35,7 +30,6 @@ from image_builder.pool.progress import apply, begin
 from image_builder.pool.reach import Access, Reach
 from image_builder.pool.records import Opened, Record
 from image_builder.pool.remote_slice import Worker
-from image_builder.pool.render import doubles
 from image_builder.pool.report import report
 from image_builder.pool.resume import past, take_up
 from image_builder.pool.state import Progress
@@ -91,7 +85,7 @@ def prepare(options: Options) -> Ready:
     control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
-    configurations = _configurations(faults, options.node_configs, hosts)
+    configurations = faults.collect("--node-configs", lambda: _configurations(options, hosts)) or {}
     policy = plan.policy
     workers = faults.collect(
         "workers",
@@ -230,33 +224,9 @@ def _facts_fault(path: Path) -> str:
     return f"is no facts.json of a build: it lacks {', '.join(missing)}" if missing else ""
 
 
-def _configurations(faults: _Faults, folder: Path | None, hosts: Iterable[Host]) -> dict[str, Path]:
-    """Return the file of each host; what the node would refuse is refused here, by the same rules."""
-    if folder is None:
-        return {}
-    files = {host.name: folder.absolute() / f"{host.name}.json" for host in hosts}
-    if missing := [name for name, file in files.items() if not file.is_file()]:
-        faults.add("--node-configs", f"{folder} has no file for {named(missing)}")
-    wrong: dict[str, list[str]] = defaultdict(list)
-    nodes: dict[str, Mapping[str, object]] = {}
-    clusters: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in files.keys() - set(missing):
-        try:
-            found = node_config.parse(files[name].read_bytes())
-            nodes[name] = vars(found)
-            clusters[found.server, found.ca].append(name)
-        except NodeError as error:
-            wrong[error.message].append(name)
-        except OSError as error:
-            wrong[error.strerror or str(error)].append(name)
-    for (key, value), names in doubles(nodes).items():
-        wrong[f"node.{key}: {value} can be that of one node alone"] += names
-    for (server, ca), names in clusters.items():
-        if fault := server_fault(server, proven_by(ca), time.time()):
-            wrong[f"cluster: {fault}"] += names
-    for what, names in sorted(wrong.items()):
-        faults.add("--node-configs", f"{named(sorted(names))}: {what}")
-    return files
+def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:
+    folder = options.node_configs
+    return node_configs.read(folder, [host.name for host in hosts]) if folder else {}
 
 
 class Stop:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import DefinitionError
-from image_builder.pool import rollout
+from image_builder.pool import node_configs, rollout
 from image_builder.pool.control_plane import NODES, REQUESTS, TABLE, Kubernetes
-from image_builder.pool.model import Host
 from tests import joins
 
 pytestmark = pytest.mark.root
@@ -134,16 +133,15 @@ def test_one_that_does_not_answer_is_left_to_the_gate(world: World, server: join
 
 def node_faults(folder: Path, port: int, ca: str) -> list[str]:
     """Return what `pool run --node-configs` says of a configuration of two hosts."""
-    faults = rollout._Faults()
-    hosts = [
-        Host(name=name, address="10.0.0.1", pool="a", scale_set="a", vm_size="D16", image="w")
-        for name in ("a-0", "a-1")
-    ]
-    for host in hosts:
+    names = ("a-0", "a-1")
+    for name in names:
         document = joins.document(ca, f"https://127.0.0.1:{port}")
-        (folder / f"{host.name}.json").write_text(json.dumps(document))
-    rollout._configurations(faults, folder, hosts)
-    return [problem.what for problem in faults.problems]
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    try:
+        node_configs.read(folder, names)
+    except DefinitionError as error:
+        return [problem.what for problem in error.problems]
+    return []
 
 
 def test_what_nodes_are_told_is_asked_for_too(world: World, server: joins.Server) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from image_builder import errors, pool_run_commands
 from image_builder.cli import app
 from image_builder.definition import load_inventory
-from image_builder.pool import abort, rollout
+from image_builder.pool import abort, node_configs, rollout
 from image_builder.pool import plan as plans
 from image_builder.pool.journal import journal_of, open_journal
 from image_builder.pool.records import Opened, Stopped
@@ -42,7 +42,7 @@ def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"hosts are touched: {ready}")
 
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.
-    monkeypatch.setattr(rollout, "server_fault", lambda *_: "")
+    monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
     monkeypatch.setattr(rollout, "drive", driven)
     monkeypatch.setattr(rollout, "verify", driven)
 
@@ -233,13 +233,13 @@ def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
 
 
 def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
-    stop, woken = Stop(), SimpleQueue[int]()
-    stop.wake = lambda: woken.put(stop.number)
+    stop, woken = Stop(), SimpleQueue[str]()
+    stop.wake = lambda: woken.put("woken")  # by another thread, which may be there before the number is
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
         assert not stop.asked()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked() and woken.get(timeout=60) == signal.SIGTERM
+        assert stop.asked() and woken.get(timeout=60) == "woken" and stop.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

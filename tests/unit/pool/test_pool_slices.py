@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from image_builder.cli import app
 from image_builder.errors import UsageError
+from image_builder.pool import node_configs, remote_slice, worker_guard
 from image_builder.pool import plan as plans
-from image_builder.pool import remote_slice, worker_guard
 from image_builder.pool.hostkeys import known_as
+from tests import joins
 from tests.unit.pool.simulation import make
 
 
@@ -71,15 +72,19 @@ def test_a_key_goes_to_memory_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> Non
         worker_guard._memory()
 
 
-def test_slices_of_a_wave_for_any_engine(tmp_path: Path) -> None:
+def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No path of this machine, no key; join slots as the plan's rate has them; everything that a host needs."""
     plan = make(12)
     file, keys, configs = tmp_path / "p.json", tmp_path / "keys", tmp_path / "configs"
     plans.save(plan, file)
     keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
     configs.mkdir()
-    for host in plan.hosts:
-        (configs / f"{host.name}.json").write_text(json.dumps({"node": host.name}))
+    # No socket here: tests/integration/test_pool_control_plane.py asks a server.
+    monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
+    authority = joins.authority().certificate
+    documents = {host.name: joins.document(authority, node={"name": host.name}) for host in plan.hosts}
+    for name, document in documents.items():
+        (configs / f"{name}.json").write_text(json.dumps(document))
     wave = plan.waves[-1]
     words = [str(file), "--wave", wave.name, "--user", "admin", "--known-hosts", str(keys)]
     words += ["--node-configs", str(configs), "--out", str(tmp_path / "out"), "--json"]
@@ -95,12 +100,19 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path) -> None:
             assert os.fspath(tmp_path) not in path.read_text(), path
         for name, variables in told["hosts"].items():
             config = variables["pool_node_config"].replace("{{ inventory_dir }}", f"{folder}/inventory")
-            assert json.loads(Path(config).read_text()) == {"node": name}
+            assert json.loads(Path(config).read_text()) == documents[name]
             (known,) = re.findall(r'UserKnownHostsFile="\{\{ inventory_dir \}\}/(\S+)"', str(variables))
             assert (folder / "inventory" / known).read_bytes() == keys.read_bytes()
     assert found.keys() == set(wave.hosts)
     delays = sorted(variables["pool_join_delay"] for variables in found.values())
     assert delays == [round(n / plan.policy.join_rate, 3) for n in range(len(wave.hosts))]
+
+    (configs / f"{wave.hosts[0]}.json").write_text("{}")
+    words[-2] = str(tmp_path / "refused")
+    done = CliRunner().invoke(app, ["pool", "slice", *words])
+    assert done.exit_code == 3 and not (tmp_path / "refused").exists()
+    (problem,) = json.loads(done.stdout)["error"]["problems"]
+    assert f"{wave.hosts[0]}: format: is missing" in problem["what"]
 
 
 def test_a_wave_must_be_one_of_the_plan(tmp_path: Path) -> None:
