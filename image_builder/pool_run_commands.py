@@ -127,7 +127,8 @@ def resume(
 
     Example:
 
-        image-builder pool resume h100.plan.json --user admin --key id_pool --known-hosts hosts.keys
+        image-builder pool resume h100.plan.json --user admin --key id_pool --known-hosts hosts.keys \\
+            --facts output/worker/latest/facts.json
     """
     options = _options(
         plan,

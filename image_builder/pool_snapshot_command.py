@@ -47,7 +47,7 @@ def snapshot(
 
     Example:
 
-        image-builder pool snapshot h100=/subscriptions/…/virtualMachineScaleSets/gpu-a --out hosts/00-nodes.yml
+        image-builder pool snapshot h100_west=/subscriptions/…/virtualMachineScaleSets/gpu-a --out hosts/00-nodes.yml
     """
     from image_builder.node import durable
     from image_builder.pool import snapshot as snapshots

@@ -112,7 +112,7 @@ class PreloadedImage(_Strict):
         max_length=255,
         description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest.",
     )
-    pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it (containerd).")
+    pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it.")
     required: bool = Field(
         True, description="The build fails without it; otherwise it is left out, and said."
     )

@@ -108,6 +108,9 @@ def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
                 reading.faults["pool", f"is in pool `{pool_of[name]}` and in `{pool}`"].append(name)
                 continue
             pool_of[name] = pool
+            if name in reading.images:
+                reading.faults["pool", f"is an image, no host: `{pool}` has more than a pool's"].append(name)
+                continue
             host = _host(reading, name, pool, sets[name])
             if host:
                 found.append(host)
