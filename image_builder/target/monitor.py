@@ -36,6 +36,14 @@ def execute(
             raise BootError(f"QEMU's monitor doesn't answer to {command}: {error}") from error
 
 
+def gave_up(path: Path) -> bool:
+    """Tell whether QEMU stopped its guest because KVM can't go on; no where it doesn't answer, or not yet."""
+    try:
+        return bool(execute(path, "query-status", timeout=1)["status"] == "internal-error")
+    except BootError:
+        return False
+
+
 def _ask(stream: Any, command: str, arguments: Mapping[str, Any]) -> Any:
     stream.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
     stream.flush()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from image_builder import process
-from image_builder.errors import BootError, CommandError, HostError
+from image_builder.errors import BootError, HostError
 
 PROGRAM = "qemu-system-x86_64"
 MEMORY_MIB = 3072
@@ -258,48 +255,6 @@ def disk_format(path: Path) -> Literal["raw", "qcow2"]:
     """Return a disk file's format by its first bytes; anything that isn't qcow2 is raw (a fixed VHD, too)."""
     with path.open("rb") as file:
         return "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
-
-
-_PROBE_PORT, _PROBE_VALUE = 0xF4, 0x2A
-
-
-def probe_command(accel: Accelerator, rom: Path) -> list[str]:
-    """Return the command of the smallest guest: it writes ``rom`` itself and ends QEMU from inside.
-
-    The firmware is 64 KiB of ROM with four instructions where the processor starts (16 bytes below the end).
-    QEMU's isa-debug-exit ends QEMU with the status (value << 1) | 1.
-    """
-    # mov al, VALUE; out PORT, al; hlt; jmp to the hlt
-    code = bytes([0xB0, _PROBE_VALUE, 0xE6, _PROBE_PORT, 0xF4, 0xEB, 0xFD])
-    rom.write_bytes(b"\0" * 0xFFF0 + code.ljust(16, b"\0"))
-    return [
-        *(PROGRAM, "-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35", "-accel", accel),
-        *("-cpu", "host" if accel == "kvm" else "max", "-m", "64", "-no-reboot", "-bios", os.fspath(rom)),
-        *("-device", f"isa-debug-exit,iobase={_PROBE_PORT:#x},iosize=1"),
-    ]
-
-
-def works(accel: Accelerator, seconds: float = 20) -> bool:
-    """Start a guest that ends at once; tell whether it ran. Raises HostError when QEMU isn't there."""
-    if shutil.which(PROGRAM, path=process.environment()["PATH"]) is None:
-        raise HostError(f"{PROGRAM} is missing", hint="install the package qemu-system-x86")
-    with tempfile.TemporaryDirectory(prefix="image-builder-probe-") as directory:
-        argv = probe_command(accel, Path(directory, "probe.rom"))
-        try:
-            process.run(argv, ok=[_PROBE_VALUE << 1 | 1], timeout=seconds)
-        except CommandError:
-            return False
-    return True
-
-
-@functools.cache
-def accelerator() -> Accelerator:
-    """Return ``kvm`` when a guest really runs with it, else ``tcg``.
-
-    That /dev/kvm can be opened proves nothing: in a VM whose own hypervisor is incomplete, QEMU dies while it
-    sets up the processor. The probe takes 0.1 s.
-    """
-    return "kvm" if os.access("/dev/kvm", os.R_OK | os.W_OK) and works("kvm") else "tcg"
 
 
 def forwarded_port(usernet: str) -> int:

@@ -28,6 +28,7 @@ from typing import Protocol, Self
 from image_builder import process
 from image_builder.errors import BootError
 from image_builder.target import console, monitor, qemu
+from image_builder.target.accelerator import accelerator
 from image_builder.target.seed import write_seed
 from image_builder.target.ssh import SshAddress, SshTarget
 
@@ -91,7 +92,7 @@ class Vm:
         self.options = options
         self.directory = directory
         self.console_log = directory / "console.log"
-        self.accelerator = qemu.accelerator()
+        self.accelerator = accelerator()
         self.seconds_to_ssh: float | None = None
         self._qemu_log = directory / "qemu.log"
         self._monitor = monitor.socket_path(directory / "monitor")
@@ -302,6 +303,8 @@ class Vm:
         while True:
             if not self.running:
                 raise self._failure("QEMU ended")
+            if monitor.gave_up(self._monitor):
+                raise self._failure("KVM gave the machine up")
             text = self.console()
             if len(text) != size:
                 size, grown_at = len(text), time.monotonic()

@@ -25,7 +25,7 @@ from typing import Any
 
 from image_builder.errors import ImageBuilderError
 from image_builder.settings import REPO_ROOT
-from image_builder.target import qemu
+from image_builder.target.accelerator import accelerator
 from tests.boot import page
 from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
@@ -76,7 +76,7 @@ def lab(artefact: Path, base: Path | None = None) -> Iterator[Lab]:
 def machine() -> str:
     """Return the machine in words."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    how = "emulated" if qemu.accelerator() == "tcg" else "with KVM"
+    how = "emulated" if accelerator() == "tcg" else "with KVM"
     return f"a virtual machine with {os.cpu_count()} cores and {memory:.0f} GiB, the nodes in QEMU {how}"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.target import qemu
+from image_builder.target.accelerator import accelerator
 from tests.boot.node import Instance, Local, read_image
 from tests.e2e import command, join_page
 from tests.e2e.command import say
@@ -49,7 +49,7 @@ def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, An
         return {
             "image": IMAGE,
             "build": artefact.name,
-            "accelerator": qemu.accelerator(),
+            "accelerator": accelerator(),
             "told": json.loads(lab.user_data),
             "wanted": lab.wanted,
             "first": first,

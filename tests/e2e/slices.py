@@ -19,7 +19,7 @@ from typing import Any
 
 from image_builder import process
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.target import qemu
+from image_builder.target.accelerator import accelerator
 from tests.boot.node import Instance, read_image
 from tests.builds import Workplace
 from tests.e2e import command, slices_image, slices_page, slices_run
@@ -63,7 +63,7 @@ def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
             instance.end()
     return {
         "build": artefact.name,
-        "accelerator": qemu.accelerator(),
+        "accelerator": accelerator(),
         "kubectl": f"kubectl {version.rpartition(' ')[2]}",
         **seen,
     }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from image_builder.errors import BootError
-from image_builder.target import qemu
+from image_builder.target import accelerator, monitor, qemu
 from image_builder.target.vm import ExtraDisk, Vm, VmOptions
 
 pytestmark = pytest.mark.boot
@@ -50,7 +54,44 @@ def _machines(directory: Path) -> list[int]:
 
 
 def test_emulation_works_here() -> None:
-    assert qemu.works("tcg")
+    assert accelerator.works("tcg")
+
+
+def test_a_firmware_that_does_not_get_through_is_no_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where KVM runs the first instructions and no more: the processor starts, and nothing is said."""
+    _, variables = qemu.find_firmware()
+    code = tmp_path / "code.fd"
+    code.write_bytes(b"\xf4" * 3653632)  # hlt, everywhere
+    monkeypatch.setattr(qemu, "find_firmware", lambda: (code, variables))
+    assert not accelerator.works("tcg", seconds=3)
+    assert not _machines(Path(tempfile.gettempdir(), "image-builder-probe-"))
+
+
+def test_a_guest_that_kvm_can_not_go_on_with_is_given_up(tmp_path: Path) -> None:
+    """As QEMU 7.2 answers on a host whose KVM is no hypervisor's (kvm-pvm): it stands, and waits for nothing."""
+    path = tmp_path / "monitor"
+
+    def serve(listener: socket.socket) -> None:
+        for said in ("internal-error", "running"):
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rwb") as stream:
+                stream.write(b'{"QMP": {"version": {"qemu": {"micro": 22, "minor": 2, "major": 7}}}}\n')
+                stream.flush()
+                for answer in ({}, {"status": said, "singlestep": False, "running": said == "running"}):
+                    stream.readline()
+                    stream.write(json.dumps({"return": answer}).encode() + b"\n")
+                    stream.flush()
+
+    assert not monitor.gave_up(path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        assert [monitor.gave_up(path), monitor.gave_up(path)] == [True, False]
+        thread.join()
 
 
 def test_machine_without_a_bootable_disk_is_given_up_early(blank: Path, tmp_path: Path) -> None:

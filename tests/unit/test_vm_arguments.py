@@ -146,13 +146,6 @@ def test_failing_layer_names_the_drive_and_every_kind_of_access() -> None:
     assert {(rule["errno"], rule["once"]) for rule in layer["inject-error"]} == {(5, False)}
 
 
-def test_probe_ends_qemu_from_the_first_instruction(tmp_path: Path) -> None:
-    argv = qemu.probe_command("kvm", tmp_path / "rom")
-    rom = (tmp_path / "rom").read_bytes()
-    assert len(rom) == 65536 and rom[0xFFF0:0xFFF4] == bytes([0xB0, 0x2A, 0xE6, 0xF4])
-    assert "isa-debug-exit,iobase=0xf4,iosize=1" in argv and _options(argv, "-accel") == ["kvm"]
-
-
 def test_port_is_read_from_the_monitor() -> None:
     usernet = (
         "Hub -1 (net):\r\n"
