@@ -23,8 +23,8 @@ from image_builder.node.join.credentials import check_clock
 from image_builder.pool.gates import Reading
 
 NODES = "/api/v1/nodes"
-# What people see of nodes, as text, from the API server's memory: of thousands that is a hundredth of what the nodes
-# themselves are, and nothing is asked of etcd.
+# What people see of nodes, as text, from the API server's memory: nothing is asked of etcd, and it is a sixteenth of
+# what simulated nodes are (tests/bench/gate.py); real ones have lists of images besides.
 # https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
 SHOWN_NODES = f"{NODES}?resourceVersion=0&includeObject=None"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
