@@ -22,12 +22,17 @@ from image_builder.node import durable
 from image_builder.pool.records import RECORD, Record, must_last
 
 
-def journal_of(plan: Path) -> Path:
-    """Return where the journal of a plan's run is: beside it.
+def real_plan(plan: Path) -> Path:
+    """Return the file beside which the files of a plan's run are: where a link leads to.
 
-    A plan that is a link has that of the plan it leads to, or two processes could drive one run.
+    By the link's own name two processes could drive one run.
     """
-    real = plan.resolve() if plan.is_symlink() else plan
+    return plan.resolve() if plan.is_symlink() else plan
+
+
+def journal_of(plan: Path) -> Path:
+    """Return where the journal of a plan's run is: beside it."""
+    real = real_plan(plan)
     return real.with_name(f"{real.name}.journal.jsonl")
 
 

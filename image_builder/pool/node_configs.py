@@ -18,11 +18,11 @@ from image_builder.pool.render import doubles
 
 def read(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
     """Return the file of each host. What its node would refuse is refused here, by the same rules: DefinitionError."""
-    files = {name: folder.absolute() / f"{name}.json" for name in hosts}
-    missing = [name for name, file in files.items() if not file.is_file()]
+    wanted = {name: folder.absolute() / f"{name}.json" for name in hosts}
+    files = {name: file for name, file in wanted.items() if file.is_file()}
+    missing = [name for name in wanted if name not in files]
     problems = [f"{folder} has no file for {named(missing)}"] if missing else []
-    there = {name: file for name, file in files.items() if name not in set(missing)}
-    problems += [f"{named(sorted(names))}: {what}" for what, names in sorted(_wrong(there).items())]
+    problems += [f"{named(sorted(names))}: {what}" for what, names in sorted(_wrong(files).items())]
     if problems:
         raise DefinitionError(
             [Problem("", "--node-configs", what) for what in problems], hint="no host was touched"

@@ -22,7 +22,7 @@ from image_builder.pool.fleet import Fleet, Means
 from image_builder.pool.hostkeys import known_as
 from image_builder.pool.inventory import Fleet as Found
 from image_builder.pool.inventory import read_fleet
-from image_builder.pool.journal import in_use, journal_of, open_journal, read_journal
+from image_builder.pool.journal import in_use, journal_of, open_journal, read_journal, real_plan
 from image_builder.pool.model import Host
 from image_builder.pool.plan import Plan, make_plan, named
 from image_builder.pool.policy import Policy
@@ -277,7 +277,7 @@ def drive(ready: Ready) -> tuple[dict[str, Any], int]:
             return progress
 
         # Beside the plan, so that whoever takes the run up finds what a killed one left.
-        real = options.plan.resolve()
+        real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
         return _drive(ready, work, start, write, records)
 

@@ -24,7 +24,7 @@ def accelerator() -> Accelerator:
 
     That /dev/kvm can be opened proves nothing, nor does a first instruction: in a VM whose own hypervisor is
     incomplete, QEMU dies while it sets up the processor, or KVM gives up in the firmware. The probe takes as long as
-    the firmware does, a second or two.
+    the firmware does.
     """
     return "kvm" if os.access("/dev/kvm", os.R_OK | os.W_OK) and works("kvm") else "tcg"
 

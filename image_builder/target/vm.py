@@ -303,7 +303,7 @@ class Vm:
         while True:
             if not self.running:
                 raise self._failure("QEMU ended")
-            if monitor.gave_up(self._monitor):
+            if self.accelerator == "kvm" and monitor.gave_up(self._monitor):
                 raise self._failure("KVM gave the machine up")
             text = self.console()
             if len(text) != size:
