@@ -108,7 +108,7 @@ def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
 ) -> None:
     """The first slice finds nobody; the second one's worker dies in the middle, as a slice does that dies here."""
     policy = _workers(pool, DEAD, WORKERS[0], WORKERS[1]) | {"retries": 3}
-    made = rollout(*HOSTS, policy=policy, agent="seconds=4\n")
+    made = rollout(*HOSTS, policy=policy, agent="seconds=10\n")
     with made.start() as child:
         wait(lambda: child.poll() is not None or any(made.joins().values()))
         # All at once, and what is in memory, as when its power fails. No other host has such processes.
@@ -126,6 +126,13 @@ _KILL = (
     "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -qE 'ansible|sshd-session: operator'"
     " && [ ${p#/proc/} != $$ ] && [ $p/ns/net -ef /proc/self/ns/net ] && kill -KILL ${p#/proc/}; done;"
     " rm -rf /dev/shm/image-builder-*"
+)
+
+
+# Ends what a host's stand-in waits for.
+_JOINED = (
+    "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ]"
+    " && [ \"$(tr '\\0' ' ' <$p/cmdline)\" = 'sleep infinity ' ] && kill ${p#/proc/} && echo joining; done; true"
 )
 
 
@@ -151,16 +158,22 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
     lost, parted = WORKERS
     more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 2}
     made = rollout(*HOSTS, policy=_workers(pool, *WORKERS) | more)
+    told = (0, 2)
+    for number in told:
+        put(pool, number, "/etc/stand-in", "seconds=infinity\n")
     with made.start() as child, ExitStack() as mending:
         wait(lambda: child.poll() is not None or intents(made.records, "bootstrap") > 0)
         pool.cut(1)  # so that it is not told
         wait(lambda: child.poll() is not None or made.joins() == {0: 1, 1: 0, 2: 1})
+        assert all("ansible" in _left(pool, worker) for worker in WORKERS)
         pool.cut(lost)
         mending.callback(pool.mend, lost)
         pool.part(parted)
         mending.callback(pool.unite, parted)
-        assert all("ansible" in _left(pool, worker) for worker in WORKERS)
         wait(lambda: not any(_left(pool, worker) for worker in WORKERS))
+        # The slices did not come to their own end: their hosts are still joining, and may be done only now.
+        for number in told:
+            assert pool.run(number, "sh", "-c", _JOINED).splitlines() == ["joining"]
         pool.mend(1)
         wait(lambda: child.poll() is not None or results(made.records, "bootstrap") > 0)
         assert [_left(pool, worker) for worker in WORKERS] == ["", ""]
