@@ -7,7 +7,6 @@ its host alone, as the probe found them to be right: the suite's paramiko checks
 from __future__ import annotations
 
 import base64
-import os
 import signal
 import threading
 import time
@@ -88,7 +87,7 @@ class Runs:
         return judge(result)
 
     def _observe(self, image: str, target: str, out: Path, seconds: float) -> SuiteResult:
-        for stale in ("junit.xml", "suite.jsonl", "suite.log"):
+        for stale in ("suite.jsonl", "suite.log"):
             (out / stale).unlink(missing_ok=True)
         started = time.monotonic()
         status = self._process(image).run(target, out, seconds)
@@ -103,6 +102,7 @@ class Runs:
             seconds=time.monotonic() - started,
             said=tail(log),
             log=log,
+            with_junit=False,
         )
 
     def _process(self, image: str) -> SuiteProcess:
@@ -113,7 +113,7 @@ class Runs:
                 raise VerifyError("given up")
             if (found := self._processes.get(image)) and not found.ended:
                 return found
-            options = ("--each", "-s", *_TERSE, f"--junitxml={os.devnull}", suite.folder)
+            options = ("--each", "-s", *_TERSE, suite.folder)
             argv = suite_argv(suite.python, suite.folder, suite.facts[image], "booted", *options)
             self._processes[image] = self._stack.enter_context(SuiteProcess(argv, ENVIRONMENT))
             return self._processes[image]

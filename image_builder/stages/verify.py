@@ -188,19 +188,28 @@ def suite_argv(
 
 
 def read_results(
-    out_dir: Path, status: int, *, target: str, marker: str, seconds: float, said: str, log: Path
+    out_dir: Path,
+    status: int,
+    *,
+    target: str,
+    marker: str,
+    seconds: float,
+    said: str,
+    log: Path,
+    with_junit: bool = True,
 ) -> SuiteResult:
     """Return what a run found that ended with ``status``, by ``junit.xml`` and ``suite.jsonl``; write ``verify.json``.
 
-    ``said`` is pytest's output, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
+    ``said`` is pytest's output, which is in ``log`` too; a run ``with_junit`` has written both records. Raises
+    VerifyError for a run that proves nothing.
     """
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
-    if not junit.exists() or not report.exists():
+    if not report.exists() or (with_junit and not junit.exists()):
         raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
     try:
         result = read_run(
             report.read_text(encoding="utf-8").splitlines(),
-            junit.read_text(encoding="utf-8"),
+            junit.read_text(encoding="utf-8") if with_junit else None,
             status,
             target=_shown(target),
             marker=marker,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import cache
+
+
+def _any_of(*patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
 
 # Programs that change identity: what Debian's packages install, nothing else.
 SUID_SGID = {
@@ -36,7 +39,7 @@ SUID_SGID = {
 }
 
 # Directories that anyone may write to; all of them sticky.
-STICKY = (
+STICKY = _any_of(
     "/tmp",
     "/var/tmp",
     "/var/crash",
@@ -49,7 +52,7 @@ STICKY = (
 )
 
 # Links whose targets come to be on a running machine, or that Debian's packages ship dead.
-DEAD_LINKS = (
+DEAD_LINKS = _any_of(
     r"/var/lib/wtmpdb/wtmp\.db",  # the log that it points to is made by the first login
     "/etc/mtab",  # /proc/self/mounts; dead where /proc isn't mounted
     r"/etc/resolv\.conf",  # the stub of systemd-resolved, below /run
@@ -68,7 +71,7 @@ DEAD_LINKS = (
 )
 
 # Files below /usr that no package owns, made by triggers and postinst scripts, or shipped by our roles.
-UNOWNED = (
+UNOWNED = _any_of(
     r"/usr/lib(exec)?/.*/__pycache__/.*|/usr/share/.*/__pycache__/.*|.*/__pycache__",
     r"/usr/lib/modules/[^/]+/modules\.(alias|builtin\.alias|builtin\.alias\.bin|builtin\.bin|dep|devname|softdep|symbols|weakdep)(\.bin)?",
     r"/usr/lib/modules/[^/]+/(modules\.alias\.bin|modules\.symbols\.bin)",
@@ -87,13 +90,3 @@ UNOWNED = (
     r"/usr/libexec/kubernetes(/kubelet-plugins(/volume(/exec)?)?)?",  # the kubelet makes it when it starts
     r"/usr/local(/.*)?",  # test_no_stray_local_files looks there
 )
-
-
-def allowed(path: str, patterns: Iterable[str]) -> bool:
-    """Tell whether one of the patterns matches the whole path."""
-    return bool(_any_of(tuple(patterns)).fullmatch(path))
-
-
-@cache
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

@@ -38,7 +38,7 @@ UNITS = (
 SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
 _PART = re.compile(r"# (?:/etc|/run|/usr/local/lib|/usr/lib|/lib)/((systemd/\S+?)(?:\.d/[^/\s]+)?)")
-_UNMERGED = re.compile(r"^/(?=(?:bin|sbin|lib|lib32|lib64)/)", re.MULTILINE)
+_UNMERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 
 
 class Package(NamedTuple):
@@ -86,7 +86,10 @@ def _owned_files(host: Host) -> frozenset[str]:
 
 def with_merged_usr(paths: str) -> str:
     """Return paths, each on a line, as they are on a system with merged /usr."""
-    return _UNMERGED.sub("/usr/", paths)
+    lines = f"\n{paths}"
+    for folder in _UNMERGED:
+        lines = lines.replace(f"\n/{folder}/", f"\n/usr/{folder}/")
+    return lines[1:]
 
 
 def diversions(host: Host) -> list[tuple[str, str, str]]:

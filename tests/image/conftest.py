@@ -2,7 +2,7 @@
 
     pytest tests/image --facts facts.json --target sandbox:/path/of/a/mounted/root
     pytest tests/image --facts facts.json --target 'ssh://user@host:22?key=/path&known_hosts=/path'
-    pytest tests/image --facts facts.json --each -s --junitxml /dev/null   # many machines: see each.py
+    pytest tests/image --facts facts.json --each -s   # many machines: see each.py
 
 Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
 ``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
@@ -12,20 +12,17 @@ nothing is ever skipped while it runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import each
 import pytest
 from suite import Facts, applicability
-from targets import Target, open_target, parse_target
-from testinfra.host import Host
-from tree import Tree
+from targets import TARGET, Target, parse_target
 
 _REPORT = pytest.StashKey["_Report"]()
 _FACTS = pytest.StashKey[Facts]()
-_TARGET = pytest.StashKey[Target]()
 _NOT_APPLICABLE = pytest.StashKey[list[tuple[pytest.Item, str]]]()
 
 
@@ -48,10 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if bool(config.option.target) == many or not config.option.facts:
         raise pytest.UsageError("tests/image verifies an image: give --target (or --each) and --facts")
     try:
-        config.stash[_TARGET] = Target("ssh") if many else parse_target(config.option.target)
+        config.stash[TARGET] = Target("ssh") if many else parse_target(config.option.target)
         config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
+    # Most checks ask for the target: a fixture that need not look at who asks is had in half the time.
+    config.pluginmanager.import_plugin("mutant" if config.stash[TARGET].kind == "mutant" else "whole")
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
         config.stash[_REPORT] = _Report(Path(config.option.report))
@@ -59,14 +58,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """Keep out of runs that are not about an image."""
-    return None if _TARGET in config.stash else True
+    return None if TARGET in config.stash else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select what the target and the definition call for; the rest is deselected, with its reason."""
-    if _TARGET not in config.stash:
+    if TARGET not in config.stash:
         return
-    side = "booted" if config.stash[_TARGET].booted else "offline"
+    side = "booted" if config.stash[TARGET].booted else "offline"
     selected, deselected = [], []
     not_applicable = config.stash[_NOT_APPLICABLE]
     for item in items:
@@ -95,11 +94,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the checks on each machine that is asked for, with ``--each``; a failed collection is pytest's to tell."""
-    if _TARGET not in session.config.stash or not session.config.option.each or session.testsfailed:
+    if TARGET not in session.config.stash or not session.config.option.each or session.testsfailed:
         return None
 
     def begin(target: str, out: Path) -> None:
-        session.config.stash[_TARGET] = parse_target(target)
+        session.config.stash[TARGET] = parse_target(target)
         session.config.stash[_REPORT] = _Report(out / "suite.jsonl")
         _record_selection(session)
 
@@ -189,49 +188,3 @@ def facts(pytestconfig: pytest.Config) -> Facts:
 def v(facts: Facts) -> dict[str, Any]:
     """The role and builder variables that the image was baked with, resolved."""
     return facts.variables
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On a mutant target, run a check once for each of its mutations."""
-    if metafunc.config.stash[_TARGET].kind == "mutant":
-        from mutations import MUTATIONS
-
-        number = len(MUTATIONS.get(metafunc.function.__name__, ()))
-        metafunc.parametrize("mutation", range(max(number, 1)), indirect=True)
-
-
-def _lifetime(fixture_name: str, config: pytest.Config) -> Literal["function", "session"]:
-    """Return how long a fixture that is about a target lasts: each check has a mutant of its own."""
-    target = config.stash.get(_TARGET, None)
-    return "function" if target and target.kind == "mutant" else "session"
-
-
-@pytest.fixture(scope=_lifetime)
-def mutation(request: pytest.FixtureRequest) -> int | None:
-    """The number of the mutation to apply, on a mutant target."""
-    number: int | None = getattr(request, "param", None)
-    return number
-
-
-@pytest.fixture(scope=_lifetime)
-def host(request: pytest.FixtureRequest, facts: Facts, mutation: int | None) -> Iterator[Host]:
-    """The target, as testinfra sees it; one connection for the whole run."""
-    target = request.config.stash[_TARGET]
-    check = request.function.__name__ if target.kind == "mutant" else ""
-    with open_target(target, check, mutation, facts.variables) as opened:
-        yield opened
-
-
-@pytest.fixture(scope=_lifetime)
-def tree(host: Host, request: pytest.FixtureRequest, facts: Facts) -> Tree:
-    """Everything on the root filesystem, from one ``find``; shared by all checks of a target.
-
-    On a running machine without what its containers own: that isn't the image's.
-    """
-    if not hasattr(host, "image_tree"):
-        names = ("container_runtime_data_root", "container_runtime_containerd_root")
-        roots = [str(facts.variables[name]) for name in names if name in facts.variables]
-        running = request.config.stash[_TARGET].booted
-        host.image_tree = Tree.read(host, ("/var/lib/kubelet/pods", *roots) if running else ())
-    found: Tree = host.image_tree
-    return found

@@ -1,10 +1,12 @@
 """Many machines with one collection: each gets a process that begins where the checks would run, and ends by itself.
 
 Requests come on standard input, a line of JSON each: ``{"id": …, "target": URL, "out": DIRECTORY, "seconds": N}``. The
-process of one has the collected checks, and runs them on its target as a run of its own: its records go to
-``junit.xml`` and ``suite.jsonl`` in its directory, what it says to ``suite.log``. When it ended, a line tells:
+process of one has the collected checks, and runs them on its target as a run of its own: its record goes to
+``suite.jsonl`` in its directory, what failed and anything it says to ``suite.log``. When it ended, a line tells:
 ``{"ended": ID, "status": N}``, with N below 0 for a signal; after its seconds that is SIGALRM. At the end of standard
 input whatever still runs is killed.
+
+What pytest does for whoever looks on is left out: for each check of each machine it takes longer than most checks.
 """
 
 from __future__ import annotations
@@ -22,9 +24,6 @@ from traceback import walk_tb
 from typing import Any
 
 import pytest
-
-# pytest has no public way to let a run that was collected write its results elsewhere.
-from _pytest.junitxml import xml_key
 
 from image_builder.process import die_with_parent
 
@@ -78,8 +77,9 @@ def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, s
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for old, new in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(old, new)
-    session.config.stash[xml_key].logfile = os.fspath(out / "junit.xml")
-    session.config.add_cleanup(lambda: _leave(session))
+    plugins = session.config.pluginmanager
+    plugins.unregister(name="terminalreporter")
+    plugins.register(_Machine(), "machine")
     begin(request["target"], out)
 
 
@@ -90,11 +90,21 @@ def _failure(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> s
     return f"{item.path.name}:{[0, *lines][-1]}: {error.exconly()}"
 
 
-def _leave(session: pytest.Session) -> None:
-    """End at once, all being written: to take apart what was copied would first copy it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(session.exitstatus))
+class _Machine:
+    """In a machine's process: tells what failed as it fails, and ends it."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(
+                f"{report.outcome.upper()} {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True
+            )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """End at once, all being written: to take apart what was copied would first copy it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(exitstatus))
 
 
 def _tell_end(pidfd: int, pid: int, name: str) -> None:

@@ -7,7 +7,6 @@ whose message names what was found.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -121,9 +120,8 @@ def starts_at_boot(tree: Tree, unit: str) -> bool:
 
     ``systemctl is-enabled`` would also say so of a unit that has nothing but an alias.
     """
-    folders = r"/(etc|usr/lib)/systemd/system/[^/]+\.(wants|requires|upholds)/"
     masked = tree.get(f"/etc/systemd/system/{unit}")
-    return bool(tree.matching(folders + re.escape(unit))) and not (masked and masked.link == "/dev/null")
+    return unit in tree.pulled_in and not (masked and masked.link == "/dev/null")
 
 
 def gpus(host: Host) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,12 +15,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import paramiko
+import pytest
 import testinfra
 from rootshell import RootShell
 from testinfra.backend.base import CommandResult
 from testinfra.backend.paramiko import ParamikoBackend
 from testinfra.host import Host
 
+TARGET = pytest.StashKey["Target"]()
 # Nothing that a check asks for takes so long, even on an emulated machine.
 _COMMAND_SECONDS = 300.0
 
@@ -71,18 +72,9 @@ def parse_target(url: str) -> Target:
     )
 
 
-@contextmanager
-def open_target(
-    target: Target, check: str, mutation: int | None, variables: dict[str, Any]
-) -> Iterator[Host]:
-    """Yield testinfra's host for one check."""
-    if target.kind == "mutant":
-        assert mutation is not None
-        yield from _mutant(target, check, mutation, variables)
-    elif target.kind == "ssh":
-        yield _machine(target)
-    else:
-        yield _sandbox(target.path)
+def open_target(target: Target) -> Host:
+    """Return testinfra's host for a target that is not a mutant; the same one each time."""
+    return _machine(target) if target.kind == "ssh" else _sandbox(target.path)
 
 
 @lru_cache
@@ -98,15 +90,14 @@ def _machine(target: Target) -> Host:
     return machine
 
 
-def _mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]) -> Iterator[Host]:
+def open_mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]) -> Iterator[Host]:
     """Open a throw-away root, damage it as the check's mutation says, and enter it."""
     from mutations import MUTATIONS
 
     from image_builder.sandbox import open_root
 
-    with open_root(
-        [Path(p) for p in target.path.split(":")], Path(target.work, f"{check}.{mutation}")
-    ) as root:
+    lowers = [Path(p) for p in target.path.split(":")]
+    with open_root(lowers, Path(target.work, f"{check}.{mutation}")) as root:
         MUTATIONS[check][mutation](root.path, variables)
         yield testinfra.get_host(os.fspath(root.path), connection="chroot")
 
@@ -164,8 +155,17 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
             timeout=self.timeout,
             banner_timeout=self.timeout,
             auth_timeout=self.timeout,
+            transport_factory=_Transport,  # type: ignore[arg-type] # the stubs are of paramiko 3
         )
         transport = client.get_transport()
         assert transport is not None
         transport.set_keepalive(15)
         return client
+
+
+class _Transport(paramiko.Transport):
+    """Asks first for ciphers that need no sum beside them, which Python makes anew for each packet."""
+
+    @property
+    def preferred_ciphers(self) -> tuple[str, ...]:
+        return tuple(sorted(super().preferred_ciphers, key=lambda name: "-gcm@" not in name))

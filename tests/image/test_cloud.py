@@ -162,7 +162,9 @@ def test_agent_leaves_the_local_disk_alone(host: Host) -> None:
 def test_no_agent_is_installed(tree: Tree) -> None:
     """An image that doesn't want Azure's agent hasn't got it."""
     nothing(
-        tree.matching(r"/usr/s?bin/waagent2?\.?0?|/(etc|usr/lib)/systemd/system/(walinux|wa)agent\.service")
+        tree.matching(
+            r"/usr/(bin|sbin)/waagent2?\.?0?|/(etc|usr/lib)/systemd/system/(walinux|wa)agent\.service"
+        )
     )
 
 

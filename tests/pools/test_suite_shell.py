@@ -40,8 +40,7 @@ def backend(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
     known = tmp_path / "known_hosts"
     known.write_text(known_lines(host, Verifier(machine.pinned).known(host)))
     url = SshAddress(USER, host.address, host.port, machine.key, known).url
-    with targets.open_target(targets.parse_target(url), "", None, {}) as found:
-        return found.backend
+    return targets.open_target(targets.parse_target(url)).backend
 
 
 def test_each_command_is_alone(backend: BaseBackend) -> None:

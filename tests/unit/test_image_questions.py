@@ -176,7 +176,7 @@ ODD = [
 
 
 def listing(entries: Iterable[tuple[str, int, str, str]]) -> bytes:
-    return os.fsencode("".join(f"{status}\t{size}\t{path}\0{link}\0" for status, size, path, link in entries))
+    return os.fsencode("".join(f"{status}\0{size}\0{path}\0{link}\0" for status, size, path, link in entries))
 
 
 def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, ModuleType]) -> None:
@@ -191,6 +191,10 @@ def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, Mod
         tree["/usr"]
     assert [entry.path for entry in tree.where(lambda s: s.mode & 0o4000)] == ["/usr/bin/sudo"]
     assert [entry.path for entry in tree.where(lambda s: s.kind == "l", "/usr", "/opt")] == ["/usr/dead"]
+    assert tree.matching(r"/n/9\d?9", having="99") == ["/n/99", "/n/999"]
+    assert tree.matching(r".*", having="a") == ["/etc/a", "/etc/with\ttab\nand line", "/usr/dead"]
+    assert tree.matching(r".*b.*", having="usr") == ["/usr/bin/mine", "/usr/bin/sudo"]
+    assert tree.matching(r".*", having="nobody") == []
     asked: list[object] = []
     assert tree.where(asked.append) == []
     assert len(asked) == 6  # once of each status

@@ -1,0 +1,38 @@
+"""The fixtures of a run that tests the checks themselves: each gets a target of its own, damaged by a mutation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from mutations import MUTATIONS
+from suite import Facts
+from targets import TARGET, open_mutant
+from testinfra.host import Host
+from tree import Tree
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a check once for each of its mutations."""
+    number = len(MUTATIONS.get(metafunc.function.__name__, ()))
+    metafunc.parametrize("mutation", range(max(number, 1)), indirect=True)
+
+
+@pytest.fixture
+def mutation(request: pytest.FixtureRequest) -> int:
+    """The number of the mutation to apply."""
+    number: int = request.param
+    return number
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, facts: Facts, mutation: int) -> Iterator[Host]:
+    """A fresh target with the mutation."""
+    check = request.function.__name__
+    yield from open_mutant(request.config.stash[TARGET], check, mutation, facts.variables)
+
+
+@pytest.fixture
+def tree(host: Host) -> Tree:
+    """Everything on its root filesystem."""
+    return Tree.read(host)

@@ -1,0 +1,26 @@
+"""The fixtures of a run on one target, which all checks share."""
+
+from __future__ import annotations
+
+import pytest
+from suite import Facts
+from targets import TARGET, open_target
+from testinfra.host import Host
+from tree import Tree
+
+
+@pytest.fixture(scope="session")
+def host(pytestconfig: pytest.Config) -> Host:
+    """The target, as testinfra sees it; one connection for the whole run."""
+    return open_target(pytestconfig.stash[TARGET])
+
+
+@pytest.fixture(scope="session")
+def tree(host: Host, facts: Facts, pytestconfig: pytest.Config) -> Tree:
+    """Everything on the root filesystem, from one ``find``.
+
+    On a running machine without what its containers own: that isn't the image's.
+    """
+    names = ("container_runtime_data_root", "container_runtime_containerd_root")
+    roots = [str(facts.variables[name]) for name in names if name in facts.variables]
+    return Tree.read(host, ("/var/lib/kubelet/pods", *roots) if pytestconfig.stash[TARGET].booted else ())
