@@ -146,7 +146,7 @@ def test_what_breaks_in_the_middle_of_a_task_is_one_hosts_business(rollout: Call
 
 
 def test_abort_lets_what_is_in_work_end_and_nothing_begins(rollout: Callable[..., Rollout]) -> None:
-    made = rollout(0, 1, agent="seconds=3\n")
+    made = rollout(0, 1, agent="seconds=8\n")
     with made.start() as child:
         wait(lambda: child.poll() is not None or any(made.joins().values()))
         done = command("abort", made.plan, "--json")

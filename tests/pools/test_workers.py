@@ -156,7 +156,7 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
     asked, and are well; the one that was not is taken up again.
     """
     lost, parted = WORKERS
-    more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 2}
+    more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 5}
     made = rollout(*HOSTS, policy=_workers(pool, *WORKERS) | more)
     told = (0, 2)
     for number in told:
