@@ -29,7 +29,7 @@ WORKER_STAGES = (
     "kubernetes",
 )
 LAST = ("seal", "verify", "disk", "convert")
-RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "20"))
+RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "8"))
 
 
 def _tree(path: Path) -> set[str]:
