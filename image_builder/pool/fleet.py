@@ -158,9 +158,8 @@ class Fleet:
     def bootstrap(self, work: Sequence[Work]) -> None:
         for w in work:
             self._begin(w, "bootstrap")
-            self._answered_at.pop(
-                w.host.name, None
-            )  # what it said before that tells nothing of how it is behind it
+            # What it said before that tells nothing of how it is behind it.
+            self._answered_at.pop(w.host.name, None)
         means = self._means
         self._number += 1
         # In turn: what was lost with one worker is tried again by another.

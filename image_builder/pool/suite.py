@@ -23,7 +23,7 @@ from image_builder.pool.model import OK, Host, Outcome, failed
 from image_builder.pool.reach import Access
 from image_builder.pool.suite_process import SuiteProcess
 from image_builder.process import tail
-from image_builder.report.verification import SuiteResult
+from image_builder.report.verification import TOLD, SuiteResult
 from image_builder.stages.verify import ENVIRONMENT, SUITE, read_results, suite_argv
 from image_builder.store import remove_tree
 from image_builder.target.ssh import SshAddress
@@ -87,14 +87,14 @@ class Runs:
         return judge(result)
 
     def _observe(self, image: str, target: str, out: Path, seconds: float) -> SuiteResult:
-        for stale in ("suite.jsonl", "suite.log"):
+        for stale in (TOLD.file, "suite.jsonl", "suite.log"):
             (out / stale).unlink(missing_ok=True)
         started = time.monotonic()
         status = self._process(image).run(target, out, seconds)
         if status == -signal.SIGALRM:
             raise VerifyError(f"the suite did not end within {seconds:.0f} s")
         log = out / "suite.log"
-        return read_results(
+        result = read_results(
             out,
             status,
             target=target,
@@ -102,8 +102,10 @@ class Runs:
             seconds=time.monotonic() - started,
             said=tail(log),
             log=log,
-            with_junit=False,
+            by_pytest=TOLD,
         )
+        (out / TOLD.file).unlink()
+        return result
 
     def _process(self, image: str) -> SuiteProcess:
         """Return the process for the hosts of an image: another one where the last has ended."""

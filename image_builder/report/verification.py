@@ -1,16 +1,16 @@
 """The outcome of one run of the verification suite (``tests/image``).
 
-Two records of a run are read and must agree: pytest's JUnit XML, and the JSON lines that the suite writes
-itself as each check ends. (Of each of a pool's hosts there are the lines alone, and pytest's exit status.) A check
-that is in one of them alone, an outcome other than passed, failed or error, a run without an end or without a
-check: each makes the whole run worthless and raises VerifyError.
+Two records of a run are read and must agree: what pytest reported (its JUnit XML; of each of a pool's hosts the
+bare outcomes), and the JSON lines that the suite writes itself as each check ends. A check that is in one of them
+alone, an outcome other than passed, failed or error, a run without an end or without a check: each makes the whole
+run worthless and raises VerifyError.
 """
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,9 @@ from image_builder.plan.model import JSON
 Outcome = Literal["passed", "failed", "error"]
 _OUTCOMES: tuple[str, ...] = get_args(Outcome)
 _NAMED_FAILURES = 20
+
+Outcomes = Mapping[tuple[str, str], str]
+"""The outcome of each check by its module and its name, as JUnit files tell checks apart."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ def from_json(data: dict[str, Any]) -> SuiteResult:
 
 
 def read_run(
-    lines: Iterable[str], junit: str | None, exit_status: int, *, target: str, marker: str, seconds: float
+    lines: Iterable[str], recorded: Outcomes, exit_status: int, *, target: str, marker: str, seconds: float
 ) -> SuiteResult:
-    """Return the result of a run from its records, the second of which it may not have, and its exit status.
+    """Return the result of a run from the suite's lines, what pytest ``recorded``, and its exit status.
 
     Failed checks are part of a result; what makes the result untrustworthy raises VerifyError.
     """
@@ -153,7 +156,7 @@ def read_run(
         not_applicable=tuple(NotApplicable(n["name"], n["reason"]) for n in collected["not_applicable"]),
         seconds=seconds,
     )
-    _require_consistent(result, collected["selected"], junit, (finished["status"], exit_status))
+    _require_consistent(result, collected["selected"], recorded, (finished["status"], exit_status))
     return result
 
 
@@ -191,9 +194,9 @@ def _known_outcome(name: str, outcome: str) -> Outcome:
 
 
 def _require_consistent(
-    result: SuiteResult, selected: Sequence[str], junit: str | None, statuses: tuple[int, int]
+    result: SuiteResult, selected: Sequence[str], recorded: Outcomes, statuses: tuple[int, int]
 ) -> None:
-    """Raise VerifyError unless selection, reported checks, JUnit and exit statuses tell the same story."""
+    """Raise VerifyError unless selection, reported checks, pytest's record and exit statuses tell the same story."""
     if not selected:
         raise VerifyError("the suite collected no check, so nothing was verified")
     ran = {check.name: check.outcome for check in result.checks}
@@ -202,8 +205,7 @@ def _require_consistent(
         raise VerifyError(f"{len(missing)} selected checks gave no result, the first is {missing[0]}")
     if set(ran) - set(selected):
         raise VerifyError(f"a check ran that was not selected: {min(set(ran) - set(selected))}")
-    if junit is not None:
-        _require_same(ran, _junit_outcomes(junit))
+    _require_same(ran, recorded)
     expected = 1 if result.not_passed else 0
     if statuses != (expected, expected):
         raise VerifyError(
@@ -211,28 +213,28 @@ def _require_consistent(
         )
 
 
-def _require_same(ran: Mapping[str, str], recorded: Mapping[tuple[str, str], str]) -> None:
-    """Raise VerifyError unless the checks that ran ended as the JUnit file has it."""
+def _require_same(ran: Mapping[str, str], recorded: Outcomes) -> None:
+    """Raise VerifyError unless the checks that ran ended as pytest has recorded it."""
     told: dict[tuple[str, str], set[str]] = {}
     for name, outcome in ran.items():
-        told.setdefault(_junit_key(name), set()).add(outcome)
+        told.setdefault(_key(name), set()).add(outcome)
     for key in sorted({*recorded, *told}):
         outcomes = told.get(key, set())
         if outcomes != {recorded.get(key)}:
             raise VerifyError(
                 f"the two records of {'.'.join(key)} disagree: "
                 f"{', '.join(sorted(outcomes)) or 'nothing'} in the suite's report, "
-                f"{recorded.get(key) or 'nothing'} in the JUnit file"
+                f"{recorded.get(key) or 'nothing'} in pytest's"
             )
 
 
-def _junit_key(name: str) -> tuple[str, str]:
+def _key(name: str) -> tuple[str, str]:
     module, _, function = name.partition("::")
     return module.removesuffix(".py").replace("/", "."), function
 
 
-def _junit_outcomes(junit: str) -> dict[tuple[str, str], str]:
-    """Map (class name, test name) to the outcome in a JUnit file."""
+def junit_outcomes(junit: str) -> Outcomes:
+    """Return the outcomes in a JUnit file; raises VerifyError where it can't be read."""
     try:
         root = ElementTree.fromstring(junit)  # noqa: S314 (our own child wrote it)
     except ElementTree.ParseError as error:
@@ -248,6 +250,26 @@ def _junit_outcomes(junit: str) -> dict[tuple[str, str], str]:
         if found.get(key, "passed") == "passed" or outcome == "error":
             found[key] = outcome
     return found
+
+
+def told_outcomes(told: str) -> Outcomes:
+    """Return the outcomes in a JSON object of them by name (tests/image/each.py); raises VerifyError as above."""
+    try:
+        return {_key(name): str(outcome) for name, outcome in json.loads(told).items()}
+    except (ValueError, AttributeError) as error:
+        raise VerifyError(f"pytest's outcomes are damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class PytestRecord:
+    """Where pytest's own record of a run is, and how it is read."""
+
+    file: str
+    read: Callable[[str], Outcomes]
+
+
+JUNIT = PytestRecord("junit.xml", junit_outcomes)
+TOLD = PytestRecord("outcomes.json", told_outcomes)
 
 
 def require_passed(result: SuiteResult) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from image_builder import identity, process
 from image_builder.errors import CommandError, VerifyError
 from image_builder.plan.model import JSON
-from image_builder.report.verification import SuiteResult, read_run, require_passed
+from image_builder.report.verification import JUNIT, PytestRecord, SuiteResult, read_run, require_passed
 from image_builder.sandbox import open_root
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.stages import StageContext
@@ -196,20 +196,19 @@ def read_results(
     seconds: float,
     said: str,
     log: Path,
-    with_junit: bool = True,
+    by_pytest: PytestRecord = JUNIT,
 ) -> SuiteResult:
-    """Return what a run found that ended with ``status``, by ``junit.xml`` and ``suite.jsonl``; write ``verify.json``.
+    """Return what a run found that ended with ``status``, by its two records; write ``verify.json``.
 
-    ``said`` is pytest's output, which is in ``log`` too; a run ``with_junit`` has written both records. Raises
-    VerifyError for a run that proves nothing.
+    ``said`` is pytest's output, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
     """
-    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
-    if not report.exists() or (with_junit and not junit.exists()):
+    recorded, report = out_dir / by_pytest.file, out_dir / "suite.jsonl"
+    if not recorded.exists() or not report.exists():
         raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
     try:
         result = read_run(
             report.read_text(encoding="utf-8").splitlines(),
-            junit.read_text(encoding="utf-8") if with_junit else None,
+            by_pytest.read(recorded.read_text(encoding="utf-8")),
             status,
             target=_shown(target),
             marker=marker,

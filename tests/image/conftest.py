@@ -18,7 +18,7 @@ from typing import Any
 
 import each
 import pytest
-from suite import Facts, applicability
+from suite import Facts, applicability, check_name
 from targets import TARGET, Target, parse_target
 
 _REPORT = pytest.StashKey["_Report"]()
@@ -134,12 +134,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if report:
         report.write(event="finished", status=int(exitstatus))
         report.stream.close()
-
-
-def check_name(nodeid: str) -> str:
-    """Return a check's name: its node id below tests/image, wherever pytest's rootdir is."""
-    path, colons, function = nodeid.partition("::")
-    return path.rpartition("/")[2] + colons + function
 
 
 class _Report:

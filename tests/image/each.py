@@ -1,10 +1,10 @@
 """Many machines with one collection: each gets a process that begins where the checks would run, and ends by itself.
 
 Requests come on standard input, a line of JSON each: ``{"id": …, "target": URL, "out": DIRECTORY, "seconds": N}``. The
-process of one has the collected checks, and runs them on its target as a run of its own: its record goes to
-``suite.jsonl`` in its directory, what failed and anything it says to ``suite.log``. When it ended, a line tells:
-``{"ended": ID, "status": N}``, with N below 0 for a signal; after its seconds that is SIGALRM. At the end of standard
-input whatever still runs is killed.
+process of one has the collected checks, and runs them on its target as a run of its own: its records go to
+``suite.jsonl`` and ``outcomes.json`` in its directory, what failed and anything it says to ``suite.log``. When it
+ended, a line tells: ``{"ended": ID, "status": N}``, with N below 0 for a signal; after its seconds that is SIGALRM. At
+the end of standard input whatever still runs is killed.
 
 What pytest does for whoever looks on is left out: for each check of each machine it takes longer than most checks.
 """
@@ -24,6 +24,7 @@ from traceback import walk_tb
 from typing import Any
 
 import pytest
+from suite import check_name
 
 from image_builder.process import die_with_parent
 
@@ -79,7 +80,7 @@ def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, s
         os.dup2(old, new)
     plugins = session.config.pluginmanager
     plugins.unregister(name="terminalreporter")
-    plugins.register(_Machine(), "machine")
+    plugins.register(_Machine(out), "machine")
     begin(request["target"], out)
 
 
@@ -91,9 +92,17 @@ def _failure(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> s
 
 
 class _Machine:
-    """In a machine's process: tells what failed as it fails, and ends it."""
+    """In a machine's process: tells what failed as it fails, keeps what pytest reports, and ends it."""
+
+    def __init__(self, out: Path) -> None:
+        self._file = out / "outcomes.json"
+        self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = check_name(report.nodeid)
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        if self._outcomes.setdefault(name, outcome) == "passed":
+            self._outcomes[name] = outcome
         if report.failed:
             print(
                 f"{report.outcome.upper()} {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True
@@ -102,6 +111,7 @@ class _Machine:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """End at once, all being written: to take apart what was copied would first copy it."""
+        self._file.write_text(json.dumps(self._outcomes), encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(exitstatus))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from mutations import MUTATIONS
 from suite import Facts
-from targets import TARGET, open_mutant
+from targets import TARGET, enter
 from testinfra.host import Host
 from tree import Tree
+
+from image_builder.sandbox import open_root
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,9 +30,12 @@ def mutation(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest, facts: Facts, mutation: int) -> Iterator[Host]:
-    """A fresh target with the mutation."""
-    check = request.function.__name__
-    yield from open_mutant(request.config.stash[TARGET], check, mutation, facts.variables)
+    """A throw-away root, damaged as the check's mutation says."""
+    target, check = request.config.stash[TARGET], request.function.__name__
+    lowers = [Path(path) for path in target.path.split(":")]
+    with open_root(lowers, Path(target.work, f"{check}.{mutation}")) as root:
+        MUTATIONS[check][mutation](root.path, facts.variables)
+        yield enter(root.path)
 
 
 @pytest.fixture

@@ -47,6 +47,12 @@ class Facts:
         self.partitions: dict[str, str] = data.get("partitions", {})
 
 
+def check_name(nodeid: str) -> str:
+    """Return a check's name: its node id below tests/image, wherever pytest's rootdir is."""
+    path, colons, function = nodeid.partition("::")
+    return path.rpartition("/")[2] + colons + function
+
+
 def applicability(item: pytest.Item, facts: Facts) -> str:
     """Return why a check doesn't apply to the image, or nothing when it does.
 

@@ -7,9 +7,8 @@ image's trees on which that check's mutation was applied.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -73,33 +72,20 @@ def parse_target(url: str) -> Target:
 
 
 def open_target(target: Target) -> Host:
-    """Return testinfra's host for a target that is not a mutant; the same one each time."""
-    return _machine(target) if target.kind == "ssh" else _sandbox(target.path)
+    """Return testinfra's host for a target that is not a mutant."""
+    return _machine(target) if target.kind == "ssh" else enter(target.path)
 
 
-@lru_cache
-def _sandbox(path: str) -> Host:
-    return testinfra.get_host(path, connection="chroot")
+def enter(path: str | Path) -> Host:
+    """Return testinfra's host for a root that is mounted somewhere."""
+    return testinfra.get_host(os.fspath(path), connection="chroot")
 
 
-@lru_cache
 def _machine(target: Target) -> Host:
     backend = _StrictParamiko(target)
     machine = Host(backend)
     backend.set_host(machine)
     return machine
-
-
-def open_mutant(target: Target, check: str, mutation: int, variables: dict[str, Any]) -> Iterator[Host]:
-    """Open a throw-away root, damage it as the check's mutation says, and enter it."""
-    from mutations import MUTATIONS
-
-    from image_builder.sandbox import open_root
-
-    lowers = [Path(p) for p in target.path.split(":")]
-    with open_root(lowers, Path(target.work, f"{check}.{mutation}")) as root:
-        MUTATIONS[check][mutation](root.path, variables)
-        yield testinfra.get_host(os.fspath(root.path), connection="chroot")
 
 
 class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]

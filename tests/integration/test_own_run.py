@@ -43,6 +43,7 @@ def run(tmp_path: Path, repo_root: Path) -> Run:
     return start
 
 
+# What the run under test is given to refuse, as below in a whole module: nothing of ours is skipped here.
 SKIP = {"unit/test_a.py": "import pytest\ndef test_it(): pytest.skip('no such device')\n"}
 
 

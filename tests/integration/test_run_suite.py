@@ -157,6 +157,7 @@ def test_a_pytest_that_dies_fails(suite: Path, end: str) -> None:
     refused(suite, HEADER + f"\n@offline\ndef test_end():\n    {end}\n")
 
 
+# Each is a check of the suite under test, which has to refuse it.
 @pytest.mark.parametrize(
     "body", ["pytest.skip('not today')", "pytest.xfail('known')", "pytest.importorskip('no_such_module')"]
 )

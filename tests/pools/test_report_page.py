@@ -19,6 +19,7 @@ from tests.unit.pool.simulation import make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
 CHROMIUM = browser.program()
+# `--install-deps test` installs one on Debian; Ubuntu's archive has none, and the page's text is tested without one.
 if CHROMIUM is None:
     pytest.skip("no Chromium on this host", allow_module_level=True)
 

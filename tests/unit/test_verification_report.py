@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from image_builder.errors import VerifyError
-from image_builder.report.verification import SuiteResult, from_json, read_run, require_passed, table
+from image_builder.report.verification import (
+    JUNIT,
+    TOLD,
+    PytestRecord,
+    SuiteResult,
+    from_json,
+    read_run,
+    require_passed,
+    table,
+)
 
 PASSED = {"test_a.py::test_one": "passed", "test_a.py::test_two[0]": "passed"}
 FAILED = {"test_a.py::test_one": "passed", "test_a.py::test_two[0]": "failed"}
@@ -60,7 +69,7 @@ def junit(outcomes: dict[str, str]) -> str:
 def result(outcomes: dict[str, str], status: int = 0) -> SuiteResult:
     return read_run(
         lines(outcomes, status=status),
-        junit(outcomes),
+        JUNIT.read(junit(outcomes)),
         status,
         target="sealed tree",
         marker="offline",
@@ -68,10 +77,10 @@ def result(outcomes: dict[str, str], status: int = 0) -> SuiteResult:
     )
 
 
-def refused(text: list[str], xml: str, status: int) -> str:
+def refused(text: list[str], record: str, status: int, kind: PytestRecord = JUNIT) -> str:
     """Return why a run is refused."""
     with pytest.raises(VerifyError) as error:
-        read_run(text, xml, status, target="sealed tree", marker="offline", seconds=1.0)
+        read_run(text, kind.read(record), status, target="sealed tree", marker="offline", seconds=1.0)
     return error.value.message
 
 
@@ -144,6 +153,7 @@ def test_a_check_reported_twice_is_refused() -> None:
 )
 def test_records_that_disagree_are_refused(own: dict[str, str], other: dict[str, str], status: int) -> None:
     assert "disagree" in refused(lines(own, status=status), junit(other), status)
+    assert "disagree" in refused(lines(own, status=status), json.dumps(other), status, TOLD)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +172,11 @@ def test_a_damaged_report_is_refused(bad: str) -> None:
 
 def test_a_damaged_junit_file_is_refused() -> None:
     assert "damaged" in refused(lines(PASSED), junit(PASSED)[:-20], 0)
+
+
+@pytest.mark.parametrize("record", ["", "[]", json.dumps(PASSED)[:-1]])
+def test_damaged_outcomes_are_refused(record: str) -> None:
+    assert "damaged" in refused(lines(PASSED), record, 0, TOLD)
 
 
 def test_verify_json_can_be_read_back() -> None:
