@@ -198,17 +198,18 @@ def background(
 
 @contextmanager
 def conversation(
-    argv: Sequence[Arg], *, env: Mapping[str, str] | None = None, stop_seconds: float = 10
+    argv: Sequence[Arg], *, stdin: int, env: Mapping[str, str] | None = None, stop_seconds: float = 10
 ) -> Iterator[subprocess.Popen[str]]:
-    """Talk to a program by lines, standard error among its output. It ends at the end of its input, so with us.
+    """Read a program's lines, standard error among them, while it reads ``stdin``, a file descriptor.
 
-    One that doesn't is killed. Raises CommandError for a program that isn't there.
+    It ends at the end of its input, which the caller has brought about when it leaves; one that doesn't is killed.
+    Raises CommandError for a program that isn't there.
     """
     args = [os.fspath(a) for a in argv]
     try:
         child = subprocess.Popen(
             args,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment(env),
@@ -219,12 +220,10 @@ def conversation(
         )
     except OSError as error:
         raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
-    assert child.stdin and child.stdout
+    assert child.stdout
     try:
         yield child
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
         try:
             child.wait(stop_seconds)
         except subprocess.TimeoutExpired:

@@ -16,30 +16,25 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
-from image_builder.errors import UsageError
 from image_builder.pool import ansible, provision
 from image_builder.pool.ansible import Slice
 from image_builder.pool.control_plane import ControlPlane
 from image_builder.pool.driver import Event, Work
 from image_builder.pool.gates import Reading
-from image_builder.pool.hostkeys import CertificateAuthority
-from image_builder.pool.model import Joined, Outcome, Step, ended, failed
+from image_builder.pool.model import Joined, Outcome, Step, ended
 from image_builder.pool.policy import Deadlines
 from image_builder.pool.provision import Told
 from image_builder.pool.reach import Access, Answer, Reach
 from image_builder.pool.remote_slice import Worker
-from image_builder.pool.suite import NO_RESULT, READ_KEYS, Runs, Suite, known_lines, own_lines
+from image_builder.pool.suite import Runs, Suite
 from image_builder.store import remove_tree
 
 # A question to a host, not counting the login: an interpreter is started there.
 _ASK_SECONDS = 30.0
 # Between two questions to a host that still tries to join: this, and later on a part of the time that it takes.
 _AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
-_KILLED = 255
-# A host that answered as root so short a time ago is not asked whether it does before the suite logs in.
-_FRESH_SECONDS = 30.0
 # Runs of the suite at once, of each core.
 _SUITES = 4
 
@@ -81,6 +76,7 @@ class _Slice(NamedTuple):
     left: set[str]
 
 
+_T = TypeVar("_T")
 _Key = tuple[str, Step, int]
 # What comes through the queue: something to do in the driver's thread, or nothing, which only wakes it.
 _Message = Callable[[], None] | None
@@ -94,13 +90,11 @@ class Fleet:
         self._means = means
         self._reach = Reach(means.access, at_once=means.at_once)
         self._suites = ThreadPoolExecutor(means.suites, thread_name_prefix="suite")
-        self._runs = Runs(means.suite) if means.suite else None
+        self._runs = Runs(means.suite, self._reach) if means.suite else None
         self._queue: SimpleQueue[_Message] = SimpleQueue()
         self._begun: dict[_Key, _Begun] = {}
         self._again: list[tuple[float, _Key]] = []
         self._slices: list[_Slice] = []
-        self._has_certificates = isinstance(means.access.host_keys, CertificateAuthority)
-        self._answered_at: dict[str, float] = {}
         self._number = 0
         self._events: list[Event] = []
         # A clock that is set while hosts are in work neither holds up their deadlines nor ends them all.
@@ -158,8 +152,8 @@ class Fleet:
     def bootstrap(self, work: Sequence[Work]) -> None:
         for w in work:
             self._begin(w, "bootstrap")
-            # What it said before that tells nothing of how it is behind it.
-            self._answered_at.pop(w.host.name, None)
+            # Ansible has its own, and this takes longer than one is kept.
+            self._reach.release(w.host)
         means = self._means
         self._number += 1
         # In turn: what was lost with one worker is tried again by another.
@@ -179,15 +173,8 @@ class Fleet:
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
             key = self._begin(w, "verify")
-            answered_at = self._answered_at.pop(w.host.name, None)
-            fresh = answered_at is not None and time.monotonic() - answered_at < _FRESH_SECONDS
-            if fresh and not self._has_certificates:
-                self._start_suite(key)
-                continue
-            # Its keys are asked for over a connection that is proven; whether it answers, and its sudo does, is told
-            # by the way: the suite would only see that something takes long.
-            future = self._reach.submit(w.host, READ_KEYS, root=True, seconds=_ASK_SECONDS)
-            future.add_done_callback(self._answered(self._read_keys, key))
+            future = self._suites.submit(self._run_suite, key)
+            future.add_done_callback(self._answered(self._verified, key))
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         self._begun.pop((host, step, attempt), None)
@@ -227,10 +214,10 @@ class Fleet:
                 if not slice_.left:
                     slice_.process.end()
 
-    def _answered(self, take: Callable[[_Key, Answer], None], key: _Key) -> Callable[[Future[Answer]], None]:
-        """Return what brings the answer of a host to the driver's thread; what it raises is raised there."""
+    def _answered(self, take: Callable[[_Key, _T], None], key: _Key) -> Callable[[Future[_T]], None]:
+        """Return what brings a thread's answer to the driver's; what it raises is raised there."""
 
-        def done(future: Future[Answer]) -> None:
+        def done(future: Future[_T]) -> None:
             if not future.cancelled():
                 self._queue.put(lambda: take(key, future.result()))
 
@@ -238,7 +225,9 @@ class Fleet:
 
     def _ask(self, key: _Key) -> None:
         host = self._begun[key].work.host
-        future = self._reach.submit(host, provision.ASK, root=True, seconds=_ASK_SECONDS)
+        # Who is to be held to the suite is so next.
+        keep = self._runs is not None
+        future = self._reach.submit(host, provision.ASK, root=True, seconds=_ASK_SECONDS, keep=keep)
         future.add_done_callback(self._answered(self._probed, key))
 
     def _ask_again(self) -> None:
@@ -255,8 +244,8 @@ class Fleet:
         if not answer.outcome.ok:
             self._end(key, answer.outcome, "unknown")
             return
-        told = provision.read(_status(answer), answer.stdout, answer.stderr)
-        self._answered_at[begun.work.host.name] = time.monotonic()
+        assert answer.status is not None  # it ran
+        told = provision.read(answer.status, answer.stdout, answer.stderr)
         if told.busy:
             # Whether it joins is known when it ended; until the deadline that is waited for.
             now = self.now()
@@ -268,39 +257,13 @@ class Fleet:
     def _joined(self, key: _Key, told: Told) -> None:
         self._end(key, told.outcome, told.joined, told.phases)
 
-    def _read_keys(self, key: _Key, answer: Answer) -> None:
-        begun = self._begun.get(key)
-        if begun is None:
-            return
-        if not answer.outcome.ok:
-            self._end(key, answer.outcome, "unknown")
-            return
-        self._start_suite(key, answer.stdout.decode("utf-8", "replace") if self._has_certificates else None)
+    def _verified(self, key: _Key, outcome: Outcome) -> None:
+        self._end(key, outcome, "unknown")
 
-    def _start_suite(self, key: _Key, shown: str | None = None) -> None:
-        """Let a host be held to the suite; ``shown`` are its public keys where it is known by a certificate."""
-        host = self._begun[key].work.host
-        try:
-            keys = own_lines(host, shown) if shown is not None else known_lines(host, self._reach.known(host))
-        except UsageError as error:  # one host's files are no other's business
-            self._end(key, failed("verify", NO_RESULT, f"its public keys: {error.message}"), "unknown")
-            return
-        future = self._suites.submit(self._run_suite, key, keys)
-
-        def done(future: Future[Outcome]) -> None:
-            if not future.cancelled():
-                self._queue.put(lambda: self._end(key, future.result(), "unknown"))
-
-        future.add_done_callback(done)
-
-    def _run_suite(self, key: _Key, keys: str) -> Outcome:
+    def _run_suite(self, key: _Key) -> Outcome:
         """Run the suite, in a thread of its own."""
-        begun, means = self._begun.get(key), self._means
+        begun = self._begun.get(key)
         if begun is None:
             return ended("unknown", "given up before it began")  # which nobody waits for
         assert self._runs is not None  # nothing is verified without one: the command saw to that
-        return self._runs.run(begun.work.host, means.access, keys, means.deadlines.verify)
-
-
-def _status(answer: Answer) -> int:
-    return _KILLED if answer.status is None else answer.status
+        return self._runs.run(begun.work.host, self._means.deadlines.verify)

@@ -270,10 +270,6 @@ class Verifier:
             raise HostKeyError(f"no key is pinned for {known_as(host)}")
         return tuple(name for name, kind in _SIGNATURES.items() if not kinds or kind in kinds)
 
-    def known(self, host: Host) -> Sequence[Entry]:
-        """Return the keys by which a host is known itself, without an authority."""
-        return self._keys.get(known_as(host), ())
-
     def check(self, host: Host, blob: bytes) -> bytes:
         """Return the key of a host that may show this key or certificate; raises HostKeyError.
 

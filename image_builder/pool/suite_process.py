@@ -1,24 +1,33 @@
 """The verification suite on many hosts by one process, which collects the checks once (tests/image/each.py).
 
-Each host has a process of its own there, so that one that hangs or crashes is no other's business.
+Each host has a process of its own there, so that one that hangs or crashes is no other's business. What it asks of its
+host comes back here, where the connection is: a message for each command, as JSON, and for its answer one more for
+each stream.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from image_builder import process
 from image_builder.errors import VerifyError
+from image_builder.pool.session import Session
 from image_builder.process import TAIL_LINES, Arg
+from image_builder.target.shell import ShellEndedError
+
+# Of each stream of a command: the listing of a whole system is some megabytes.
+_MOST_BYTES = 1 << 27
 
 
 class SuiteProcess:
@@ -26,7 +35,6 @@ class SuiteProcess:
 
     def __init__(self, argv: Sequence[Arg], env: dict[str, str]) -> None:
         self._argv, self._env = argv, env
-        self._stack = ExitStack()
         self._guard = threading.Lock()
         self._waiting: dict[str, Future[int]] = {}
         self._number = 0
@@ -35,7 +43,12 @@ class SuiteProcess:
 
     def __enter__(self) -> Self:
         """Start it; raises CommandError."""
-        self._child = self._stack.enter_context(process.conversation(self._argv, env=self._env))
+        with ExitStack() as stack:
+            self._requests, theirs = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+            conversation = process.conversation(self._argv, env=self._env, stdin=theirs.fileno())
+            self._child = stack.enter_context(conversation)
+            theirs.close()
+            self._stack = stack.pop_all()
         self._reader = threading.Thread(target=self._read, name="suite-reader")
         self._reader.start()
         return self
@@ -44,21 +57,35 @@ class SuiteProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it; whoever waits is told."""
-        assert self._child.stdin
         with self._guard:
             self.ended = True
-            with suppress(BrokenPipeError):  # it has ended already
-                self._child.stdin.close()  # its end
+            self._requests.close()  # its end
         self._reader.join(_END_SECONDS)
         self._stack.close()
         self._reader.join()
 
-    def run(self, target: str, out: Path, seconds: float) -> int:
+    def run(self, session: Session, out: Path, seconds: float) -> int:
         """Run the checks on a host, for so long; return the status of its process, below 0 for a signal.
 
-        Raises VerifyError where the process of all ended meanwhile.
+        Raises VerifyError where the process of all ended meanwhile, and what the session raises when it is lost.
         """
-        assert self._child.stdin
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ended = self._begin(theirs, out, seconds)
+        ended.add_done_callback(lambda _: session.cut())
+        with Connection(ours.detach()) as asked:
+            try:
+                serve(asked, session)
+            except Exception:
+                # Cut off as it ended, of which its status tells.
+                if not ended.done():
+                    asked.close()
+                    wait([ended])  # soon: nothing that it asks is answered
+                    raise
+        return ended.result()
+
+    def _begin(self, shell: socket.socket, out: Path, seconds: float) -> Future[int]:
+        """Let it run the checks by what is asked through ``shell``."""
         ended: Future[int] = Future()
         with self._guard:
             if self.ended:
@@ -66,11 +93,10 @@ class SuiteProcess:
             self._number += 1
             name = str(self._number)
             self._waiting[name] = ended
-            asked = {"id": name, "target": target, "out": os.fspath(out), "seconds": seconds}
-            with suppress(BrokenPipeError):  # the reader tells everybody that it ended, this one too
-                self._child.stdin.write(json.dumps(asked) + "\n")
-                self._child.stdin.flush()
-        return ended.result()
+            request = {"id": name, "out": os.fspath(out), "seconds": seconds}
+            with suppress(OSError):  # the reader tells everybody that it ended, this one too
+                socket.send_fds(self._requests, [json.dumps(request).encode()], [shell.fileno()])
+        return ended
 
     def _read(self) -> None:
         """Read what it says, in a thread of its own, to its end."""
@@ -91,6 +117,24 @@ class SuiteProcess:
 
     def _why(self) -> str:
         return "the suite's process ended:\n" + "".join(f"  {line}" for line in self._said).rstrip()
+
+
+def serve(asked: Connection, session: Session) -> None:
+    """Run what a host's process asks for, to its end; raises what the session raises when it is lost."""
+    while True:
+        try:
+            command, seconds = json.loads(asked.recv_bytes())
+        except (EOFError, OSError):
+            return
+        out = err = b""
+        try:
+            status, out, err = session.run(command, seconds, _MOST_BYTES)
+            told: dict[str, int | str] = {"status": status}
+        except (TimeoutError, ShellEndedError) as error:
+            told = {"error": type(error).__name__, "message": str(error)}
+        with suppress(OSError):  # it has ended
+            for part in (json.dumps(told).encode(), out, err):
+                asked.send_bytes(part)
 
 
 # For it to notice the end of its input, and to end what it runs.

@@ -274,16 +274,9 @@ def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) ->
     return sock
 
 
-def drain(channel: paramiko.Channel, deadline: float, limit: int | None = None) -> tuple[bytes, bytes]:
-    """Read both streams until the command has ended; beyond ``limit`` bytes what they hold is dropped.
-
-    Raises TimeoutError at ``deadline`` (monotonic seconds).
-    """
-    streams = bytearray(), bytearray()
-
-    def keep(stream: bytearray, part: bytes) -> None:
-        stream += part if limit is None else part[: max(0, limit - len(stream))]
-
+def drain(channel: paramiko.Channel, deadline: float) -> tuple[bytes, bytes]:
+    """Read both streams until the command has ended; raises TimeoutError at ``deadline`` (monotonic seconds)."""
+    out, err = bytearray(), bytearray()
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -292,12 +285,12 @@ def drain(channel: paramiko.Channel, deadline: float, limit: int | None = None) 
         part = None
         with contextlib.suppress(TimeoutError):
             part = channel.recv(65536)
-            keep(streams[0], part)
+            out += part
         # Both streams end at once: what is left of this one then is here already.
         while channel.recv_stderr_ready():
-            keep(streams[1], channel.recv_stderr(65536))
+            err += channel.recv_stderr(65536)
         if part == b"":
             break
     if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
-    return bytes(streams[0]), bytes(streams[1])
+    return bytes(out), bytes(err)

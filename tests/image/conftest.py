@@ -2,7 +2,7 @@
 
     pytest tests/image --facts facts.json --target sandbox:/path/of/a/mounted/root
     pytest tests/image --facts facts.json --target 'ssh://user@host:22?key=/path&known_hosts=/path'
-    pytest tests/image --facts facts.json --each -s   # many machines: see each.py
+    pytest tests/image --facts facts.json --each -s   # many machines, over a socket: see each.py
 
 Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
 ``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
@@ -12,6 +12,7 @@ nothing is ever skipped while it runs.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--target", metavar="URL", help="sandbox:/path or ssh://user@host:port?key=…&known_hosts=…"
     )
     group.addoption("--facts", metavar="FILE", help="facts.json: what the image is meant to be")
-    group.addoption(
-        "--each", action="store_true", help="machines come on standard input, a line of JSON each"
-    )
+    group.addoption("--each", action="store_true", help="machines come on standard input, which is a socket")
     group.addoption("--report", metavar="FILE", help="write one JSON line per check to this file")
 
 
@@ -45,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if bool(config.option.target) == many or not config.option.facts:
         raise pytest.UsageError("tests/image verifies an image: give --target (or --each) and --facts")
     try:
-        config.stash[TARGET] = Target("ssh") if many else parse_target(config.option.target)
+        config.stash[TARGET] = Target("asked") if many else parse_target(config.option.target)
         config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
@@ -97,8 +96,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if TARGET not in session.config.stash or not session.config.option.each or session.testsfailed:
         return None
 
-    def begin(target: str, out: Path) -> None:
-        session.config.stash[TARGET] = parse_target(target)
+    def begin(machine: socket.socket, out: Path) -> None:
+        session.config.stash[TARGET] = Target("asked", asked=machine)
         session.config.stash[_REPORT] = _Report(out / "suite.jsonl")
         _record_selection(session)
 

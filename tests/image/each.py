@@ -1,10 +1,10 @@
 """Many machines with one collection: each gets a process that begins where the checks would run, and ends by itself.
 
-Requests come on standard input, a line of JSON each: ``{"id": …, "target": URL, "out": DIRECTORY, "seconds": N}``. The
-process of one has the collected checks, and runs them on its target as a run of its own: its records go to
-``suite.jsonl`` and ``outcomes.json`` in its directory, what failed and anything it says to ``suite.log``. When it
-ended, a line tells: ``{"ended": ID, "status": N}``, with N below 0 for a signal; after its seconds that is SIGALRM. At
-the end of standard input whatever still runs is killed.
+Requests come on standard input, a socket, as a packet of JSON each: ``{"id": …, "out": DIRECTORY, "seconds": N}``.
+With it comes the socket by which its machine is asked (targets.py). The process of one has the collected checks, and
+runs them there as a run of its own: its records go to ``suite.jsonl`` and ``outcomes.json`` in its directory, what
+failed and anything it says to ``suite.log``. When it ended, a line tells: ``{"ended": ID, "status": N}``, with N below
+0 for a signal; after its seconds that is SIGALRM. At the end of standard input whatever still runs is killed.
 
 What pytest does for whoever looks on is left out: for each check of each machine it takes longer than most checks.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,8 +29,9 @@ from suite import check_name
 
 from image_builder.process import die_with_parent
 
-Begin = Callable[[str, Path], None]
-"""Called in a machine's process with its target and its directory."""
+Begin = Callable[[socket.socket, Path], None]
+"""Called in a machine's process with what asks it, and its directory."""
+_REQUEST_BYTES = 1 << 16
 
 
 def serve(session: pytest.Session, begin: Begin) -> bool | None:
@@ -42,31 +44,34 @@ def serve(session: pytest.Session, begin: Begin) -> bool | None:
     gc.freeze()
     running: dict[int, tuple[int, str]] = {}
     poll = select.poll()
-    poll.register(0, select.POLLIN)
-    rest = b""
+    requests = socket.socket(fileno=0)
+    poll.register(requests, select.POLLIN)
     while True:
         for fd, _ in poll.poll():
             if fd in running:
                 poll.unregister(fd)
                 _tell_end(fd, *running.pop(fd))
                 continue
-            part = os.read(0, 65536)
-            if not part:
+            packet, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            if not packet:
                 _kill(running)
                 return True
-            *lines, rest = (rest + part).split(b"\n")
-            for request in map(json.loads, lines):
+            request = json.loads(packet)
+            with socket.socket(fileno=fds[0]) as machine:
                 server = os.getpid()
                 pid = os.fork()
                 if pid == 0:
-                    _become(session, request, begin, server)
+                    requests.detach()  # 0 is something else there
+                    _become(session, request, machine.dup(), begin, server)
                     return None
-                pidfd = os.pidfd_open(pid)
-                running[pidfd] = (pid, request["id"])
-                poll.register(pidfd, select.POLLIN)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = (pid, request["id"])
+            poll.register(pidfd, select.POLLIN)
 
 
-def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, server: int) -> None:
+def _become(
+    session: pytest.Session, request: Mapping[str, Any], machine: socket.socket, begin: Begin, server: int
+) -> None:
     """Turn this process, a copy of the one that collected, into a machine's own run."""
     die_with_parent()
     if os.getppid() != server:
@@ -81,7 +86,7 @@ def _become(session: pytest.Session, request: Mapping[str, Any], begin: Begin, s
     plugins = session.config.pluginmanager
     plugins.unregister(name="terminalreporter")
     plugins.register(_Machine(out), "machine")
-    begin(request["target"], out)
+    begin(machine, out)
 
 
 def _failure(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> str:

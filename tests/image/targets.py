@@ -1,14 +1,20 @@
 """Where the suite looks: a mounted root, a machine over SSH, or a deliberately damaged root.
 
+A machine of a pool is asked by a socket: whoever holds the connection to it runs each command.
+
 ``mutant:`` is for the test of the suite itself (``mutations.py``): each check gets a fresh overlay of the
 image's trees on which that check's mutation was applied.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,10 +22,11 @@ from urllib.parse import parse_qs, urlsplit
 import paramiko
 import pytest
 import testinfra
-from rootshell import RootShell
-from testinfra.backend.base import CommandResult
+from testinfra.backend.base import BaseBackend, CommandResult
 from testinfra.backend.paramiko import ParamikoBackend
 from testinfra.host import Host
+
+from image_builder.target.shell import Shell
 
 TARGET = pytest.StashKey["Target"]()
 # Nothing that a check asks for takes so long, even on an emulated machine.
@@ -28,7 +35,7 @@ _COMMAND_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Target:
-    """``kind`` is sandbox, ssh or mutant; ``path`` a root (mutant: lower trees, topmost first, by colons)."""
+    """``kind`` is sandbox, ssh, asked or mutant; ``path`` a root (mutant: lower trees, topmost first, by colons)."""
 
     kind: str
     path: str = ""
@@ -38,10 +45,11 @@ class Target:
     port: int = 22
     key: str = ""
     known_hosts: str = ""
+    asked: socket.socket | None = None
 
     @property
     def booted(self) -> bool:
-        return self.kind == "ssh"
+        return self.kind in ("ssh", "asked")
 
 
 def parse_target(url: str) -> Target:
@@ -73,19 +81,17 @@ def parse_target(url: str) -> Target:
 
 def open_target(target: Target) -> Host:
     """Return testinfra's host for a target that is not a mutant."""
-    return _machine(target) if target.kind == "ssh" else enter(target.path)
+    if not target.booted:
+        return enter(target.path)
+    backend = _Asked(target.asked) if target.asked else _StrictParamiko(target)
+    machine = Host(backend)
+    backend.set_host(machine)
+    return machine
 
 
 def enter(path: str | Path) -> Host:
     """Return testinfra's host for a root that is mounted somewhere."""
     return testinfra.get_host(os.fspath(path), connection="chroot")
-
-
-def _machine(target: Target) -> Host:
-    backend = _StrictParamiko(target)
-    machine = Host(backend)
-    backend.set_host(machine)
-    return machine
 
 
 class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
@@ -100,15 +106,13 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         self.target = target
         # Else it asks an interpreter on the machine, once something isn't ASCII.
         self._encoding = "utf-8"
-        self._shell: RootShell | None = None
+        self._shell: Shell | None = None
 
     def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
         """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell."""
-        line = self.quote(command, *args)
-        if self.sudo_user:
-            line = self.get_sudo_command(line, self.sudo_user)
+        line = _line(self, command, args)
         if self._shell is None:
-            self._shell = RootShell(self._transport(), sudo=self.target.user != "root", seconds=self.timeout)
+            self._shell = Shell(self._transport(), sudo=self.target.user != "root", seconds=self.timeout)
         try:
             status, out, err = self._shell.run(line, _COMMAND_SECONDS)
         except OSError:
@@ -141,7 +145,6 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
             timeout=self.timeout,
             banner_timeout=self.timeout,
             auth_timeout=self.timeout,
-            transport_factory=_Transport,  # type: ignore[arg-type] # the stubs are of paramiko 3
         )
         transport = client.get_transport()
         assert transport is not None
@@ -149,9 +152,38 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         return client
 
 
-class _Transport(paramiko.Transport):
-    """Asks first for ciphers that need no sum beside them, which Python makes anew for each packet."""
+class _Asked(BaseBackend):  # type: ignore[misc]
+    """Commands that go to who holds the connection, and what it answers: a message, and one for each stream.
 
-    @property
-    def preferred_ciphers(self) -> tuple[str, ...]:
-        return tuple(sorted(super().preferred_ciphers, key=lambda name: "-gcm@" not in name))
+    See image_builder/pool/suite_process.py.
+    """
+
+    NAME = "asked"
+
+    def __init__(self, asked: socket.socket) -> None:
+        super().__init__("asked")
+        self._encoding = "utf-8"
+        self._connection = Connection(asked.detach())
+
+    def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
+        """Run a command as root. Raises OSError where it was not run to its end, or nobody answers."""
+        line = _line(self, command, args)
+        try:
+            self._connection.send_bytes(json.dumps([line, _COMMAND_SECONDS]).encode())
+            told, out, err = (self._connection.recv_bytes() for _ in range(3))
+        except EOFError as error:
+            raise ConnectionAbortedError(f"the connection to the machine is lost: {line}") from error
+        ended = json.loads(told)
+        if "status" not in ended:
+            raise OSError(f"{ended['error']}: {ended['message']}")
+        return self.result(ended["status"], self.encode(line), out, err)
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._connection.close()
+
+
+def _line(backend: BaseBackend, command: str, args: Sequence[str]) -> str:
+    """Return what a shell of root's is told to run."""
+    line: str = backend.quote(command, *args)
+    return backend.get_sudo_command(line, backend.sudo_user) if backend.sudo_user else line

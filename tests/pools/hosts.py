@@ -1,7 +1,8 @@
 """The process of the hosts: an overlay over the trees of a baked image each, a small memory disk above, one bridge.
 
-It has namespaces of its own (mounts, processes, network), and so has each host (mounts, name, network). It ends, and
-all hosts with it, at the end of its standard input. fleet.py starts it and asks it for things, a line of JSON each way.
+It has namespaces of its own (mounts, processes, network), and so has each host (mounts, name, network, and processes,
+of which its sshd is the first: who looks for them there finds its own alone). It ends, and all hosts with it, at the
+end of its standard input. fleet.py starts it and asks it for things, a line of JSON each way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +39,7 @@ from tests.pools.fleet import (
 )
 from tests.pulls import leave_the_network
 
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _BASE = Path("/run/fleet")
 _CONFIG = """\
 HostKey /etc/ssh/fleet_key
@@ -113,7 +114,7 @@ def _do(asked: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str,
     if asked["do"] == "list":
         return _processes(hosts)
     pid = hosts[asked["host"]]
-    entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--uts", "--root", "--wd"]
+    entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--pid", "--uts", "--root", "--wd"]
     argv = [*entered, "--", *asked["argv"]]
     done = subprocess.run(argv, input=asked["input"].encode(), capture_output=True, check=False)
     told = {"output": done.stdout, "error": done.stderr}
@@ -163,12 +164,12 @@ def _overlay(told: Told, name: str) -> Path:
 def _start(told: Told, number: int) -> tuple[int, int]:
     """Start a host's process in a network of its own; return its id, and what to write to once it has a link."""
     unshared, go = os.pipe(), os.pipe()
+    _call(_libc.unshare, _CLONE_NEWPID)  # for the next child
     pid = os.fork()
     if pid == 0:
         try:
             os.close(go[1])
-            if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "unshare")
+            _call(_libc.unshare, _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWNET)
             os.close(unshared[1])
             os.read(go[0], 1)
             _be_host(told, number)
@@ -176,11 +177,18 @@ def _start(told: Told, number: int) -> tuple[int, int]:
             traceback.print_exc()
         finally:
             os._exit(1)
+    with open("/proc/self/ns/pid") as own:
+        _call(_libc.setns, own.fileno(), _CLONE_NEWPID)
     os.close(unshared[1])
     os.close(go[0])
     os.read(unshared[0], 1)  # its end: the child has closed it, by its will or by ending
     os.close(unshared[0])
     return pid, go[1]
+
+
+def _call(function: Callable[..., int], *args: int) -> None:
+    if function(*args) != 0:
+        raise OSError(ctypes.get_errno(), function.__name__)
 
 
 def _be_host(told: Told, number: int) -> NoReturn:

@@ -17,7 +17,8 @@ import pytest
 
 from image_builder.pool.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
 from image_builder.pool.model import Host
-from image_builder.pool.reach import OUTPUT_LIMIT, Answer, Reach
+from image_builder.pool.reach import Answer, Reach
+from image_builder.pool.session import OUTPUT_LIMIT
 from tests.builds import Workplace
 from tests.pools.conftest import FAULTS
 from tests.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
@@ -32,13 +33,10 @@ _ATTEMPT = "userauth-request"
 @pytest.fixture(scope="module")
 def answers(pool: Fleet) -> dict[str, Answer]:
     """What each host answered to the same command as root, all asked at once."""
-    script = "id -u && cat > /var/tmp/asked && cat /var/tmp/asked"
+    script = "id -u && echo 'a \"word\"' | cat > /var/tmp/asked && cat /var/tmp/asked"
     access = pool.access(connect_seconds=6, banner_seconds=6, sudo_seconds=6)
     with Reach(access) as reach:
-        asked = [
-            reach.submit(host, ["sh", "-c", script], input=b"a 'word'", root=True, seconds=_LONG)
-            for host in pool.hosts
-        ]
+        asked = [reach.submit(host, ["sh", "-c", script], root=True, seconds=_LONG) for host in pool.hosts]
     return {FAULTS.get(n, f"sound {n}"): future.result() for n, future in enumerate(asked)}
 
 
@@ -71,8 +69,8 @@ def test_every_host_ends_in_its_class(answers: dict[str, Answer]) -> None:
     assert found == {name: CLASSES[FAULTS[n]] if n in FAULTS else "ok" for n, name in enumerate(answers)}
 
 
-def test_sound_hosts_ran_the_command_as_root_with_its_input(answers: dict[str, Answer]) -> None:
-    assert answers["sound 0"].stdout == b"0\na 'word'"
+def test_sound_hosts_ran_the_command_as_root(answers: dict[str, Answer]) -> None:
+    assert answers["sound 0"].stdout == b'0\na "word"\n'
     assert [a.status for name, a in answers.items() if name.startswith("sound")] == [0] * 4
 
 
@@ -82,7 +80,7 @@ def test_command_that_fails_on_a_full_disk_ran(answers: dict[str, Answer]) -> No
 
 
 def test_slow_host_gets_its_time(answers: dict[str, Answer]) -> None:
-    assert answers["slow"].stdout == b"0\na 'word'" and answers["slow"].seconds >= SLOW_SECONDS
+    assert answers["slow"].stdout == b'0\na "word"\n' and answers["slow"].seconds >= SLOW_SECONDS
 
 
 def test_end_says_why(answers: dict[str, Answer]) -> None:
@@ -213,11 +211,13 @@ def test_command_beyond_its_time_ends_as_timeout(pool: Fleet) -> None:
 
 
 def test_end_by_a_signal_is_told_from_a_broken_connection(pool: Fleet) -> None:
-    # The parent is the shell that sshd started, and its parent what sshd made of itself for this connection.
-    killed = ask(pool, 0, "echo so far; kill -KILL $PPID")
-    assert (killed.outcome.kind, killed.status, killed.stdout) == ("ok", None, b"so far\n")
-    script = 'kill -KILL "$(sed -n "s/^PPid:[^0-9]*//p" /proc/$PPID/status)"; sleep 600'
-    assert ask(pool, 0, script).outcome.kind == "dropped"
+    killed = ask(pool, 0, "echo so far; kill -KILL $$")
+    assert (killed.outcome.kind, killed.status, killed.stdout) == ("ok", 128 + 9, b"so far\n")
+    # The shell of all commands, of which that one's parent is a copy; and what sshd is for this connection.
+    shell = '$(sed -n "s/^PPid:[^0-9]*//p" /proc/$PPID/status)'
+    for script in (f"kill -KILL {shell}", f"kill -KILL $(pgrep -u {USER} -f '^sshd-session: '); sleep 600"):
+        gone = ask(pool, 0, script)
+        assert (gone.outcome.kind, gone.status) == ("dropped", None), gone
 
 
 def test_of_much_output_a_mebibyte_is_kept_and_the_status_comes(pool: Fleet) -> None:
@@ -226,13 +226,44 @@ def test_of_much_output_a_mebibyte_is_kept_and_the_status_comes(pool: Fleet) -> 
     assert (len(answer.stdout), len(answer.stderr), answer.status) == (OUTPUT_LIMIT, OUTPUT_LIMIT, 4)
 
 
-def test_large_input_comes_whole_and_unread_input_does_no_harm(pool: Fleet) -> None:
-    data = os.urandom(5_000_000)
-    with Reach(pool.access()) as reach:
-        whole = reach.submit(pool.hosts[0], ["wc", "-c"], input=data, root=True, seconds=_LONG)
-        unread = reach.submit(pool.hosts[0], ["sh", "-c", "exit 5"], input=data, seconds=_LONG)
-        assert whole.result().stdout.strip() == b"5000000"
-        assert (unread.result().outcome.kind, unread.result().status) == ("ok", 5)
+def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
+    """And no other's, nor one as somebody else; one that broke meanwhile is made anew."""
+    logins = "Accepted publickey for"
+    before = [pool.log(n).count(logins) for n in (0, 10)]
+
+    def as_whom(number: int, *, root: bool, keep: bool) -> str:
+        answer = reach.submit(pool.hosts[number], ["id", "-un"], root=root, seconds=_LONG, keep=keep).result()
+        return answer.stdout.decode().strip() or answer.outcome.kind
+
+    with Reach(pool.access(), at_once=1) as reach:
+        assert [as_whom(0, root=True, keep=True) for _ in range(3)] == ["root"] * 3
+        assert as_whom(10, root=True, keep=True) == "root"  # there is no room for it
+        assert as_whom(10, root=True, keep=False) == "root"
+        with reach.session(pool.hosts[0], root=True, seconds=_LONG) as session:
+            assert session.run("id -un", _LONG, OUTPUT_LIMIT) == (0, b"root\n", b"")
+        assert [pool.log(n).count(logins) for n in (0, 10)] == [before[0] + 1, before[1] + 2]
+        assert [as_whom(0, root=root, keep=True) for root in (True, False, False)] == ["root", USER, USER]
+        assert pool.log(0).count(logins) == before[0] + 3
+        kept = set(connections(pool, 0))
+        for pid in kept:
+            pool.run(0, "kill", "-KILL", pid, ok=False)  # one may have ended with the other
+        while set(connections(pool, 0)) & kept:
+            time.sleep(0.05)
+        assert as_whom(0, root=False, keep=True) == USER
+        reach.release(pool.hosts[0])
+        wait_until_none(pool, 0)
+
+
+def connections(pool: Fleet, host: int) -> list[str]:
+    """Return the processes of a host's sshd that serve somebody, by their numbers there."""
+    return pool.run(host, "pgrep", "-f", "^sshd-session: ", ok=False).split()
+
+
+def wait_until_none(pool: Fleet, host: int) -> None:
+    deadline = time.monotonic() + _LONG
+    while connections(pool, host):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_leaving_by_an_error_ends_what_runs(pool: Fleet) -> None:

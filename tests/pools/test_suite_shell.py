@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from testinfra.backend.base import BaseBackend
 
-from image_builder.pool.hostkeys import Verifier
-from image_builder.pool.suite import known_lines
+from image_builder.pool.reach import Reach
+from image_builder.pool.suite_process import serve
 from image_builder.stages.verify import SUITE
 from image_builder.target.ssh import SshAddress
 from tests.builds import Workplace
@@ -35,12 +38,31 @@ def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def backend(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
+def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
+    """The suite's own connection."""
     host = machine.hosts[0]
     known = tmp_path / "known_hosts"
-    known.write_text(known_lines(host, Verifier(machine.pinned).known(host)))
+    known.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
     url = SshAddress(USER, host.address, host.port, machine.key, known).url
     return targets.open_target(targets.parse_target(url)).backend
+
+
+@pytest.fixture
+def asked(machine: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
+    """A pool's, which the driver has."""
+    with Reach(machine.access()) as reach, reach.session(machine.hosts[0], root=True, seconds=300) as session:
+        ours, theirs = socket.socketpair()
+        with Connection(ours.detach()) as questions, ThreadPoolExecutor(1) as threads:
+            served = threads.submit(serve, questions, session)
+            backend = targets.open_target(targets.Target("asked", asked=theirs)).backend
+            yield backend
+            backend.close()
+            served.result()
+
+
+@pytest.fixture(params=["ssh", "asked"])
+def backend(request: pytest.FixtureRequest) -> BaseBackend:
+    return request.getfixturevalue(request.param)
 
 
 def test_each_command_is_alone(backend: BaseBackend) -> None:
@@ -66,23 +88,25 @@ def test_streams_are_told_apart_whatever_is_in_them(backend: BaseBackend) -> Non
     assert (quiet.rc, quiet.stdout_bytes, quiet.stderr_bytes) == (0, b"", b"")
 
 
-def test_a_shell_that_is_gone_is_an_error_and_the_next_command_has_another(
-    backend: BaseBackend, targets: ModuleType
-) -> None:
+def test_a_shell_that_is_gone_is_an_error_and_the_next_command_has_another(backend: BaseBackend) -> None:
     with pytest.raises(OSError, match="the shell has ended: kill"):
         backend.run("kill -9 $$; sleep 1")
     assert backend.run("id -u").stdout == "0\n"
-    backend.client.close()
+
+
+def test_a_connection_that_is_gone_is_an_error_and_the_next_command_has_another(ssh: BaseBackend) -> None:
+    assert ssh.run("id -u").stdout == "0\n"
+    ssh.client.close()
     with pytest.raises(OSError, match="id -u"):
-        backend.run("id -u")
-    assert backend.run("id -u").stdout == "0\n"
+        ssh.run("id -u")
+    assert ssh.run("id -u").stdout == "0\n"
 
 
 def test_a_command_without_an_end_is_an_error(
     backend: BaseBackend, targets: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "_COMMAND_SECONDS", 1.0)
-    with pytest.raises(TimeoutError, match="no end after 1 s: echo begun"):
+    with pytest.raises(OSError, match="no end after 1 s: echo begun"):
         backend.run("echo begun; sleep 20")
     monkeypatch.undo()
     assert backend.run("id -u").stdout == "0\n"

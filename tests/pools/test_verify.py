@@ -7,16 +7,18 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.pool.hostkeys import Verifier
 from image_builder.pool.model import Outcome
-from image_builder.pool.suite import CHECKS, NO_RESULT, Runs, Suite, known_lines
+from image_builder.pool.reach import Reach
+from image_builder.pool.suite import CHECKS, NO_RESULT, Runs, Suite
 from image_builder.pool.worker_guard import children
 from image_builder.settings import Settings
 from tests.builds import Workplace
@@ -25,6 +27,7 @@ from tests.pools.measures import NOT_BOOTED, be_quick
 from tests.pools.rollouts import POLICY, command, write_plan, write_suite
 
 ACCEPTED = "Accepted publickey for"
+SLEEP = "sleep 600"
 HANGS, CRASHES, FAILS, COUNT = 1, 2, 3, 5
 FATE = f"""\
 import os, signal
@@ -34,7 +37,7 @@ import pytest
 def test_fate(host):
     number = int(host.check_output("hostname").removeprefix("host-"))
     if number == {HANGS}:
-        host.run("sleep 600")
+        host.run("{SLEEP}")
     if number == {CRASHES}:
         os.kill(os.getpid(), signal.SIGKILL)
     assert number != {FAILS}, "its fate"
@@ -54,15 +57,31 @@ def suite_of(folder: Path, **files: str) -> Suite:
     return Suite({"minimal": facts}, folder / "reports", Settings().python, folder / "suite")
 
 
+@contextmanager
+def runs_of(pool: Fleet, suite: Suite) -> Iterator[Runs]:
+    with Reach(pool.access(keepalive_seconds=1)) as reach, Runs(suite, reach) as runs:
+        yield runs
+
+
 def run(runs: Runs, pool: Fleet, number: int, seconds: float = 300) -> Outcome:
-    host = pool.hosts[number]
-    keys = known_lines(host, Verifier(pool.pinned).known(host))
-    return runs.run(host, pool.access(), keys, seconds)
+    return runs.run(pool.hosts[number], seconds)
+
+
+def hanging(pool: Fleet) -> set[str]:
+    """Return the commands on the host that hangs, those of runs that were given up among them."""
+    return set(pool.run(HANGS, "pgrep", "-fx", SLEEP, ok=False).split())
+
+
+def wait_until_it_hangs(pool: Fleet, before: set[str]) -> None:
+    deadline = time.monotonic() + 120
+    while hanging(pool) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp_path: Path) -> None:
     before = set(children())
-    with Runs(suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(COUNT) as threads:
+    with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(COUNT) as threads:
         asked = [threads.submit(run, runs, pool, n, 5 if n == HANGS else 300) for n in range(COUNT)]
         found = [future.result() for future in asked]
         assert len(set(children()) - before) == 1, "one process has collected the checks"
@@ -82,9 +101,11 @@ def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp
 
 def test_another_process_takes_over_where_the_last_one_ended(pool: Fleet, tmp_path: Path) -> None:
     before = set(children())
-    with Runs(suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(1) as threads:
+    with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(1) as threads:
         assert run(runs, pool, 0).ok
+        earlier = hanging(pool)
         hangs = threads.submit(run, runs, pool, HANGS)
+        wait_until_it_hangs(pool, earlier)
         (server,) = set(children()) - before
         os.kill(server, signal.SIGKILL)
         assert "the suite's process ended" in hangs.result(120).detail
@@ -92,7 +113,7 @@ def test_another_process_takes_over_where_the_last_one_ended(pool: Fleet, tmp_pa
 
 
 def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) -> None:
-    with Runs(suite_of(tmp_path, test_wrong="import nothing_of_that_name\n")) as runs:
+    with runs_of(pool, suite_of(tmp_path, test_wrong="import nothing_of_that_name\n")) as runs:
         outcome = run(runs, pool, 0)
     assert outcome.code == NO_RESULT and "test_wrong.py" in outcome.detail
 
@@ -117,8 +138,8 @@ def test_pool_verify_holds_real_hosts_to_the_real_suite(
     pool.run(4, "sh", "-c", "echo '/swap none swap sw,nofail 0 0' >>/etc/fstab")
     logins = [pool.log(number).count(ACCEPTED) for number in (0, 4)]
     done, report = verify(minimal, pool, tmp_path, (0, 4))
-    # One to ask it, one for the suite.
-    assert [pool.log(number).count(ACCEPTED) for number in (0, 4)] == [logins[0] + 2, logins[1] + 2]
+    # The suite goes on where it was asked whether it has joined.
+    assert [pool.log(number).count(ACCEPTED) for number in (0, 4)] == [logins[0] + 1, logins[1] + 1]
     assert done.returncode != 0 and report["counts"]["failed"] == 2, done.stderr
     failed, passed = {}, {}
     for name in ("host-0", "host-4"):
@@ -131,12 +152,29 @@ def test_pool_verify_holds_real_hosts_to_the_real_suite(
     assert re.search(r"^test_system\.py:[1-9]\d*: AssertionError: /swap none swap", log, re.MULTILINE), log
 
 
-def test_a_host_whose_sudo_hangs_is_told_as_that(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
-    """Its sudo answered when it was asked first."""
-    be_quick(pool, (0, 4))
-    pool.hang_sudo(4, answers=True)
+def test_a_host_whose_sudo_hangs_is_told_as_that(pool: Fleet, tmp_path: Path) -> None:
+    pool.hang_sudo(4, answers=False)
     try:
-        _, report = verify(minimal, pool, tmp_path, (0, 4), "--host-ca", pool.folder / "authorities")
+        with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs:
+            assert run(runs, pool, 4).kind == "sudo"
+            assert run(runs, pool, 0).ok
     finally:
         pool.free_sudo(4)
-    assert {name: report["counts"][name] for name in ("failed", "sudo")} == {"failed": 1, "sudo": 1}
+
+
+def test_a_host_that_is_lost_in_mid_suite_is_dropped_and_verified_once_it_is_back(
+    pool: Fleet, tmp_path: Path
+) -> None:
+    suite = suite_of(tmp_path, test_fate=FATE)
+    with runs_of(pool, suite) as runs, ThreadPoolExecutor(1) as threads:
+        earlier = hanging(pool)
+        hangs = threads.submit(run, runs, pool, HANGS)
+        wait_until_it_hangs(pool, earlier)
+        pool.cut(HANGS)
+        try:
+            assert hangs.result(120).kind == "dropped"
+        finally:
+            pool.mend(HANGS)
+        # Its process ended, having told what it could: the next run has the place for itself.
+        assert "the connection to the machine is lost" in (suite.reports / "host-1" / "suite.log").read_text()
+        assert run(runs, pool, HANGS, 3).detail == "the suite did not end within 3 s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from image_builder.pool.control_plane import Unwatched
 from image_builder.pool.driver import Event, Work
 from image_builder.pool.fleet import Fleet, Means
 from image_builder.pool.hostkeys import CertificateAuthority
-from image_builder.pool.model import OK, Host
+from image_builder.pool.model import Host
 from image_builder.pool.policy import Deadlines
-from image_builder.pool.reach import Access, Answer, Reach
+from image_builder.pool.reach import Access
+from image_builder.pool.suite import Suite
 
 
 def host(address: str = "192.0.2.1") -> Host:
@@ -31,7 +31,8 @@ def means(tmp_path: Path) -> Means:
     (tmp_path / "key").write_bytes(private)
     (tmp_path / "ca").write_text(f"@cert-authority * {public}\n")
     access = Access("admin", tmp_path / "key", CertificateAuthority(tmp_path / "ca"))
-    return Means(access, Deadlines(), tmp_path / "work", tmp_path / "python", Unwatched())
+    suite = Suite({"i": tmp_path / "facts.json"}, tmp_path / "reports", tmp_path / "python")
+    return Means(access, Deadlines(), tmp_path / "work", tmp_path / "python", Unwatched(), suite)
 
 
 def only(fleet: Fleet) -> Event:
@@ -43,24 +44,12 @@ def only(fleet: Fleet) -> Event:
     return event
 
 
-@pytest.mark.parametrize("shown", [b"garbage\n", b"ssh-ed25519 AAAA root@host-1\n", b"\xff \xff \xff\n"])
-def test_public_keys_that_are_none_are_that_hosts_failure(
-    means: Means, shown: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer: Future[Answer] = Future()
-    answer.set_result(Answer(OK, 0, shown, b"", 0.1))
-    monkeypatch.setattr(Reach, "submit", lambda *_, **__: answer)
-    with Fleet(means) as fleet:
-        fleet.verify([Work(host(), 1)])
-        outcome = only(fleet).outcome
-    assert (outcome.kind, outcome.phase) == ("failed", "verify")
-    assert "its public keys" in outcome.detail
-
-
+@pytest.mark.parametrize("step", ["probe", "verify"])
 @pytest.mark.parametrize("address", ["gpu..example", "g" * 70])
-def test_a_name_that_nothing_can_have_is_not_there(means: Means, address: str) -> None:
+def test_a_name_that_nothing_can_have_is_not_there(means: Means, address: str, step: str) -> None:
+    """What a step raises beyond its host's outcome would end the whole rollout."""
     with Fleet(means) as fleet:
-        fleet.probe([Work(host(address), 1)])
+        getattr(fleet, step)([Work(host(address), 1)])
         assert only(fleet).outcome.kind == "timeout"
 
 

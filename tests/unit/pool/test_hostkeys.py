@@ -195,11 +195,7 @@ def test_pinned_key_is_asked_for_by_its_kind_and_held_to(tmp_path: Path) -> None
             verifier.check(host(), blob(line(wrong)))
     with pytest.raises(HostKeyError, match="no key is pinned for host-3"):
         verifier.algorithms(host("host-3"))
-    assert [[e.blob for e in verifier.known(host(name))] for name in (NAME, "host-2", "host-3")] == [
-        [blob(line(curve))],
-        [blob(line(OTHER))],
-        [],
-    ]
+    verifier.check(host("host-2"), blob(line(OTHER)))
 
 
 def test_machine_with_another_id_is_another_host(tmp_path: Path) -> None:
@@ -235,7 +231,6 @@ def test_what_another_process_learnt_meanwhile_holds(tmp_path: Path) -> None:
         other.check(host(), blob(line(OTHER)))
     other.check(host("host-2"), blob(line(OTHER)))
     one.check(host("host-2"), blob(line(OTHER)))
-    assert [entry.blob for entry in one.known(host("host-2"))] == [blob(line(OTHER))]
     assert (tmp_path / "keys").read_text() == f"host-1 {line(KEY)}\nhost-2 {line(OTHER)}\n"
 
 

@@ -1,0 +1,139 @@
+"""One shell on a machine, which runs one command after the other.
+
+A channel, a login session and a sudo for each of some hundreds of commands cost more than the commands: on an
+emulated machine two thirds of a whole run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Callable
+
+import paramiko
+
+_LOOK_SECONDS = 0.5
+_BYTES = 1 << 16
+_LONGEST_END = 64
+
+
+class ShellEndedError(OSError):
+    """The shell is gone, or the connection is: what the command did is not known.
+
+    ``said`` is the last line that came of it; ``lost`` tells that it was the connection.
+    """
+
+    def __init__(self, what: str, said: str = "", *, lost: bool = False) -> None:
+        super().__init__(what)
+        self.said = said
+        self.lost = lost
+
+
+class Shell:
+    """A shell over a connection that others may use too.
+
+    What a command writes is told from the next one's by a word that it can't know, behind the end of each stream; it
+    reads nothing, and runs in a copy of the shell: what it sets, or where it goes, is gone with it.
+    """
+
+    def __init__(self, transport: paramiko.Transport, *, sudo: bool, seconds: float) -> None:
+        """Start it, by ``sudo -n`` or as who is logged in.
+
+        ``seconds`` is how long the other side may take for that. Raises SSHException.
+        """
+        self._word = secrets.token_hex(16)
+        self._end = re.compile(rb"\n%b (\d+)\n\Z" % self._word.encode())
+        self._channel = transport.open_session(timeout=seconds)
+        try:
+            self._channel.settimeout(seconds)
+            self._channel.exec_command("exec sudo -n /bin/sh" if sudo else "exec /bin/sh")
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def close(self) -> None:
+        """End it; what still runs in it gets its standard streams closed."""
+        self._channel.close()
+
+    def run(self, command: str, seconds: float, limit: int | None = None) -> tuple[int, bytes, bytes]:
+        """Return a command's status (128 and its number for a signal) and what it wrote to its two streams.
+
+        Of each stream the first ``limit`` bytes are kept. Raises TimeoutError when it takes longer than ``seconds``,
+        ShellEndedError; the shell is closed then.
+        """
+        out, err = _Stream(limit), _Stream(limit)
+        try:
+            status = self._run(command, time.monotonic() + seconds, out, err)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            # Before it is closed, which also ends what is read.
+            lost = not self._channel.eof_received
+            while self._channel.recv_stderr_ready():
+                err.add(self._channel.recv_stderr(_BYTES))
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no end after {seconds:g} s: {command}") from error
+            what = f"{error or type(error).__name__}: {command}"
+            # A login shell that lets nobody work says so on standard output.
+            raise ShellEndedError(what, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error
+        return status, out.kept, err.kept
+
+    def _run(self, command: str, deadline: float, out: _Stream, err: _Stream) -> int:
+        end = f"'\\n%s %d\\n' {self._word} $s"
+        told = f"(eval {shlex.quote(command)}) </dev/null; s=$?; printf {end}; printf {end} >&2\n"
+        self._channel.settimeout(max(0.0, deadline - time.monotonic()))
+        self._channel.sendall(told.encode())
+        while (status := out.take_end(self._end)) is None:
+            self._read(out, self._channel.recv, deadline)
+            # What nobody takes there would hold up the command, once the window is full.
+            while self._channel.recv_stderr_ready():
+                err.add(self._channel.recv_stderr(_BYTES))
+        while err.take_end(self._end) is None:
+            self._read(err, self._channel.recv_stderr, deadline)
+        return status
+
+    def _read(self, stream: _Stream, receive: Callable[[int], bytes], deadline: float) -> None:
+        """Wait a moment for more of a stream."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._channel.settimeout(min(left, _LOOK_SECONDS))
+        with contextlib.suppress(TimeoutError):
+            part = receive(_BYTES)
+            if not part:
+                raise EOFError("the shell has ended")
+            stream.add(part)
+
+
+class _Stream:
+    """What has come of one of a command's streams: its beginning, up to the limit, and its last bytes."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._bytes = bytearray()
+
+    @property
+    def kept(self) -> bytes:
+        return bytes(self._bytes[: self._limit])
+
+    def add(self, part: bytes) -> None:
+        self._bytes += part
+        if self._limit is not None and len(self._bytes) > self._limit + _LONGEST_END:
+            del self._bytes[self._limit : -_LONGEST_END]
+
+    def take_end(self, end: re.Pattern[bytes]) -> int | None:
+        """Drop the end that it has come to, and return the status in it; None before that."""
+        found = end.search(self._bytes, max(0, len(self._bytes) - _LONGEST_END))
+        if found is None:
+            return None
+        start, status = found.start(), int(found[1])
+        del found  # what it has found can't be changed
+        del self._bytes[start:]
+        return status
+
+
+def _last_line(stream: bytes) -> str:
+    lines = stream.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
