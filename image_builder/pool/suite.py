@@ -32,6 +32,9 @@ FACTS = ("image", "build_id", "variables", "packages")
 # What failed in `verify`.
 CHECKS, NO_RESULT = 1, 2
 _NAMED = 5
+# A run that is over its time ends by itself, and with it the connection. When it began its process knows alone, which
+# may have to collect the checks first.
+_BEGIN_SECONDS = 60.0
 # Without what nobody reads of hundreds of hosts: a line for each check, its log, what two values differ in. Of one host
 # `image-builder verify` tells all that.
 _TERSE = ("-q", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
@@ -89,7 +92,7 @@ class Runs:
         for stale in (TOLD.file, "suite.jsonl", "suite.log"):
             (out / stale).unlink(missing_ok=True)
         started = time.monotonic()
-        with self._reach.session(host, root=True, seconds=seconds) as session:
+        with self._reach.session(host, root=True, seconds=seconds + _BEGIN_SECONDS) as session:
             status = self._process(host.image).run(session, out, seconds)
         if status == -signal.SIGALRM:
             raise VerifyError(f"the suite did not end within {seconds:.0f} s")
