@@ -48,7 +48,7 @@ class Access:
 
     Seconds: until a TCP connection stands, until the server has shown its banner, for the key exchange and again for
     the login, between two signs of life (after three without an answer the connection counts as broken), and until
-    sudo has let a command through.
+    a shell answers, root's by sudo.
     """
 
     user: str

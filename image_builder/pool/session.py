@@ -18,9 +18,6 @@ from image_builder.target.shell import Shell, ShellEndedError
 OUTPUT_LIMIT = 1 << 20  # bytes of each stream that are kept
 GRACE_SECONDS = 2.0  # what ends by itself gets this much before the watch ends it
 _WATCH_SECONDS = 0.25
-# Where there is no shell: sudo's doing, or the account lets nobody work.
-_NO_ROOT: Class = "sudo"
-_NO_SHELL: Class = "auth"
 
 
 class NotReachedError(Exception):
@@ -61,7 +58,8 @@ class Session:
 
     def _start(self) -> Shell:
         """Start a shell, and see that it is one. Raises as ``run``."""
-        who, kind = ("sudo", _NO_ROOT) if self._sudo else ("the shell", _NO_SHELL)
+        who = "sudo" if self._sudo else "the shell"
+        kind: Class = "sudo" if self._sudo else "auth"  # an account may let nobody work
         # Longer than the watch waits: what paramiko raises in the end doesn't say that it is a timeout.
         shell = Shell(self.transport, sudo=self._sudo, seconds=self._seconds + 2 * GRACE_SECONDS)
         try:

@@ -70,14 +70,15 @@ class SuiteProcess:
         Raises VerifyError where the process of all ended meanwhile, and what the session raises when it is lost.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            ended = self._begin(theirs, out, seconds)
-        ended.add_done_callback(lambda _: session.cut())
         with Connection(ours.detach()) as asked:
+            with theirs:
+                ended = self._begin(theirs, out, seconds)
+            # Else what it had asked last would be waited for.
+            ended.add_done_callback(lambda _: session.cut())
             try:
                 serve(asked, session)
             except Exception:
-                # Cut off as it ended, of which its status tells.
+                # Where it has ended, that broke the session: its status tells more. Else the session is what is lost.
                 if not ended.done():
                     asked.close()
                     wait([ended])  # soon: nothing that it asks is answered
