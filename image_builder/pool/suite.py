@@ -1,7 +1,7 @@
 """The verification suite on the hosts of a pool: one run for each host, some at once, the checks collected once.
 
-A run is that of ``image-builder verify ssh://…``, in a process of its own; the connection stays here, where hosts are
-reached, so that a host which is asked and then verified is logged in to once.
+The checks are those of ``image-builder verify ssh://…``, made in a process of the host's own; the connection stays
+here, where hosts are reached, so that a host which is asked and then verified is logged in to once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from image_builder.pool.reach import Reach
 from image_builder.pool.session import NotReachedError
 from image_builder.pool.suite_process import SuiteProcess
 from image_builder.process import tail
-from image_builder.report.verification import TOLD, SuiteResult
+from image_builder.report.verification import SuiteResult
 from image_builder.stages.verify import ENVIRONMENT, SUITE, read_results, suite_argv
 from image_builder.store import remove_tree
 from image_builder.target.ssh import SshAddress
@@ -89,7 +89,7 @@ class Runs:
         return judge(result)
 
     def _observe(self, host: Host, out: Path, seconds: float) -> SuiteResult:
-        for stale in (TOLD.file, "suite.jsonl", "suite.log"):
+        for stale in ("suite.jsonl", "suite.log"):
             (out / stale).unlink(missing_ok=True)
         started = time.monotonic()
         with self._reach.session(host, root=True, seconds=seconds + _BEGIN_SECONDS) as session:
@@ -97,7 +97,7 @@ class Runs:
         if status == -signal.SIGALRM:
             raise VerifyError(f"the suite did not end within {seconds:.0f} s")
         log = out / "suite.log"
-        result = read_results(
+        return read_results(
             out,
             status,
             target=SshAddress(self._reach.user, host.address, host.port).url,
@@ -105,10 +105,8 @@ class Runs:
             seconds=time.monotonic() - started,
             said=tail(log),
             log=log,
-            by_pytest=TOLD,
+            by_pytest=False,
         )
-        (out / TOLD.file).unlink()
-        return result
 
     def _process(self, image: str) -> SuiteProcess:
         """Return the process for the hosts of an image: another one where the last has ended."""

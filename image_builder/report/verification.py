@@ -1,16 +1,16 @@
 """The outcome of one run of the verification suite (``tests/image``).
 
-Two records of a run are read and must agree: what pytest reported (its JUnit XML; of each of a pool's hosts the
-bare outcomes), and the JSON lines that the suite writes itself as each check ends. A check that is in one of them
-alone, an outcome other than passed, failed or error, a run without an end or without a check: each makes the whole
-run worthless and raises VerifyError.
+Two records of a run by pytest are read and must agree: its JUnit XML, and the JSON lines that the suite writes itself
+as each check ends; where it calls the checks itself, on the hosts of a pool, there are the lines alone. A check that
+is in one of two records, an outcome other than passed, failed or error, a run without an end or without a check: each
+makes the whole run worthless and raises VerifyError.
 """
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -125,9 +125,15 @@ def from_json(data: dict[str, Any]) -> SuiteResult:
 
 
 def read_run(
-    lines: Iterable[str], recorded: Outcomes, exit_status: int, *, target: str, marker: str, seconds: float
+    lines: Iterable[str],
+    recorded: Outcomes | None,
+    exit_status: int,
+    *,
+    target: str,
+    marker: str,
+    seconds: float,
 ) -> SuiteResult:
-    """Return the result of a run from the suite's lines, what pytest ``recorded``, and its exit status.
+    """Return the result of a run from the suite's lines, what pytest ``recorded`` if it ran it, and its exit status.
 
     Failed checks are part of a result; what makes the result untrustworthy raises VerifyError.
     """
@@ -194,7 +200,7 @@ def _known_outcome(name: str, outcome: str) -> Outcome:
 
 
 def _require_consistent(
-    result: SuiteResult, selected: Sequence[str], recorded: Outcomes, statuses: tuple[int, int]
+    result: SuiteResult, selected: Sequence[str], recorded: Outcomes | None, statuses: tuple[int, int]
 ) -> None:
     """Raise VerifyError unless selection, reported checks, pytest's record and exit statuses tell the same story."""
     if not selected:
@@ -205,7 +211,8 @@ def _require_consistent(
         raise VerifyError(f"{len(missing)} selected checks gave no result, the first is {missing[0]}")
     if set(ran) - set(selected):
         raise VerifyError(f"a check ran that was not selected: {min(set(ran) - set(selected))}")
-    _require_same(ran, recorded)
+    if recorded is not None:
+        _require_same(ran, recorded)
     expected = 1 if result.not_passed else 0
     if statuses != (expected, expected):
         raise VerifyError(
@@ -250,26 +257,6 @@ def junit_outcomes(junit: str) -> Outcomes:
         if found.get(key, "passed") == "passed" or outcome == "error":
             found[key] = outcome
     return found
-
-
-def told_outcomes(told: str) -> Outcomes:
-    """Return the outcomes in a JSON object of them by name (tests/image/each.py); raises VerifyError as above."""
-    try:
-        return {_key(name): str(outcome) for name, outcome in json.loads(told).items()}
-    except (ValueError, AttributeError) as error:
-        raise VerifyError(f"pytest's outcomes are damaged: {error}") from error
-
-
-@dataclass(frozen=True)
-class PytestRecord:
-    """Where pytest's own record of a run is, and how it is read."""
-
-    file: str
-    read: Callable[[str], Outcomes]
-
-
-JUNIT = PytestRecord("junit.xml", junit_outcomes)
-TOLD = PytestRecord("outcomes.json", told_outcomes)
 
 
 def require_passed(result: SuiteResult) -> None:

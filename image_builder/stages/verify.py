@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from image_builder import identity, process
 from image_builder.errors import CommandError, VerifyError
 from image_builder.plan.model import JSON
-from image_builder.report.verification import JUNIT, PytestRecord, SuiteResult, read_run, require_passed
+from image_builder.report.verification import SuiteResult, junit_outcomes, read_run, require_passed
 from image_builder.sandbox import open_root
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.stages import StageContext
@@ -196,19 +196,20 @@ def read_results(
     seconds: float,
     said: str,
     log: Path,
-    by_pytest: PytestRecord = JUNIT,
+    by_pytest: bool = True,
 ) -> SuiteResult:
-    """Return what a run found that ended with ``status``, by its two records; write ``verify.json``.
+    """Return what a run found that ended with ``status``, by its records; write ``verify.json``.
 
-    ``said`` is pytest's output, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
+    ``said`` is its output, which is in ``log`` too; a run ``by_pytest`` has recorded itself in ``junit.xml`` as well.
+    Raises VerifyError for a run that proves nothing.
     """
-    recorded, report = out_dir / by_pytest.file, out_dir / "suite.jsonl"
-    if not recorded.exists() or not report.exists():
+    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
+    if not report.exists() or (by_pytest and not junit.exists()):
         raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
     try:
         result = read_run(
             report.read_text(encoding="utf-8").splitlines(),
-            by_pytest.read(recorded.read_text(encoding="utf-8")),
+            junit_outcomes(junit.read_text(encoding="utf-8")) if by_pytest else None,
             status,
             target=_shown(target),
             marker=marker,

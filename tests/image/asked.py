@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kept import files, once
@@ -80,7 +81,11 @@ def owned_files(host: Host) -> frozenset[str]:
 
 def _owned_files(host: Host) -> frozenset[str]:
     # In large pieces, as the tree.
-    listed = output(host, "stdbuf -o 64K grep --no-filename '' /var/lib/dpkg/info/*.list")
+    return _paths(output(host, "stdbuf -o 64K grep --no-filename '' /var/lib/dpkg/info/*.list"))
+
+
+@lru_cache(maxsize=1)  # machines of one image have the same
+def _paths(listed: str) -> frozenset[str]:
     return frozenset(with_merged_usr(listed).splitlines())
 
 

@@ -12,14 +12,14 @@ nothing is ever skipped while it runs.
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import each
 import pytest
-from suite import Facts, applicability, check_name
+from calls import Calls
+from suite import Facts, applicability, check_name, title
 from targets import TARGET, Target, parse_target
 
 _REPORT = pytest.StashKey["_Report"]()
@@ -87,34 +87,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Record the final selection, after -m and -k had their say."""
-    _record_selection(session)
+    if report := session.config.stash.get(_REPORT, None):
+        report.write(_selection(session))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the checks on each machine that is asked for, with ``--each``; a failed collection is pytest's to tell."""
+    """Make the checks of each machine that is asked for, with ``--each``; a failed collection is pytest's to tell."""
     if TARGET not in session.config.stash or not session.config.option.each or session.testsfailed:
         return None
-
-    def begin(machine: socket.socket, out: Path) -> None:
-        session.config.stash[TARGET] = Target("asked", asked=machine)
-        session.config.stash[_REPORT] = _Report(out / "suite.jsonl")
-        _record_selection(session)
-
-    return each.serve(session, begin)
+    calls = Calls(session.items, session.config.stash[_FACTS], _selection(session))
+    each.serve(lambda machine, out: calls(Target("asked", asked=machine), out))
+    return True
 
 
-def _record_selection(session: pytest.Session) -> None:
-    report = session.config.stash.get(_REPORT, None)
-    if report:
-        report.write(
-            event="collected",
-            selected=[check_name(item.nodeid) for item in session.items],
-            not_applicable=[
-                {"name": check_name(item.nodeid), "reason": reason}
-                for item, reason in session.config.stash[_NOT_APPLICABLE]
-            ],
-        )
+def _selection(session: pytest.Session) -> dict[str, Any]:
+    """Return what is recorded of the collection."""
+    return {
+        "event": "collected",
+        "selected": [check_name(item.nodeid) for item in session.items],
+        "not_applicable": [
+            {"name": check_name(item.nodeid), "reason": reason}
+            for item, reason in session.config.stash[_NOT_APPLICABLE]
+        ],
+    }
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,7 +127,7 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     report = session.config.stash.get(_REPORT, None)
     if report:
-        report.write(event="finished", status=int(exitstatus))
+        report.write({"event": "finished", "status": int(exitstatus)})
         report.stream.close()
 
 
@@ -142,19 +138,17 @@ class _Report:
         self.stream = path.open("w", buffering=1, encoding="utf-8")  # until pytest_sessionfinish
         self.running: dict[str, Any] = {}
 
-    def write(self, **event: Any) -> None:
+    def write(self, event: Mapping[str, Any]) -> None:
         self.stream.write(json.dumps(event) + "\n")
 
     def phase(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Add setup, call or teardown to the check's record; write it after teardown."""
         if report.when == "setup":
-            doc = getattr(item, "function", item).__doc__ or ""
-            title = doc.strip().splitlines()[0] if doc.strip() else ""
             self.running = {
                 "name": check_name(item.nodeid),
                 "outcome": "passed",
                 "seconds": 0.0,
-                "title": title,
+                "title": title(item),
             }
         self.running["seconds"] += report.duration
         outcome: str = report.outcome
@@ -168,7 +162,7 @@ class _Report:
             self.running["message"] = error.exconly().removeprefix("AssertionError: ") if error else ""
             self.running["exception"] = error.typename if error else ""
         if report.when == "teardown":
-            self.write(event="check", **self.running)
+            self.write({"event": "check", **self.running})
 
 
 @pytest.fixture(scope="session")

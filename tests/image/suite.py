@@ -53,6 +53,12 @@ def check_name(nodeid: str) -> str:
     return path.rpartition("/")[2] + colons + function
 
 
+def title(item: pytest.Item) -> str:
+    """Return what a check says of itself: the first line of its docstring."""
+    doc = (getattr(item, "function", item).__doc__ or "").strip()
+    return doc.splitlines()[0] if doc else ""
+
+
 def applicability(item: pytest.Item, facts: Facts) -> str:
     """Return why a check doesn't apply to the image, or nothing when it does.
 
@@ -71,6 +77,16 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
             if not (wanted(value) if callable(wanted) else value == wanted):
                 return f"{name} is {value!r:.60}"
     return ""
+
+
+def list_tree(host: Host, facts: Facts, *, booted: bool) -> Tree:
+    """Return what is on a target's root filesystem.
+
+    On a running machine without what its containers own: that isn't the image's.
+    """
+    names = ("container_runtime_data_root", "container_runtime_containerd_root")
+    roots = [str(facts.variables[name]) for name in names if name in facts.variables]
+    return Tree.read(host, ("/var/lib/kubelet/pods", *roots) if booted else ())
 
 
 def read(host: Host, path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from suite import Facts
+from suite import Facts, list_tree
 from targets import TARGET, open_target
 from testinfra.host import Host
 from tree import Tree
@@ -17,10 +17,5 @@ def host(pytestconfig: pytest.Config) -> Host:
 
 @pytest.fixture(scope="session")
 def tree(host: Host, facts: Facts, pytestconfig: pytest.Config) -> Tree:
-    """Everything on the root filesystem, from one ``find``.
-
-    On a running machine without what its containers own: that isn't the image's.
-    """
-    names = ("container_runtime_data_root", "container_runtime_containerd_root")
-    roots = [str(facts.variables[name]) for name in names if name in facts.variables]
-    return Tree.read(host, ("/var/lib/kubelet/pods", *roots) if pytestconfig.stash[TARGET].booted else ())
+    """Everything on the root filesystem, from one ``find``."""
+    return list_tree(host, facts, booted=pytestconfig.stash[TARGET].booted)

@@ -118,6 +118,21 @@ def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) 
     assert outcome.code == NO_RESULT and "test_wrong.py" in outcome.detail
 
 
+@pytest.mark.parametrize(
+    ("mark", "asks", "what"),
+    [("", "host, tmp_path", "tmp_path"), ("@pytest.mark.parametrize('n', [1])\n", "host, n", "n, parametrize")],
+)
+def test_checks_that_are_more_than_functions_of_a_host_are_refused(
+    pool: Fleet, tmp_path: Path, mark: str, asks: str, what: str
+) -> None:
+    """No fixture or mark of theirs is heeded on a pool's hosts: none may be passed over in silence."""
+    check = f"import pytest\n\n{mark}@pytest.mark.booted\ndef test_more({asks}):\n    pass\n"
+    with runs_of(pool, suite_of(tmp_path, test_more=check)) as runs:
+        outcome = run(runs, pool, 0)
+    assert outcome.code == NO_RESULT
+    assert re.search(rf"test_more(\[1\])? is more than a function of its target: {what}", outcome.detail)
+
+
 def verify(
     minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int], *known: str | Path
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
