@@ -59,15 +59,21 @@ class Plan(Strict):
         return max(self.policy.same_least, at_least(self.policy.same_share, len(self.hosts)))
 
 
-def make_plan(inventory: PlannedFrom, pools: Sequence[Pool], hosts: Sequence[Host], policy: Policy) -> Plan:
-    """Return the plan of these hosts."""
+def make_plan(
+    inventory: PlannedFrom,
+    pools: Sequence[Pool],
+    hosts: Sequence[Host],
+    policy: Policy,
+    waves: tuple[Wave, ...] | None = None,
+) -> Plan:
+    """Return the plan of these hosts; unless ``waves`` are given, in those of the policy."""
     plan = Plan(
         digest="",
         inventory=inventory,
         policy=policy,
         pools=tuple(pools),
         hosts=tuple(sorted(hosts, key=lambda h: h.name)),
-        waves=plan_waves(hosts, policy),
+        waves=plan_waves(hosts, policy) if waves is None else waves,
     )
     return plan.model_copy(update={"digest": _digest(plan)})
 

@@ -35,6 +35,7 @@ from image_builder.pool.resume import past, take_up
 from image_builder.pool.state import Progress
 from image_builder.pool.suite import FACTS, Suite
 from image_builder.pool.table import LiveTable
+from image_builder.pool.waves import plan_waves
 from image_builder.settings import Settings
 from image_builder.signals import waking
 
@@ -117,7 +118,9 @@ def prepare_verification(options: Options, given: Path | None) -> Ready:
         cadence_seconds=0.0,
         deadlines=deadlines,
     )
-    plan = make_plan(plan.inventory, plan.pools, plan.hosts, policy)
+    # What changes nothing needs no canaries.
+    waves = plan_waves(plan.hosts, policy, covered={host.cell for host in plan.hosts}, waves_before=1)
+    plan = make_plan(plan.inventory, plan.pools, plan.hosts, policy, waves)
     _check_access(faults, options.access, plan.hosts)
     suite = _suite(faults, options, plan.hosts)
     faults.report()

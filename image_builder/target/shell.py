@@ -18,6 +18,10 @@ import paramiko
 _LOOK_SECONDS = 0.5
 _BYTES = 1 << 16
 _LONGEST_END = 64
+# A program and its arguments, perhaps behind assignments. Anything else is for eval: there it can't end what is around
+# it, but the shell makes one process more.
+_RESERVED = "case|coproc|do|done|elif|else|esac|fi|for|function|if|in|select|then|time|until|while"
+_PLAIN = re.compile(rf"(?!(?:{_RESERVED})\b)[\w/](?:[\w@%+=:,./ -]|'[^'\n]*')*", re.ASCII)
 
 
 class ShellEndedError(OSError):
@@ -82,7 +86,8 @@ class Shell:
 
     def _run(self, command: str, deadline: float, out: _Stream, err: _Stream) -> int:
         end = f"'\\n%s %d\\n' {self._word} $s"
-        told = f"(eval {shlex.quote(command)}) </dev/null; s=$?; printf {end}; printf {end} >&2\n"
+        body = command if _PLAIN.fullmatch(command) else f"eval {shlex.quote(command)}"
+        told = f"({body}) </dev/null; s=$?; printf {end}; printf {end} >&2\n"
         self._channel.settimeout(max(0.0, deadline - time.monotonic()))
         self._channel.sendall(told.encode())
         while (status := out.take_end(self._end)) is None:

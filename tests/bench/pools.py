@@ -16,8 +16,9 @@ the same processors, which both pay for.
                      on the same ones (both check pinned host keys; Ansible without ControlPersist, which costs
                      time and does nothing for one command), goal <= 0.5
     verify_ratio     `pool verify`, the whole command with the real suite of the small image: wall time on 60 hosts /
-                     on one of them, goal <= 6. The hosts' side of it, half of the work, is on the same processors;
-                     `verify_runs` has the seconds of a processor of both sides, for 1, 8 and 60 hosts. Checks of
+                     on one of them, goal <= 6; the median of some rounds, in each of which one host is verified before
+                     and after all. The hosts' side of it, most of the work, is on the same processors; `verify_runs`
+                     has the seconds of a processor of both sides, for 1, 8 and 60 hosts. Checks of
                      what only a booted machine has fail, on each host the same ones
     resume_overhead  how much longer a rollout takes whose driver is killed halfway and resumed than one that is not,
                      as a share of that; joining takes 20 s on each host; goal <= 0.1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection, Iterable
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from alike import alike
 from kept import files, once
 from suite import assignments, output
 from testinfra.host import Host
@@ -37,6 +38,8 @@ UNITS = (
 )
 # All kernel settings of the boot, in systemd's own order.
 SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
+# The rules of a table of the kernel's, with how often each was met.
+RULES = "iptables --wait --table mangle --list-rules --verbose"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
 _PART = re.compile(r"# (?:/etc|/run|/usr/local/lib|/usr/lib|/lib)/((systemd/\S+?)(?:\.d/[^/\s]+)?)")
 _UNMERGED = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -76,17 +79,11 @@ def _packages(host: Host) -> dict[str, Package]:
 
 def owned_files(host: Host) -> frozenset[str]:
     """Return each path of a package, as it is on a system with merged /usr."""
-    return once(host, owned_files, lambda: _owned_files(host))
+    return once(host, owned_files, lambda: alike(host, "cat /var/lib/dpkg/info/*.list", _paths))
 
 
-def _owned_files(host: Host) -> frozenset[str]:
-    # In large pieces, as the tree.
-    return _paths(output(host, "stdbuf -o 64K grep --no-filename '' /var/lib/dpkg/info/*.list"))
-
-
-@lru_cache(maxsize=1)  # machines of one image have the same
-def _paths(listed: str) -> frozenset[str]:
-    return frozenset(with_merged_usr(listed).splitlines())
+def _paths(listed: bytes) -> frozenset[str]:
+    return frozenset(with_merged_usr(os.fsdecode(listed)).splitlines())
 
 
 def with_merged_usr(paths: str) -> str:
@@ -132,6 +129,13 @@ def unit_states(host: Host, units: Collection[str]) -> dict[str, str]:
             words = [host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in new]
         known.update(zip(new, words, strict=True))
     return {unit: known[unit] for unit in units}
+
+
+def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the running kernel's settings, of those that are declared."""
+    names = [*variables["__system_sysctl"], *variables.get("hardening_sysctl", ())]
+    lines = once(host, live_sysctls, lambda: host.run(f"sysctl --ignore {' '.join(names)}").stdout)
+    return {name: " ".join(value.split()) for name, value in assignments(lines).items()}
 
 
 def merged(host: Host, name: str) -> str:

@@ -36,6 +36,7 @@ def serve(run: Run) -> None:
     # What is here by now stays: no copy need look through it, which would make it a copy's own.
     gc.collect()
     gc.freeze()
+    sys.stdout.flush()  # else each copy would say what pytest has said
     requests = socket.socket(fileno=0)
     runners: dict[int, _Runner] = {}
     poll = select.poll()
@@ -149,6 +150,6 @@ def _run(request: Mapping[str, Any], machine: socket.socket, run: Run) -> int:
 
 
 def _say(line: Mapping[str, Any]) -> None:
-    # Nothing of it may be left here when a copy of this process is made.
+    # At once, for who waits, and for the copies.
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()

@@ -50,12 +50,22 @@ FILES = (
 
 
 def once(host: Host, key: object, ask: Callable[[], T]) -> T:
-    """Return what ``ask`` returns, which is called for a target the first time alone; what it raises isn't kept."""
-    answers: dict[object, Any] = vars(host).setdefault("answers", {})
+    """Return what ``ask`` returns, which is called for a target the first time alone.
+
+    That an assertion failed in it is kept as well, for a machine with much that is broken; nothing else that it raises.
+    """
+    answers: dict[object, tuple[Any, str | None]] = vars(host).setdefault("answers", {})
     if key not in answers:
-        answers[key] = ask()
-    answer: T = answers[key]
-    return answer
+        try:
+            answers[key] = (ask(), None)
+        except AssertionError as error:
+            answers[key] = (None, str(error))
+            raise
+    answer, failed = answers[key]
+    if failed is not None:
+        raise AssertionError(failed)
+    kept: T = answer
+    return kept
 
 
 def files(host: Host) -> dict[str, str]:

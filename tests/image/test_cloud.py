@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from asked import merged
+from asked import RULES, merged, output_once
 from cloud_config import MAIN, cloud_config
 from kept import files
 from suite import (
@@ -240,8 +240,8 @@ def test_fstab_is_the_images(host: Host) -> None:
 @needs("system", azure_guest_blocked_for_pods=bool)
 def test_pod_guard_is_in_force(host: Host, v: V) -> None:
     """The kernel drops forwarded packets to every declared address."""
-    rules = output(host, "iptables --wait --table mangle --list-rules FORWARD").splitlines()
-    drops = [rule for rule in rules if rule.endswith("-j DROP")]
+    rules = output_once(host, RULES).splitlines()
+    drops = [rule for rule in rules if rule.startswith("-A FORWARD ") and rule.endswith("-j DROP")]
     nothing(
         t["address"]
         for t in v["azure_guest_blocked_for_pods"]

@@ -224,9 +224,13 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 @booted
 def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
     """Everything below /usr comes from a package, a package's script, the alternatives, or is named here."""
-    owned = owned_files(host) | {with_merged_usr(place) for _, place, _ in diversions(host)}
-    unowned = sorted(path for path in {*tree.below("/usr")} - owned if not UNOWNED.fullmatch(path))
-    nothing(path for path in unowned if not tree[path].link.startswith("/etc/alternatives/"))
+    diverted = {with_merged_usr(place) for _, place, _ in diversions(host)}
+    unowned = [path for path in tree.without("/usr", owned_files(host)) if not UNOWNED.fullmatch(path)]
+    nothing(
+        path
+        for path in unowned
+        if path not in diverted and not tree[path].link.startswith("/etc/alternatives/")
+    )
 
 
 @offline

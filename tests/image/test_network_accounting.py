@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asked import merged
-from suite import booted, needs, nothing, offline, output, starts_at_boot
+from asked import RULES, merged, output_once
+from suite import booted, needs, nothing, offline, starts_at_boot
 from testinfra.host import Host
 from tree import Tree
 
@@ -52,7 +52,7 @@ def test_traffic_will_be_counted(host: Host, tree: Tree, v: V) -> None:
 @accounting
 def test_traffic_is_counted(host: Host, v: V) -> None:
     """The kernel has the rules, with our comments, and packets pass them."""
-    rules = output(host, "iptables --wait --table mangle --list-rules --verbose").splitlines()
+    rules = output_once(host, RULES).splitlines()
     for words, label in _wanted(v):
         text = f'"{v["network_accounting_comment"]} traffic={label}"'
         assert any(words in rule and text in rule for rule in rules), f"no rule for {label}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asked import SYSCTL, output_once
+from asked import SYSCTL, live_sysctls, output_once
 from suite import assignments, booted, differences, needs, nothing, offline, read
 from testinfra.host import Host
 
@@ -42,11 +42,7 @@ def test_kubelets_sysctls_are_configured(host: Host, v: V) -> None:
 @needs("system")
 def test_sysctls_are_live(host: Host, v: V) -> None:
     """The running kernel has every declared setting."""
-    wanted = _wanted(v["__system_sysctl"])
-    lines = host.run(f"sysctl --ignore {' '.join(wanted)}").stdout
-    nothing(
-        differences(wanted, {name: " ".join(value.split()) for name, value in assignments(lines).items()})
-    )
+    nothing(differences(_wanted(v["__system_sysctl"]), live_sysctls(host, v)))
 
 
 @booted

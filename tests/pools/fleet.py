@@ -73,9 +73,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Told:
-    """What the process of the hosts is told: ``trees`` topmost first, ``disk`` as tmpfs has its size."""
+    """What the process of the hosts is told: ``disk`` as tmpfs has its size.
+
+    Hosts have the root filesystem at ``start`` bytes of ``image``, or ``trees``, topmost first.
+    """
 
     store: str
+    image: str
+    start: int
     trees: list[str]
     disk: str
     folder: str
@@ -190,11 +195,13 @@ class Fleet:
 
     def change_key(self, host: int) -> None:
         """Give a host another key, as a reinstalled one has."""
-        self._restart(host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/fleet_key")
+        self._restart(
+            host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/ssh_host_ed25519_key"
+        )
 
     def show(self, host: int, certificate: str) -> None:
         """Let a host show another certificate for the key that it has."""
-        self._restart(host, 'cat > "$0"', "/etc/ssh/fleet_key-cert.pub", certificate)
+        self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key-cert.pub", certificate)
 
     def _restart(self, host: int, script: str, file: str, input: str = "") -> None:
         """Run a script, and let a host's sshd read its files anew."""
@@ -230,15 +237,16 @@ def fleet(
     The directory ``site`` is on all of them, in SITE, such as one with packages. What they write is in memory, at most
     ``disk`` of each.
 
-    ``place`` holds an image with sshd, sudo, ip and Python: the small one; else ``trees`` do, topmost first. Call it
-    from the main thread.
+    ``place`` holds an image with sshd, sudo, ip and Python: the small one, whose disk they have; else they have
+    ``trees``, topmost first. Call it from the main thread.
     """
     hosts = tuple(host_of(n) for n in range(count))
     wrong = [(faults or {}).get(n, "") for n in range(count)]
     _write_keys(folder, hosts, wrong, signed)
-    trees = trees or place.trees("system")
     told = Told(
         store=os.fspath(place.store),
+        image="" if trees else os.fspath(place.artefact / f"{place.image}.raw"),
+        start=0 if trees else _root_of(place.artefact),
         trees=[os.fspath(tree) for tree in trees],
         disk=disk,
         folder=os.fspath(folder),
@@ -263,6 +271,13 @@ def fleet(
         with _network_of(process.pid):
             yield Fleet(folder, hosts, process)
     assert process.returncode == 0
+
+
+def _root_of(artefact: Path) -> int:
+    """Return where the root filesystem begins in the disk of an image."""
+    disk = json.loads((artefact / "manifest.json").read_bytes())["disk"]
+    (start,) = (part["start"] for part in disk["partitions"] if part["name"] == "root")
+    return int(start)
 
 
 def host_of(number: int) -> Host:

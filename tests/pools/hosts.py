@@ -1,4 +1,4 @@
-"""The process of the hosts: an overlay over the trees of a baked image each, a small memory disk above, one bridge.
+"""The process of the hosts: an overlay over the disk of a baked image each, a small memory disk above, one bridge.
 
 It has namespaces of its own (mounts, processes, network), and so has each host (mounts, name, network, and processes,
 of which its sshd is the first: who looks for them there finds its own alone). It ends, and all hosts with it, at the
@@ -41,8 +41,9 @@ from tests.pulls import leave_the_network
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _BASE = Path("/run/fleet")
+_NICENESS = 5
 _CONFIG = """\
-HostKey /etc/ssh/fleet_key
+HostKey /etc/ssh/ssh_host_ed25519_key
 {certificate}
 AuthorizedKeysFile /etc/ssh/fleet_users
 ClientAliveInterval 5
@@ -71,6 +72,8 @@ def serve(file: str) -> int:
     told = Told(**json.loads(Path(file).read_text()))
     # Before the other namespaces, so that who started this finds the network by the process that it knows.
     leave_the_network()
+    if told.image:
+        _mount_image(told)
 
     def work() -> int:
         with Store(Path(told.store)).in_use():
@@ -78,6 +81,21 @@ def serve(file: str) -> int:
         return 0
 
     return namespace.run_isolated(work)
+
+
+def _mount_image(told: Told) -> None:
+    """Mount the image's root filesystem where this process alone sees it; the loop device goes with the mount."""
+    _call(_libc.unshare, _CLONE_NEWNS)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    place = _image(told)
+    place.mkdir()
+    # What is written is above it: the journal need not be replayed.
+    options = f"ro,noload,loop,offset={told.start}"
+    subprocess.run(["mount", "-t", "ext4", "-o", options, told.image, place], check=True)
+
+
+def _image(told: Told) -> Path:
+    return Path(told.folder, "image")
 
 
 def _serve(told: Told) -> None:
@@ -150,7 +168,7 @@ def _overlay(told: Told, name: str) -> Path:
     namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={told.disk},mode=755")
     for part in ("upper", "work", "root"):
         (base / part).mkdir()
-    options = f"lowerdir={':'.join(told.trees)},upperdir={base}/upper,workdir={base}/work"
+    options = f"lowerdir={':'.join(told.trees) or _image(told)},upperdir={base}/upper,workdir={base}/work"
     root = os.fspath(base / "root")
     namespace.mount("overlay", "overlay", root, options)
     namespace.mount_dev(f"{root}/dev")
@@ -193,6 +211,8 @@ def _call(function: Callable[..., int], *args: int) -> None:
 
 def _be_host(told: Told, number: int) -> NoReturn:
     """Set up a host and become its sshd, or what stands in its place."""
+    # Who asks comes first: other machines would not take its processors.
+    os.nice(_NICENESS)
     fault = told.faults[number]
     root = _overlay(told, str(number))
     _write_files(told, number, root)
@@ -218,11 +238,11 @@ def _be_host(told: Told, number: int) -> NoReturn:
 def _write_files(told: Told, number: int, root: Path) -> None:
     """Write a host's keys, its user, and what is wrong with it."""
     fault, keys, ssh = told.faults[number], Path(told.folder), root / "etc/ssh"
-    shutil.copy(keys / f"host-{number}", ssh / "fleet_key")
+    shutil.copy(keys / f"host-{number}", ssh / "ssh_host_ed25519_key")
     certificate = keys / f"host-{number}-cert.pub"
     if certificate.exists():
-        shutil.copy(certificate, ssh / "fleet_key-cert.pub")
-    line = "HostCertificate /etc/ssh/fleet_key-cert.pub" if certificate.exists() else ""
+        shutil.copy(certificate, ssh / "ssh_host_ed25519_key-cert.pub")
+    line = "HostCertificate /etc/ssh/ssh_host_ed25519_key-cert.pub" if certificate.exists() else ""
     (ssh / "sshd_config").write_text(_CONFIG.format(certificate=line))
     (ssh / "fleet_users").write_text("" if fault == "auth" else (keys / "user.pub").read_text())
     (root / "etc/hosts").write_text(f"127.0.0.1 localhost host-{number}\n")

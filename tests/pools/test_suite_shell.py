@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import os
 import socket
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from testinfra.backend.base import BaseBackend
+from testinfra.host import Host
 
 from image_builder.pool.reach import Reach
 from image_builder.pool.suite_process import serve
@@ -110,3 +112,50 @@ def test_a_command_without_an_end_is_an_error(
         backend.run("echo begun; sleep 20")
     monkeypatch.undo()
     assert backend.run("id -u").stdout == "0\n"
+
+
+@pytest.fixture
+def alike(targets: ModuleType) -> Iterator[ModuleType]:
+    """What knows what machines have in common, and nothing yet; the suite is found because of its targets."""
+    assert targets
+    module = importlib.import_module("alike")
+    yield module
+    module._answers.clear()
+
+
+def test_what_machines_print_alike_is_sent_once(asked: BaseBackend, alike: ModuleType) -> None:
+    """What stands in a file is what one machine prints and another one doesn't; what is parsed was sent."""
+    host, sent = Host(asked), list[bytes]()
+
+    def parse(printed: bytes) -> bytes:
+        sent.append(printed)
+        return printed
+
+    def ask() -> bytes:
+        found: bytes = alike.alike(host, "cat /tmp/alike", parse)
+        return found
+
+    odd = b"\0\xff\n no newline"
+    for content, wanted in ((odd, [odd]), (odd, [odd]), (b"", [odd, b""]), (odd, [odd, b""])):
+        asked.run("printf %s | base64 -d >/tmp/alike", base64.b64encode(content).decode())
+        assert ask() == content
+        assert sent == wanted
+    # Only so many are kept.
+    for number in range(4):
+        asked.run(f"echo {number} >/tmp/alike")
+        assert ask() == b"%d\n" % number
+    assert len(sent) == 6
+    asked.run("printf %s | base64 -d >/tmp/alike", base64.b64encode(odd).decode())
+    assert ask() == odd
+    assert len(sent) == 7
+
+
+def test_a_command_that_fails_is_no_answer_though_it_prints_what_it_printed_elsewhere(
+    asked: BaseBackend, alike: ModuleType
+) -> None:
+    host, command = Host(asked), "echo same; test ! -e /tmp/broken"
+    for _ in range(2):
+        assert alike.alike(host, command, bytes) == b"same\n"
+    asked.run("touch /tmp/broken")
+    with pytest.raises(AssertionError, match="echo ended with 1"):
+        alike.alike(host, command, bytes)

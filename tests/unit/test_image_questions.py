@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import pytest
+import testinfra
 
 from image_builder.settings import REPO_ROOT
 
@@ -41,7 +42,8 @@ def suite() -> Iterator[dict[str, ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
         yield {
-            name: importlib.import_module(name) for name in ("asked", "beginnings", "cloud_config", "tree")
+            name: importlib.import_module(name)
+            for name in ("asked", "beginnings", "cloud_config", "kept", "listing", "tree")
         }
 
 
@@ -179,9 +181,12 @@ def listing(entries: Iterable[tuple[str, int, str, str]]) -> bytes:
     return os.fsencode("".join(f"{status}\0{size}\0{path}\0{link}\0" for status, size, path, link in entries))
 
 
-def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, ModuleType]) -> None:
-    module = suite["tree"]
-    tree = module.Tree(listing([*ODD, *(("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1000))]))
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, ModuleType], parts: int) -> None:
+    """Of one find or of several: to whom it asks the tree is one."""
+    entries = [*ODD, *(("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1000))]
+    module = suite["listing"]
+    tree = suite["tree"].Tree(*(module.Listing(listing(entries[n::parts])) for n in range(parts)))
     assert tree["/etc/a"] == module.Entry("/etc/a", "l", "f", 0o777, 0, 0, 7, "b\tc\nd")
     assert tree["/not \udcff utf-8"].size == 9
     assert [entry.path for entry in tree.under("/etc")] == ["/etc/a", "/etc/with\ttab\nand line"]
@@ -191,15 +196,38 @@ def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, Mod
         tree["/usr"]
     assert [entry.path for entry in tree.where(lambda s: s.mode & 0o4000)] == ["/usr/bin/sudo"]
     assert [entry.path for entry in tree.where(lambda s: s.kind == "l", "/usr", "/opt")] == ["/usr/dead"]
-    assert tree.matching(r"/n/9\d?9", having="99") == ["/n/99", "/n/999"]
-    assert tree.matching(r".*", having="a") == ["/etc/a", "/etc/with\ttab\nand line", "/usr/dead"]
-    assert tree.matching(r".*b.*", having="usr") == ["/usr/bin/mine", "/usr/bin/sudo"]
-    assert tree.matching(r".*", having="nobody") == []
-    asked: list[object] = []
-    assert tree.where(asked.append) == []
-    assert len(asked) == 6  # once of each status
+    assert tree.without("/usr", {"/usr/dead", "/usr/x"}) == ["/usr/bin/mine", "/usr/bin/sudo"]
+    for _ in range(2):  # as worked out, and as kept
+        assert tree.matching(r"/n/9\d?9", having="99") == ["/n/99", "/n/999"]
+        assert tree.matching(r".*", having="a") == ["/etc/a", "/etc/with\ttab\nand line", "/usr/dead"]
+        assert tree.matching(r".*b.*", having="usr") == ["/usr/bin/mine", "/usr/bin/sudo"]
+        assert tree.matching(r".*", having="nobody") == []
+        assert tree.matching(r"/usr/dead|/tmp") == ["/tmp", "/usr/dead"]
+    asked: set[object] = set()
+    assert tree.where(asked.add) == []
+    assert len(asked) == 6
 
 
 def test_a_listing_that_is_not_one_of_a_system_is_none(suite: dict[str, ModuleType]) -> None:
     with pytest.raises(AssertionError, match="find saw only 8 files"):
-        suite["tree"].Tree(listing(ODD))
+        suite["tree"].Tree(suite["listing"].Listing(listing(ODD)))
+
+
+def test_a_question_that_failed_is_not_asked_again(suite: dict[str, ModuleType]) -> None:
+    host = testinfra.get_host("local://")
+    asked: list[int] = []
+
+    def fail() -> str:
+        asked.append(1)
+        raise AssertionError("it failed")
+
+    def break_off() -> str:
+        asked.append(2)
+        raise ConnectionError
+
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="it failed"):
+            suite["kept"].once(host, "a", fail)
+        with pytest.raises(ConnectionError):
+            suite["kept"].once(host, "b", break_off)
+    assert asked == [1, 2, 2]

@@ -15,6 +15,7 @@ from image_builder.report.verification import (
     from_json,
     junit_outcomes,
     read_run,
+    render,
     require_passed,
     table,
 )
@@ -173,7 +174,8 @@ def test_a_damaged_junit_file_is_refused() -> None:
 
 def test_verify_json_can_be_read_back() -> None:
     found = result(FAILED, status=1)
-    assert from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert json.loads(render(found)) == found.as_json()
+    assert from_json(json.loads(render(found))) == found
     with pytest.raises(VerifyError):
         from_json({"checks": []})
 
