@@ -38,6 +38,8 @@ UNITS = (
 )
 # All kernel settings of the boot, in systemd's own order.
 SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
+# What dpkg and apt know of the packages that are there; some of it need not be there.
+PACKAGES = "cat /var/lib/dpkg/status /var/lib/dpkg/arch /var/lib/dpkg/updates/* 2>/dev/null"
 # The rules of a table of the kernel's, with how often each was met.
 RULES = "iptables --wait --table mangle --list-rules --verbose"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
@@ -73,7 +75,11 @@ def packages(host: Host) -> dict[str, Package]:
 
 def _packages(host: Host) -> dict[str, Package]:
     form = r"'${Package}\t${db:Status-Abbrev}\t${Version}\t${Depends}\n'"
-    lines = (line.split("\t") for line in output(host, f"dpkg-query --show --showformat={form}").splitlines())
+    return alike(host, f"dpkg-query --show --showformat={form}", _table, PACKAGES)
+
+
+def _table(printed: bytes) -> dict[str, Package]:
+    lines = (line.split("\t") for line in printed.decode().splitlines())
     return {name: Package(state.strip(), version, depends) for name, state, version, depends in lines}
 
 

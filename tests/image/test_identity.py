@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asked import mounted
+from alike import alike
+from asked import PACKAGES, mounted
 from suite import Facts, assignments, booted, differences, nothing, offline, output, read, statements
 from testinfra.host import Host
 from tree import Tree
@@ -42,7 +43,8 @@ def test_distribution(host: Host, v: V) -> None:
 @booted
 def test_architecture(host: Host, v: V) -> None:
     """dpkg installs packages of the declared architecture, and of no other."""
-    found = output(host, "dpkg --print-architecture && dpkg --print-foreign-architectures").splitlines()
+    printed = alike(host, "dpkg --print-architecture && dpkg --print-foreign-architectures", bytes, PACKAGES)
+    found = printed.decode().split()
     assert found == [v["image_base"]["architecture"]], f"{found}"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asked import owned_files, packages, unit_states
+from alike import alike
+from asked import PACKAGES, owned_files, packages, unit_states
 from kept import files, in_folder
 from suite import Facts, booted, nothing, offline, output
 from testinfra.host import Host
@@ -32,7 +33,7 @@ def test_dependencies_are_met(host: Host, v: V) -> None:
         "Dir::Cache::srcpkgcache=",
         f"APT::Architectures::={v['image_base']['architecture']}",
     )
-    output(host, f"apt-get check -q -o {' -o '.join(options)}")
+    alike(host, f"apt-get check -q -o {' -o '.join(options)}", bytes, PACKAGES)
 
 
 @offline

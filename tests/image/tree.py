@@ -84,6 +84,8 @@ class Tree:
 
 
 def _find(folder: str, *pruned: str) -> str:
-    """Return the command that lists a folder, but not what lies in others."""
-    but = "".join(rf" -not \( -path '{path}' -prune \)" for path in pruned)
-    return f"find {folder} -ignore_readdir_race -xdev{but} -printf {PRINTED}"
+    """Return the command that lists a folder, but not what fits one of some patterns."""
+    # So that each entry is compared and no more: a negation of each costs twice the rest.
+    but = " -o ".join(f"-path '{pattern}'" for pattern in pruned)
+    pruning = rf" \( {but} \) -prune -o" if but else ""
+    return f"find {folder} -ignore_readdir_race -xdev{pruning} -printf {PRINTED}"

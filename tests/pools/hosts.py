@@ -41,7 +41,6 @@ from tests.pulls import leave_the_network
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _BASE = Path("/run/fleet")
-_NICENESS = 5
 _CONFIG = """\
 HostKey /etc/ssh/ssh_host_ed25519_key
 {certificate}
@@ -211,8 +210,6 @@ def _call(function: Callable[..., int], *args: int) -> None:
 
 def _be_host(told: Told, number: int) -> NoReturn:
     """Set up a host and become its sshd, or what stands in its place."""
-    # Who asks comes first: other machines would not take its processors.
-    os.nice(_NICENESS)
     fault = told.faults[number]
     root = _overlay(told, str(number))
     _write_files(told, number, root)

@@ -125,14 +125,14 @@ def alike(targets: ModuleType) -> Iterator[ModuleType]:
 
 def test_what_machines_print_alike_is_sent_once(asked: BaseBackend, alike: ModuleType) -> None:
     """What stands in a file is what one machine prints and another one doesn't; what is parsed was sent."""
-    host, sent = Host(asked), list[bytes]()
+    sent = list[bytes]()
 
     def parse(printed: bytes) -> bytes:
         sent.append(printed)
         return printed
 
     def ask() -> bytes:
-        found: bytes = alike.alike(host, "cat /tmp/alike", parse)
+        found: bytes = alike.alike(Host(asked), "cat /tmp/alike", parse)
         return found
 
     odd = b"\0\xff\n no newline"
@@ -153,9 +153,23 @@ def test_what_machines_print_alike_is_sent_once(asked: BaseBackend, alike: Modul
 def test_a_command_that_fails_is_no_answer_though_it_prints_what_it_printed_elsewhere(
     asked: BaseBackend, alike: ModuleType
 ) -> None:
-    host, command = Host(asked), "echo same; test ! -e /tmp/broken"
+    command = "echo same; test ! -e /tmp/broken"
     for _ in range(2):
-        assert alike.alike(host, command, bytes) == b"same\n"
+        assert alike.alike(Host(asked), command, bytes) == b"same\n"
     asked.run("touch /tmp/broken")
     with pytest.raises(AssertionError, match="echo ended with 1"):
-        alike.alike(host, command, bytes)
+        alike.alike(Host(asked), command, bytes)
+
+
+def test_what_comes_of_the_same_files_is_worked_out_once(asked: BaseBackend, alike: ModuleType) -> None:
+    reads, command = "cat /tmp/read /tmp/not-there 2>/dev/null", "echo ran >>/tmp/ran; cat /tmp/read"
+
+    def ask() -> tuple[bytes, int]:
+        """As on another machine; return what it is told, and how often it ran."""
+        asked.run("rm -f /tmp/ran")
+        return alike.alike(Host(asked), command, bytes, reads), asked.run("cat /tmp/ran").stdout.count("ran")
+
+    asked.run("echo one >/tmp/read")
+    assert [ask(), ask()] == [(b"one\n", 1), (b"one\n", 0)]
+    asked.run("echo two >/tmp/read")
+    assert [ask(), ask()] == [(b"two\n", 1), (b"two\n", 0)]
