@@ -85,7 +85,8 @@ def _table(printed: bytes) -> dict[str, Package]:
 
 def owned_files(host: Host) -> frozenset[str]:
     """Return each path of a package, as it is on a system with merged /usr."""
-    return once(host, owned_files, lambda: alike(host, "cat /var/lib/dpkg/info/*.list", _paths))
+    # That each package has its list is dpkg's audit to say.
+    return once(host, owned_files, lambda: alike(host, "cat /var/lib/dpkg/info/*.list", _paths, PACKAGES))
 
 
 def _paths(listed: bytes) -> frozenset[str]:
