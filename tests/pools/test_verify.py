@@ -99,6 +99,28 @@ def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp
     assert set(children()) == before
 
 
+def test_a_process_has_one_host_after_the_other_and_nothing_of_the_last_one(
+    pool: Fleet, tmp_path: Path
+) -> None:
+    note = "import os\n\n@pytest.mark.booted\ndef test_who(host):\n    host.run(f'echo {os.getpid()} >>/tmp/who')\n"
+    suite = suite_of(tmp_path, test_fate=FATE, test_who=f"import pytest\n{note}")
+
+    def process_of(number: int) -> str:
+        return pool.run(number, "cat", "/tmp/who").split()[-1]
+
+    with runs_of(pool, suite) as runs:
+        assert run(runs, pool, 0).ok
+        assert run(runs, pool, FAILS).detail == "test_fate.py::test_fate"
+        assert run(runs, pool, 4).ok
+        assert process_of(0) == process_of(FAILS) == process_of(4)
+        log = (suite.reports / f"host-{FAILS}" / "suite.log").read_text().splitlines()
+        assert [line for line in log if line.startswith("FAILED")] == ["FAILED test_fate.py::test_fate"]
+        # One that was ended with its host is nobody's any more.
+        assert run(runs, pool, CRASHES).code == NO_RESULT
+        assert run(runs, pool, 0).ok
+        assert process_of(0) != process_of(4)
+
+
 def test_another_process_takes_over_where_the_last_one_ended(pool: Fleet, tmp_path: Path) -> None:
     before = set(children())
     with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(1) as threads:
