@@ -135,7 +135,8 @@ def boot(
     store.prepare()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
     options = _options(disk, told, secure_boot, extra_disks)
-    with store.staging() as work, Vm(options, work) as vm:
+    console_kept = (out_dir / "console.log").resolve()
+    with store.staging() as work, Vm(options, work, console_kept) as vm:
         try:
             with _stage(monitor, "boot"):
                 ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
@@ -156,7 +157,7 @@ def boot(
                 _stay(vm, ssh, monitor)
         finally:
             if vm.console_log.exists():
-                shutil.copyfile(vm.console_log, out_dir / "console.log")
+                shutil.copyfile(vm.console_log, console_kept)
     return result
 
 

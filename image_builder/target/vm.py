@@ -86,12 +86,16 @@ class VmOptions:
 
 
 class Vm:
-    """A context manager: powered on inside the block, killed at its end."""
+    """A context manager: powered on inside the block, killed at its end.
 
-    def __init__(self, options: VmOptions, directory: Path) -> None:
+    ``console_kept`` is where who calls keeps a copy of ``console_log``, if ``directory`` goes: errors name it.
+    """
+
+    def __init__(self, options: VmOptions, directory: Path, console_kept: Path | None = None) -> None:
         self.options = options
         self.directory = directory
         self.console_log = directory / "console.log"
+        self._console_named = console_kept or self.console_log
         self.accelerator = accelerator()
         self.seconds_to_ssh: float | None = None
         self._qemu_log = directory / "qemu.log"
@@ -342,7 +346,7 @@ class Vm:
         text = console.plain(self.console()).strip() or self._read_qemu_log()
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
         return BootError(
-            f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self.console_log}"
+            f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self._console_named}"
         )
 
     def _read_qemu_log(self) -> str:

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.boot import boot
 from image_builder.errors import BootError
+from image_builder.events import NullMonitor
+from image_builder.settings import Settings
 from image_builder.target import accelerator, monitor, qemu
 from image_builder.target.vm import ExtraDisk, Vm, VmOptions
 
@@ -104,6 +107,24 @@ def test_machine_without_a_bootable_disk_is_given_up_early(blank: Path, tmp_path
         assert vm.problems()
     assert not _machines(tmp_path)
     assert blank.read_bytes() == before
+
+
+def test_the_console_that_a_failed_boot_names_is_there_afterwards(blank: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/console.log").write_text("of an earlier boot")
+    with pytest.raises(BootError, match="no boot device") as caught:
+        boot(
+            blank,
+            verify=False,
+            out_dir=tmp_path / "out",
+            settings=Settings(store=tmp_path / "store"),
+            monitor=NullMonitor(),
+            extra_disks=(),
+        )
+    shown = Path((caught.value.hint or "").removeprefix("the whole console: "))
+    assert shown == tmp_path / "out/console.log"
+    assert "of an earlier boot" not in shown.read_text(errors="replace")
+    assert not list((tmp_path / "store/staging").iterdir())
 
 
 def test_power_is_cut_and_comes_back_with_the_same_disk(blank: Path, tmp_path: Path) -> None:
