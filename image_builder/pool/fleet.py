@@ -145,8 +145,6 @@ class Fleet:
         return found
 
     def probe(self, work: Sequence[Work]) -> None:
-        if self._runs:
-            self._runs.begin({w.host.image for w in work})
         for w in work:
             key = self._begin(w, "probe")
             self._ask(key)

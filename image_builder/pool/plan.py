@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from image_builder import json_lines
 from image_builder.errors import DefinitionError, Problem
 from image_builder.node import durable
 from image_builder.pool.model import Host, Pool, Strict, at_least, at_most
@@ -86,15 +87,7 @@ def _digest(plan: Plan) -> str:
 
 def render(plan: Plan) -> bytes:
     """Return a plan as its document: JSON, with a line for each host and each slice."""
-    content = plan.model_dump(mode="json")
-    lines = []
-    for key, value in content.items():
-        if key in ("hosts", "waves", "pools"):
-            items = ",\n  ".join(json.dumps(item, ensure_ascii=False) for item in value)
-            lines.append(f'"{key}": [\n  {items}\n ]')
-        else:
-            lines.append(f'"{key}": {json.dumps(value, ensure_ascii=False)}')
-    return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
+    return json_lines.render(plan.model_dump(mode="json")).encode()
 
 
 def save(plan: Plan, path: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,12 +72,6 @@ class Runs:
             self._over = True
         self._stack.close()
 
-    def begin(self, images: Iterable[str]) -> None:
-        """Let the checks of images be collected, if there are any, before they are run on the first host."""
-        with self._guard, suppress(ImageBuilderError):  # that run tells it
-            for image in set(images) & self._suite.facts.keys() - self._processes.keys():
-                self._start(image)
-
     def run(self, host: Host, seconds: float) -> Outcome:
         """Run it on one host; ``seconds`` is for all of it but the login. Raises HostError, of this machine."""
         reports = self._suite.reports / host.name
@@ -116,19 +110,16 @@ class Runs:
 
     def _process(self, image: str) -> SuiteProcess:
         """Return the process for the hosts of an image: another one where the last has ended."""
+        suite = self._suite
         with self._guard:
             if self._over:
                 raise VerifyError("given up")
             if (found := self._processes.get(image)) and not found.ended:
                 return found
-            return self._start(image)
-
-    def _start(self, image: str) -> SuiteProcess:
-        suite = self._suite
-        options = ("--each", "-s", *_TERSE, suite.folder)
-        argv = suite_argv(suite.python, suite.folder, suite.facts[image], "booted", *options)
-        self._processes[image] = self._stack.enter_context(SuiteProcess(argv, ENVIRONMENT))
-        return self._processes[image]
+            options = ("--each", "-s", *_TERSE, suite.folder)
+            argv = suite_argv(suite.python, suite.folder, suite.facts[image], "booted", *options)
+            self._processes[image] = self._stack.enter_context(SuiteProcess(argv, ENVIRONMENT))
+            return self._processes[image]
 
 
 def judge(result: SuiteResult) -> Outcome:

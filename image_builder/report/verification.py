@@ -107,15 +107,6 @@ class SuiteResult:
         }
 
 
-def render(result: SuiteResult) -> str:
-    """Return verify.json: a line for each check."""
-    parts = []
-    for key, value in result.as_json().items():
-        rows = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
-        parts.append(f' "{key}": ' + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 def from_json(data: dict[str, Any]) -> SuiteResult:
     """Rebuild a result from verify.json; raises VerifyError when it isn't one."""
     try:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from image_builder import identity, process
+from image_builder import identity, json_lines, process
 from image_builder.errors import CommandError, VerifyError
 from image_builder.plan.model import JSON
-from image_builder.report.verification import SuiteResult, junit_outcomes, read_run, render, require_passed
+from image_builder.report.verification import SuiteResult, junit_outcomes, read_run, require_passed
 from image_builder.sandbox import open_root
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.stages import StageContext
@@ -220,7 +220,7 @@ def read_results(
             f"{error.message}\n{_tail(said)}", hint=error.hint or f"pytest's output is in {log}"
         ) from error
     report.unlink()
-    (out_dir / "verify.json").write_text(render(result), encoding="utf-8")
+    (out_dir / "verify.json").write_text(json_lines.render(result.as_json()), encoding="utf-8")
     return result
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from suite import Facts, check_name, list_tree, title
 from targets import Target, open_target
-from testinfra.host import Host
 
 _VALUES = frozenset(("facts", "v", "host", "tree"))
 # By what pytest makes these.
@@ -64,10 +63,8 @@ class _Values:
     def __init__(self, facts: Facts, target: Target) -> None:
         self._made: dict[str, Any] = {"facts": facts, "v": facts.variables}
         self._raised: dict[str, Exception] = {}
-        self._target = target
-        self._close = ExitStack()
         self._makers: Mapping[str, Callable[[], Any]] = {
-            "host": self._open,
+            "host": lambda: open_target(target),
             "tree": lambda: list_tree(self["host"], facts, booted=target.booted),
         }
 
@@ -77,19 +74,15 @@ class _Values:
         if name not in self._made:
             try:
                 self._made[name] = self._makers[name]()
-            except Exception as error:
+            except Exception as error:  # the check's that asked, and of each that asks later
                 self._raised[name] = error
                 raise
         return self._made[name]
 
     def close(self) -> None:
         """Ask the target nothing more."""
-        self._close.close()
-
-    def _open(self) -> Host:
-        host = open_target(self._target)
-        self._close.callback(host.backend.close)
-        return host
+        if host := self._made.get("host"):
+            host.backend.close()
 
 
 class _Call:
@@ -117,6 +110,7 @@ class _Call:
             found["outcome"] = "failed"
             self._function(**asked)
             found["outcome"] = "passed"
+        # Whatever a check raises is its outcome, and told; what pytest's own functions raise is no Exception.
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
             if isinstance(error, pytest.skip.Exception):
                 found["outcome"] = "skipped"  # which no result may be

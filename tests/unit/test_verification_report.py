@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from image_builder import json_lines
 from image_builder.errors import VerifyError
 from image_builder.report.verification import (
     SuiteResult,
     from_json,
     junit_outcomes,
     read_run,
-    render,
     require_passed,
     table,
 )
@@ -174,8 +174,10 @@ def test_a_damaged_junit_file_is_refused() -> None:
 
 def test_verify_json_can_be_read_back() -> None:
     found = result(FAILED, status=1)
-    assert json.loads(render(found)) == found.as_json()
-    assert from_json(json.loads(render(found))) == found
+    text = json_lines.render(found.as_json())
+    assert json.loads(text) == found.as_json()
+    assert len([line for line in text.splitlines() if '"outcome"' in line]) == len(found.checks)
+    assert from_json(json.loads(text)) == found
     with pytest.raises(VerifyError):
         from_json({"checks": []})
 
