@@ -63,7 +63,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
         "sandbox.py",
         "plugins/connection/sandbox.py",
     ),
-    "verify": ("stages/verify.py", "report", "identity.py", "sandbox.py"),
+    "verify": ("stages/verify.py", "report", "identity.py", "json_lines.py", "sandbox.py"),
     "disk": (
         "stages/disk.py",
         "boot_partition.py",
