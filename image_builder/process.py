@@ -168,7 +168,12 @@ def _stream(
 
 @contextmanager
 def background(
-    argv: Sequence[Arg], *, log: Path, env: Mapping[str, str] | None = None, stop_seconds: float = 10
+    argv: Sequence[Arg],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stop_seconds: float = 10,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die."""
     args = [os.fspath(a) for a in argv]
@@ -180,6 +185,7 @@ def background(
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env=environment(env),
+                cwd=cwd,
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
