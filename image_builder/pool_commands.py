@@ -12,7 +12,7 @@ import typer
 
 from image_builder import render
 from image_builder.command import register, show
-from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.options import AsJson, VaultFile
 
 if TYPE_CHECKING:
@@ -98,30 +98,10 @@ def _keep_begun(out: Path, made: Plan) -> None:
 
 def _policy(path: Path | None) -> Policy:
     """Return the policy in a file, the default one without; raises DefinitionError with all problems."""
-    import yaml
-    from pydantic import ValidationError
-
+    from image_builder import settings_file
     from image_builder.pool.policy import Policy
 
-    if path is None:
-        return Policy()
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
-        return Policy.model_validate_json(_json({} if values is None else values))
-    except OSError as error:
-        raise DefinitionError([Problem(str(path), "policy", str(error.strerror))]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DefinitionError([Problem(str(path), "policy", " ".join(str(error).split()))]) from error
-    except ValidationError as error:
-        faults = [(".".join(str(p) for p in f["loc"]) or "policy", f["msg"]) for f in error.errors()]
-        raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
-
-
-def _json(values: Any) -> str:
-    import json
-
-    return json.dumps(values, default=str)
+    return settings_file.load(path, Policy, "policy") if path else Policy()
 
 
 def _plan_text(out: Path, made: Plan) -> str:

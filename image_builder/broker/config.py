@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from image_builder.errors import DefinitionError, Problem
+from image_builder import settings_file
 
 _GUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 # Kubernetes' own rule (bootstrap token secrets, auth-extra-groups).
@@ -148,22 +147,4 @@ class Config(Strict):
 
 def load(path: Path) -> Config:
     """Return the configuration of a file; raises DefinitionError with everything that is wrong."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Config.model_validate_json(_as_json(found))
-    except OSError as error:
-        raise DefinitionError([Problem(str(path), "broker", str(error.strerror))]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DefinitionError([Problem(str(path), "broker", " ".join(str(error).split()))]) from error
-    except ValidationError as error:
-        faults = [
-            (".".join(str(part) for part in one["loc"]) or "broker", one["msg"]) for one in error.errors()
-        ]
-        raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
-
-
-def _as_json(found: object) -> str:
-    """Return it as JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone."""
-    import json
-
-    return json.dumps(found if found is not None else {}, default=str)
+    return settings_file.load(path, Config, "broker")

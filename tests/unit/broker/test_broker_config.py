@@ -44,6 +44,7 @@ def pool(**parts: Any) -> dict[str, Any]:
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ("", "listen"),
     "no YAML": ("a: [", "broker"),
+    "a limit twice": ("tokens: {seconds: 60, namespace: a, seconds: 3600}", "broker"),
     "an unknown key": ({**LEAST, "pool": []}, "pool"),
     "no pool": ({**LEAST, "pools": []}, "broker"),
     "a tenant by its name": (

@@ -87,6 +87,9 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     policy.write_text("[]\n")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code, "a list is no policy, an empty one neither"
+    policy.write_text("budget: '1%'\ndeadlines: {probe: 9, verify: 9}\nbudget: '9%'\n")
+    status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
+    assert status == errors.DefinitionError.exit_code and "budget is there twice" in err and "line 3" in err
     policy.write_bytes(b"waves: \xff")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code and "can't decode" in err
