@@ -36,10 +36,26 @@ UNITS = (
     "swap.target",
     "unattended-upgrades.service",
 )
+# Programs of which it is asked whether they are there, beside others.
+PROGRAMS = (
+    "cc",
+    "clang",
+    "dpkg-buildpackage",
+    "g++",
+    "gcc",
+    "go",
+    "growpart",
+    "ld",
+    "make",
+    "resize2fs",
+    "rustc",
+)
 # All kernel settings of the boot, in systemd's own order.
 SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
 # What dpkg and apt know of the packages that are there; some of it need not be there.
 PACKAGES = "cat /var/lib/dpkg/status /var/lib/dpkg/arch /var/lib/dpkg/updates/* 2>/dev/null"
+# What apt's settings come from, by file: some names it passes over. Which architectures there are is one of them.
+APT_CONFIGURATION = "grep -aHs '' /etc/apt/apt.conf /etc/apt/apt.conf.d/* /var/lib/dpkg/arch"
 # The rules of a table of the kernel's, with how often each was met.
 RULES = "iptables --wait --table mangle --list-rules --verbose"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
@@ -136,6 +152,17 @@ def unit_states(host: Host, units: Collection[str]) -> dict[str, str]:
             words = [host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in new]
         known.update(zip(new, words, strict=True))
     return {unit: known[unit] for unit in units}
+
+
+def programs(host: Host, names: Collection[str]) -> set[str]:
+    """Return those of the names by which a shell of root's finds a program."""
+    known = once(host, programs, dict[str, bool])
+    if not known.keys() >= set(names):
+        asked = {*names, *PROGRAMS} - known.keys()
+        script = f"for p in {' '.join(sorted(asked))}; do command -v $p >/dev/null && echo $p; done; true"
+        found = output(host, script).split()
+        known.update({name: name in found for name in asked})
+    return {name for name in names if known[name]}
 
 
 def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:

@@ -45,6 +45,7 @@ FILES = (
     "/proc/sys/kernel/osrelease",
     "/proc/sys/kernel/random/boot_id",
     "/proc/sys/kernel/tainted",
+    "/usr/lib/udev/rules.d/80-azure-disk.rules",
     "/var/lib/dpkg/diversions",
 )
 
@@ -69,15 +70,18 @@ def once(host: Host, key: object, ask: Callable[[], T]) -> T:
 
 
 def files(host: Host) -> dict[str, str]:
-    """Return the text of each file of ``FILES`` that is there and not empty, and of those below its folders."""
+    """Return the text of each file of ``FILES`` that is there, and of those below its folders that are not empty."""
     return once(host, files, lambda: _read(host))
 
 
 def _read(host: Host) -> dict[str, str]:
-    # Each line of each file, behind the file's name and a NUL; files that are not there are passed over.
-    done = host.run(f"LC_ALL=C grep -aRs --devices=skip --null '' {' '.join(FILES)}")
-    found: dict[str, list[str]] = {}
-    for line in done.stdout_bytes.decode("utf-8", "surrogateescape").split("\n")[:-1]:
+    # Each line of each file, behind the file's name and a NUL; then, since an empty one has none, the files' names.
+    names = " ".join(FILES)
+    lines = f"LC_ALL=C grep -aRs --devices=skip --null '' {names}"
+    done = host.run(rf"{lines}; printf '\0\0\n'; for f in {names}; do [ -f $f ] && echo $f; done; true")
+    listed, _, there = done.stdout_bytes.decode("utf-8", "surrogateescape").rpartition("\0\0\n")
+    found: dict[str, list[str]] = {path: [] for path in there.splitlines()}
+    for line in listed.split("\n")[:-1]:
         path, _, text = line.partition("\0")
         found.setdefault(path, []).append(text)
     assert found, f"no file can be read: {done.rc} {done.stderr}"

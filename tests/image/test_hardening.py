@@ -21,7 +21,7 @@ def _sshd(host: Host) -> dict[str, str]:
     It refuses to tell them without a host key, which an image hasn't: then it gets one for the moment.
     """
     script = (
-        "mkdir -p /run/sshd; sshd -T 2>/dev/null && exit; "
+        "[ -d /run/sshd ] || mkdir /run/sshd; sshd -T 2>/dev/null && exit; "
         "d=$(mktemp -d) && ssh-keygen -q -t ed25519 -N '' -f $d/key && "
         "sshd -T -h $d/key; status=$?; rm -rf $d; exit $status"
     )

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from alike import alike
-from asked import PACKAGES, owned_files, packages, unit_states
+from asked import APT_CONFIGURATION, PACKAGES, owned_files, packages, programs, unit_states
 from kept import files, in_folder
 from suite import Facts, booted, nothing, offline, output
 from testinfra.host import Host
@@ -119,8 +119,8 @@ def test_apt_uses_no_builders_settings(host: Host) -> None:
             r"DPkg::Options::.*unsafe-io",
         )
     )
-    options = output(host, "apt-config dump").splitlines()
-    nothing(line for line in options if re.match(rf'({names}) "(?!(false|no|0|)";)', line))
+    options = alike(host, "apt-config dump", bytes.decode, APT_CONFIGURATION)
+    nothing(line for line in options.splitlines() if re.match(rf'({names}) "(?!(false|no|0|)";)', line))
 
 
 @offline
@@ -142,9 +142,8 @@ def test_nothing_upgrades_by_itself(host: Host) -> None:
 @booted
 def test_no_compiler(host: Host) -> None:
     """An image has no tools to build programs with."""
-    tools = "gcc cc g++ clang make ld go rustc dpkg-buildpackage"
-    found = host.run(f"for p in {tools}; do command -v $p; done; true").stdout.split()
-    nothing(found)
+    tools = ("gcc", "cc", "g++", "clang", "make", "ld", "go", "rustc", "dpkg-buildpackage")
+    nothing(sorted(programs(host, tools)))
 
 
 @offline

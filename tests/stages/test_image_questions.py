@@ -93,7 +93,10 @@ def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_pat
         (root / "etc/modules-load.d/empty.conf").touch()
         (root / "etc/modules-load.d/nowhere.conf").symlink_to("/nowhere")
         os.mkfifo(root / "etc/modules-load.d/fifo.conf")
+        (root / "etc/fstab").write_text("")
+        (root / "etc/waagent.conf").unlink(missing_ok=True)
         texts = suite["kept"].files(host)
+        assert texts["/etc/fstab"] == "" and "/etc/waagent.conf" not in texts
         assert texts.pop("/etc/modules-load.d/no-end.conf").encode("utf-8", "surrogateescape") == (
             b"a\r\n\xff\0b\n\nlast\n"
         )
@@ -112,6 +115,13 @@ def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_pat
             assert lines(asked.merged(host, name)) == lines(own), name
         held = host.run("apt-mark showhold").stdout.split()
         assert sorted(n for n, package in asked.packages(host).items() if package.held) == held != []
+
+        names = ("growpart", "no-such-program", "sh", "make")
+        assert (
+            asked.programs(host, names)
+            == {n for n in names if host.run("command -v %s", n).rc == 0}
+            >= {"growpart"}
+        )
 
         program, stray = "/usr/bin/env", "/usr/bin/stray"
         for path in (program, stray, "/usr/bin", "/etc/passwd"):
