@@ -50,12 +50,13 @@ PROGRAMS = (
     "resize2fs",
     "rustc",
 )
-# All kernel settings of the boot, in systemd's own order.
-SYSCTL = "/usr/lib/systemd/systemd-sysctl --cat-config"
-# What dpkg and apt know of the packages that are there; some of it need not be there.
-PACKAGES = "cat /var/lib/dpkg/status /var/lib/dpkg/arch /var/lib/dpkg/updates/* 2>/dev/null"
-# What apt's settings come from, by file: some names it passes over. Which architectures there are is one of them.
-APT_CONFIGURATION = "grep -aHs '' /etc/apt/apt.conf /etc/apt/apt.conf.d/* /var/lib/dpkg/arch"
+# Where systemd looks for configuration.
+_FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")
+# What dpkg and apt know of the packages that are there, and which files dpkg has of each; some need not be there.
+PACKAGES = (
+    "{ cat /var/lib/dpkg/status /var/lib/dpkg/arch /var/lib/dpkg/updates/*; "
+    "ls -A /var/lib/dpkg/info /var/lib/dpkg/triggers /var/lib/dpkg/updates; } 2>/dev/null"
+)
 # The rules of a table of the kernel's, with how often each was met.
 RULES = "iptables --wait --table mangle --list-rules --verbose"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
@@ -165,6 +166,22 @@ def programs(host: Host, names: Collection[str]) -> set[str]:
     return {name for name in names if known[name]}
 
 
+def apt_settings(host: Host) -> list[str]:
+    """Return all settings of apt's, a line each."""
+    # Which architectures there are is one of them.
+    reads = _printing("/etc/apt/apt.conf", "/etc/apt/apt.conf.d/*", "/var/lib/dpkg/arch")
+    return alike(host, "apt-config dump", lambda printed: _text(printed).splitlines(), reads)
+
+
+def boot_sysctls(host: Host) -> dict[str, str]:
+    """Return the kernel settings that systemd makes at boot, names as they are written, a later file's undoing."""
+    reads = _printing("/etc/sysctl.conf", *(f"{folder}/sysctl.d/*" for folder in _FOLDERS))
+    command = "/usr/lib/systemd/systemd-sysctl --cat-config"
+    return once(
+        host, command, lambda: alike(host, command, lambda printed: assignments(_text(printed)), reads)
+    )
+
+
 def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:
     """Return the running kernel's settings, of those that are declared."""
     names = [*variables["__system_sysctl"], *variables.get("hardening_sysctl", ())]
@@ -175,10 +192,23 @@ def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:
 def merged(host: Host, name: str) -> str:
     """Return a configuration of systemd's with its drop-ins, merged by systemd; no text where there is none."""
     names = CONFIGURATIONS if name in CONFIGURATIONS else (name,)
+    reads = _printing(
+        *(f"{folder}/{each}{files}" for each in names for folder in _FOLDERS for files in ("", ".d/*"))
+    )
+    command = f"systemd-analyze cat-config {' '.join(names)}"
     texts = once(
-        host, names, lambda: texts_of(output(host, f"systemd-analyze cat-config {' '.join(names)}"), names)
+        host, names, lambda: alike(host, command, lambda printed: texts_of(_text(printed), names), reads)
     )
     return texts[name]
+
+
+def _printing(*paths: str) -> str:
+    """Return the command that prints files with their names, empty ones too: such a file hides another folder's."""
+    return f"tail --verbose --lines=+1 {' '.join(paths)} 2>/dev/null"
+
+
+def _text(printed: bytes) -> str:
+    return printed.decode(errors="replace")
 
 
 def texts_of(printed: str, names: Iterable[str]) -> dict[str, str]:

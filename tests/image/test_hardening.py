@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from asked import SYSCTL, live_sysctls, output_once
-from suite import assignments, booted, differences, needs, nothing, offline, output, read
+from asked import boot_sysctls, live_sysctls, output_once
+from suite import booted, differences, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree
 
@@ -109,7 +109,7 @@ def test_needed_modules_are_not_denied(host: Host, v: V) -> None:
 @with_system
 def test_hardening_sysctls_are_configured(host: Host, v: V) -> None:
     """Every declared protection of the kernel is set at boot, and no later file undoes it."""
-    found = assignments(output_once(host, SYSCTL))
+    found = boot_sysctls(host)
     found = {name.lstrip("-").replace("/", "."): value for name, value in found.items()}
     nothing(differences({name: str(value) for name, value in v["hardening_sysctl"].items()}, found))
 

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from alike import alike
-from asked import APT_CONFIGURATION, PACKAGES, owned_files, packages, programs, unit_states
+from asked import PACKAGES, apt_settings, owned_files, packages, programs, unit_states
 from kept import files, in_folder
-from suite import Facts, booted, nothing, offline, output
+from suite import Facts, booted, nothing, offline
 from testinfra.host import Host
 from tree import Tree
 
@@ -40,7 +40,7 @@ def test_dependencies_are_met(host: Host, v: V) -> None:
 @booted
 def test_dpkg_has_no_unfinished_work(host: Host) -> None:
     """dpkg's own audit finds nothing, and its journal is empty."""
-    assert output(host, "dpkg --audit && ls -A /var/lib/dpkg/updates") == ""
+    assert alike(host, "dpkg --audit && ls -A /var/lib/dpkg/updates", bytes, PACKAGES) == b""
 
 
 @offline
@@ -119,8 +119,7 @@ def test_apt_uses_no_builders_settings(host: Host) -> None:
             r"DPkg::Options::.*unsafe-io",
         )
     )
-    options = alike(host, "apt-config dump", bytes.decode, APT_CONFIGURATION)
-    nothing(line for line in options.splitlines() if re.match(rf'({names}) "(?!(false|no|0|)";)', line))
+    nothing(line for line in apt_settings(host) if re.match(rf'({names}) "(?!(false|no|0|)";)', line))
 
 
 @offline

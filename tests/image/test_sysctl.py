@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asked import SYSCTL, live_sysctls, output_once
-from suite import assignments, booted, differences, needs, nothing, offline, read
+from asked import boot_sysctls, live_sysctls
+from suite import booted, differences, needs, nothing, offline, read
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -13,8 +13,8 @@ V = dict[str, Any]
 
 def _configured(host: Host) -> dict[str, str]:
     """Return what systemd-sysctl will set: all files merged in its own order, by name with dots."""
-    lines = assignments(output_once(host, SYSCTL))
-    return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in lines.items()}
+    found = boot_sysctls(host)
+    return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in found.items()}
 
 
 def _wanted(settings: dict[str, Any]) -> dict[str, str]:

@@ -132,6 +132,44 @@ def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_pat
     on_image(minimal, tmp_path, look)
 
 
+def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_path: Path) -> None:
+    """An answer is another machine's as well only where these are the same, by name, and if one of them is empty."""
+
+    def look(root: Path, suite: dict[str, ModuleType]) -> None:
+        asked, packages = suite["asked"], importlib.import_module("test_packages")
+
+        def answers() -> tuple[bool, bool, bool]:
+            host = enter(root)
+            return (
+                "SyncIntervalSec=7s" in asked.merged(host, "systemd/journald.conf"),
+                "kernel.domainname" in asked.boot_sysctls(host),
+                any("http://probe.test" in line for line in asked.apt_settings(host)),
+            )
+
+        assert answers() == (False, False, False)
+        for path, text in (
+            ("usr/lib/systemd/journald.conf.d/50-probe.conf", "[Journal]\nSyncIntervalSec=7s\n"),
+            ("usr/lib/sysctl.d/50-probe.conf", "kernel.domainname = probe\n"),
+            ("etc/apt/apt.conf.d/99probe.bak", 'Acquire::http::Proxy "http://probe.test/";\n'),
+        ):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        assert answers() == (True, True, False)
+        (root / "etc/apt/apt.conf.d/99probe.bak").rename(root / "etc/apt/apt.conf.d/99probe")
+        assert answers() == (True, True, True)
+        for hidden in ("etc/systemd/journald.conf.d/50-probe.conf", "etc/sysctl.d/50-probe.conf"):
+            (root / hidden).parent.mkdir(parents=True, exist_ok=True)
+            (root / hidden).touch()
+        assert answers() == (False, False, True)
+
+        packages.test_dpkg_has_no_unfinished_work(enter(root))
+        (root / "var/lib/dpkg/info/bash.list").unlink()
+        with pytest.raises(AssertionError):
+            packages.test_dpkg_has_no_unfinished_work(enter(root))
+
+    on_image(minimal, tmp_path, look)
+
+
 def lines(text: str) -> list[str]:
     """Return a configuration's lines without comments and blank ones."""
     return [line for line in text.splitlines() if line.strip() and line[0] != "#"]
