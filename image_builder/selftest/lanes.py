@@ -32,8 +32,6 @@ _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no
 _WORDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "warnings", "errors")
 _SINGULAR = {"warning": "warnings", "error": "errors"}
 _WIDTH = 80
-
-
 # A run's name, its marks, more arguments.
 _Share = tuple[str, str, Sequence[str]]
 
@@ -65,7 +63,7 @@ def chosen(arguments: Sequence[str], surroundings: Surroundings, *, fast: bool) 
 def unit(surroundings: Surroundings) -> list[Lane]:
     """Run the unit tests."""
     return _side_by_side(
-        ("unit", UNIT, [f"--ignore={path}" for path in _HALF]), ("half", UNIT, _HALF), surroundings
+        ("unit", UNIT, [f"--ignore={path}" for path in _HALF]), ("other-half", UNIT, _HALF), surroundings
     )
 
 
@@ -147,7 +145,7 @@ def _side_by_side(shown: _Share, held: _Share, surroundings: Surroundings) -> li
         beside = _Pytest(folder / held[0], *held[1:])
         with _background(beside, surroundings) as wait:
             first = _foreground(_Pytest(folder / shown[0], *shown[1:]), surroundings)
-            surroundings.write("\nbeside it:\n")
+            surroundings.write(f"\n{shown[0]} is through; beside it, {held[0]}:\n")
             status = wait()
         reader = _Reader(surroundings.write)
         for line in beside.log.read_text(encoding="utf-8", errors="replace").splitlines():
