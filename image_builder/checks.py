@@ -208,7 +208,7 @@ def test(
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Run this project's own checks: lint, types, unit tests, then those that need root, then those that boot.
+    """Run this project's own checks: lint, types, unit tests, then those that need root beside those that boot.
 
     What follows is for pytest.
 

@@ -55,10 +55,15 @@ def plan(
 
         image-builder pool plan -i inventories/azure_vmss pools --out pools.plan.json
     """
+    from image_builder.pool.faults import Faults
     from image_builder.pool.inventory import read_fleet
     from image_builder.pool.plan import make_plan, save
 
-    chosen = _policy(policy)
+    faults = Faults()
+    chosen = faults.collect("--policy", lambda: _policy(policy))
+    if chosen is None:
+        faults.collect("inventory", lambda: read_fleet(inventory, pools, vault_password_file))
+        raise faults.all()
     fleet = read_fleet(inventory, pools, vault_password_file)
     made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
     _keep_begun(out, made)

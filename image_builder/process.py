@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from image_builder.errors import CommandError
 
@@ -174,8 +175,13 @@ def background(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     stop_seconds: float = 10,
+    with_all: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die."""
+    """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die.
+
+    ``with_all`` is for a program that starts others: it gets SIGINT, as from a terminal, and then everything that it
+    left in its process group is killed.
+    """
     args = [os.fspath(a) for a in argv]
     with log.open("ab") as sink:
         try:
@@ -187,6 +193,7 @@ def background(
                 env=environment(env),
                 cwd=cwd,
                 preexec_fn=die_with_parent,
+                process_group=0 if with_all else None,
             )
         except OSError as error:
             raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
@@ -194,12 +201,14 @@ def background(
         yield child
     finally:
         if child.poll() is None:
-            child.terminate()
-            try:
+            child.send_signal(signal.SIGINT if with_all else signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(stop_seconds)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        if with_all:
+            _kill_group(child)
+        elif child.poll() is None:
+            child.kill()
+        child.wait()
 
 
 @contextmanager
@@ -262,7 +271,7 @@ def shell(argv: Sequence[Arg]) -> int:
     return subprocess.call([os.fspath(a) for a in argv])
 
 
-def _kill_group(child: subprocess.Popen[str]) -> None:
+def _kill_group(child: subprocess.Popen[Any]) -> None:
     """SIGKILL a child and what it started: a grandchild may hold the output open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -20,28 +20,45 @@ def load(path: Path, model: type[Model], what: str) -> Model:
     An empty file has none. Raises DefinitionError with all problems.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a safe one)
         # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
-        return model.model_validate_json(json.dumps({} if found is None else found, default=str))
+        return model.model_validate_json(json.dumps(_parse(path.read_text(encoding="utf-8")), default=str))
     except OSError as error:
         raise DefinitionError([Problem(str(path), what, str(error.strerror))]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DefinitionError([Problem(str(path), what, " ".join(str(error).split()))]) from error
     except ValidationError as error:
         faults = [(".".join(map(str, fault["loc"])) or what, fault["msg"]) for fault in error.errors()]
         raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        # No text, no YAML, a date that is none or is a key, an alias of what it is in.
+        raise DefinitionError([Problem(str(path), what, " ".join(str(error).split()))]) from error
 
 
-class _Loader(yaml.SafeLoader):
-    """Takes no key twice: of two limits PyYAML would keep the last, and nobody would hear of the first."""
+def _parse(text: str) -> Any:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        _refuse_doubles(node, set())
+        found = loader.construct_document(node)
+    finally:
+        loader.dispose()
+    return {} if found is None else found
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[tuple[str, str]] = set()
+
+def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
+    """Raise YAMLError for a key that is there twice: PyYAML keeps the last, and nobody would hear of the first."""
+    if isinstance(node, yaml.ScalarNode) or id(node) in done:
+        return
+    done.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value} is there twice", key.start_mark
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value} is there twice", problem_mark=key.start_mark
                     )
-                seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
+                seen.add(key.value)
+    for part in node.value:
+        for each in part if isinstance(part, tuple) else (part,):
+            _refuse_doubles(each, done)

@@ -100,7 +100,7 @@ class Reach:
     def __init__(self, access: Access, *, at_once: int = 200) -> None:
         """Read the key and the hosts' keys; raises UsageError when they can't be had."""
         self._access = access
-        self._key = _read_key(access.key)
+        self._key = read_key(access.key)
         self._verifier = Verifier(access.host_keys)
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="reach")
         self._watch = Watch()
@@ -204,7 +204,8 @@ class Reach:
         transport.set_keepalive(max(1, round(access.keepalive_seconds)))
 
 
-def _read_key(path: Path) -> paramiko.PKey:
+def read_key(path: Path) -> paramiko.PKey:
+    """Return a private key; raises UsageError."""
     try:
         return paramiko.PKey.from_path(path)
     except OSError as error:

@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
 from image_builder.pool import driver, node_configs, remote_slice
 from image_builder.pool import plan as plans
 from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
+from image_builder.pool.faults import Faults
 from image_builder.pool.fleet import Fleet, Means
-from image_builder.pool.hostkeys import known_as
+from image_builder.pool.hostkeys import Verifier, known_as
 from image_builder.pool.inventory import Fleet as Found
 from image_builder.pool.inventory import read_fleet
 from image_builder.pool.journal import in_use, journal_of, open_journal, read_journal, real_plan
@@ -27,7 +28,7 @@ from image_builder.pool.model import Host
 from image_builder.pool.plan import Plan, make_plan, named
 from image_builder.pool.policy import Policy
 from image_builder.pool.progress import apply, begin
-from image_builder.pool.reach import Access, Reach
+from image_builder.pool.reach import Access, read_key
 from image_builder.pool.records import Opened, Record
 from image_builder.pool.remote_slice import Worker
 from image_builder.pool.report import report
@@ -40,7 +41,6 @@ from image_builder.settings import Settings
 from image_builder.signals import waking
 
 UNWATCHED = "no --kubeconfig: nobody looks at the control plane, and its gate lets everything through"
-T = TypeVar("T")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -75,15 +75,19 @@ class Ready:
 
 def prepare(options: Options) -> Ready:
     """Return what is to be driven; raises DefinitionError with every problem, and touches no host."""
-    plan = plans.load(options.plan)
-    faults = _Faults()
+    faults = Faults()
+    control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
+    plan = faults.collect("plan", lambda: plans.load(options.plan))
+    if plan is None:
+        # It tells which hosts there are.
+        _check_access(faults, options.access, ())
+        raise faults.all()
     found = faults.collect("inventory", lambda: _inventory(options, plan))
     if found and not options.is_resumed:
         faults.problems += plans.stale(plan, found.inventory, found.hosts)
     faults.collect("journal", lambda: _check_journal(options, plan))
     hosts = found.hosts if found else plan.hosts
     _check_access(faults, options.access, hosts)
-    control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
     configurations = faults.collect("--node-configs", lambda: _configurations(options, hosts)) or {}
@@ -99,12 +103,11 @@ def prepare(options: Options) -> Ready:
 
 def prepare_verification(options: Options, given: Path | None) -> Ready:
     """Return a verification of all hosts of a plan, or of pools; raises DefinitionError with every problem."""
-    faults = _Faults()
-    if given:
-        plan = plans.load(given)
-    else:
-        found = read_fleet(options.inventories, options.pools, options.vault_password_file)
-        plan = make_plan(found.inventory, found.pools, found.hosts, Policy())
+    faults = Faults()
+    plan = faults.collect("plan" if given else "inventory", lambda: _verified(options, given))
+    if plan is None:
+        _check_access(faults, options.access, ())
+        raise faults.all()
     deadlines = plan.policy.deadlines
     policy = Policy(
         mode="check",
@@ -127,28 +130,12 @@ def prepare_verification(options: Options, given: Path | None) -> Ready:
     return Ready(options, plan, plan.hosts, Unwatched(), suite, {})
 
 
-class _Faults:
-    """Gathers what is wrong."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def collect(self, path: str, work: Callable[[], T]) -> T | None:
-        """Return what ``work`` does, or None where it raises, which is kept."""
-        try:
-            return work()
-        except DefinitionError as error:
-            self.problems += error.problems
-        except ImageBuilderError as error:
-            self.problems.append(Problem("", path, error.message))
-        return None
-
-    def add(self, path: str, what: str) -> None:
-        self.problems.append(Problem("", path, what))
-
-    def report(self) -> None:
-        if self.problems:
-            raise DefinitionError(self.problems, hint="no host was touched")
+def _verified(options: Options, given: Path | None) -> Plan:
+    """Return a plan of the hosts that are to be verified."""
+    if given:
+        return plans.load(given)
+    found = read_fleet(options.inventories, options.pools, options.vault_password_file)
+    return make_plan(found.inventory, found.pools, found.hosts, Policy())
 
 
 def _inventory(options: Options, plan: Plan) -> Found:
@@ -171,9 +158,10 @@ def _check_journal(options: Options, plan: Plan) -> None:
         raise UsageError(f"no run of this plan has begun: {path} has no record; begin with `pool run`")
 
 
-def _check_access(faults: _Faults, access: Access, hosts: Iterable[Host]) -> None:
-    faults.collect("--key", lambda: Reach(access, at_once=1))
-    with contextlib.suppress(OSError):  # which the line above has told
+def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None:
+    faults.collect("--key", lambda: read_key(access.key))
+    faults.collect("host keys", lambda: Verifier(access.host_keys))
+    with contextlib.suppress(OSError):  # which was told
         if stat.S_IMODE(access.key.stat().st_mode) & 0o077:
             faults.add("--key", f"{access.key}: others may read it, and OpenSSH takes no such key: chmod 600")
     unnamed = []
@@ -196,7 +184,7 @@ def _control_plane(kubeconfig: Path | None) -> ControlPlane:
     return plane
 
 
-def _suite(faults: _Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:
+def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:
     """Return the suite for those hosts, None where nothing is to be verified."""
     facts: dict[str, Path] = {}
     images = sorted({host.image for host in hosts})

@@ -1,8 +1,8 @@
 """pytest's runs, two at a time: the unit tests in two halves, then what boots machines beside all else.
 
-An emulated machine computes with one processor and waits much, and it touches nothing that the other tests look at: its
-files are below a directory of its own. Within a run pytest puts its tests in the order of the parts and stops at the
-end of a part in which something failed (``tests/conftest.py``).
+An emulated machine computes with one processor and waits much, and what the other tests look at is not its: both share
+the store alone, which has locks, and its temporary files are below a directory of its own. Within a run pytest puts its
+tests in the order of the parts and stops at the end of a part in which something failed (``tests/conftest.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOOT = "boot and not gpu"
 # Of the unit tests, those that take as long as the others.
 _HALF = ("tests/unit/node", "tests/unit/pool")
 _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no tests ran).* in [\d.:]+")
-# pytest's order. What one lane leaves out another one runs.
+# pytest's order; without what a lane deselects, which is another lane's, or needs a GPU.
 _WORDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "warnings", "errors")
 _SINGULAR = {"warning": "warnings", "error": "errors"}
 _WIDTH = 80
@@ -122,8 +122,16 @@ class _Pytest:
     def argv(self, cache: Path) -> list[str]:
         """Return the command. Lines are coloured where a person reads them."""
         colour = "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
-        options = [f"--color={colour}", "-o", f"cache_dir={cache / 'pytest'}", *self._words]
+        # Of each of two runs the files of failed tests stay.
+        kept = ["-o", f"cache_dir={cache / 'pytest'}", "-o", "tmp_path_retention_count=2"]
+        options = [f"--color={colour}", *kept, *self._words]
         return [sys.executable, "-m", "pytest", *options, *self._arguments]
+
+    def lines(self) -> list[str]:
+        """Return what it has said into its log."""
+        return (
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        )
 
     def lane(self, status: int, reader: _Reader) -> Lane:
         """Return what became of the run."""
@@ -142,14 +150,16 @@ def _folder(surroundings: Surroundings) -> Iterator[Path]:
 def _side_by_side(shown: _Share, held: _Share, surroundings: Surroundings) -> list[Lane]:
     """Run pytest twice at once; what the second one says follows when the first one has ended."""
     with _folder(surroundings) as folder:
-        beside = _Pytest(folder / held[0], *held[1:])
-        with _background(beside, surroundings) as wait:
-            first = _foreground(_Pytest(folder / shown[0], *shown[1:]), surroundings)
-            surroundings.write(f"\n{shown[0]} is through; beside it, {held[0]}:\n")
-            status = wait()
-        reader = _Reader(surroundings.write)
-        for line in beside.log.read_text(encoding="utf-8", errors="replace").splitlines():
-            reader.read(line)
+        beside, reader = _Pytest(folder / held[0], *held[1:]), _Reader(surroundings.write)
+        try:
+            with _background(beside, surroundings) as wait:
+                first = _foreground(_Pytest(folder / shown[0], *shown[1:]), surroundings)
+                surroundings.write(f"\n{shown[0]} is through; beside it, {held[0]}:\n")
+                status = wait()
+        finally:
+            # Also of a run that was interrupted: it may be why.
+            for line in beside.lines():
+                reader.read(line)
         return [first, beside.lane(status, reader)]
 
 
@@ -179,7 +189,10 @@ def _background(run: _Pytest, surroundings: Surroundings) -> Iterator[Callable[[
     """
     env = _environment(surroundings)
     env |= {"TMPDIR": os.fspath(run.temporary), "PYTEST_DEBUG_TEMPROOT": env["TMPDIR"]}
-    with process.background(run.argv(surroundings.cache), cwd=REPO_ROOT, log=run.log, env=env) as child:
+    argv = run.argv(surroundings.cache / "beside")
+    with process.background(
+        argv, cwd=REPO_ROOT, log=run.log, env=env, stop_seconds=60, with_all=True
+    ) as child:
         yield child.wait
 
 

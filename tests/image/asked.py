@@ -52,10 +52,11 @@ PROGRAMS = (
 )
 # Where systemd looks for configuration.
 _FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")
-# What dpkg and apt know of the packages that are there, and which files dpkg has of each; some need not be there.
+# What dpkg and apt know of the packages that are there, and which files dpkg has of each, and how large: a changed list
+# of files that is as long as it was is not seen. Some of it need not be there.
 PACKAGES = (
-    "{ cat /var/lib/dpkg/status /var/lib/dpkg/arch /var/lib/dpkg/updates/*; "
-    "ls -A /var/lib/dpkg/info /var/lib/dpkg/triggers /var/lib/dpkg/updates; } 2>/dev/null"
+    "{ cd /var/lib/dpkg && cat status arch updates/* triggers/*; "
+    "stat --format='%n %s' info/* updates/*; } 2>/dev/null"
 )
 # The rules of a table of the kernel's, with how often each was met.
 RULES = "iptables --wait --table mangle --list-rules --verbose"
@@ -168,7 +169,7 @@ def programs(host: Host, names: Collection[str]) -> set[str]:
 
 def apt_settings(host: Host) -> list[str]:
     """Return all settings of apt's, a line each."""
-    # Which architectures there are is one of them.
+    # Which architectures there are is one of them. Of a file that one of these includes nothing is known.
     reads = _printing("/etc/apt/apt.conf", "/etc/apt/apt.conf.d/*", "/var/lib/dpkg/arch")
     return alike(host, "apt-config dump", lambda printed: _text(printed).splitlines(), reads)
 
@@ -204,7 +205,9 @@ def merged(host: Host, name: str) -> str:
 
 def _printing(*paths: str) -> str:
     """Return the command that prints files with their names, empty ones too: such a file hides another folder's."""
-    return f"tail --verbose --lines=+1 {' '.join(paths)} 2>/dev/null"
+    # A pipe would be waited for.
+    those = f'set --; for f in {" ".join(paths)}; do [ -p "$f" ] || set -- "$@" "$f"; done'
+    return f'{those}; tail --verbose --lines=+1 -- "$@" 2>/dev/null'
 
 
 def _text(printed: bytes) -> str:

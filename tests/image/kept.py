@@ -75,10 +75,12 @@ def files(host: Host) -> dict[str, str]:
 
 
 def _read(host: Host) -> dict[str, str]:
-    # Each line of each file, behind the file's name and a NUL; then, since an empty one has none, the files' names.
+    # Each line of each file, behind the file's name and a NUL; then, since they have none, the empty ones' names.
     names = " ".join(FILES)
     lines = f"LC_ALL=C grep -aRs --devices=skip --null '' {names}"
-    done = host.run(rf"{lines}; printf '\0\0\n'; for f in {names}; do [ -f $f ] && echo $f; done; true")
+    done = host.run(
+        rf"{lines}; printf '\0\0\n'; for f in {names}; do [ -f $f ] && [ ! -s $f ] && echo $f; done; true"
+    )
     listed, _, there = done.stdout_bytes.decode("utf-8", "surrogateescape").rpartition("\0\0\n")
     found: dict[str, list[str]] = {path: [] for path in there.splitlines()}
     for line in listed.split("\n")[:-1]:

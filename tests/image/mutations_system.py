@@ -36,6 +36,8 @@ record("test_clock_is_in_utc", link("/etc/localtime", "/usr/share/zoneinfo/Asia/
 record(
     "test_boots_to_the_full_system",
     link("/etc/systemd/system/default.target", "/usr/lib/systemd/system/rescue.target"),
+    link("/etc/systemd/system/default.target", "/nowhere/multi-user.target"),
+    link("/etc/systemd/system/multi-user.target", "/dev/null"),
 )
 
 

@@ -93,7 +93,7 @@ def read(host: Host, path: str) -> str:
     """Return a file's text; a check whose file is missing fails."""
     if (text := files(host).get(path)) is not None:
         return text
-    # One that is not there, or is empty, is asked about once as well.
+    # One that is not there, or can't be read, is asked about once as well.
     return once(host, (read, path), lambda: _cat(host, path)) if path in FILES else _cat(host, path)
 
 

@@ -24,9 +24,13 @@ KUBELET_PORTS = {("tcp", 10250)}
 @booted
 def test_boots_to_the_full_system(tree: Tree) -> None:
     """The default target is the whole system, not a rescue shell."""
-    links = (tree.get(f"/{folder}/systemd/system/default.target") for folder in ("etc", "usr/lib"))
-    link = next((entry.link for entry in links if entry), "")
-    assert link.rpartition("/")[2] in ("multi-user.target", "graphical.target"), link
+    found = (tree.get(f"/{folder}/systemd/system/default.target") for folder in ("etc", "usr/lib"))
+    default = next((entry for entry in found if entry), None)
+    assert default and default.points_to == "f", f"no default target: {default}"
+    target = default.link.rpartition("/")[2]
+    assert target in ("multi-user.target", "graphical.target"), default.link
+    masked = tree.get(f"/etc/systemd/system/{target}")
+    assert not (masked and masked.link == "/dev/null"), f"{target} is masked"
 
 
 @booted

@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,13 +37,19 @@ def no_lab() -> Iterator[None]:
     _lab("down")
 
 
+@pytest.fixture
+def own(copies: Callable[[Workplace], Workplace], worker: Workplace) -> Workplace:
+    """The worker's store, and nobody else's: what is left behind is seen by its path."""
+    return copies(worker)
+
+
 @pytest.mark.usefixtures("no_lab")
-def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
-    up = _lab("up", store=worker.store)
+def test_it_serves_until_it_is_taken_down(own: Workplace) -> None:
+    up = _lab("up", store=own.store)
     assert up.returncode == 0, up.stderr
     state = json.loads(up.stdout)
     assert state["address"].startswith("127.") and state["port"] == 443
-    assert _lab("up", store=worker.store).stdout == up.stdout  # there is one
+    assert _lab("up", store=own.store).stdout == up.stdout  # there is one
     assert json.loads(_lab("status").stdout)["answers"] is True
     trust = ssl.create_default_context(cafile=state["ca"])
     trust.check_hostname = False  # asked by its address here; whoever pulls has it in /etc/hosts
@@ -54,7 +60,7 @@ def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
     assert (status.returncode, json.loads(status.stdout)) == (1, {"running": False})
     assert json.loads(_lab("down").stdout) == {"stopped": False}
     assert not Path("/run/image-builder-lab").exists()
-    assert wait_until_clean(worker.store) == []
+    assert wait_until_clean(own.store) == []
 
 
 @pytest.mark.usefixtures("no_lab")
@@ -66,15 +72,15 @@ def test_two_that_are_started_at_once_are_one(worker: Workplace) -> None:
 
 
 @pytest.mark.usefixtures("no_lab")
-def test_one_that_was_killed_is_not_taken_for_a_running_one(worker: Workplace) -> None:
-    state = json.loads(_lab("up", store=worker.store).stdout)
+def test_one_that_was_killed_is_not_taken_for_a_running_one(own: Workplace) -> None:
+    state = json.loads(_lab("up", store=own.store).stdout)
     os.kill(state["pid"], signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while left_behind(worker.store) and time.monotonic() < deadline:
+    while left_behind(own.store) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left_behind(worker.store) == []
+    assert left_behind(own.store) == []
     assert _lab("status").returncode == 1
-    again = json.loads(_lab("up", store=worker.store).stdout)
+    again = json.loads(_lab("up", store=own.store).stdout)
     assert again["pid"] != state["pid"]
     assert _lab("status").returncode == 0
 

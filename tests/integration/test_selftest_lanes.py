@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,27 @@ def test_boot():
     import tempfile
     (HERE / "temporary").write_text(tempfile.gettempdir())
     assert BOOT
+"""
+
+
+# One has failed beside the other, and is in its next, with a program of its own, when that is interrupted.
+SLEEPING = """
+import pathlib, subprocess, time, pytest
+HERE = pathlib.Path(__file__).parent
+@pytest.mark.root
+def test_root():
+    while not (HERE / "sleeper").exists():
+        time.sleep(0.05)
+    raise AssertionError("INTERRUPT")
+@pytest.mark.boot
+def test_boot_failed():
+    assert False
+@pytest.mark.boot
+def test_boot():
+    child = subprocess.Popen(["sleep", "600"])
+    (HERE / "sleeper.new").write_text(str(child.pid))
+    (HERE / "sleeper.new").rename(HERE / "sleeper")
+    child.wait()
 """
 
 
@@ -80,6 +102,25 @@ def test_a_failure_beside_the_rest_fails_the_run_and_is_shown(project: Path) -> 
     assert [lane.status for lane in ended] == [0, 1]
     assert any("test_boot" in line and "FAILED" in line for line in told)
     assert " 1 failed, 1 passed in " in lanes.closing_line(ended, 2)
+
+
+def test_an_interrupted_run_tells_what_the_other_lane_has_said_and_leaves_nothing(project: Path) -> None:
+    (project / "test_all.py").write_text(SLEEPING)
+    told: list[str] = []
+
+    def write(line: str) -> None:
+        told.append(line)
+        if "INTERRUPT" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.rest(lanes.Surroundings(project / "store", project / "cache", write))
+    assert any("test_boot_failed" in line for line in told), told
+    sleeper = int((project / "sleeper").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{sleeper}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{sleeper}").exists()
 
 
 def test_no_unit_test_is_left_out_by_the_halves(project: Path) -> None:

@@ -44,6 +44,9 @@ def pool(**parts: Any) -> dict[str, Any]:
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ("", "listen"),
     "no YAML": ("a: [", "broker"),
+    "a date that is none": ("tokens: 2024-99-99", "broker"),
+    "a date as a key": ("2024-01-01: 1", "broker"),
+    "an alias of what it is in": ("pools: &a [*a]", "broker"),
     "a limit twice": ("tokens: {seconds: 60, namespace: a, seconds: 3600}", "broker"),
     "an unknown key": ({**LEAST, "pool": []}, "pool"),
     "no pool": ({**LEAST, "pools": []}, "broker"),

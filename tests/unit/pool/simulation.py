@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from typing import Literal
 
 from image_builder.pool.driver import Event, Work, run
@@ -65,12 +65,22 @@ def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> li
     return found
 
 
-def make(number_of_hosts: int, policy: Policy | None = None) -> Plan:
-    """Return the plan of so many hosts."""
+def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str] = ("gpu",)) -> Plan:
+    """Return the plan of so many hosts; their scale sets are of the pools in turn."""
     hosts = make_hosts(number_of_hosts)
     sets = Counter(host.scale_set for host in hosts)
-    pool = Pool(name="gpu", scale_sets=tuple(ScaleSet(name=n, capacity=c, hosts=c) for n, c in sets.items()))
-    return make_plan(PlannedFrom(paths=("hosts.yml",), digest="d"), [pool], hosts, policy or Policy())
+    pool_of = dict(zip(sets, cycle(pools), strict=False))
+    hosts = [host.model_copy(update={"pool": pool_of[host.scale_set]}) for host in hosts]
+    made = [
+        Pool(
+            name=pool,
+            scale_sets=tuple(
+                ScaleSet(name=n, capacity=c, hosts=c) for n, c in sets.items() if pool_of[n] == pool
+            ),
+        )
+        for pool in pools
+    ]
+    return make_plan(PlannedFrom(paths=("hosts.yml",), digest="d"), made, hosts, policy or Policy())
 
 
 @dataclass
@@ -119,6 +129,8 @@ class World:
     # When joining ends on a host, which says nothing but that it tries until then.
     over: dict[str, float] = field(default_factory=dict)
     fine: set[str] = field(default_factory=set)
+    # Hosts at once that were told to join and are not known to be fine.
+    most_unavailable: int = 0
     refused_tokens: int = 0
     red_starts: int = 0
     reading: Reading = field(default_factory=Reading)
@@ -129,6 +141,7 @@ class World:
 
     def wait(self, until: float) -> Sequence[Event]:
         self.check()
+        self.most_unavailable = max(self.most_unavailable, len(self.touched) - len(self.fine))
         if not self.events or self.events[0][0] > until:
             self.time = max(self.time, until)
             return ()

@@ -97,7 +97,7 @@ def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) 
     for words in (
         "plan: is older than the inventory: 1 replaced",
         "--key: " + f"{place.key}: others may read it",
-        "--key: " + f"{place.known}:1: not a key",
+        "host keys: " + f"{place.known}:1: not a key",
         "--kubeconfig: ",
         "--facts: nothing says what hosts of worker must be",
         "--node-configs: " + f"{tmp_path} has no file for cpu-0, cpu-1",
@@ -136,6 +136,27 @@ def test_a_plan_that_was_edited_is_refused(place: Place) -> None:
     place.plan.write_text(place.plan.read_text().replace('"budget": "2%"', '"budget": "9%"'))
     status, problems, _ = place.run("--facts", str(place.facts))
     assert status == errors.DefinitionError.exit_code and "was changed after it was made" in problems[0]
+
+
+def test_what_hosts_there_are_is_not_needed_to_tell_the_rest(place: Place, tmp_path: Path) -> None:
+    """A plan or an inventory that can't be used hides neither a key that is no key nor host keys that are not there."""
+    key = tmp_path / "no-key"
+    key.write_text("nothing\n")
+    key.chmod(0o600)
+    access = ("--user", "admin", "--key", str(key), "--known-hosts", str(tmp_path / "none"))
+    place.plan.write_text(place.plan.read_text().replace('"budget": "2%"', '"budget": "9%"'))
+    place.hosts.write_text(HOSTS.format(capacity=3))
+    kubeconfig = ("--kubeconfig", str(tmp_path / "kubeconfig"))
+    run = ("run", str(place.plan), "-i", str(place.hosts), *kubeconfig)
+    for words, more in (
+        (run, ("was changed after it was made", "--kubeconfig: ")),
+        (("verify", str(place.plan)), ("was changed after it was made",)),
+        (("verify", "-i", str(place.hosts), "--pool", "cpu"), ("2 of 3 hosts",)),
+    ):
+        status, _, err = call(*words, *access)
+        assert status == errors.DefinitionError.exit_code, words
+        for told in (*more, "--key: ", "not a private key", "host keys: ", "No such file"):
+            assert told in err, (words, told, err)
 
 
 def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> None:

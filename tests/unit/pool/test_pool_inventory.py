@@ -139,6 +139,11 @@ def test_every_problem_is_told_at_once(write: Write) -> None:
         ),
         ("pool_capacity: 2", "pool_capacity: two", 'pool_capacity: must be a number of hosts, got "two"'),
         ("10.0.0.2, ansible_port: 2222", "10.0.0.1", "ansible_host: 10.0.0.1 is that of cpu-0, cpu-1"),
+        (
+            "cpu-0: {",
+            "cpu-0: {pool_vm_id: 0f, ",
+            "pool_vm_id: 0f is that of cpu-0, cpu-1",
+        ),
         ("{{ size }}", "{{ sise }}", "pool_vm_size: 'sise' is undefined: cpu-0, cpu-1"),
         (
             "gpu_b: {hosts: {",

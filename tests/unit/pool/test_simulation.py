@@ -59,6 +59,14 @@ def test_every_host_ends_in_exactly_one_class(bad_day: tuple[Progress, World, li
     assert world.fine == {n for n, s in progress.hosts.items() if s.outcome and s.outcome.ok}
 
 
+def test_no_budget_is_exceeded(bad_day: tuple[Progress, World, list[Record]]) -> None:
+    progress, world, _ = bad_day
+    plan = progress.plan
+    assert world.fine <= world.touched and 0 < world.most_unavailable <= plan.max_unavailable
+    assert 0 < progress.failed <= plan.budget
+    assert all(wave.failed <= wave.wave.budget for wave in progress.waves)
+
+
 def test_none_joins_twice(bad_day: tuple[Progress, World, list[Record]]) -> None:
     progress, world, _ = bad_day
     assert set(world.joins.values()) == {1}
@@ -124,19 +132,26 @@ def test_hosts_that_hang_hold_up_nobody(bad_day: tuple[Progress, World, list[Rec
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("unavailable", ["3%", "40"])
-def test_what_is_unavailable_is_never_more_than_allowed(seed: int, unavailable: str) -> None:
+@pytest.mark.parametrize("pools", [("gpu",), ("gpu-a", "gpu-b")], ids=len)
+def test_what_is_unavailable_is_never_more_than_allowed(
+    seed: int, unavailable: str, pools: tuple[str, ...]
+) -> None:
+    """Whatever pools the hosts are of: the number is that of all of them."""
     policy = Policy(wave_budget="20%", budget="20%", max_unavailable=unavailable, same_share="20%")
-    plan = make(800, policy)
+    plan = make(800, policy, pools)
     world = World(plan, Faults(failures=0.02, hangs=0.005, seed=seed))
-    most = 0
+    at_once: set[int] = set()
 
     def check() -> None:
-        nonlocal most
-        most = max(most, len(world.touched - world.fine))
+        left = world.touched - world.fine
+        assert len(left) <= plan.max_unavailable
+        at_once.add(len({pool_of[name] for name in left}))
 
+    pool_of = {host.name: host.pool for host in plan.hosts}
     world.check = check
     progress, _, _ = simulate(plan, world.faults, world=world)
-    assert 0 < most <= plan.max_unavailable
+    assert 0 < world.most_unavailable <= plan.max_unavailable
+    assert max(at_once) == len(pools), "no two pools were in work at once"
     assert progress.finished or "unavailable" in progress.stopped
 
 
