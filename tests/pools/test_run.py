@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.pool.records import Record, Result
+from image_builder.pool.records import Intent, Record, Result
 from tests.builds import Workplace
 from tests.pools.fleet import CLASSES, Fault, Fleet, fleet
 from tests.pools.midst import Moment, cut, prepare, undo
@@ -68,6 +68,30 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     wait(lambda: list(made.pool.processes()) == [hanging])
     made.pool.free_sudo(hanging)
     wait_until_hosts_are_bare(made.pool)
+
+
+def test_one_failure_too_many_stops_the_run_before_the_next_host(rollout: Callable[..., Rollout]) -> None:
+    """Nobody may fail, and one may be unavailable: who comes after the one that failed is neither told nor asked."""
+    limits = {"max_unavailable": "1", "wave_budget": "0"}
+    made = rollout(0, 1, 2, 3, BROKEN, policy=limits, sound=range(4))
+    waves = json.loads(made.plan.read_text())["waves"]
+    assert [len(wave["hosts"]) for wave in waves] == [1] * 5
+    order = [int(wave["hosts"][0].rpartition("-")[2]) for wave in waves]
+    before, after = order[: order.index(BROKEN)], order[order.index(BROKEN) + 1 :]
+    assert before and after
+    report = made.finish()
+    assert report["state"] == "stopped" and "its budget is 0" in report["reason"]
+    assert made.joins() == {n: int(n not in after) for n in order}
+    assert {n: signature(report["results"][f"host-{n}"]["outcome"]) for n in (*before, BROKEN)} == {
+        **dict.fromkeys(before, "ok"),
+        BROKEN: FAILING,
+    }
+    records = (record for record in made.records if isinstance(record, Intent | Result))
+    hosts = [host for r in records for host in (r.hosts if isinstance(r, Intent) else (r.host,))]
+    assert set(hosts) == {f"host-{n}" for n in (*before, BROKEN)}
+    # One after the other: between a host's first step and its last there is no other's.
+    assert hosts == sorted(hosts, key=hosts.index)
+    assert made.left() == []
 
 
 def test_killed_anywhere_nobody_joins_twice_and_nobody_is_lost(rollout: Callable[..., Rollout]) -> None:
