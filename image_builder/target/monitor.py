@@ -20,6 +20,16 @@ def socket_path(path: Path) -> Path:
     return path
 
 
+def listens(path: Path) -> bool:
+    """Tell whether QEMU takes commands: its socket's file is there a moment before it is listened to."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+    return True
+
+
 def execute(
     path: Path, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 20
 ) -> Any:

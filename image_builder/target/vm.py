@@ -224,7 +224,7 @@ class Vm:
         self._process = self._power.enter_context(process.background(argv, log=self._qemu_log))
         self._powered_on_at = time.monotonic()
         self.seconds_to_ssh = None
-        self._await(self._monitor.exists, 30, "QEMU didn't start")
+        self._await(lambda: monitor.listens(self._monitor), 30, "QEMU didn't start")
         usernet = monitor.execute(self._monitor, "human-monitor-command", {"command-line": "info usernet"})
         port = qemu.forwarded_port(str(usernet))
         self._target = SshTarget(SshAddress(self.options.user, "127.0.0.1", port, self._seed.key))

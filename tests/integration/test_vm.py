@@ -72,6 +72,16 @@ def test_a_firmware_that_does_not_get_through_is_no_machine(
     assert not _machines(Path(tempfile.gettempdir(), "image-builder-probe-"))
 
 
+def test_a_monitor_is_there_when_it_is_listened_to(tmp_path: Path) -> None:
+    path = tmp_path / "monitor"
+    assert not monitor.listens(path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        assert path.exists() and not monitor.listens(path)
+        listener.listen()
+        assert monitor.listens(path)
+
+
 def test_a_guest_that_kvm_can_not_go_on_with_is_given_up(tmp_path: Path) -> None:
     """As QEMU 7.2 answers on a host whose KVM is no hypervisor's (kvm-pvm): it stands, and waits for nothing."""
     path = tmp_path / "monitor"
