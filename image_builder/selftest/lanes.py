@@ -114,7 +114,6 @@ class _Pytest:
         directory.mkdir()
         self.log = directory / "log"
         self.temporary = directory / "tmp"
-        self.temporary.mkdir()
         self._report = directory / "parts.json"
         self._words = (f"--parts={self._report}", "-m", marks)
         self._arguments = tuple(arguments)
@@ -187,6 +186,7 @@ def _background(run: _Pytest, surroundings: Surroundings) -> Iterator[Callable[[
     Temporary files are made in the run's directory: tests of what a killed build leaves look at the ordinary one.
     pytest's own directory, which a failed test's files stay in, is where it always is.
     """
+    run.temporary.mkdir()
     env = _environment(surroundings)
     env |= {"TMPDIR": os.fspath(run.temporary), "PYTEST_DEBUG_TEMPROOT": env["TMPDIR"]}
     argv = run.argv(surroundings.cache / "beside")

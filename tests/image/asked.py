@@ -175,19 +175,22 @@ def apt_settings(host: Host) -> list[str]:
 
 
 def boot_sysctls(host: Host) -> dict[str, str]:
-    """Return the kernel settings that systemd makes at boot, names as they are written, a later file's undoing."""
+    """Return the kernel settings that systemd makes at boot, by name with dots: the last of each."""
     reads = _printing("/etc/sysctl.conf", *(f"{folder}/sysctl.d/*" for folder in _FOLDERS))
     command = "/usr/lib/systemd/systemd-sysctl --cat-config"
-    return once(
-        host, command, lambda: alike(host, command, lambda printed: assignments(_text(printed)), reads)
-    )
+    return once(host, command, lambda: alike(host, command, lambda printed: _sysctls(_text(printed)), reads))
 
 
 def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:
     """Return the running kernel's settings, of those that are declared."""
     names = [*variables["__system_sysctl"], *variables.get("hardening_sysctl", ())]
     lines = once(host, live_sysctls, lambda: host.run(f"sysctl --ignore {' '.join(names)}").stdout)
-    return {name: " ".join(value.split()) for name, value in assignments(lines).items()}
+    return _sysctls(lines)
+
+
+def _sysctls(lines: str) -> dict[str, str]:
+    found = assignments(lines).items()
+    return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in found}
 
 
 def merged(host: Host, name: str) -> str:

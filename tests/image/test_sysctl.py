@@ -11,12 +11,6 @@ from testinfra.host import Host
 V = dict[str, Any]
 
 
-def _configured(host: Host) -> dict[str, str]:
-    """Return what systemd-sysctl will set: all files merged in its own order, by name with dots."""
-    found = boot_sysctls(host)
-    return {name.lstrip("-").replace("/", "."): " ".join(value.split()) for name, value in found.items()}
-
-
 def _wanted(settings: dict[str, Any]) -> dict[str, str]:
     return {name: " ".join(str(value).split()) for name, value in settings.items()}
 
@@ -27,7 +21,7 @@ def _wanted(settings: dict[str, Any]) -> dict[str, str]:
 def test_sysctls_are_configured(host: Host, v: V) -> None:
     """Every declared kernel setting is made at boot, and no later file undoes it."""
     assert v["__system_sysctl"], "no kernel settings are declared"
-    nothing(differences(_wanted(v["__system_sysctl"]), _configured(host)))
+    nothing(differences(_wanted(v["__system_sysctl"]), boot_sysctls(host)))
 
 
 @offline
@@ -35,7 +29,7 @@ def test_sysctls_are_configured(host: Host, v: V) -> None:
 @needs("kubernetes", kubelet_protect_kernel_defaults=True)
 def test_kubelets_sysctls_are_configured(host: Host, v: V) -> None:
     """The kernel settings that this kubelet refuses to start without are made at boot."""
-    nothing(differences(_wanted(v["__kubelet_sysctls"]), _configured(host)))
+    nothing(differences(_wanted(v["__kubelet_sysctls"]), boot_sysctls(host)))
 
 
 @booted
