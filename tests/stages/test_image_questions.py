@@ -162,6 +162,19 @@ def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_
             (root / hidden).touch()
         assert answers() == (False, False, True)
 
+        host = enter(root)
+        run, commands = host.run, list[str]()
+
+        def told(command: str) -> object:
+            commands.append(command)
+            return run(command)
+
+        vars(host)["run"] = told
+        asked.merged(host, "systemd/journald.conf")
+        asked.boot_sysctls(host)
+        asked.apt_settings(host)
+        assert len(commands) == 1, "what is known of other machines is asked for together"
+
         packages.test_dpkg_has_no_unfinished_work(enter(root))
         (root / "var/lib/dpkg/info/bash.list").unlink()
         with pytest.raises(AssertionError):
