@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kept import once
+from kept import in_turn, once
 from testinfra.host import Host
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _KEPT = 4
 # By command what came of the last answers, by the BLAKE2b digest of what was printed and the status.
 _answers: dict[str, dict[str, Any]] = {}
-# The commands whose digests were asked for: the next machine is asked for all at a time.
+# The commands whose digests were asked for: the next machine in turn is asked for all at a time.
 _digested: dict[str, None] = {}
 
 
@@ -52,8 +52,9 @@ def alike(host: Host, command: str, parse: Callable[[bytes], T], reads: str = ""
 def _digest(host: Host, command: str) -> str:
     known = once(host, _digest, dict[str, str])
     if command not in known:
-        _digested[command] = None
-        asked = [each for each in _digested if each not in known]
+        if in_turn(host):
+            _digested[command] = None
+        asked = [command, *(each for each in _digested if each != command and each not in known)]
         done = host.run("\n".join(f"{{ {each}; echo $?; }} | b2sum" for each in asked))
         digests = [line.partition(" ")[0] for line in done.stdout.splitlines()]
         assert len(digests) == len(asked), f"b2sum tells {digests}: {done.stderr.strip()[-500:]}"

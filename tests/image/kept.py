@@ -69,6 +69,11 @@ def once(host: Host, key: object, ask: Callable[[], T]) -> T:
     return kept
 
 
+def in_turn(host: Host) -> bool:
+    """Tell whether this process asks machine after machine, and what one was asked the next will be (each.py)."""
+    return bool(host.backend.NAME == "asked")
+
+
 def files(host: Host) -> dict[str, str]:
     """Return the text of each file of ``FILES`` that is there, and of those below its folders that are not empty."""
     return once(host, files, lambda: _read(host))

@@ -7,7 +7,7 @@ import re
 import time
 from typing import Any
 
-from asked import mounted, services
+from asked import mounted, output_once, services
 from suite import booted, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree
@@ -87,7 +87,7 @@ def test_kernel_got_its_arguments(host: Host, v: V) -> None:
 @booted
 def test_root_fills_the_disk(host: Host) -> None:
     """Partition and filesystem grew to the disk that the platform gave."""
-    blocks = json.loads(output(host, "lsblk --json --bytes --output NAME,TYPE,SIZE,MOUNTPOINTS"))
+    blocks = json.loads(output_once(host, "lsblk --json --bytes --output NAME,TYPE,SIZE,MOUNTPOINTS"))
     disks = [d for d in blocks["blockdevices"] if any("/" in c["mountpoints"] for c in d.get("children", []))]
     assert len(disks) == 1, f"the root filesystem is on {len(disks)} disks"
     children = disks[0]["children"]
@@ -148,7 +148,7 @@ def test_only_known_ports_are_open(host: Host, v: V) -> None:
 @booted
 def test_network_is_up(host: Host) -> None:
     """There is a default route and a resolver."""
-    assert json.loads(output(host, "ip -json route show default")), "no default route"
+    assert json.loads(output_once(host, "ip -json route show default")), "no default route"
     assert re.search(r"^nameserver \S", read(host, "/etc/resolv.conf"), re.MULTILINE), "no name server"
 
 

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from alike import alike
-from asked import PACKAGES, mounted
-from suite import Facts, assignments, booted, differences, nothing, offline, output, read, statements
+from asked import PACKAGES, mounted, output_once
+from suite import Facts, assignments, booted, differences, nothing, offline, read, statements
 from testinfra.host import Host
 from tree import Tree
 
@@ -101,7 +101,7 @@ def test_localhost_resolves(host: Host) -> None:
 @booted
 def test_clock_is_in_utc(host: Host) -> None:
     """Logs of all machines speak of one time."""
-    assert output(host, "env --unset=TZ date -d @0 +%H%z") == "00+0000"
+    assert output_once(host, "env --unset=TZ date -d @0 +%H%z") == "00+0000"
 
 
 @booted
@@ -118,7 +118,7 @@ def test_host_keys_are_of_this_machine(host: Host, tree: Tree) -> None:
     assert "/etc/ssh/ssh_host_ed25519_key" in keys, f"{keys}"
     nothing(f"{key} {tree[key].mode:o}" for key in keys if tree[key].mode & 0o077 or tree[key].uid)
     born = assignments(read(host, "/etc/image-release"))["IMAGE_SOURCE_DATE_EPOCH"]
-    made = output(host, f"stat --format=%Y {' '.join(keys)}").split()
+    made = output_once(host, f"stat --format=%Y {' '.join(keys)}").split()
     nothing(key for key, seconds in zip(keys, made, strict=True) if int(seconds) <= int(born))
 
 

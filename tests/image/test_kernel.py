@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asked import packages
+from asked import output_once, packages
 from kept import files, in_folder
 from suite import booted, needs, nothing, offline, output, read, statements
 from testinfra.host import Host
@@ -107,7 +107,7 @@ def test_esp_follows_the_kernel(host: Host, tree: Tree) -> None:
     """Kernel packages and update-initramfs both run the hook that keeps the ESP in step."""
     hook = "/etc/kernel/postinst.d/zz-image-esp"
     assert tree[hook].mode == 0o755, f"{tree[hook].mode:o}"
-    output(host, "sh -n %s", hook)
+    output_once(host, f"sh -n {hook}")
     links = ("/etc/kernel/postrm.d/zz-image-esp", "/etc/initramfs/post-update.d/zz-image-esp")
     nothing(f"{link} -> {tree[link].link}" for link in links if tree[link].link != hook)
 
@@ -159,5 +159,5 @@ def test_running_kernel_is_the_images(host: Host, tree: Tree) -> None:
 def test_esp_has_the_images_kernel(host: Host, tree: Tree) -> None:
     """The ESP, from which the machine boots, has the same kernel and initramfs as /boot."""
     version = _image_kernel(tree)
-    output(host, "cmp %s /boot/efi/EFI/image/vmlinuz", f"/boot/vmlinuz-{version}")
-    output(host, "cmp %s /boot/efi/EFI/image/initrd.img", f"/boot/initrd.img-{version}")
+    output_once(host, f"cmp /boot/vmlinuz-{version} /boot/efi/EFI/image/vmlinuz")
+    output_once(host, f"cmp /boot/initrd.img-{version} /boot/efi/EFI/image/initrd.img")

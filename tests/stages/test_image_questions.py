@@ -162,23 +162,50 @@ def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_
             (root / hidden).touch()
         assert answers() == (False, False, True)
 
-        host = enter(root)
-        run, commands = host.run, list[str]()
-
-        def told(command: str) -> object:
-            commands.append(command)
-            return run(command)
-
-        vars(host)["run"] = told
-        asked.merged(host, "systemd/journald.conf")
-        asked.boot_sysctls(host)
-        asked.apt_settings(host)
-        assert len(commands) == 1, "what is known of other machines is asked for together"
-
         packages.test_dpkg_has_no_unfinished_work(enter(root))
         (root / "var/lib/dpkg/info/bash.list").unlink()
         with pytest.raises(AssertionError):
             packages.test_dpkg_has_no_unfinished_work(enter(root))
+
+    on_image(minimal, tmp_path, look)
+
+
+def test_machines_in_turn_are_asked_at_a_time(minimal: Workplace, tmp_path: Path) -> None:
+    """What one was asked for the next one tells together; what fails is asked alone, for its words."""
+
+    def look(root: Path, suite: dict[str, ModuleType]) -> None:
+        asked, commands = suite["asked"], list[str]()
+
+        def machine() -> Host:
+            host = enter(root)
+
+            def run(command: str) -> object:
+                commands.append(command)
+                return Host.run(host, command)
+
+            vars(host)["run"] = run
+            host.backend.NAME = "asked"  # as those that come one after the other; nothing else is asked of it
+            return host
+
+        def answers(host: Host) -> list[str]:
+            apt = any("http://probe.test" in line for line in asked.apt_settings(host))
+            asked.boot_sysctls(host)
+            with pytest.raises(AssertionError, match="ended with 3: no"):
+                asked.output_once(host, "echo no >&2; exit 3")
+            told = (asked.output_once(host, each) for each in ("cat /etc/probe", "printf 'a\n\nb # (\n'"))
+            return [*told, str(apt)]
+
+        (root / "etc/probe").write_text("first")
+        assert answers(machine()) == ["first", "a\n\nb # (", "False"]
+        commands.clear()
+        (root / "etc/probe").write_text("second")
+        (root / "etc/apt/apt.conf.d/99probe").write_text('Acquire::http::Proxy "http://probe.test/";\n')
+        assert answers(machine()) == ["second", "a\n\nb # (", "True"]
+        together, *alone = commands
+        assert together.count("| b2sum") == 2
+        # apt's settings are others now; then all at a time, and again what has failed.
+        assert alone[0] == "apt-config dump" and "cat /etc/probe" in alone[1] and alone[2].startswith("echo")
+        assert len(alone) == 3
 
     on_image(minimal, tmp_path, look)
 
