@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import json
 import os
@@ -19,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from image_builder import failure, namespace
 from image_builder.control_plane import lab_definition, obtain
@@ -27,6 +33,7 @@ from image_builder.gate.model import Node, Rules, node_from
 from image_builder.lab.control_plane import ADMINISTRATORS, NODES, ControlPlane
 from image_builder.node.kube import Client, KubeError
 from image_builder.node.preflight import model, report
+from image_builder.pool.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
 from tests import servers
 from tests.builds import REPO
@@ -36,6 +43,8 @@ TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSche
 
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
 HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
+# It says which rights the user of `pool run --kubeconfig` needs.
+POOL_RIGHTS = REPO / "docs" / "how-to" / "bring-a-pool-up.md"
 
 
 class Cluster:
@@ -263,6 +272,33 @@ def give_rights(admin: Client, page: Path = HOW_TO) -> None:
     for manifest in manifests(page):
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
             admin.request("POST", collection(manifest), manifest)
+
+
+def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
+    """Ask for a certificate that nobody gives: no node is called so. Return the request's path."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
+    manifest = {
+        "apiVersion": "certificates.k8s.io/v1",
+        "kind": "CertificateSigningRequest",
+        "metadata": {"name": name},
+        "spec": {
+            "request": base64.b64encode(request.public_bytes(Encoding.PEM)).decode(),
+            "signerName": signer,
+            "usages": ["client auth"],
+        },
+    }
+    cluster.admin.request("POST", REQUESTS, manifest)
+    return f"{REQUESTS}/{name}"
+
+
+def deny_certificate(cluster: Cluster, path: str) -> None:
+    """Refuse what ``request_certificate`` asked for: it doesn't pend any more."""
+    denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
+    cluster.admin.request(
+        "PATCH", f"{path}/approval", {"status": {"conditions": [denied]}}, "application/merge-patch+json"
+    )
 
 
 class Machine:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
 
-from image_builder.pool.control_plane import REQUESTS, SIGNER, Kubernetes
-from tests.builds import REPO
-from tests.gates import Cluster, become_ready, give_rights, new_node, running, wait_until
+from image_builder.pool.control_plane import SIGNER, Kubernetes
+from tests.gates import (
+    POOL_RIGHTS,
+    Cluster,
+    become_ready,
+    deny_certificate,
+    give_rights,
+    new_node,
+    request_certificate,
+    running,
+    wait_until,
+)
 
 pytestmark = pytest.mark.root
 
-# It says which rights the user of `pool run --kubeconfig` needs.
-PAGE = REPO / "docs/how-to/bring-a-pool-up.md"
 _JOINING = 3.0
 
 
@@ -31,28 +32,9 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
-def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
-    """Ask for a certificate that nobody gives: no node is called so. Return the request's path."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
-    manifest = {
-        "apiVersion": "certificates.k8s.io/v1",
-        "kind": "CertificateSigningRequest",
-        "metadata": {"name": name},
-        "spec": {
-            "request": base64.b64encode(request.public_bytes(Encoding.PEM)).decode(),
-            "signerName": signer,
-            "usages": ["client auth"],
-        },
-    }
-    cluster.admin.request("POST", REQUESTS, manifest)
-    return f"{REQUESTS}/{name}"
-
-
 def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
     """Counters, pending requests, nodes: as an API server tells them to who may see nothing else."""
-    give_rights(cluster.admin, PAGE)
+    give_rights(cluster.admin, POOL_RIGHTS)
     ahead = 0.0
     with closing(Kubernetes(cluster.kubeconfig("somebody"), clock=time.time)) as other:
         assert "forbidden" in other.read().unread
@@ -75,10 +57,7 @@ def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
         assert plane.read().csr_seconds == 0.0, "that it pends is nothing to a node that joins"
         path = request_certificate(cluster, "pool-pending", SIGNER)
         assert plane.read().csr_seconds >= 3599
-        denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
-        cluster.admin.request(
-            "PATCH", f"{path}/approval", {"status": {"conditions": [denied]}}, "application/merge-patch+json"
-        )
+        deny_certificate(cluster, path)
         before = plane.read()
         assert before.csr_seconds == 0.0
 

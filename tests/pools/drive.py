@@ -32,6 +32,7 @@ class Told:
     suite: str
     reports: str
     node_configs: str
+    kubeconfig: str = ""
     is_resumed: bool = False
     retry: bool = False
     verify: bool = False
@@ -57,6 +58,7 @@ def drive(told: Told) -> int:
         retry=told.retry,
         facts=(told.facts,),
         node_configs=Path(told.node_configs) if told.node_configs else None,
+        kubeconfig=Path(told.kubeconfig) if told.kubeconfig else None,
     )
     ready = rollout.prepare_verification(options, options.plan) if told.verify else rollout.prepare(options)
     assert ready.suite
