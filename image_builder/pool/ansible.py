@@ -355,6 +355,8 @@ def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False
     """
     options = {
         "BatchMode": "yes",
+        # Else Ansible's own timeout would be taken, which lasts until sudo has answered.
+        "ConnectTimeout": f"{access.connect_seconds:.0f}",
         "ControlMaster": "auto",
         "ControlPersist": "60s",
         "ServerAliveInterval": f"{access.keepalive_seconds:.0f}",
@@ -375,7 +377,7 @@ def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False
         "ANSIBLE_SSH_USETTY": "false",
         "ANSIBLE_GATHERING": "explicit",
         "ANSIBLE_FORKS": str(min(hosts, FORKS)),
-        "ANSIBLE_TIMEOUT": f"{access.connect_seconds:.0f}",
+        "ANSIBLE_TIMEOUT": f"{access.answer_seconds:.0f}",
         "ANSIBLE_RETRY_FILES_ENABLED": "false",
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_FORCE_COLOR": "false",

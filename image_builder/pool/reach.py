@@ -60,6 +60,11 @@ class Access:
     keepalive_seconds: float = 15.0
     sudo_seconds: float = 10.0
 
+    @property
+    def answer_seconds(self) -> float:
+        """Return the seconds until a shell answers, at most."""
+        return self.connect_seconds + self.banner_seconds + 2 * self.auth_seconds + self.sudo_seconds
+
 
 @dataclass(frozen=True)
 class Answer:

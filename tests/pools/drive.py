@@ -46,6 +46,7 @@ def drive(told: Told) -> int:
         Pinned(Path(told.known_hosts)),
         connect_seconds=3.0,
         banner_seconds=3.0,
+        auth_seconds=5.0,
         keepalive_seconds=1.0,
         sudo_seconds=4.0,
     )
