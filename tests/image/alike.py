@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kept import in_turn, once
+from kept import output_once, succeeded
 from testinfra.host import Host
 
 T = TypeVar("T")
@@ -19,8 +19,6 @@ T = TypeVar("T")
 _KEPT = 4
 # By command what came of the last answers, by the BLAKE2b digest of what was printed and the status.
 _answers: dict[str, dict[str, Any]] = {}
-# The commands whose digests were asked for: the next machine in turn is asked for all at a time.
-_digested: dict[str, None] = {}
 
 
 def alike(host: Host, command: str, parse: Callable[[bytes], T], reads: str = "") -> T:
@@ -34,10 +32,7 @@ def alike(host: Host, command: str, parse: Callable[[bytes], T], reads: str = ""
     if told in answers:
         found: T = answers[told]
         return found
-    done = host.run(command)
-    assert done.rc == 0, (
-        f"{command.split(maxsplit=1)[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
-    )
+    done = succeeded(command, host.run(command))
     parsed = parse(done.stdout_bytes)
     if not reads:
         # As the machine would tell it: of what was printed, and the status.
@@ -50,13 +45,4 @@ def alike(host: Host, command: str, parse: Callable[[bytes], T], reads: str = ""
 
 
 def _digest(host: Host, command: str) -> str:
-    known = once(host, _digest, dict[str, str])
-    if command not in known:
-        if in_turn(host):
-            _digested[command] = None
-        asked = [command, *(each for each in _digested if each != command and each not in known)]
-        done = host.run("\n".join(f"{{ {each}; echo $?; }} | b2sum" for each in asked))
-        digests = [line.partition(" ")[0] for line in done.stdout.splitlines()]
-        assert len(digests) == len(asked), f"b2sum tells {digests}: {done.stderr.strip()[-500:]}"
-        known.update(zip(asked, digests, strict=True))
-    return known[command]
+    return output_once(host, f"{{ {command}; echo $?; }} | b2sum").partition(" ")[0]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from alike import alike
-from kept import files, in_turn, once
+from kept import files, once, output_once
 from suite import assignments, output
 from testinfra.host import Host
 
@@ -62,8 +62,6 @@ PACKAGES = (
 RULES = "iptables --wait --table mangle --list-rules --verbose"
 # The line before a file's text, and what it names: the file, or one of its drop-ins.
 _PART = re.compile(r"# (?:/etc|/run|/usr/local/lib|/usr/lib|/lib)/((systemd/\S+?)(?:\.d/[^/\s]+)?)")
-# What machines were asked by ``output_once``: the next one in turn is asked all at a time.
-_commands: dict[str, None] = {}
 _UNMERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 
 
@@ -81,35 +79,6 @@ class Package(NamedTuple):
     @property
     def held(self) -> bool:
         return self.state[:1] == "h"
-
-
-def output_once(host: Host, command: str) -> str:
-    """Return the text that a command prints whose answer can't change while the checks run."""
-    return once(host, (output_once, command), lambda: _output(host, command))
-
-
-def _output(host: Host, command: str) -> str:
-    answers = once(host, _together, lambda: _together(host))
-    if command in answers:
-        return answers[command]
-    if in_turn(host):
-        _commands[command] = None
-    return output(host, command)
-
-
-def _together(host: Host) -> dict[str, str]:
-    """Return the answers to ``_commands``, asked for at a time, but of those that fail: they are asked alone."""
-    if not _commands:
-        return {}
-    lines = (f"({command}\n) 2>/dev/null; printf '\\0%d\\0' $?" for command in _commands)
-    try:
-        told = host.run("\n".join(lines)).stdout.split("\0")
-    except OSError:  # one of them doesn't end: it will be heard of
-        return {}
-    if len(told) != 2 * len(_commands) + 1:
-        return {}
-    answers = zip(_commands, told[::2], told[1::2], strict=False)
-    return {command: printed.rstrip("\n") for command, printed, status in answers if status == "0"}
 
 
 def packages(host: Host) -> dict[str, Package]:

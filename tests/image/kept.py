@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from testinfra.backend.base import CommandResult
 from testinfra.host import Host
 
 T = TypeVar("T")
+
+# What machines were asked by ``output_once``.
+_commands: dict[str, None] = {}
 
 # What checks read: files, folders with all that is in them, and what the kernel has said since the boot.
 FILES = (
@@ -69,9 +73,45 @@ def once(host: Host, key: object, ask: Callable[[], T]) -> T:
     return kept
 
 
-def in_turn(host: Host) -> bool:
-    """Tell whether this process asks machine after machine, and what one was asked the next will be (each.py)."""
-    return bool(host.backend.NAME == "asked")
+def succeeded(command: str, done: CommandResult) -> CommandResult:
+    """Return what came of a command; a check whose command fails fails, with the command's words."""
+    assert done.rc == 0, (
+        f"{command.split(maxsplit=1)[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
+    )
+    return done
+
+
+def output_once(host: Host, command: str) -> str:
+    """Return the text that a command prints whose answer can't change while the checks run.
+
+    Machines that one process asks one after the other (each.py) are asked the same: all that the ones before were
+    asked here, the next one is asked at a time.
+    """
+    return once(host, (output_once, command), lambda: _output(host, command))
+
+
+def _output(host: Host, command: str) -> str:
+    answers = once(host, _together, lambda: _together(host))
+    if command in answers:
+        return answers[command]
+    if host.backend.NAME == "asked":
+        _commands[command] = None
+    return str(succeeded(command, host.run(command)).stdout).rstrip("\n")
+
+
+def _together(host: Host) -> dict[str, str]:
+    """Return the answers to ``_commands``, asked for at a time, but of those that fail: they are asked alone."""
+    if not _commands:
+        return {}
+    lines = (f"({command}\n) 2>/dev/null; printf '\\0%d\\0' $?" for command in _commands)
+    try:
+        told = host.run("\n".join(lines)).stdout.split("\0")
+    except OSError:  # one of them doesn't end, or the machine is lost: who asks alone hears of it
+        return {}
+    if len(told) != 2 * len(_commands) + 1:
+        return {}
+    answers = zip(_commands, told[::2], told[1::2], strict=False)
+    return {command: printed.rstrip("\n") for command, printed, status in answers if status == "0"}
 
 
 def files(host: Host) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kept import FILES, files, once
+from kept import FILES, files, once, succeeded
 from testinfra.host import Host
 from tree import Tree
 
@@ -105,11 +105,7 @@ def _cat(host: Host, path: str) -> str:
 
 def output(host: Host, command: str, *args: str) -> str:
     """Return what a command prints; a check whose command fails fails, with the command's words."""
-    done = host.run(command, *args)
-    assert done.rc == 0, (
-        f"{command.split(maxsplit=1)[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
-    )
-    return str(done.stdout).rstrip("\n")
+    return str(succeeded(command, host.run(command, *args)).stdout).rstrip("\n")
 
 
 def load(host: Host, path: str) -> Any:

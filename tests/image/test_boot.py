@@ -7,7 +7,8 @@ import re
 import time
 from typing import Any
 
-from asked import mounted, output_once, services
+from asked import mounted, services
+from kept import output_once
 from suite import booted, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree
@@ -18,6 +19,13 @@ V = dict[str, Any]
 # Ports that may be open to the network, by protocol: SSH, DHCP clients; the kubelet's where there is one.
 OPEN_PORTS = {("tcp", 22), ("udp", 68), ("udp", 546)}
 KUBELET_PORTS = {("tcp", 10250)}
+
+
+# Before all else: what is asked once is of a machine whose boot has ended.
+@booted
+def test_system_is_running(host: Host) -> None:
+    """systemd says that the boot is complete and nothing failed."""
+    assert host.run("timeout 300 systemctl is-system-running --wait").stdout.strip() == "running"
 
 
 @offline
@@ -31,12 +39,6 @@ def test_boots_to_the_full_system(tree: Tree) -> None:
     assert target in ("multi-user.target", "graphical.target"), default.link
     masked = tree.get(f"/etc/systemd/system/{target}")
     assert not (masked and masked.link == "/dev/null"), f"{target} is masked"
-
-
-@booted
-def test_system_is_running(host: Host) -> None:
-    """systemd says that the boot is complete and nothing failed."""
-    assert host.run("timeout 300 systemctl is-system-running --wait").stdout.strip() == "running"
 
 
 @booted

@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
-from asked import RULES, merged, output_once, programs
+from asked import RULES, merged, programs
 from cloud_config import MAIN, cloud_config
-from kept import files
+from kept import files, output_once
 from suite import (
     assignments,
     booted,

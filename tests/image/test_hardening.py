@@ -5,7 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from asked import boot_sysctls, live_sysctls, output_once
+from asked import boot_sysctls, live_sysctls
+from kept import output_once
 from suite import booted, differences, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from allowed import DEAD_LINKS, STICKY, SUID_SGID, UNOWNED
-from asked import diversions, output_once, owned_files, with_merged_usr
+from asked import diversions, owned_files, with_merged_usr
+from kept import output_once
 from suite import booted, load, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree

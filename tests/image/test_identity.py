@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from alike import alike
-from asked import PACKAGES, mounted, output_once
+from asked import PACKAGES, mounted
+from kept import output_once
 from suite import Facts, assignments, booted, differences, nothing, offline, read, statements
 from testinfra.host import Host
 from tree import Tree

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asked import output_once, packages
-from kept import files, in_folder
+from asked import packages
+from kept import files, in_folder, output_once
 from suite import booted, needs, nothing, offline, output, read, statements
 from testinfra.host import Host
 from tree import Tree

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asked import RULES, merged, output_once
+from asked import RULES, merged
+from kept import output_once
 from suite import booted, needs, nothing, offline, starts_at_boot
 from testinfra.host import Host
 from tree import Tree

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asked import merged, output_once, services, unit_states
-from kept import files, in_folder
+from asked import merged, services, unit_states
+from kept import files, in_folder, output_once
 from suite import (
     assignments,
     booted,
