@@ -269,7 +269,8 @@ def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Mon
         monitor.stage_doing("verify", f"loading {reference}")
         ssh.put(pause.archive(reference), "/var/tmp/pause.tar")
         ssh.run(
-            import_command(str(variables.get("container_runtime_engine", "docker")), "/var/tmp/pause.tar")
+            import_command(str(variables.get("container_runtime_engine", "docker")), "/var/tmp/pause.tar"),
+            timeout=POD_SECONDS,
         )
         ssh.run(["rm", "/var/tmp/pause.tar"])
     if "kubernetes" not in layers:

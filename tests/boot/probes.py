@@ -24,7 +24,7 @@ def plug_foreign(place: Place) -> Facts:
     crashed = [Local(f"crashes/{p.stem}", 0, f"crash{p.stem}", bus="scsi") for p in _crashes(folder)]
     for disk in (*disks, platform, *two, *crashed):
         place.node.vm.plug(disk.extra(folder))
-    place.node.shell("udevadm settle --timeout 300", timeout=400)
+    place.node.shell("udevadm settle --timeout 300")
     return {"plugged": len(disks) + len(crashed) + 3}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.boot import start_pod
+from image_builder.boot import SUITE_SECONDS, start_pod
 from image_builder.events import NullMonitor
 from image_builder.node import layout
 from image_builder.stages.verify import observe_suite
@@ -240,9 +240,7 @@ def run_images(place: Place) -> Facts:
             found.append(running == "true")
         else:
             command = "cat /usr/lib/os-release && gcc --version && echo it runs"
-            said = node.shell(
-                f"docker run --rm --network none --pull never {reference} sh -c '{command}'", timeout=600
-            )
+            said = node.shell(f"docker run --rm --network none --pull never {reference} sh -c '{command}'")
             found.append(said.endswith("it runs\n"))
     return {"images": "run" if found and all(found) else found}
 
@@ -300,7 +298,7 @@ def suite(place: Place) -> Facts:
         marker="booted",
         python=Path(sys.executable),
         log=out / "log",
-        timeout=3600,
+        timeout=SUITE_SECONDS,
     )
     failed = [check.name for check in result.checks if check.outcome not in ("passed", "skipped")]
     return {"checks": len(result.checks) >= 30, "failed": failed}

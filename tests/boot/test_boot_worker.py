@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from image_builder.boot import BootResult, boot, find_disk
+from image_builder.boot import SUITE_SECONDS, BootResult, boot, find_disk
 from image_builder.events import NullMonitor
 from image_builder.report.verification import SuiteResult
 from image_builder.settings import Settings
 from image_builder.stages.verify import SUITE, observe_suite
 from image_builder.target.ssh import SshTarget
+from tests.boot.node import SHELL_SECONDS
 from tests.builds import Workplace
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
@@ -82,7 +83,7 @@ def booted(artefact: Path, mutations: dict[str, str], tmp_path_factory: pytest.T
         mutated.update(name for name in checks if name in mutations)
         for name, command in mutations.items():
             if name in mutated:
-                ssh.run(["sh", "-c", command])
+                ssh.run(["sh", "-c", command], timeout=SHELL_SECONDS)
         select = tuple(checks[name] for name in sorted(mutated))
         broken.append(
             observe_suite(
@@ -93,7 +94,7 @@ def booted(artefact: Path, mutations: dict[str, str], tmp_path_factory: pytest.T
                 python=Path(sys.executable),
                 log=again / "log",
                 select=select,
-                timeout=3600,
+                timeout=SUITE_SECONDS,
             )
         )
 
@@ -113,7 +114,7 @@ def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
     """Return the agent's status when it has copied all it can; raises AssertionError when that takes too long."""
     deadline = time.monotonic() + PROMOTION_SECONDS
     while True:
-        told = ssh.run(["node-agent", "status", "--json"], ok=(0, 1)).stdout
+        told = ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=SHELL_SECONDS).stdout
         found: dict[str, Any] = json.loads(told)
         section = found.get("promotion", {"waiting": True})
         if not section.get("running") and "waiting" not in section:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.boot import BootResult, boot, wait_for_system
+from image_builder.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
 from image_builder.errors import BootError, CommandError
 from image_builder.events import NullMonitor
 from image_builder.lab import pause
@@ -28,6 +28,7 @@ from image_builder.report.verification import SuiteResult
 from image_builder.settings import Settings
 from image_builder.stages.verify import SUITE, observe_suite
 from image_builder.target.ssh import SshTarget
+from tests.boot.node import SHELL_SECONDS, shell
 from tests.builds import Workplace
 from tests.toolkits import NOTES, Toolkit
 
@@ -42,13 +43,11 @@ TOOLKIT_CHECKS = (
 )
 # The engine does not come up any more, in either boot: a fault that a reboot may cure, as far as anybody can tell.
 BREAK = """
-set -e
 systemctl mask --quiet --now docker.socket docker.service
 sed -i -E 's/("wait_seconds": )[0-9.]+/\\11/' /etc/node-agent/preflight.json
 """
 # The role's rule, with another driver's name: without a GPU NVIDIA's own ends before it is any.
 APPEAR = """
-set -e
 driver=$(ls /sys/bus/pci/drivers | head -n 1)
 mkdir -p /run/udev/rules.d
 cd /run/udev/rules.d
@@ -60,7 +59,6 @@ udevadm settle
 REBOOT_SECONDS = 900.0
 # What a boot with the toolkit would have read.
 TAKE = """
-set -e
 tar --extract --gzip --no-overwrite-dir --file /run/toolkit.tar.gz --directory /
 systemctl daemon-reload
 udevadm control --reload
@@ -69,7 +67,6 @@ systemctl restart containerd.service docker.service
 MEND = "systemctl unmask --quiet docker.socket docker.service && systemctl start docker.service"
 # A container that does nothing until it is told to end; Docker hands it to the runtime of that name.
 RUN = f"""
-set -e
 docker load --quiet --input /run/pause.tar
 docker run --detach --name probe --network none --runtime nvidia {pause.REFERENCE}
 docker inspect --format '{{{{.State.Running}}}} {{{{.HostConfig.Runtime}}}}' probe
@@ -132,19 +129,19 @@ def booted(artefact: Path, toolkit: Toolkit, tmp_path_factory: pytest.TempPathFa
             python=Path(sys.executable),
             log=out / "log",
             select=select,
-            timeout=600,
+            timeout=SUITE_SECONDS,
         )
 
     def go_on(ssh: SshTarget) -> None:
         seen["first"] = _node(ssh)
         ssh.put(toolkit.archive(), "/run/toolkit.tar.gz")
-        ssh.run(["sh", "-c", TAKE])
+        shell(ssh, TAKE)
         found = [str(c["name"]) for c in json.loads((records / "verify.json").read_bytes())["checks"]]
         mutated = _mutate(ssh, [name for name in found if name.startswith(CHECKS)])
         seen["mutated"] = frozenset(mutated)
         seen["broken"] = observe(ssh, tuple(mutated.values()))
         seen["second"] = _started_by_itself(ssh, seen["first"].boot_id)
-        ssh.run(["sh", "-c", MEND])
+        shell(ssh, MEND)
         suite = observe(ssh, (TOOLKIT,))
         seen["toolkit"] = WithToolkit(suite, _container(ssh), _notes(ssh))
 
@@ -168,20 +165,20 @@ def _mutate(ssh: SshTarget, names: Sequence[str]) -> dict[str, str]:
     known |= {check: f"{TOOLKIT}::{check}" for check in TOOLKIT_CHECKS}
     mutated = [check for check in mutations if check in known]
     for check in mutated:
-        ssh.run(["sh", "-c", mutations[check]])
+        ssh.run(["sh", "-c", mutations[check]], timeout=SHELL_SECONDS)
     return {check: known[check] for check in mutated}
 
 
 def _container(ssh: SshTarget) -> str:
     """Run a container by the toolkit's runtime; return what Docker says of it."""
     ssh.put(pause.archive(), "/run/pause.tar")
-    return ssh.run(["sh", "-c", RUN]).stdout
+    return shell(ssh, RUN)
 
 
 def _notes(ssh: SshTarget) -> str:
     """Let the driver's module come and go, then a driver appear; return how the toolkit's programs were called."""
-    ssh.run(["modprobe", "nvidia"], ok=(1,))
-    ssh.run(["sh", "-c", APPEAR])
+    shell(ssh, "modprobe nvidia", ok=(1,))
+    shell(ssh, APPEAR)
     return ssh.run(["cat", NOTES]).stdout
 
 
@@ -197,8 +194,8 @@ def _boot_id(ssh: SshTarget) -> str:
 
 def _started_by_itself(ssh: SshTarget, before: str) -> Node:
     """Let the preflight find a fault that a reboot may cure; return what the machine is after its own reboot."""
-    ssh.run(["sh", "-c", BREAK])
-    ssh.run(["systemctl", "--no-block", "restart", "preflight.service"])
+    shell(ssh, BREAK)
+    shell(ssh, "systemctl --no-block restart preflight.service")
     deadline = time.monotonic() + REBOOT_SECONDS
     while True:
         assert time.monotonic() < deadline, "the machine did not start itself again"

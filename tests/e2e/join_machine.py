@@ -227,7 +227,7 @@ class Member:
     def _second_run(self) -> dict[str, Any]:
         """Let the agent join once more; return what that changed, and what it took."""
         before = self.instance.shell(_WRITTEN), self._kubelet()
-        start, *said, status, end = self.instance.shell(_AGAIN, timeout=900).splitlines()
+        start, *said, status, end = self.instance.shell(_AGAIN).splitlines()
         after = self.instance.shell(_WRITTEN), self._kubelet()
         changed = set(before[0].splitlines()) ^ set(after[0].splitlines())
         return {
