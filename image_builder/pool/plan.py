@@ -181,6 +181,9 @@ def stale(plan: Plan, inventory: PlannedFrom, hosts: Iterable[Host]) -> list[Pro
     """Return why a plan doesn't fit an inventory as it is now; nothing where they fit."""
     if plan.inventory.digest == inventory.digest:
         return []
-    how = compare(plan.hosts, hosts).text or "no host differs, a file does"
-    where = ", ".join(inventory.paths)
-    return [Problem(where, "plan", f"is older than the inventory: {how}")]
+    return [older(inventory.paths, compare(plan.hosts, hosts).text or "no host differs, a file does")]
+
+
+def older(paths: Iterable[str], how: str) -> Problem:
+    """Return the problem of a plan that was made of another state of these inventories."""
+    return Problem(", ".join(paths), "plan", f"is older than the inventory: {how}")

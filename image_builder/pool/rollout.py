@@ -140,7 +140,14 @@ def _verified(options: Options, given: Path | None) -> Plan:
 
 def _inventory(options: Options, plan: Plan) -> Found:
     paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
-    return read_fleet(paths, [pool.name for pool in plan.pools], options.vault_password_file)
+    try:
+        return read_fleet(paths, [pool.name for pool in plan.pools], options.vault_password_file)
+    except DefinitionError as error:
+        # What goes on takes the inventory as it is; no plan is made of one with a fault.
+        if options.is_resumed:
+            raise
+        faulty = plans.older(map(str, paths), "it had none of these faults")
+        raise DefinitionError([*error.problems, faulty]) from error
 
 
 def _check_journal(options: Options, plan: Plan) -> None:

@@ -130,6 +130,16 @@ def test_fewer_hosts_than_expected_are_refused_beside_the_rest(place: Place) -> 
     status, problems, _ = place.run("--facts", "none.json")
     assert status == errors.DefinitionError.exit_code
     assert any("2 of 3 hosts" in p for p in problems) and any("no such file" in p for p in problems)
+    assert "plan: is older than the inventory: it had none of these faults" in problems
+
+
+def test_what_goes_on_may_be_older_than_an_inventory_with_a_fault(place: Place) -> None:
+    place.hosts.write_text(HOSTS.format(capacity=3))
+    status, out, _ = call("resume", str(place.plan), "-i", str(place.hosts), *place.access(), "--json")
+    problems = [problem["what"] for problem in json.loads(out)["error"]["problems"]]
+    assert status == errors.DefinitionError.exit_code
+    assert any("2 of 3 hosts" in what for what in problems)
+    assert not any("is older than" in what for what in problems)
 
 
 def test_a_plan_that_was_edited_is_refused(place: Place) -> None:
