@@ -19,6 +19,7 @@ from image_builder.pool.records import Began, Gated, Intent, Opened, Record, Res
 from image_builder.pool.state import Progress
 from image_builder.pool.table import LiveTable, lines, summary
 from image_builder.pool.view import look, slowest, wave_quantiles
+from image_builder.render import human_seconds
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
@@ -101,6 +102,44 @@ def test_phases_of_failed_hosts_do_not_count() -> None:
         )
     progress = replay(plan, records)
     assert wave_quantiles(progress, progress.waves[0])["disk"] == (4.0, 4.0)
+
+
+def test_the_longest_phases_of_the_wave_in_work_are_drawn_longest_first() -> None:
+    plan = make(400, WIDE)
+    names = plan.waves[0].hosts[:3]
+    # Of ten phases the two shortest have no room; each takes 1, 2 and 3 times its seconds on the three hosts.
+    phases = {f"phase-{n}": 10.0 * (n + 1) for n in range(10)}
+    records: list[Record] = [
+        Opened(at=START, plan=plan.digest),
+        Began(at=START, wave=0),
+        Intent(at=START, step="bootstrap", hosts=names),
+    ]
+    for times, name in enumerate(names, start=1):
+        took = {phase: times * seconds for phase, seconds in phases.items()}
+        records.append(
+            Result(
+                at=START + 600,
+                host=name,
+                step="bootstrap",
+                attempt=1,
+                outcome=ended("ok"),
+                joined="yes",
+                phases=took,
+            )
+        )
+    table = LiveTable(console=_console(150, terminal=True), live=True, clock=lambda: START + 600)
+    table.changed(replay(plan, records))
+    text = _drawn(table, 150).splitlines()
+    (head,) = (n for n, line in enumerate(text) if line.split()[:1] == ["phase"])
+    drawn = [line.split("  ") for line in text[head : head + 9]]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in drawn] == [
+        ["phase", "p50", "p95"],
+        *(
+            [f"phase-{n}", human_seconds(2 * phases[f"phase-{n}"]), human_seconds(3 * phases[f"phase-{n}"])]
+            for n in range(9, 1, -1)
+        ),
+    ]
+    assert not any("phase-1 " in line or "phase-0 " in line for line in text)
 
 
 def test_the_slowest_are_those_longest_in_work_not_counting_their_join_slot() -> None:
