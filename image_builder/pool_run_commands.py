@@ -56,7 +56,9 @@ NodeConfigs = Annotated[
 HostFacts = Annotated[
     list[str] | None,
     typer.Option(
-        "--facts", metavar="[IMAGE=]FILE", help="facts.json of a build: what its hosts must be; repeatable"
+        "--facts",
+        metavar="[IMAGE=]FILE",
+        help="facts.json of a build: what hosts of its image, or of IMAGE, must be; repeatable",
     ),
 ]
 Reports = Annotated[

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Options(NamedTuple):
-    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for every image."""
+    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself."""
 
     plan: Path
     access: Access
@@ -193,33 +194,47 @@ def _control_plane(kubeconfig: Path | None) -> ControlPlane:
 
 def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:
     """Return the suite for those hosts, None where nothing is to be verified."""
-    facts: dict[str, Path] = {}
     images = sorted({host.image for host in hosts})
+    facts: dict[str, Path] = {}
+    of_others: dict[str, Path] = {}
+    unread = False
     for text in options.facts:
-        image, mark, file = text.rpartition("=")
+        image, _, file = text.rpartition("=")
         path = Path(file).absolute()
-        if wrong := _facts_fault(path):
-            faults.add("--facts", f"{path}: {wrong}")
-        facts |= {image: path} if mark else {name: path for name in images if name not in facts}
-    if missing := [image for image in images if image not in facts]:
+        built = faults.collect("--facts", partial(_built_image, path))
+        if built is None:
+            unread = True
+        elif image:
+            facts[image] = path
+        elif built in images:
+            facts.setdefault(built, path)
+        else:
+            of_others[built] = path
+    if (missing := [image for image in images if image not in facts]) and not unread:
+        others = "".join(f"; {path} is that of {built}" for built, path in sorted(of_others.items()))
         faults.add(
-            "--facts", f"nothing says what hosts of {named(missing)} must be: IMAGE=facts.json of a build"
+            "--facts",
+            f"nothing says what hosts of {named(missing)} must be: IMAGE=facts.json of a build{others}",
         )
     return Suite(facts, options.reports, Settings().python) if images else None
 
 
-def _facts_fault(path: Path) -> str:
-    """Return why a file is no facts.json; hosts would have joined by the time that the suite says so."""
+def _built_image(path: Path) -> str:
+    """Return the image that a facts.json is of.
+
+    Raises ImageBuilderError where it is none: hosts would have joined by the time that the suite says so.
+    """
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return "no such file"
+        raise ImageBuilderError(f"{path}: no such file") from None
     except OSError as error:
-        return error.strerror or str(error)
+        raise ImageBuilderError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        return "is no JSON"
-    missing = [key for key in FACTS if not isinstance(found, dict) or key not in found]
-    return f"is no facts.json of a build: it lacks {', '.join(missing)}" if missing else ""
+        raise ImageBuilderError(f"{path}: is no JSON") from None
+    if missing := [key for key in FACTS if not isinstance(found, dict) or key not in found]:
+        raise ImageBuilderError(f"{path}: is no facts.json of a build: it lacks {', '.join(missing)}")
+    return str(found["image"])
 
 
 def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:

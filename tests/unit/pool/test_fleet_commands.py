@@ -55,7 +55,7 @@ class Place:
         self.key, self.known = folder / "key", folder / "known"
         self.facts = folder / "facts.json"
         self.hosts.write_text(HOSTS.format(capacity=2))
-        self.facts.write_text(json.dumps(dict.fromkeys(FACTS)))
+        self.facts.write_text(json.dumps(dict.fromkeys(FACTS) | {"image": "worker"}))
         key = Ed25519PrivateKey.generate()
         self.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         self.key.chmod(0o600)
@@ -213,6 +213,19 @@ def test_verification_needs_facts_of_each_image(place: Place) -> None:
     assert both[0] == errors.UsageError.exit_code and "--pool is for an inventory" in both[2]
     for which in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
         assert "hosts are touched" in call("verify", *which, *place.access(), *facts)[2]
+
+
+def test_facts_of_another_image_are_not_taken(place: Place) -> None:
+    """Unless it is said that they are meant: an inventory may call an image as a gallery does."""
+    place.facts.write_text(json.dumps(dict.fromkeys(FACTS) | {"image": "worker_gpu"}))
+    assert place.run("--facts", str(place.facts))[1] == [
+        "--facts: nothing says what hosts of worker must be: IMAGE=facts.json of a build; "
+        f"{place.facts} is that of worker_gpu"
+    ]
+    assert "hosts are touched" in place.run("--facts", f"worker={place.facts}")[2]
+    other = place.facts.with_name("other.json")
+    other.write_text(json.dumps(dict.fromkeys(FACTS) | {"image": "worker"}))
+    assert "hosts are touched" in place.run("--facts", str(place.facts), "--facts", str(other))[2]
 
 
 @pytest.mark.parametrize(
