@@ -39,6 +39,8 @@ from tests.faults.pull_cases import (
 from tests.faults.registry_plan import Fault
 from tests.pulls import MB, PLATFORM, Lab, Result, isolated, new_address, wait_until
 
+STALLED = rf"no progress for 0:0[{HASTY.progress_seconds:.0f}-9] min"
+
 pytestmark = pytest.mark.root
 
 
@@ -48,6 +50,7 @@ class Case:
     """What goes wrong with one image; a fault's path is a regular expression below the image's repository.
 
     ``{layer}`` in it is the digest of the large layer. ``words`` are in the message, ``attempts`` are made.
+    ``{stalled}`` in them tells of an attempt that HASTY ended, which a busy machine hears some seconds later.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -88,7 +91,7 @@ def transient(engine: str) -> Mapping[str, Case]:
         "limited_for": Case(_limit(engine, 2, ("Retry-After", "3"))),
         "stall": Case((layer_fault("stall", times=1, after=300_000),), HASTY),
         "wrong_once": Case((layer_fault("wrong", times=1),)),
-        "drip": Case((layer_fault("drip", rate=2_200_000, after=0),), PACED),
+        "drip": Case((layer_fault("drip", rate=1_900_000, after=0),), PACED),
     }
 
 
@@ -101,13 +104,11 @@ def permanent(engine: str) -> Mapping[str, Case]:
             # containerd goes on where the attempt before ended: all of them get less than the whole.
             (layer_fault("stall", after=1_500_000),),
             HASTY,
-            words="no progress for 0:04 min; layer {layer}: downloading",
+            words="{stalled}; layer {layer}: downloading",
         ),
-        "silent": Case(
-            (layer_fault("stall", after=0),), HASTY, words="no progress for 0:04 min; layer {layer}: "
-        ),
+        "silent": Case((layer_fault("stall", after=0),), HASTY, words="{stalled}; layer {layer}: "),
         "slow": Case(
-            (layer_fault("drip", rate=600_000, after=0),), PACED, words="; layer {layer}: downloading, "
+            (layer_fault("drip", rate=450_000, after=0),), PACED, words="; layer {layer}: downloading, "
         ),
         "wrong": Case(
             (layer_fault("wrong"),),
@@ -222,7 +223,7 @@ def test_transient_fault_is_overcome(met: Result, engine: str, name: str) -> Non
     if name == "limited_for":
         assert len([1 for a, b in pairwise(case["manifests"]) if b - a >= 3]) == 2, "each wait was as asked"
     if name == "stall":
-        assert "no progress for 0:04 min" in attempts[0]["outcome"] and len(attempts) == 2
+        assert re.search(STALLED, attempts[0]["outcome"]) and len(attempts) == 2
     if name == "drip":
         assert len(attempts) == 1, attempts
 
@@ -234,7 +235,8 @@ def test_permanent_fault_is_reported(met: Result, engine: str, name: str) -> Non
     assert not case["bug"], case["bug"]
     assert not case["has"]
     assert case["error"].startswith(f"{case['ref']}: ")
-    assert planned.words.replace("{layer}", layer) in case["error"], case["error"]
+    words = re.escape(planned.words.replace("{layer}", layer)).replace(re.escape("{stalled}"), STALLED)
+    assert re.search(words, case["error"]), case["error"]
     assert case["records"][0]["outcome"] == "failed"
     assert len(attempts) == planned.attempts, attempts
     # Every attempt ends by its deadline, with a moment more for a busy machine; then there are the pauses.
