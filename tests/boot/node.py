@@ -114,7 +114,7 @@ class Instance:
 
     def restart(self) -> str:
         """Shut it down in order and boot it again."""
-        self.vm.shutdown(300)
+        self.vm.shutdown(SHELL_SECONDS)
         return self.boot()
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str, *, poll: float = _POLL) -> None:
