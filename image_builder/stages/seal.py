@@ -32,10 +32,11 @@ _SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
 _FOREIGN = ("opt/preloaded_docker_images.tar", "opt/preload/store.erofs")
 # A shorter path would be found by chance; so would the host's name, which tests/image looks for in its places.
 _SHORTEST_TRACE = 6
+# Nothing waits for the ESP (`nofail`); a virtual machine that gets few of its processors finds it after minutes.
 _FSTAB = """\
 # Written by image-builder for this build's own partitions.
 PARTUUID={root} / ext4 defaults,x-systemd.growfs 0 1
-PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=90s 0 2
+PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=5min 0 2
 """
 
 
