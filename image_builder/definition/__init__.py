@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from image_builder.definition.inventory import Inventory, load_inventory
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
-from image_builder.definition.references import referenced_names
 
 if TYPE_CHECKING:
-    from image_builder.definition.evaluate import layer_sources, resolved_variables
+    from image_builder.definition.evaluate import published_variables, resolved_variables
     from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
+    from image_builder.definition.reading import PlaybookReading, layer_reading, seal_reading
 
 __all__ = [
     "Archive",
@@ -26,20 +26,22 @@ __all__ = [
     "ImagePull",
     "Inventory",
     "LayerNeeds",
+    "PlaybookReading",
     "PreloadedImage",
     "Repository",
     "layer_needs",
-    "layer_sources",
+    "layer_reading",
     "load_inventory",
-    "referenced_names",
+    "published_variables",
     "resolved_variables",
+    "seal_reading",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # These bring Ansible in, which takes a third of a second: not for `--help`.
     if name in __all__:
-        from image_builder.definition import evaluate, needs
+        from image_builder.definition import evaluate, needs, reading
 
-        return getattr(evaluate, name, None) or getattr(needs, name)
+        return getattr(evaluate, name, None) or getattr(needs, name, None) or getattr(reading, name)
     raise AttributeError(name)

@@ -6,27 +6,20 @@ role's own vars/ < the ``vars:`` that the play hands to this role (``Role.get_va
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from image_builder.definition import engine
-from image_builder.definition.model import ImageDefinition
-from image_builder.definition.references import vaulted_names
+from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
+from image_builder.definition.references import looked_up_names, vaulted_names
 from image_builder.definition.roles import Layer, RoleBook, RoleUse
-from image_builder.definition.values import JSON
+from image_builder.definition.values import JSON, strings
 
-
-def layer_sources(definition: ImageDefinition, layer: str) -> list[Path]:
-    """Return what a layer's code digest covers: its playbook, and what of its tasks and roles reaches an image."""
-    book = RoleBook(definition.repo_root)
-    found = book.layer(layer)
-    return [
-        found.playbook,
-        *found.task_files,
-        *(part for use in found.uses for part in book.role(use.name).parts),
-    ]
+# What no lookup gives.
+_ANOTHER = "another answer of a lookup"
+_VARS = re.compile(r"\bvars\s*\[")
 
 
 def role_variables(
@@ -43,7 +36,12 @@ def role_variables(
         *(role.constants for role in others),
         own.constants,
         use.vars,
-        {"role_path": str(own.path), "role_name": own.name},
+        {
+            "role_path": str(own.path),
+            "role_name": own.name,
+            # Where lookups look for files, as in this role's tasks.
+            "ansible_search_path": [str(own.path), str(layer.playbook.parent)],
+        },
     ]
     # The inventory's values are plain already; the rest still carry tags.
     return {
@@ -55,8 +53,9 @@ def role_variables(
 class EvaluatedRole:
     """A role of an image: its variables as written, the values they come to, and why others have none.
 
-    ``values`` and ``failures`` hold the role's own variables and those that no role of the image owns. One
-    that is vaulted, or may be made from a vaulted one, is in neither.
+    ``values``, ``failures`` and ``unpredictable`` (known only to a play) hold the role's own variables and the
+    builder's. One that is vaulted, or may be made from a vaulted one, is in none. The ``looked_up`` are those with a
+    value that a lookup has a part in.
     """
 
     layer: Layer
@@ -64,6 +63,8 @@ class EvaluatedRole:
     raw: Mapping[str, JSON]
     values: Mapping[str, JSON]
     failures: Mapping[str, str]
+    unpredictable: Mapping[str, str]
+    looked_up: frozenset[str]
 
 
 def evaluated_roles(definition: ImageDefinition) -> list[EvaluatedRole]:
@@ -73,30 +74,57 @@ def evaluated_roles(definition: ImageDefinition) -> list[EvaluatedRole]:
 
 def evaluated_layer(definition: ImageDefinition, layer: str) -> tuple[EvaluatedRole, ...]:
     """Evaluate a layer's roles; once for a definition, as long as the roles' files are unchanged."""
+    return evaluated_playbook(definition, RoleBook(definition.repo_root).layer(layer))
+
+
+def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[EvaluatedRole, ...]:
+    """Evaluate the roles of a playbook that is like a layer's; once, as ``evaluated_layer``."""
     book = RoleBook(definition.repo_root)
-    found = book.layer(layer)
-    files = [found.playbook, *(file for use in found.uses for file in book.role(use.name).declarations)]
+    files = [layer.playbook, *(file for use in layer.uses for file in book.role(use.name).declarations)]
     stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    known = definition.evaluated.get(layer)
+    known = definition.evaluated.get(layer.playbook)
     if known is None or known[0] != stamp:
-        owners = {use.name for name in definition.layers for use in book.layer(name).uses}
-        known = (stamp, tuple(_evaluate(definition, book, found, use, owners) for use in found.uses))
-        definition.evaluated[layer] = known
+        owners = {use.name for lay in (layer, *map(book.layer, definition.layers)) for use in lay.uses}
+        known = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in layer.uses))
+        definition.evaluated[layer.playbook] = known
     return known[1]
 
 
 def _evaluate(
     definition: ImageDefinition, book: RoleBook, layer: Layer, use: RoleUse, owners: Collection[str]
 ) -> EvaluatedRole:
-    raw = role_variables(book, layer, use, definition.variables)
+    raw = role_variables(book, layer, use, {**definition.variables, **definition.magic})
+    texts = [text for value in raw.values() for text in strings(value) if "vars" in text]
+    if any("hostvars" in text for text in texts):
+        raw["hostvars"] = definition.hostvars()
+    if any(_VARS.search(text) for text in texts):
+        raw["vars"] = dict(raw)
     secret = vaulted_names(raw)
     wanted = [
         name
         for name in raw
-        if name not in secret and owner(name.removeprefix("__"), owners) in (None, use.name)
+        if name not in secret
+        and (name in BUILDER_NAMES or owner(name.removeprefix("__"), owners) == use.name)
     ]
-    values, failures = engine.evaluate_all(raw, wanted)
-    return EvaluatedRole(layer, use, raw, values, failures)
+    found = engine.evaluate_all(raw, wanted, layer.playbook.parent)
+    return EvaluatedRole(
+        layer,
+        use,
+        raw,
+        found.values,
+        found.failures,
+        found.unpredictable,
+        _looked_up(raw, found.values, layer),
+    )
+
+
+def _looked_up(raw: Mapping[str, JSON], values: Mapping[str, JSON], layer: Layer) -> frozenset[str]:
+    """Return which values lookups have a part in: those that another answer makes other ones."""
+    possible = looked_up_names(raw) & values.keys()
+    if not possible:
+        return frozenset()
+    others = engine.evaluate_all(raw, sorted(possible), layer.playbook.parent, answer=_ANOTHER).values
+    return frozenset(name for name in possible if name not in others or others[name] != values[name])
 
 
 def owner(name: str, roles: Iterable[str]) -> str | None:
@@ -105,7 +133,7 @@ def owner(name: str, roles: Iterable[str]) -> str | None:
 
 
 def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return every variable's value, of all roles of the image, for the checks to be driven by.
+    """Return the value of every variable that a role of the image owns, and of the builder's.
 
     A role's variables are as that role sees them, handed over by its play or not. Left out are vaulted
     values, all that is made from them, and internal variables that need facts or results of tasks.
@@ -113,4 +141,18 @@ def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
     resolved: dict[str, JSON] = {}
     for role in evaluated_roles(definition):
         resolved.update(role.values)
-    return {name: value for name, value in resolved.items() if name not in ("role_path", "role_name")}
+    return resolved
+
+
+def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
+    """Return what of ``resolved_variables`` anybody may read: what is declared, and no lookup has to do with."""
+    published: dict[str, JSON] = {}
+    book = RoleBook(definition.repo_root)
+    for role in evaluated_roles(definition):
+        declared = (
+            BUILDER_NAMES
+            | book.role(role.use.name).options.keys()
+            | book.role(role.use.name).constants.keys()
+        )
+        published |= {name: value for name, value in role.values.items() if name in declared - role.looked_up}
+    return published

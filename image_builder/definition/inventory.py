@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from image_builder.definition.engine import Source
 
 GROUP = "images"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,17 @@ class Inventory:
         """Return everything that is wrong with these images (or all), each thing once, sorted."""
         return sorted({p for name in (names or self.images) for p in self._define(name)[1]})
 
+    def warnings(self, names: Iterable[str]) -> list[Problem]:
+        """Return what is no mistake for certain in images without problems, each thing once, sorted."""
+        from image_builder.definition.problems import closely_named, unpredictable_layers
+
+        found: set[Problem] = set()
+        for name in names:
+            definition = self.define(name)
+            found.update(closely_named(definition, self.variables(name)))
+            found.update(unpredictable_layers(definition))
+        return sorted(found)
+
     def _define(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         if name not in self._defined:
             self._defined[name] = self._checked(name)
@@ -107,11 +120,14 @@ class Inventory:
 
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         from image_builder.definition.pools import pool_problems
-        from image_builder.definition.problems import role_problems, variable_problems
+        from image_builder.definition.problems import role_problems, stage_problems, variable_problems
 
         variables = self.variables(name)
         builder, problems = builder_variables(name, variables, self._source.host_place(name))
         problems += variable_problems(variables, self.repo_root)
+        if not _NAME.fullmatch(name):
+            what = "names directories and files: letters, digits, `.`, `_` and `-`, a letter or digit first"
+            problems.append(Problem(str(self._source.host_place(name)), name, what))
         if builder is None:
             return None, tuple(problems)
         base, missing = self._with_keyring(builder.image_base)
@@ -136,11 +152,17 @@ class Inventory:
             preload_mode=builder.image_preload_mode,
             preload_verity=builder.image_preload_verity,
             pull=builder.image_pull,
+            magic=MappingProxyType(self._source.magic(name, self.repo_root / "playbooks" / "layers")),
+            hostvars=self._hostvars,
         )
-        problems += role_problems(definition, variables)
+        problems += role_problems(definition, variables) or stage_problems(definition)
         if not problems:
             problems += pool_problems(definition, self._source)
         return definition, tuple(problems)
+
+    def _hostvars(self) -> dict[str, JSON]:
+        """Return every host's variables, as ``hostvars`` has them, by host."""
+        return {host: dict(self.variables(host).plain) for host in self._source.match("all")}
 
     def _with_keyring(self, base: ImageBase) -> tuple[ImageBase, str]:
         """Return ``base`` with its keyring's absolute path, and what is wrong with that."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from image_builder.definition.record import record_name
 from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import JSON
 from image_builder.settings import REPO_ROOT
@@ -29,6 +31,7 @@ MIN_ROOT_MIB = 1024
 # Azure refuses an OS disk image above 1023 GiB.
 MAX_VHD_MIB = 1023 * 1024
 SUITES = ("bookworm", "trixie")
+APT_AUTH = "credentials belong into /etc/apt/auth.conf.d, or into a file like those that IMAGE_BUILDER_APT_AUTH names"
 
 Format = Literal["raw", "qcow2", "vhd", "tar"]
 Component = Literal["main", "contrib", "non-free", "non-free-firmware"]
@@ -76,6 +79,13 @@ class ImageBase(_Strict):
                 f"unknown suite `{suite}`{did_you_mean(suite, SUITES)}, known: {', '.join(SUITES)}"
             )
         return suite
+
+    @field_validator("mirror")
+    @classmethod
+    def _without_credentials(cls, mirror: str | None) -> str | None:
+        if mirror and "@" in urllib.parse.urlsplit(mirror).netloc:
+            raise ValueError(f"has credentials in it; {APT_AUTH}")
+        return mirror
 
     @field_validator("components")
     @classmethod
@@ -246,6 +256,9 @@ class ImageDefinition:
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
     the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
     variables), without those that roles never see. ``repo_root`` holds ``roles/`` and ``playbooks/``.
+
+    ``magic`` are variables that Ansible makes: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns those of
+    all hosts.
     """
 
     name: str
@@ -262,8 +275,17 @@ class ImageDefinition:
     preload_mode: PreloadMode = "reference"
     preload_verity: bool = True
     pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
-    # What was evaluated already, by layer; see evaluate.evaluated_layer.
-    evaluated: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
+    hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)
+    # What was evaluated already, by playbook; see evaluate.evaluated_playbook.
+    evaluated: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What layers read, by layer; see reading.layer_reading.
+    readings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def record_name(self) -> str:
+        """Return the name under which the store remembers the image's lock and builds."""
+        return record_name(self.name, self.inventory_paths, self.repo_root)
 
     @property
     def play_variables(self) -> dict[str, JSON]:

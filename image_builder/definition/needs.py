@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_layer
-from image_builder.definition.model import ImageDefinition
+from image_builder.definition.model import APT_AUTH, ImageDefinition
 from image_builder.definition.roles import RoleBook
 from image_builder.definition.values import JSON, Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_VAULTED = "a vaulted value would end in the lock; give apt its credentials in auth.conf.d"
+_VAULTED = f"a vaulted value would end in the lock; {APT_AUTH}"
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,38 @@ def _repository(value: JSON) -> Repository:
         raise TypeError(f"a repository is a mapping, got {value!r}")
     if missing := sorted({"name", "uris", "suites", "signed_by"} - set(value)):
         raise TypeError(f"repository {value.get('name', '?')}: without {', '.join(missing)}")
-    return Repository(
+    repository = Repository(
         _text(value["name"]),
-        _texts(value["uris"]),
+        tuple(_address(uri) for uri in _texts(value["uris"])),
         _texts(value["suites"]),
         _texts(value.get("components") or []),
         _text(value["signed_by"]),
     )
+    # As apt has it: a suite that is a path has no components, any other needs some.
+    flat = [suite.endswith("/") for suite in repository.suites]
+    if any(flat) and repository.components:
+        raise TypeError(
+            f"repository {repository.name}: a flat one (a suite with / at its end) has no components"
+        )
+    if not all(flat) and not repository.components:
+        raise TypeError(f"repository {repository.name}: needs components, or a suite with / at its end")
+    return repository
+
+
+def _address(url: str) -> str:
+    """Return an address, unless there are credentials in it; they are in no message."""
+    parts = urllib.parse.urlsplit(url)
+    _, credentials, host = parts.netloc.rpartition("@")
+    if credentials:
+        bare = urllib.parse.urlunsplit(parts._replace(netloc=host))
+        raise TypeError(f"{bare} has credentials in it, which would end in the lock; {APT_AUTH}")
+    return url
 
 
 def _archive(value: JSON) -> Archive:
     if not isinstance(value, Mapping) or not {"url", "sha256"} <= set(value):
         raise TypeError(f"an archive is a mapping with url and sha256, got {value!r}")
-    url, sha256 = _text(value["url"]), _text(value["sha256"]).lower()
+    url, sha256 = _address(_text(value["url"])), _text(value["sha256"]).lower()
     if not _SHA256.fullmatch(sha256):
         raise TypeError(f"the archive {url} needs a sha256 of 64 hexadecimal digits, got {sha256!r}")
     return Archive(url, sha256)

@@ -1,4 +1,4 @@
-"""Pools of an inventory, as far as an image must fit them: the GPUs of their machines.
+"""Pools of an inventory, as far as an image must fit them: the GPUs of their machines, and how nodes join.
 
 A pool is a group that sets ``pool_image``, the image that its machines run, and ``pool_vm_size``, what they are.
 """
@@ -20,14 +20,78 @@ if TYPE_CHECKING:
 IMAGE, SIZE = "pool_image", "pool_vm_size"
 # The variable that tells what sizes an image's GPU driver was chosen for.
 SIZES = "nvidia_vm_sizes"
-_LAYER = "gpu"
+_LAYER, _JOIN_LAYER = "gpu", "join"
+CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
+METADATA_SERVICE = "169.254.169.254"
+# What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
+POOL_NAMES = frozenset(
+    {
+        *(IMAGE, SIZE, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
+        "pool_power_state",
+        *("join_generation", "join_server", "join_ca", "join_dns", "join_credentials", "join_node_name"),
+        *("join_node_ip", "join_provider_id", "join_max_pods", "join_labels", "join_platform_labels"),
+        *("join_taints", "join_hosts", "join_rate", "join_budget_seconds", "join_deadlines"),
+    }
+)
+ANSIBLE_NAMES = frozenset(
+    f"ansible_{name}"
+    for name in (
+        *(
+            "host",
+            "port",
+            "user",
+            "password",
+            "connection",
+            "group_priority",
+            "python_interpreter",
+            "remote_tmp",
+        ),
+        *("become", "become_method", "become_user", "become_password", "become_exe", "become_flags"),
+        *("ssh_private_key_file", "ssh_common_args", "ssh_extra_args", "ssh_pipelining", "managed"),
+    )
+)
 
 
 def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return the pools that run an image with a GPU driver which wasn't chosen for their size.
+    """Return what of an inventory's pools an image does not fit: their sizes, and how their nodes join.
 
     Groups are looked at, not their machines: there may be thousands.
     """
+    return [*_size_problems(definition, source), *_join_problems(definition, source)]
+
+
+def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
+    """Return where nodes join by the token broker, and pods of this image reach what proves their machine to it."""
+    if _JOIN_LAYER not in definition.layers:
+        return []
+    told = [
+        (key, value)
+        for group in source.own_variables()
+        for key, value in group.items()
+        if key == CREDENTIALS and isinstance(value, Mapping) and engine.plain(value.get("kind")) == "broker"
+    ]
+    if not told or is_closed(resolved_variables(definition).get(BLOCKED)):
+        return []
+    what = (
+        f"by the token broker no node of `{definition.name}` may join: its {BLOCKED} leave "
+        f"{METADATA_SERVICE} port 80 open, where a pod can have the proof that it is this machine"
+    )
+    return [
+        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), CREDENTIALS, what)
+        for key, value in told
+    ]
+
+
+def is_closed(blocked: JSON) -> bool:
+    """Tell whether pods can't reach the metadata service, by the variable of the role azure_guest."""
+    return any(
+        target.get("address") == METADATA_SERVICE and 80 in target.get("ports", [])
+        for target in (blocked if isinstance(blocked, list) else [])
+        if isinstance(target, Mapping)
+    )
+
+
+def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
     pools = [
         found for found in source.own_variables() if found.get(IMAGE) == definition.name and SIZE in found
     ]

@@ -6,19 +6,26 @@ A role may judge its own variables: the list ``__<role>_problems`` of its ``vars
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_builder.definition import engine
 from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, owner
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
+from image_builder.definition.needs import layer_needs
+from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
+from image_builder.definition.reading import layer_reading
 from image_builder.definition.roles import Role, RoleBook, unknown_roles
 from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import is_template, strings, words
-from image_builder.errors import Problem
+from image_builder.errors import DefinitionError, Problem
 
 if TYPE_CHECKING:
     from image_builder.definition.inventory import HostVariables
+
+# How alike a name is to a known one that it was meant to be (difflib's ratio).
+_NEARLY = 0.85
 
 
 def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem]:
@@ -65,6 +72,43 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
     # A value made from a wrong one is wrong too; to say so helps nobody.
     wrong = made_from.keys()
     return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
+
+
+def stage_problems(definition: ImageDefinition) -> list[Problem]:
+    """Return what keeps a plan from being made: what a layer needs or reads can't be told."""
+    problems: list[Problem] = []
+    for layer in definition.layers:
+        try:
+            layer_needs(definition, layer)
+            layer_reading(definition, layer)
+        except DefinitionError as error:
+            problems += error.problems
+        except engine.UnreadableError as error:
+            problems.append(Problem(str(error.place or ""), layer, error.what))
+    return problems
+
+
+def closely_named(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
+    """Return variables that nothing reads, and whose names are nearly a known one's: typing errors, it seems."""
+    roles = RoleBook(definition.repo_root).roles()
+    known = [*BUILDER_NAMES, *POOL_NAMES, *ANSIBLE_NAMES, *(name for role in roles for name in role.options)]
+    read = {word for value in variables.plain.values() for text in strings(value) for word in words(text)}
+    read |= {name for layer in definition.layers for name in layer_reading(definition, layer).variables}
+    problems = []
+    for name in variables.tagged.keys() - read - set(known):
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=_NEARLY):
+            what = f"nothing reads it, did you mean `{close[0]}`?"
+            problems.append(Problem(variables.where([name]), name, what))
+    return problems
+
+
+def unpredictable_layers(definition: ImageDefinition) -> list[Problem]:
+    """Return what of an image's layers is known only to their plays, which run in every build for it."""
+    return [
+        Problem("", f"layer {layer}", f"runs in every build: {what}")
+        for layer in definition.layers
+        for what in layer_reading(definition, layer).unknown
+    ]
 
 
 def _where(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name: str) -> str:
@@ -118,6 +162,10 @@ def judged_problems(
         variable, colon, what = str(text).partition(": ")
         if not colon:
             variable, what = role.name, str(text)
-        where = _where(role, evaluated, variables, variable.split(".")[0].split("[")[0])
+        judged = variable.split(".")[0].split("[")[0]
+        where = _where(role, evaluated, variables, judged)
+        value = evaluated.values.get(judged)
+        if isinstance(value, int | float) and role.options.get(judged, {}).get("type", "str") == "str":
+            what += f' (a number: put it in quotes, "{value}")'
         problems.append(Problem(where, variable, " ".join(what.split())))
     return problems

@@ -2,14 +2,17 @@
 
 A layer's id covers exactly the variables found here, so a missed one would be a stale image. Any occurrence
 of a name as a word counts, comments and strings included; a name that is put together at run time
-(``lookup('vars', …)``, ``hostvars[…]``) would escape, so roles may not do that (a unit test looks).
+(``lookup('vars', …)``, ``hostvars[…]``) escapes: where one is, all variables count (see ``reading``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from image_builder.definition.values import JSON, is_template, is_vaulted, strings, words
+
+_LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")
 
 
 def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> frozenset[str]:
@@ -26,7 +29,23 @@ def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> fro
 
 def vaulted_names(variables: Mapping[str, JSON]) -> frozenset[str]:
     """Return the variables that are vaulted, or whose templates name such a one, over others too."""
-    found = {name for name, value in variables.items() if is_vaulted(value)}
+    return _made_from({name for name, value in variables.items() if is_vaulted(value)}, variables)
+
+
+def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
+    """Return the variables whose templates call a lookup, or name such a one, over others too."""
+    called = {
+        name
+        for name, value in variables.items()
+        if any(is_template(text) and _LOOKUP.search(text) for text in strings(value))
+    }
+    return _made_from(called, variables)
+
+
+def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[str]:
+    if not sources:
+        return frozenset()
+    found = set(sources)
     templates = {
         name: {word for text in strings(value) if is_template(text) for word in words(text)}
         for name, value in variables.items()

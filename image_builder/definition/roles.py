@@ -1,7 +1,6 @@
 """Roles and layers as they lie in the repository: what they declare, not what they mean for one image.
 
-Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``, and whose tasks may
-import files of tasks that layers share.
+Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any
 
 from image_builder.definition import engine
 from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import Place
+from image_builder.definition.values import Place, is_template
 from image_builder.errors import Problem
 
-_TAKES_IN = frozenset({"import_tasks", "include_tasks"})
 # Parts of a role that never reach an image.
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
 
@@ -44,7 +42,7 @@ class Role:
         file = self.path / "meta" / "argument_specs.yml"
         if not file.is_file():
             return {}
-        return (engine.read_yaml(file) or {}).get("argument_specs") or {}
+        return (engine.read_untagged_yaml(file) or {}).get("argument_specs") or {}
 
     @property
     def options(self) -> Mapping[str, Mapping[str, Any]]:
@@ -75,13 +73,12 @@ class RoleUse:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's play. ``task_files`` are those that its own tasks take in, beside its roles'."""
+    """A layer's play."""
 
     name: str
     playbook: Path
     uses: tuple[RoleUse, ...]
     play_vars: Mapping[str, Any]
-    task_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,20 +129,18 @@ def read_layer(name: str, playbook: Path) -> Layer:
             uses.append(RoleUse(str(entry["role"]), entry.get("vars") or {}, place))
         else:
             raise engine.UnreadableError(place, "a role is a name or a mapping with `role`")
-    return Layer(
-        name, playbook, tuple(uses), plays[0].get("vars") or {}, tuple(_task_files(playbook, plays[0]))
-    )
+    return Layer(name, playbook, tuple(uses), _play_vars(playbook, plays[0]))
 
 
-def _task_files(playbook: Path, play: Mapping[str, Any]) -> Iterator[Path]:
-    for section in ("pre_tasks", "tasks", "post_tasks"):
-        for task in play.get(section) or []:
-            named = [value for key, value in task.items() if key.rpartition(".")[2] in _TAKES_IN]
-            for name in named:
-                file = (playbook.parent / str(name)).resolve()
-                if not file.is_file():
-                    raise engine.UnreadableError(engine.place_of(task), f"no file of tasks `{name}`")
-                yield file
+def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a play's variables; those of its files win, but for a file that a template names."""
+    variables = dict(play.get("vars") or {})
+    files = play.get("vars_files") or []
+    for name in [files] if isinstance(files, str) else files:
+        if isinstance(name, str) and not is_template(name) and (playbook.parent / name).is_file():
+            content = engine.read_yaml(playbook.parent / name)
+            variables.update(content if isinstance(content, Mapping) else {})
+    return variables
 
 
 def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 # Not part of any result: notes for people, and what tests and editors leave behind.
 _IGNORED_DIRS = {"__pycache__", "molecule", ".pytest_cache"}
 _IGNORED_FILES = {"README.md"}
 _IGNORED_SUFFIXES = (".pyc", ".swp", "~")
+
+
+def _literal(quote: str) -> str:
+    """Return the pattern of a string as Python 3.11 reads it, between three of ``quote`` or between two."""
+    long = rf"{quote}{{3}}[^{quote}\\]*(?:(?:\\.|{quote}(?!{quote}{{2}}))[^{quote}\\]*)*{quote}{{3}}"
+    return rf"{long}|{quote}[^{quote}\\\n]*(?:\\.[^{quote}\\\n]*)*{quote}"
+
+
+# Whichever begins first: what looks like a comment in a string is none.
+_STRINGS = f"({_literal(chr(34))}|{_literal(chr(39))})"
+_COMMENT = re.compile(rf"{_STRINGS}|#[^\n]*", re.DOTALL)
+_EMPTY_LINES = re.compile(rf"{_STRINGS}|(?:[ ]*\n)+", re.DOTALL)
+# A string that is a statement, first in a module, a class or a function.
+_DOCSTRING = re.compile(
+    rf"(\A\s*|^[ ]*(?:class|def|async[ ]def|\))[^\n]*:\n\s*)(?:{_literal(chr(34))})[ ]*$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def code_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
+    """Return what ``file_digests`` does; of a Python file only what it does counts, no comment and no docstring.
+
+    For programs that run here. What goes into an image goes there with its comments.
+    """
+    digests = file_digests(root, sources)
+    for name in digests:
+        if name.endswith(".py"):
+            digests[name] = hashlib.sha256(executed((root / name).read_text("utf-8")).encode()).hexdigest()
+    return digests
+
+
+@functools.lru_cache(maxsize=1024)
+def executed(source: str) -> str:
+    """Return Python source without comments and blank lines, its docstrings empty; the rest as it stands.
+
+    The interpreter's own parser would say another thing in each of its versions.
+    """
+    bare = _COMMENT.sub(lambda match: match[1] or "", source)
+    bare = _DOCSTRING.sub(r'\1""', bare)
+    return _EMPTY_LINES.sub(lambda match: match[1] or "\n", bare).lstrip("\n")
 
 
 def file_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
@@ -21,26 +63,52 @@ def file_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
     """
     found = {}
     for source in sources:
-        for path in sorted(_files(source)):
+        for path in sorted(files_in(source)):
             found[os.fspath(path.relative_to(root))] = file_digest(path)
     return found
 
 
+def named_digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """Map the names of files to their digests."""
+    return {name: file_digest(path) for name, path in sorted(files.items())}
+
+
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, ``+x`` appended when its owner may execute it."""
-    if path.is_symlink():
-        return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest() + "+l"
+    """Return the SHA-256 of a file's bytes, ``+x`` appended when its owner may execute it.
+
+    A link counts by where it leads, ``+l``, and by what is read there.
+    """
+    if path.is_symlink() and not path.is_file():
+        return _link_digest(path)
     with path.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return f"{sha256}+x" if path.stat().st_mode & 0o100 else sha256
+    content = f"{sha256}+x" if path.stat().st_mode & 0o100 else sha256
+    return f"{_link_digest(path)}:{content}" if path.is_symlink() else content
 
 
-def _files(source: Path) -> Iterator[Path]:
-    if source.is_file() or source.is_symlink():
+def _link_digest(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest() + "+l"
+
+
+def files_in(source: Path) -> Iterator[Path]:
+    """Yield a file itself, or a directory's files without those that decide nothing, each linked directory once."""
+    if not source.is_dir():
         yield source
         return
-    for folder, dirs, files in os.walk(source):
-        dirs[:] = sorted(d for d in dirs if d not in _IGNORED_DIRS)
+    linked: set[str] = set()
+    for folder, dirs, files in os.walk(source, followlinks=True):
+        dirs[:] = [d for d in sorted(dirs) if d not in _IGNORED_DIRS and _is_new(Path(folder, d), linked)]
         for name in files:
             if name not in _IGNORED_FILES and not name.endswith(_IGNORED_SUFFIXES):
                 yield Path(folder, name)
+
+
+def _is_new(folder: Path, linked: set[str]) -> bool:
+    """Note a linked directory; tell whether it is none, or one that wasn't met before."""
+    if not folder.is_symlink():
+        return True
+    target = os.path.realpath(folder)
+    if target in linked or folder.is_relative_to(target):
+        return False
+    linked.add(target)
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,19 @@ class Reason:
     changes: tuple[str, ...]
 
 
-def explain(plan: Plan, previous: Mapping[str, Mapping[str, Any]]) -> list[Reason]:
-    """Compare a plan with the parts of the stages of the build before (name -> parts), stage by stage."""
+def explain(
+    plan: Plan, previous: Mapping[str, Mapping[str, Any]], stored: Collection[str] = ()
+) -> list[Reason]:
+    """Compare a plan with the parts of the stages of the build before (name -> parts), stage by stage.
+
+    ``stored`` are the ids of stages that are there already, made for another image or by a build that failed later.
+    """
     reasons = []
     for stage in plan.stages:
         before = previous.get(stage.name)
         if before is None:
-            reasons.append(Reason(stage.name, ("it was never built before",)))
+            if stage.id not in stored:
+                reasons.append(Reason(stage.name, ("it was never built before",)))
             continue
         changes = list(_changes(stage.parts, before))
         if changes:

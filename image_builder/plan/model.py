@@ -77,10 +77,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of one image, each after everything it needs."""
+    """The stages of one image, each after everything it needs. ``warnings`` say which of them never are the same."""
 
     image: str
     stages: tuple[StagePlan, ...]
+    warnings: tuple[str, ...] = ()
 
     def stage(self, name: str) -> StagePlan:
         """Return the stage called ``name``; raises KeyError."""
@@ -99,5 +100,6 @@ class Plan:
         return {
             "image": self.image,
             "build_id": self.build_id,
+            "warnings": self.warnings,
             "stages": [{"name": s.name, "id": s.id, **s.parts} for s in self.stages],
         }

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.definition import (
     ImageDefinition,
+    PlaybookReading,
     layer_needs,
-    layer_sources,
-    referenced_names,
+    layer_reading,
+    published_variables,
     resolved_variables,
+    seal_reading,
 )
 from image_builder.errors import LockError
 from image_builder.lock import Lock
 from image_builder.plan.code import CODE
-from image_builder.plan.digest import file_digests
+from image_builder.plan.digest import code_digests, named_digests
 from image_builder.plan.model import JSON, Plan, StagePlan, digest
 from image_builder.requirements import (
     CONTROL_PLANE,
@@ -48,8 +51,8 @@ _FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
 _PACKAGE = "image_builder"
 # The layer that installs the container engine, and the snapshotters that are baked for.
 ENGINE_LAYER = "container_runtime"
-# The role that installs what image_builder/node holds.
-_NODE_ROLE = "roles/node_agent"
+# What decides bytes when Ansible evaluates and templates, beside its own version.
+_EVALUATORS = ("ansible-core", "jinja2", "pyyaml")
 # The layer that installs what a stage beside the layers has built.
 _LAYER_OF = {"kubelet_build": "kubernetes", MODULE_BUILD: GPU_LAYER}
 _KERNEL_IMAGE = re.compile(r"linux-image-(\d+\..+)")
@@ -83,7 +86,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
     convert = maker.convert(trees, disk, stages[0])
     at = next((n for n, s in enumerate(below, 1) if s.name == ENGINE_LAYER), len(below))
     ordered = (*below[:at], *preload, *below[at:], trees[-1])
-    return Plan(definition.name, (*stages, *ordered, verify, disk, convert))
+    return Plan(definition.name, (*stages, *ordered, verify, disk, convert), tuple(maker.warnings))
 
 
 def lab_plan(definition: ImageDefinition, lock: Lock, repo_root: Path) -> Plan:
@@ -130,17 +133,24 @@ class _Maker:
         self.lock = lock
         self.repo_root = repo_root
         self.epoch = lock.source_date_epoch
-        self.ansible = importlib.metadata.version("ansible-core")
+        self.warnings: list[str] = []
 
     def _code(self, kind: str, *more: Path) -> dict[str, str]:
         own = [self.repo_root / _PACKAGE / name for name in CODE[kind]]
-        return file_digests(self.repo_root, [*own, *more])
+        return code_digests(self.repo_root, [*own, *more])
 
-    def _variables(self, files: Iterable[str]) -> dict[str, JSON]:
-        """Return the inventory's variables that a stage's role and playbook files speak of."""
-        texts = [(self.repo_root / name).read_text("utf-8", "replace") for name in files]
-        names = referenced_names(texts, self.definition.variables)
-        return {name: self.definition.variables[name] for name in sorted(names)}
+    def _played(self, stage: str, reading: PlaybookReading) -> dict[str, JSON]:
+        """Return the options that say what a play reads. What it alone can know never is the same."""
+        options: dict[str, JSON] = {
+            "variables": reading.variables,
+            "values": reading.values,
+            "ansible": {name: importlib.metadata.version(name) for name in _EVALUATORS},
+        }
+        if reading.unknown:
+            options["unknown"] = reading.unknown
+            options["run"] = secrets.token_hex(16)
+            self.warnings += [f"stage {stage} runs in every build: {what}" for what in reading.unknown]
+        return options
 
     def tools(self) -> StagePlan:
         return StagePlan(
@@ -318,43 +328,39 @@ class _Maker:
         return [*pulls.values(), store, rehearsal]
 
     def layer(self, name: str, below: list[StagePlan], inputs: Mapping[str, str]) -> StagePlan:
-        sources = file_digests(self.repo_root, layer_sources(self.definition, name))
-        if any(path.startswith(f"{_NODE_ROLE}/") for path in sources):
-            sources |= file_digests(self.repo_root, [self.repo_root / _PACKAGE / "node"])
+        reading = layer_reading(self.definition, name)
         return StagePlan(
             name,
             "layer",
             {
                 "playbook": f"playbooks/layers/{name}.yml",
-                "variables": self._variables(sources),
                 "packages": self.lock.group(name).digest,
                 "archives": sorted(a.sha256 for a in layer_needs(self.definition, name).archives),
                 "source_date_epoch": self.epoch,
-                "ansible": self.ansible,
+                **self._played(name, reading),
             },
-            {**self._code("layer"), **sources},
+            {**self._code("layer"), **named_digests(reading.files)},
             _ids(below),
             dict(inputs),
         )
 
     def seal(self, below: list[StagePlan]) -> StagePlan:
-        paths = [self.repo_root / seal.PLAYBOOK, self.repo_root / "roles/image_seal"]
-        sources = file_digests(self.repo_root, paths)
+        reading = seal_reading(self.definition, seal.PLAYBOOK)
         options: dict[str, JSON] = {
             "image": self.definition.name,
             "distribution": self.definition.base.distribution,
             "layers": self.definition.layers,
-            "variables": self._variables(sources),
             "source_date_epoch": self.epoch,
-            "ansible": self.ansible,
+            **self._played("seal", reading),
         }
-        return StagePlan("seal", "seal", options, {**self._code("seal"), **sources}, _ids(below))
+        code = {**self._code("seal"), **named_digests(reading.files)}
+        return StagePlan("seal", "seal", options, code, _ids(below))
 
     def verify(self, trees: list[StagePlan]) -> StagePlan:
         code = self._code("verify", self.repo_root / "tests/image")
         options: dict[str, JSON] = {
             "build_id": trees[-1].id,
-            "facts": digest(resolved_variables(self.definition)),
+            "facts": digest(published_variables(self.definition)),
             "packages": self._packages(),
             "preload": [
                 image.model_dump(mode="json")

@@ -33,3 +33,8 @@ def test_a_changed_variable_is_shown_with_both_values() -> None:
 
 def test_a_first_build() -> None:
     assert [r.changes for r in explain(_plan("off", "1"), {})] == [("it was never built before",)] * 2
+
+
+def test_a_stage_that_another_build_made_is_not_called_new() -> None:
+    plan = _plan("off", "1")
+    assert [r.stage for r in explain(plan, {}, {plan.stage("system").id})] == ["seal"]

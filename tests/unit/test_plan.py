@@ -15,7 +15,7 @@ from image_builder.plan.model import Plan
 from image_builder.plan.resolve import resolve
 
 REPO = Path(__file__).resolve().parents[2]
-# The suite is told all variables, so `verify` (seconds) follows every one of them.
+# The suite is told the builder's and all roles' variables, so `verify` (seconds) follows every one of them.
 ALL = {"tools", "base", "system", "container_runtime", "seal", "verify", "disk", "convert"}
 FROM_SYSTEM = {"system", "container_runtime", "seal", "verify", "disk", "convert"}
 FROM_RUNTIME = FROM_SYSTEM - {"system"}
@@ -170,20 +170,32 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             {"verify", "disk", "convert"},
             id="the disk's layout",
         ),
+        pytest.param(_append("tests/image/test_a.py", "\nx = 1\n"), {"verify"}, id="a check"),
+        pytest.param(_append("image_builder/stages/tools.py", "\nx = 1\n"), ALL, id="the tools stage"),
         pytest.param(
-            _replace("site_unused: 1", "site_unused: 2"), {"verify"}, id="a variable that no role reads"
+            _append("image_builder/stages/base.py", "\nx = 1\n"), ALL - {"tools"}, id="the base stage"
         ),
-        pytest.param(_append("tests/image/test_a.py"), {"verify"}, id="a check"),
-        pytest.param(_append("image_builder/stages/tools.py"), ALL, id="the tools stage"),
-        pytest.param(_append("image_builder/stages/base.py"), ALL - {"tools"}, id="the base stage"),
-        pytest.param(_append("image_builder/stages/layer.py"), FROM_SYSTEM, id="the layer stage"),
         pytest.param(
-            _append("image_builder/plugins/connection/sandbox.py"), FROM_SYSTEM, id="the connection plugin"
+            _append("image_builder/stages/layer.py", "\nx = 1\n"), FROM_SYSTEM, id="the layer stage"
         ),
-        pytest.param(_append("image_builder/stages/seal.py"), FROM_SEAL, id="the seal stage"),
-        pytest.param(_append("image_builder/stages/disk.py"), {"disk", "convert"}, id="the disk stage"),
-        pytest.param(_append("image_builder/stages/convert.py"), {"convert"}, id="the convert stage"),
-        pytest.param(_append("image_builder/stages/verify.py"), {"verify"}, id="the verify stage"),
+        pytest.param(
+            _append("image_builder/environment.py", "\nx = 1\n"), ALL, id="the environment, umask, /dev"
+        ),
+        pytest.param(
+            _append("image_builder/plugins/connection/sandbox.py", "\nx = 1\n"),
+            FROM_SYSTEM,
+            id="the connection plugin",
+        ),
+        pytest.param(_append("image_builder/stages/seal.py", "\nx = 1\n"), FROM_SEAL, id="the seal stage"),
+        pytest.param(
+            _append("image_builder/stages/disk.py", "\nx = 1\n"), {"disk", "convert"}, id="the disk stage"
+        ),
+        pytest.param(
+            _append("image_builder/stages/convert.py", "\nx = 1\n"), {"convert"}, id="the convert stage"
+        ),
+        pytest.param(
+            _append("image_builder/stages/verify.py", "\nx = 1\n"), {"verify"}, id="the verify stage"
+        ),
     ],
 )
 def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expected: set[str]) -> None:
@@ -195,10 +207,15 @@ def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expec
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(_append("image_builder/events.py"), id="how progress is shown"),
+        pytest.param(_append("image_builder/events.py", "\nx = 1\n"), id="how progress is shown"),
+        pytest.param(_append("image_builder/sandbox.py", "\n# A comment.\n"), id="a comment"),
+        pytest.param(_append("tests/image/test_a.py", "# A comment.\n"), id="a comment of a check"),
+        pytest.param(_append("image_builder/process.py", "\nx = 1\n"), id="how programs are watched"),
+        pytest.param(_append("image_builder/pull/retry.py", "\nx = 1\n"), id="when a pull is tried again"),
         pytest.param(
             lambda root: (root / "roles/system/README.md").write_text("prose"), id="a role's README"
         ),
+        pytest.param(_replace("site_unused: 1", "site_unused: 2"), id="a variable that no role reads"),
         pytest.param(
             _replace("{suite: trixie}", "{suite: trixie, mirror: 'http://mirror.example'}"),
             id="the mirror's name",
@@ -306,8 +323,8 @@ def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: 
         pytest.param(_append("roles/container_runtime/tasks/main.yml"), id="the engine's role"),
         pytest.param(_append("roles/system/templates/a.conf.j2"), id="a role below"),
         pytest.param(_append("playbooks/layers/container_runtime.yml"), id="the engine's playbook"),
-        pytest.param(_append("image_builder/stages/layer.py"), id="how layers are made"),
-        pytest.param(_append("image_builder/stages/base.py"), id="how the base is made"),
+        pytest.param(_append("image_builder/stages/layer.py", "\nx = 1\n"), id="how layers are made"),
+        pytest.param(_append("image_builder/stages/base.py", "\nx = 1\n"), id="how the base is made"),
         pytest.param(
             _replace("image_preload:", "image_pull: {parallel: 2}\n        image_preload:"), id="pull limits"
         ),
@@ -340,8 +357,12 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
     ("change", "expected"),
     [
         pytest.param(_replace("pin: true", "pin: false"), FROM_PRELOAD, id="a pin"),
-        pytest.param(_append("image_builder/pull/docker_engine.py"), FROM_PRELOAD, id="how is pulled"),
-        pytest.param(_append("image_builder/stages/preload.py"), FROM_PRELOAD, id="the preload stage"),
+        pytest.param(
+            _append("image_builder/pull/docker_engine.py", "\nx = 1\n"), FROM_PRELOAD, id="how is pulled"
+        ),
+        pytest.param(
+            _append("image_builder/stages/preload.py", "\nx = 1\n"), FROM_PRELOAD, id="the preload stage"
+        ),
         pytest.param(
             _replace("site_engine: docker", "site_engine: containerd"),
             FROM_PRELOAD | {"container_runtime"},

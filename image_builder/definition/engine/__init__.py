@@ -11,10 +11,11 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from image_builder.definition.engine import caller  # noqa: F401 (takes the caller's settings away)
 from image_builder.settings import REPO_ROOT
 
 # Ansible reads its settings when it is first imported, which the modules below this package do. Children get an
-# environment of their own, so this reaches nobody else.
+# environment of their own, plays this one with their own settings on top.
 os.environ["ANSIBLE_CONFIG"] = str(REPO_ROOT / "ansible.cfg")
 os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
 os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
@@ -29,26 +30,38 @@ from image_builder.definition.engine.origins import (
     place_in,
     place_of,
     plain,
+    read_untagged_yaml,
     read_yaml,
 )
+from image_builder.definition.engine.plays import PlayReading, read_play
+from image_builder.definition.engine.reads import Reads, is_predictable
 from image_builder.definition.engine.templates import (
+    Evaluation,
     EvaluationError,
     Evaluator,
+    UnpredictableValueError,
     argument_faults,
     evaluate_all,
 )
 
 __all__ = [
+    "Evaluation",
     "EvaluationError",
     "Evaluator",
+    "PlayReading",
+    "Reads",
     "Source",
+    "UnpredictableValueError",
     "UnreadableError",
     "argument_faults",
     "evaluate_all",
+    "is_predictable",
     "place_in",
     "place_of",
     "plain",
     "read_inventory",
+    "read_play",
+    "read_untagged_yaml",
     "read_yaml",
     "undecryptable",
 ]

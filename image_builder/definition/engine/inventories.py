@@ -14,6 +14,7 @@ from ansible import constants as settings
 from ansible._internal._datatag._tags import Origin
 from ansible.errors import AnsibleError
 from ansible.inventory.manager import InventoryManager
+from ansible.module_utils.ansible_release import __version__
 from ansible.parsing.dataloader import DataLoader
 from ansible.parsing.vault import (
     AnsibleVaultError,
@@ -130,6 +131,22 @@ class Source:
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""
         return sorted(str(g.name) for g in self.manager.get_host(host).get_groups() if g.name != "all")
+
+    def magic(self, host: str, playbook_dir: Path) -> dict[str, Any]:
+        """Return the variables that Ansible makes for a host of a play in ``playbook_dir``."""
+        own = self.manager.get_host(host).vars
+        version = [int(part) for part in __version__.split(".")[:3]]
+        return {
+            "inventory_dir": own.get("inventory_dir"),
+            "inventory_file": own.get("inventory_file"),
+            "playbook_dir": str(playbook_dir),
+            "groups": {str(n): [str(h.name) for h in g.get_hosts()] for n, g in self.manager.groups.items()},
+            "ansible_version": {
+                "full": __version__,
+                "string": __version__,
+                **dict(zip(("major", "minor", "revision"), version, strict=True)),
+            },
+        }
 
     def match(self, pattern: str) -> list[str]:
         """Return the hosts that an Ansible host pattern matches."""

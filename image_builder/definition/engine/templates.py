@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleError
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
-from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, trust_as_template
 
 from image_builder.definition.engine.origins import untagged
+from image_builder.definition.engine.reads import NotingLoader, Reads, noting
 from image_builder.definition.values import JSON, is_template, strings, words
 
 
@@ -18,48 +21,97 @@ class EvaluationError(Exception):
     """A template could not be evaluated."""
 
 
-def _trusted(value: JSON) -> Any:
+class UnpredictableValueError(EvaluationError):
+    """A template's value is known only while a play runs: it is made by a lookup that is not run before."""
+
+
+def trusted(value: JSON) -> Any:
+    """Return a value whose strings Ansible takes for templates."""
     if isinstance(value, str):
         return trust_as_template(value)
     if isinstance(value, Mapping):
-        return {k: _trusted(v) for k, v in value.items()}
+        return {k: trusted(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_trusted(v) for v in value]
+        return [trusted(v) for v in value]
     return value
 
 
 class Evaluator:
-    """Evaluates templates over a set of variables, themselves templates, as a play would."""
+    """Evaluates templates over a set of variables, themselves templates, as a play would.
 
-    def __init__(self, variables: Mapping[str, JSON]) -> None:
-        self._templar = Templar(loader=DataLoader(), variables={k: _trusted(v) for k, v in variables.items()})
+    Lookups find files relative to ``basedir``, a playbook's directory, and to the variable ``ansible_search_path``.
+    What they read is noted in ``reads``. With ``any_lookup`` those are run, too, that ask programs or the network;
+    with an ``answer`` none is, and that is what each gives.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, JSON],
+        basedir: Path | None = None,
+        *,
+        any_lookup: bool = False,
+        answer: str | None = None,
+    ) -> None:
+        self.reads = Reads()
+        self._answer = answer
+        self._any_lookup = any_lookup
+        self._templar = Templar(
+            loader=NotingLoader(basedir, self.reads),
+            variables={k: trusted(v) for k, v in variables.items()},
+        )
 
     def evaluate(self, value: JSON) -> JSON:
-        """Return ``value`` with every template in it evaluated; raises EvaluationError."""
+        """Return ``value`` with every template in it evaluated; raises EvaluationError, UnpredictableValueError."""
         if not is_template(value):
             return value
+        met = Reads(answer=self._answer)
         try:
-            return _result(self._templar.template(_trusted(value)))
+            with nullcontext() if self._any_lookup else noting(met):
+                return _result(self._templar.template(trusted(value)))
         except AnsibleError as error:
+            if met.lookups:
+                names = ", ".join(f"`{name}`" for name in sorted(met.lookups))
+                raise UnpredictableValueError(f"made by the lookup {names}, known only to a play") from error
             # How deep, and how that is worded, is Python's own affair.
             what = str(error.message).partition(": maximum recursion")[0]
             raise EvaluationError(" ".join(what.split())) from error
+        finally:
+            self.reads.files |= met.files
+            self.reads.lookups |= met.lookups
 
     def settle(self, name: str, value: JSON) -> None:
         """Let a variable be its final value, which is no template: others that use it needn't evaluate it."""
         self._templar.available_variables[name] = value
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What variables come to: ``values``, and by name why there is none.
+
+    ``failures`` are those that can't be evaluated, ``unpredictable`` those that only a play can.
+    """
+
+    values: Mapping[str, JSON]
+    failures: Mapping[str, str]
+    unpredictable: Mapping[str, str]
+
+
 def evaluate_all(
-    variables: Mapping[str, JSON], wanted: Collection[str]
-) -> tuple[dict[str, JSON], dict[str, str]]:
-    """Evaluate the ``wanted`` variables; return the values, and for the rest why they have none.
+    variables: Mapping[str, JSON],
+    wanted: Collection[str],
+    basedir: Path | None = None,
+    *,
+    any_lookup: bool = False,
+    answer: str | None = None,
+) -> Evaluation:
+    """Evaluate the ``wanted`` variables; the other parameters are those of ``Evaluator``.
 
     Each is evaluated after those that it names, so none twice: a template costs a millisecond to compile.
     """
-    evaluator = Evaluator(variables)
+    evaluator = Evaluator(variables, basedir, any_lookup=any_lookup, answer=answer)
     values: dict[str, JSON] = {}
     failures: dict[str, str] = {}
+    unpredictable: dict[str, str] = {}
     seen: set[str] = set()
 
     def visit(name: str) -> None:
@@ -69,6 +121,8 @@ def evaluate_all(
             visit(other)
         try:
             values[name] = evaluator.evaluate(variables[name])
+        except UnpredictableValueError as error:
+            unpredictable[name] = str(error)
         except EvaluationError as error:
             failures[name] = str(error)
         else:
@@ -78,7 +132,7 @@ def evaluate_all(
     for name in wanted:
         if name not in seen:
             visit(name)
-    return values, failures
+    return Evaluation(values, failures, unpredictable)
 
 
 def _result(value: Any) -> JSON:

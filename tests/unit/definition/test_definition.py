@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -14,12 +15,11 @@ from image_builder.definition import (
     Inventory,
     Repository,
     layer_needs,
-    layer_sources,
+    layer_reading,
     load_inventory,
     resolved_variables,
 )
 from image_builder.errors import DefinitionError, UsageError
-from image_builder.requirements import requirements
 
 Load = Callable[..., Inventory]
 
@@ -107,8 +107,10 @@ def test_builder_variables_may_be_templates(load: Load) -> None:
 
 
 def test_unsafe_text_stays_text(load: Load) -> None:
-    definition = load(group_vars__workers='tag: !unsafe "{{ .Name }}"\ncopy: "{{ tag }}"\n').define("worker")
-    assert resolved_variables(definition)["copy"] == "{{ .Name }}"
+    inventory = load(group_vars__workers='tag: !unsafe "{{ .Name }}"\nsystem_mode: "{{ tag }}"\n')
+    assert [p.what for p in inventory.problems()] == [
+        "value of system_mode must be one of: loose, tight, got: {{ .Name }}"
+    ]
 
 
 BOTH = """
@@ -141,18 +143,16 @@ def test_needs_of_a_layer(load: Load) -> None:
 
 
 def test_broken_need_names_role_variable_and_image(load: Load) -> None:
-    definition = load(
-        group_vars__images=BOTH, group_vars__workers="runtime_repository: {name: engine}\n"
-    ).define("worker")
+    inventory = load(group_vars__images=BOTH, group_vars__workers="runtime_repository: {name: engine}\n")
     with pytest.raises(DefinitionError, match="repository engine: without signed_by, suites, uris"):
-        layer_needs(definition, "runtime")
+        inventory.define("worker")
 
 
 def test_a_digest_that_is_none_is_the_definitions_fault(load: Load) -> None:
     text = 'runtime_archive: {url: "https://a.example/x.tgz", sha256: ab}\n'
-    definition = load(group_vars__images=BOTH, group_vars__workers=text).define("worker")
+    inventory = load(group_vars__images=BOTH, group_vars__workers=text)
     with pytest.raises(DefinitionError, match=r"https://a\.example/x\.tgz needs a sha256 of 64"):
-        requirements(definition)
+        inventory.define("worker")
 
 
 def test_precedence_is_ansibles(load: Load) -> None:
@@ -173,27 +173,45 @@ def test_handed_over_values_belong_to_their_role(load: Load, repo: Path) -> None
     assert (resolved["runtime_swap"], resolved["system_swap"]) == (True, False)
 
 
-def test_sources_of_a_layer_leave_out_what_never_reaches_an_image(load: Load, repo: Path) -> None:
-    sources = layer_sources(load().define("plain"), "system")
-    assert [str(p.relative_to(repo)) for p in sources] == [
+def test_files_of_a_layer_leave_out_what_never_reaches_an_image(load: Load) -> None:
+    assert list(layer_reading(load().define("plain"), "system").files) == [
         "playbooks/layers/system.yml",
-        "roles/system/defaults",
-        "roles/system/meta",
-        "roles/system/tasks",
-        "roles/system/vars",
+        "roles/system/defaults/main.yml",
+        "roles/system/meta/argument_specs.yml",
+        "roles/system/tasks/main.yml",
+        "roles/system/vars/main.yml",
     ]
 
 
-def test_sources_of_a_layer_hold_the_tasks_that_it_shares(load: Load, repo: Path) -> None:
+def test_a_missing_file_of_tasks_is_a_problem(load: Load, repo: Path) -> None:
     play = repo / "playbooks/layers/system.yml"
     imports = "  pre_tasks:\n    - ansible.builtin.import_tasks: ../tasks/shared.yml\n  roles:"
     play.write_text(play.read_text().replace("  roles:", imports))
-    with pytest.raises(DefinitionError, match="no file of tasks"):
+    with pytest.raises(DefinitionError, match=r"shared\.yml"):
         load().define("plain")
     (repo / "playbooks/tasks").mkdir()
-    shared = repo / "playbooks/tasks/shared.yml"
-    shared.write_text("---\n")
-    assert shared in layer_sources(load().define("plain"), "system")
+    (repo / "playbooks/tasks/shared.yml").write_text("---\n")
+    assert "playbooks/tasks/shared.yml" in layer_reading(load().define("plain"), "system").files
+
+
+def test_what_ansible_itself_makes_is_known(load: Load, tmp_path: Path) -> None:
+    text = """
+        runtime_repository:
+          name: engine
+          uris: https://a.example
+          suites: [x]
+          components: [main]
+          signed_by: "{{ inventory_dir }}/keys/{{ groups['workers'] | first }}.asc"
+        runtime_version: "{{ hostvars['plain'].version }}"
+        system_packages: ["{{ playbook_dir | basename }}", "{{ vars['site'] }}", "v{{ ansible_version.major }}"]
+        site: here
+        """
+    both = {"group_vars__images": dedent(BOTH) + 'version: "1.2"\n', "group_vars__workers": text}
+    definition = load(**both).define("worker")
+    (repository,) = layer_needs(definition, "runtime").repositories
+    assert repository.signed_by == str(tmp_path / "inventory/keys/worker.asc")
+    assert resolved_variables(definition)["runtime_version"] == "1.2"
+    assert resolved_variables(definition)["system_packages"] == ["layers", "here", "v2"]
 
 
 def test_second_load_sees_new_files(load: Load) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.definition import load_inventory
-from image_builder.definition.pools import fits
+from image_builder.definition.pools import fits, is_closed
+from image_builder.definition.values import JSON
 
 INVENTORY = """
 all:
@@ -59,3 +60,51 @@ def test_sizes_are_compared_as_azure_writes_them_and_as_people_do() -> None:
     assert fits("Standard_ND96isr_H100_v5", ["nd96isr_h100_v5"])
     assert not fits("Standard_ND96is_H100_v5", ["nd96isr_h100_v5"])
     assert not fits("anything", None)
+
+
+JOINING = """
+all:
+  children:
+    images:
+      hosts:
+        joining:
+          image_layers: [system, container_runtime, node, kubernetes, join]
+        standalone:
+      vars:
+        image_base: {{suite: bookworm}}
+        image_layers: [system]
+        kubelet_mode: cluster
+        kubelet_source: {{type: none}}
+        container_runtime_engine: containerd
+{more}
+    pools:
+      vars:
+        join_credentials: {{kind: {kind}, url: "https://broker/token", resource: "api://broker"}}
+      hosts:
+        node-1:
+"""
+_OPEN = "        azure_guest_blocked_for_pods: [{address: 168.63.129.16, ports: [80, 32526]}]"
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "is_refused"),
+    [("", "broker", False), (_OPEN, "broker", True), (_OPEN, "custom-data", False)],
+)
+def test_nodes_whose_pods_reach_the_metadata_service_join_by_no_broker(
+    tmp_path: Path, more: str, kind: str, is_refused: bool
+) -> None:
+    path = tmp_path / "hosts.yml"
+    path.write_text(JOINING.format(more=more, kind=kind))
+    found = [one for one in load_inventory([path]).problems() if one.path == "join_credentials"]
+    assert len(found) == is_refused
+    if found:
+        line = next(
+            n for n, text in enumerate(path.read_text().splitlines(), 1) if "join_credentials" in text
+        )
+        assert found[0].where.endswith(f"hosts.yml:{line}") and "`joining`" in found[0].what
+
+
+def test_what_closes_the_metadata_service() -> None:
+    assert is_closed([{"address": "169.254.169.254", "ports": [443, 80]}])
+    wrong: list[JSON] = [None, [], ["x"], [{"address": "169.254.169.254", "ports": [443]}], [{"ports": [80]}]]
+    assert not any(is_closed(blocked) for blocked in wrong)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from image_builder.definition import Inventory, load_inventory
+from image_builder.definition.pools import POOL_NAMES
 from image_builder.errors import DefinitionError
+from image_builder.pool import inventory as pool_inventory
+from image_builder.pool import render
 
 Load = Callable[..., Inventory]
 
@@ -285,3 +288,43 @@ def test_a_cause_is_told_once(load: Load) -> None:
             """
     )
     assert [line.split(":")[0] for line in lines(inventory)] == ["group_vars/workers.yml"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "../evil", "x y", ".hidden", "-o"])
+def test_an_images_name_is_that_of_a_file(load: Load, name: str) -> None:
+    inventory = load(hosts=f"images: {{hosts: {{'{name}': }}}}\n")
+    (problem,) = inventory.problems()
+    assert problem.path == name
+    assert problem.what.startswith("names directories and files")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('system_packages: "vim"\n', 'can only concatenate list (not "str") to list'),
+        ("runtime_version: 1.2\n", '(a number: put it in quotes, "1.2")'),
+    ],
+)
+def test_what_keeps_a_plan_from_being_made_is_a_problem(load: Load, text: str, problem: str) -> None:
+    both = "image_base: {suite: trixie}\nimage_layers: [system, runtime]\nruntime_token: t\n"
+    assert any(problem in line for line in lines(load(group_vars__images=both, group_vars__workers=text)))
+
+
+def test_a_name_that_is_nearly_a_known_one_is_a_warning(load: Load) -> None:
+    text = "sytem_swap: true\npool_imgae: x\njoin_servre: y\nansible_bceome: true\nsite: 1\nswap_off: 1\n"
+    text += 'sytem_mode: tight\nsystem_mode: "{{ sytem_mode }}"\n'
+    inventory = load(group_vars__workers=text)
+    assert inventory.problems() == []
+    assert [str(w) for w in inventory.warnings(["worker"])] == [
+        "group_vars/workers.yml:1  sytem_swap: nothing reads it, did you mean `system_swap`?",
+        "group_vars/workers.yml:2  pool_imgae: nothing reads it, did you mean `pool_image`?",
+        "group_vars/workers.yml:3  join_servre: nothing reads it, did you mean `join_server`?",
+        "group_vars/workers.yml:4  ansible_bceome: nothing reads it, did you mean `ansible_become`?",
+    ]
+
+
+def test_pools_read_the_names_that_count_as_theirs() -> None:
+    read = {
+        name for name in (*pool_inventory._READ, *render.VARIABLES) if name.startswith(("pool_", "join_"))
+    }
+    assert read == POOL_NAMES

@@ -54,7 +54,7 @@ def everything(inventory: Inventory, name: str) -> str:
 def test_inline_secret_never_leaves(load: Load, password: Path) -> None:
     ciphertext = encrypt(SECRET)
     text = inline("runtime_token", ciphertext)
-    text += 'made: "Bearer {{ runtime_token }}"\nlength: "{{ runtime_token | b64encode }}"\nplainly: 1\n'
+    text += 'system_limits: {made: "Bearer {{ runtime_token }}"}\nruntime_version: "1.2"\n'
     inventory = load(password, group_vars__images=BOTH, group_vars__workers=text)
     assert inventory.problems() == []
     definition = inventory.define("worker")
@@ -62,8 +62,8 @@ def test_inline_secret_never_leaves(load: Load, password: Path) -> None:
     assert definition.variables["runtime_token"] == {"__vault__": digest}
     assert SECRET not in everything(inventory, "worker")
     resolved = resolved_variables(definition)
-    assert resolved["plainly"] == 1
-    assert not {"runtime_token", "made", "length"} & resolved.keys()
+    assert resolved["runtime_version"] == "1.2"
+    assert not {"runtime_token", "system_limits"} & resolved.keys()
 
 
 def test_secret_inside_a_structure(load: Load, password: Path) -> None:
@@ -145,7 +145,7 @@ def test_builder_variable_may_not_be_vaulted(load: Load, password: Path) -> None
 def test_vaulted_value_can_not_reach_the_lock(load: Load, password: Path) -> None:
     text = inline("secret", encrypt(SECRET))
     text += 'runtime_archive: {url: "https://x:{{ secret }}@a.example/", sha256: ab}\n'
-    definition = load(password, group_vars__images=BOTH, group_vars__workers=text).define("worker")
+    inventory = load(password, group_vars__images=BOTH, group_vars__workers=text)
     with pytest.raises(DefinitionError, match="a vaulted value would end in the lock") as raised:
-        layer_needs(definition, "runtime")
+        inventory.define("worker")
     assert SECRET not in str(raised.value)

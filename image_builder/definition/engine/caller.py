@@ -1,0 +1,16 @@
+"""What the caller has set for Ansible in the environment counts nowhere, neither here nor in plays.
+
+Importing this takes it away, so it comes before Ansible, which reads its settings when it is first imported. Plays get
+this process's environment.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The password of vaulted values is no setting.
+_KEPT = frozenset({"ANSIBLE_VAULT_PASSWORD_FILE"})
+
+for _name in [name for name in os.environ if name.startswith("ANSIBLE_")]:
+    if _name not in _KEPT:
+        del os.environ[_name]

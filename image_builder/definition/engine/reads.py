@@ -1,0 +1,125 @@
+"""What Ansible reads while it evaluates: the files that it opens, and lookups whose answer no file holds.
+
+A lookup of Ansible's own that reads files is run, and its files are noted. Any other one (``env``, ``pipe``, ``url``, a
+plugin of one's own) is never run here: what it gives is known to the play and nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ansible._internal._templating import _jinja_plugins
+from ansible.errors import AnsibleError
+from ansible.parsing.dataloader import DataLoader
+
+# Their answers follow from variables and settings, or from files that the loader opens.
+_PREDICTABLE = frozenset(
+    {
+        *(
+            "config",
+            "dict",
+            "indexed_items",
+            "items",
+            "list",
+            "nested",
+            "sequence",
+            "subelements",
+            "together",
+        ),
+        *("varnames", "vars"),
+        *("csvfile", "file", "fileglob", "first_found", "ini", "template", "unvault"),
+    }
+)
+_NAMES_OF_FILES = frozenset({"fileglob", "first_found"})
+
+
+class UnpredictableError(AnsibleError):  # type: ignore[misc]
+    """A lookup that is not run before the play."""
+
+
+@dataclass
+class Reads:
+    """The ``files`` that were opened or found, and the ``lookups`` that were not run, by plugin name.
+
+    With an ``answer`` no lookup is run: it is what each gives, to see what depends on them.
+    """
+
+    files: set[Path] = field(default_factory=set)
+    lookups: set[str] = field(default_factory=set)
+    answer: str | None = None
+
+
+_current: ContextVar[Reads | None] = ContextVar("reads", default=None)
+
+
+@contextlib.contextmanager
+def noting(reads: Reads) -> Iterator[None]:
+    """Until the block ends, note in ``reads`` which lookups are met, and run only those that are predictable."""
+    token = _current.set(reads)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class NotingLoader(DataLoader):  # type: ignore[misc]
+    """A DataLoader that notes what it opens, and what it finds for a lookup."""
+
+    def __init__(self, basedir: Path | None, reads: Reads) -> None:
+        super().__init__()
+        if basedir:
+            self.set_basedir(str(basedir))
+        self.reads = reads
+
+    def _get_file_contents(self, file_name: str) -> tuple[bytes, bool]:
+        self.reads.files.add(Path(self.path_dwim(file_name)))
+        contents: tuple[bytes, bool] = super()._get_file_contents(file_name)
+        return contents
+
+    def load_from_file(self, file_name: str, cache: str = "all", unsafe: bool = False, **more: Any) -> Any:  # noqa: ARG002
+        # Without the copy that guards the loader's cache: nothing here changes what was loaded.
+        return super().load_from_file(file_name, cache=cache, unsafe=True, **more)
+
+    def path_dwim_relative_stack(
+        self, paths: list[str], dirname: str, source: str, is_role: bool = False
+    ) -> str:
+        path: str = super().path_dwim_relative_stack(paths, dirname, source, is_role)
+        self.reads.files.add(Path(path))
+        return path
+
+
+def plugin_name(name: str) -> str:
+    """Return the short name of one of Ansible's own plugins, any other name as it is."""
+    return name.removeprefix("ansible.builtin.").removeprefix("ansible.legacy.")
+
+
+def is_predictable(lookup: str) -> bool:
+    """Tell whether a lookup is one that can be run before the play."""
+    return plugin_name(lookup) in _PREDICTABLE
+
+
+_invoke = _jinja_plugins._invoke_lookup
+
+
+def _guarded(*, plugin_name: str, lookup_terms: list[Any], lookup_kwargs: dict[str, Any], **more: Any) -> Any:
+    reads = _current.get()
+    if reads is not None and reads.answer is not None:
+        return [reads.answer] if lookup_kwargs.get("wantlist") else reads.answer
+    if reads is not None and not is_predictable(plugin_name):
+        reads.lookups.add(plugin_name)
+        raise UnpredictableError(f"what the lookup `{plugin_name}` gives is known only while a play runs")
+    result = _invoke(plugin_name=plugin_name, lookup_terms=lookup_terms, lookup_kwargs=lookup_kwargs, **more)
+    named = plugin_name.rpartition(".")[2] in _NAMES_OF_FILES and isinstance(result, str | list | tuple)
+    if reads is not None and named:
+        names = result.split(",") if isinstance(result, str) else [str(name) for name in result]
+        reads.files.update(Path(name) for name in names if name.startswith("/"))
+    return result
+
+
+# Every way to a lookup in a template ends here, in this process only: plays run in a process of their own.
+_jinja_plugins._invoke_lookup = _jinja_plugins._DirectCall.mark(_guarded)

@@ -1,0 +1,257 @@
+"""What a playbook reads while Ansible runs it, so that all of it is in the stage's id.
+
+Roles count whole. What else is read is asked of Ansible: the play is loaded, its includes are followed, and lookups
+that read files are run. What can't be known before the play is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.definition import engine
+from image_builder.definition.evaluate import evaluated_playbook, role_variables
+from image_builder.definition.model import ImageDefinition
+from image_builder.definition.references import referenced_names
+from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
+from image_builder.definition.values import JSON, is_template, strings, words
+from image_builder.plan.digest import files_in
+from image_builder.plan.model import digest
+
+# A lookup of this program's own and the files that it packs.
+_OWN_LOOKUPS = {"node_agent_archive": "image_builder/node"}
+_CALL = re.compile(r"\b(?:lookup|query|q)\s*\(\s*(?:(['\"])([\w.]+)\1|[A-Za-z_])")
+# Names put together at run time: any variable may be meant.
+_ANY_VARIABLE = re.compile(
+    r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b|\bvars\s*\[|\bhostvars\b|\bgroups\s*[\[.]"
+)
+# What all variables that nothing names count under then.
+_OTHERS = "(others)"
+# In a role's tasks: what may lead out of the role's own files.
+_LEADS_OUT = re.compile(
+    r"(?:include|import)_role|^dependencies:(?!\s*\[\s*\])|\bwith_\w+:|delegate_to|local_action|connection:"
+    r"|(?:include|import)_(?:tasks|vars):[^\n]*(?:\.\.|[\s\"'=]/|\{\{)"
+    r"|\b(?:src|file|dir):\s+[\"']?(?:\.\./|~|/(?!dev/)|\{\{(?!\s*(?:item\b|__|lookup\b)))",
+    re.MULTILINE,
+)
+_YAML = (".yml", ".yaml", ".json")
+# Beside a playbook: other playbooks and files of tasks count where they are taken in.
+_NOT_BESIDE = frozenset({"layers", "tasks", "__pycache__"})
+# Beside those of layers, they are of the inventory for an image's definition.
+_COUNTED_BY_NAME = frozenset({"group_vars", "host_vars"})
+
+_Scope = Callable[[], Mapping[str, JSON]]
+"""Returns the variables that are seen where a lookup stands."""
+
+
+@dataclass(frozen=True)
+class PlaybookReading:
+    """What a playbook reads.
+
+    ``files`` maps the name that a file counts under to where it is, ``variables`` are those of the inventory that are
+    spoken of, ``values`` digests of what roles' variables come to. ``unknown`` are sentences about what only the play
+    can tell: there is no id for it.
+    """
+
+    files: Mapping[str, Path]
+    variables: Mapping[str, JSON]
+    values: Mapping[str, JSON]
+    unknown: tuple[str, ...]
+
+
+def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
+    """Return what a layer reads, asked once; raises UnreadableError for a playbook or role that Ansible can't load."""
+    found: PlaybookReading | None = definition.readings.get(name)
+    if found is None:
+        found = playbook_reading(definition, RoleBook(definition.repo_root).layer(name))
+        definition.readings[name] = found
+    return found
+
+
+def seal_reading(definition: ImageDefinition, playbook: str) -> PlaybookReading:
+    """Return what the playbook that seals an image reads; raises as ``layer_reading``."""
+    return playbook_reading(definition, read_layer("seal", definition.repo_root / playbook))
+
+
+def playbook_reading(definition: ImageDefinition, layer: Layer) -> PlaybookReading:
+    """Return what a playbook reads; raises as ``layer_reading``."""
+    return _Reader(definition, layer).reading()
+
+
+def _beside(playbook: Path) -> Iterator[Path]:
+    """Yield what a playbook's tasks find by a relative name: all files in the directories beside it."""
+    skipped = _NOT_BESIDE | (_COUNTED_BY_NAME if playbook.parent.name == "layers" else frozenset())
+    for path in sorted(playbook.parent.iterdir()):
+        if path.name not in skipped and (path.is_dir() or path.suffix not in _YAML):
+            yield from files_in(path)
+
+
+def _uncommented(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def _calls(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the plugin's name, if it is written there, and the text of every call of a lookup."""
+    for match in _CALL.finditer(text):
+        depth, quote = 0, ""
+        for at in range(text.index("(", match.start()), len(text)):
+            char = text[at]
+            if quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            else:
+                depth += {"(": 1, ")": -1}.get(char, 0)
+            if not depth:
+                yield match[2] or "", text[match.start() : at + 1]
+                break
+
+
+class _Reader:
+    def __init__(self, definition: ImageDefinition, layer: Layer) -> None:
+        self.definition, self.layer = definition, layer
+        self.book = RoleBook(definition.repo_root)
+        self.inventory = {**definition.variables, **definition.magic}
+        self.texts: dict[Path, str] = {}
+        self.unknown: set[str] = set()
+        self.opened: set[Path] = set()
+
+    def reading(self) -> PlaybookReading:
+        root, playbook = self.definition.repo_root, self.layer.playbook
+        roles = {use.name: self._role_files(use.name) for use in self.layer.uses}
+        variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
+        play = engine.read_play(playbook, root / "roles", variables, self._is_plain)
+        roles |= {name: self._role_files(name) for name in sorted(play.roles - roles.keys())}
+        in_roles = {file for files in roles.values() for file in files}
+        around = {playbook, *_beside(playbook), *(f for f in play.files - in_roles if f.is_file())}
+        around = {f for f in around if not self._of_a_role(f)}
+        if (root / "ansible.cfg").is_file():
+            around.add(root / "ansible.cfg")
+        self.unknown |= play.unknown
+        spoken = self._variables([*around, *in_roles])
+        for name, files in roles.items():
+            self._lookups(files, functools.partial(self._scope, name), in_role=True)
+        self._lookups(around, lambda: variables, in_role=False)
+        any_variable = _OTHERS in spoken
+        self._variable_lookups(self.definition.variables if any_variable else spoken, variables)
+        every = {self._name(file): file for file in sorted(around | in_roles | self.opened)}
+        return PlaybookReading(every, spoken, self._values(), tuple(sorted(self.unknown)))
+
+    def _role_files(self, name: str) -> list[Path]:
+        try:
+            parts = self.book.role(name).parts
+        except KeyError:  # beside the playbook, where all counts
+            return []
+        return [file for part in parts for file in files_in(part)]
+
+    def _of_a_role(self, file: Path) -> bool:
+        """Tell whether a file is a part of a role that never reaches an image."""
+        return file.is_relative_to(self.definition.repo_root / "roles")
+
+    def _is_plain(self, role: str) -> bool:
+        """Tell whether a role's tasks lead nowhere but to its own files."""
+        files = [f for f in self._role_files(role) if {"tasks", "handlers", "meta"} & set(f.parts)]
+        return bool(files) and not any(_LEADS_OUT.search(self._text(f)) for f in files if f.suffix in _YAML)
+
+    def _text(self, file: Path) -> str:
+        if file not in self.texts:
+            self.texts[file] = file.read_text("utf-8", "replace")
+        return self.texts[file]
+
+    def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
+        """Return the inventory's variables that files speak of."""
+        texts = [self._text(file) for file in files]
+        known = self.definition.variables
+        names = referenced_names(texts, known)
+        spoken = {name: known[name] for name in sorted(names)}
+        if any(_ANY_VARIABLE.search(text) for text in texts):
+            # All others by their digest: there may be secrets among them that nobody speaks of.
+            others: dict[str, JSON] = {
+                name: value
+                for name, value in known.items()
+                if name not in names and not name.startswith("ansible_")
+            }
+            met = {word for text in texts for word in words(text)}
+            others |= {"groups": self.definition.magic.get("groups", {})} if "groups" in met else {}
+            others |= {"hostvars": self.definition.hostvars()} if "hostvars" in met else {}
+            spoken[_OTHERS] = digest(others)
+        return spoken
+
+    def _scope(self, role: str) -> Mapping[str, JSON]:
+        evaluated = evaluated_playbook(self.definition, self.layer)
+        own = next((found.raw for found in evaluated if found.use.name == role), None)
+        return own or role_variables(self.book, self.layer, RoleUse(role), self.inventory)
+
+    def _lookups(self, files: Iterable[Path], scope: _Scope, *, in_role: bool) -> None:
+        for file in files:
+            if file.name == "argument_specs.yml" or not (file.suffix in _YAML or "templates" in file.parts):
+                continue
+            self._run_lookups(self._name(file), _uncommented(self._text(file)), scope, in_role=in_role)
+
+    def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
+        """Run the lookups in values of the inventory, which any role's files may be meant by."""
+        roles = [str(self.book.role(use.name).path) for use in self.layer.uses]
+        scope = {**scope, "ansible_search_path": [*roles, str(self.layer.playbook.parent)]}
+        for name, value in spoken.items():
+            for text in strings(value):
+                if is_template(text):
+                    self._run_lookups(name, text, lambda: scope, in_role=False)
+
+    def _run_lookups(self, where: str, text: str, scope: _Scope, *, in_role: bool) -> None:
+        calls = list(_calls(text))
+        if not calls:
+            return
+        evaluator = engine.Evaluator(scope(), self.layer.playbook.parent)
+        for lookup, call in calls:
+            if lookup in _OWN_LOOKUPS:
+                self.opened.update(files_in(self.definition.repo_root / _OWN_LOOKUPS[lookup]))
+                continue
+            try:
+                evaluator.evaluate("{{ " + call + " }}")
+            except engine.UnpredictableValueError as error:
+                self.unknown.add(f"{where}: {error}")
+            except engine.EvaluationError:
+                # A role's file whose name a loop or a fact gives is one of its own: those count.
+                if not in_role:
+                    self.unknown.add(f"{where}: what `{call}` reads is known only while the play runs")
+        self.opened |= {path for path in evaluator.reads.files if path.is_file()}
+
+    def _values(self) -> dict[str, JSON]:
+        """Return digests of what templates of the roles come to; secrets are left out, their files count."""
+        values: dict[str, JSON] = {}
+        for role in evaluated_playbook(self.definition, self.layer):
+            values |= {
+                name: self._placeless(value)
+                for name, value in role.values.items()
+                if name not in role.looked_up and is_template(role.raw[name])
+            }
+        return values
+
+    def _name(self, file: Path) -> str:
+        """Return what a file counts under: where the repository or the inventory lies doesn't matter."""
+        for root, prefix in self._roots:
+            if file.is_relative_to(root):
+                return prefix + os.fspath(file.relative_to(root))
+        return os.fspath(file)
+
+    def _placeless(self, value: JSON) -> JSON:
+        """Return a value in which paths are as ``_name`` has them."""
+        if isinstance(value, str):
+            for root, prefix in self._roots:
+                value = value.replace(f"{root}/", prefix)
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._placeless(inner) for key, inner in value.items()}
+        if isinstance(value, Sequence):
+            return [self._placeless(inner) for inner in value]
+        return value
+
+    @functools.cached_property
+    def _roots(self) -> list[tuple[Path, str]]:
+        paths = self.definition.inventory_paths
+        inventories = [(path if path.is_dir() else path.parent, "inventory/") for path in paths]
+        return [(self.definition.repo_root, ""), *inventories]
