@@ -31,13 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from image_builder import namespace, process
+import pytest
+
+from image_builder import environment, namespace, process
 from image_builder.errors import PullError
 from image_builder.events import NullMonitor, Part
 from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.lock import LockedImage
 from image_builder.pull import containerd_engine, docker_engine, retry
+from image_builder.pull.mirrors import Mirrors
 from image_builder.pull.model import Limits
 from image_builder.pull.puller import Puller, Wanted
 from image_builder.pull.registry import Endpoint, locate
@@ -49,6 +52,9 @@ from tests.faults.registry_plan import Upstream
 from tests.faults.registry_proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
+# Engines newer than those of Debian's archive, as packages of a repository that lies beside some checkouts.
+PROGRAMS = REPO.parent / "shared/programs/repository"
+NEWER = {"containerd_2": "containerd.io_2.*.deb"}
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # Of the stages of a worker, those whose trees hold the engines, topmost first.
@@ -66,7 +72,10 @@ Result = dict[str, Any]
 def isolated(
     scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
 ) -> Any:
-    """Run ``scenario(lab, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk."""
+    """Run ``scenario(lab, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk.
+
+    ``engine`` is one of ENGINES, or one of NEWER, which is unpacked over the worker's own.
+    """
     # Beside the store: the data root of an engine needs a real filesystem, which a directory for tests may not be.
     base = worker.store.parent / f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
     base.mkdir()
@@ -74,10 +83,10 @@ def isolated(
         "module": scenario.__module__,
         "name": scenario.__qualname__,
         "words": words,
-        "engine": engine,
+        "engine": family(engine),
         "store": os.fspath(worker.store),
         "tools": os.fspath(worker.object("tools") / "product/tree"),
-        "trees": [os.fspath(tree) for tree in worker.trees("container_runtime")],
+        "trees": [*_newer(engine, base), *(os.fspath(t) for t in worker.trees("container_runtime"))],
         "base": os.fspath(base),
     }
     try:
@@ -98,6 +107,30 @@ def isolated(
         subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
 
 
+def family(engine: str) -> str:
+    """Return which of ENGINES a parameter of a test means."""
+    return engine.partition("_")[0]
+
+
+def every_engine() -> list[Any]:
+    """Return the engines as parameters of a test, the newer ones too where their packages are there."""
+    absent = [name for name, pattern in NEWER.items() if not list(PROGRAMS.glob(pattern))]
+    reason = "no packages of newer engines beside this checkout"
+    return [
+        pytest.param(n, marks=[pytest.mark.skip(reason)] if n in absent else []) for n in (*ENGINES, *NEWER)
+    ]
+
+
+def _newer(engine: str, base: Path) -> list[str]:
+    """Unpack the programs of a newer engine; return their tree, if it is one."""
+    if engine not in NEWER:
+        return []
+    (package,) = PROGRAMS.glob(NEWER[engine])
+    tree = base / "programs"
+    subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
+    return [os.fspath(tree)]
+
+
 def child(path: str) -> int:
     """Be the process of one scenario."""
     told = json.loads(Path(path).read_text())
@@ -105,8 +138,9 @@ def child(path: str) -> int:
 
     def work() -> int:
         # A call of the tests may be inside of a build's own variables: none of them is meant for this one.
-        for name in ("http_proxy", "https_proxy", "no_proxy"):
+        for name in environment.PROXIES:
             os.environ.pop(name, None)
+            os.environ.pop(name.upper(), None)
         leave_the_network()
         scenario = getattr(importlib.import_module(told["module"]), told["name"])
         trees = [Path(t) for t in told["trees"]]
@@ -256,7 +290,7 @@ class Lab:
     # -- the engine -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, state: Path, *, downloads: int = 64) -> Iterator[Any]:
+    def running(self, state: Path, *, downloads: int = 64, mirrors: Mirrors | None = None) -> Iterator[Any]:
         """Run the engine on a data root in the worker's tree, as the stage ``preload`` does."""
         self.out = self.folder("out")
         with open_root(
@@ -268,7 +302,7 @@ class Lab:
             write_names(root.path, self.endpoints)
             self.root = root
             with self.module.running(
-                root, downloads=downloads, endpoints=self.endpoints, log=self.log
+                root, downloads=downloads, endpoints=self.endpoints, log=self.log, mirrors=mirrors
             ) as engine:
                 yield engine
 
@@ -344,8 +378,8 @@ def processes() -> list[Process]:
                 parts = [Path("/proc", name, file).read_bytes() for file in ("cmdline", "environ")]
             except OSError:
                 continue
-            words, environment = (data.decode(errors="replace").split("\0") for data in parts)
-            found.append(Process(int(name), words, environment))
+            words, variables = (data.decode(errors="replace").split("\0") for data in parts)
+            found.append(Process(int(name), words, variables))
     return found
 
 

@@ -13,18 +13,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from image_builder import cgroups, process
 from image_builder.errors import CommandError, PullError
 from image_builder.lock import LockedImage
+from image_builder.pull import outbound
 from image_builder.pull.attempt import Attempt, now
+from image_builder.pull.gateway import Gateway, gateway
+from image_builder.pull.mirrors import Mirror, Mirrors
 from image_builder.pull.model import Seen
-from image_builder.pull.reference import names_of
+from image_builder.pull.reference import Reference, names_of
 from image_builder.pull.reference import parse as parse_reference
-from image_builder.pull.registry import Endpoints, authorization
+from image_builder.pull.registry import STREAM, Endpoints, RegistryClient
 from image_builder.sandbox import Root
 from image_builder.store import remove_tree
 
@@ -60,7 +64,9 @@ disabled_plugins = [
 
 
 @contextmanager
-def running(root: Root, *, downloads: int, endpoints: Endpoints, log: Path) -> Iterator[ContainerdEngine]:
+def running(
+    root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+) -> Iterator[ContainerdEngine]:
     """Run containerd in ``root``, which has a network and a data root; yields it when it answers.
 
     ``downloads`` is how many layers of one image come at once. Raises PullError with the end of its log.
@@ -71,6 +77,8 @@ def running(root: Root, *, downloads: int, endpoints: Endpoints, log: Path) -> I
     argv = root.argv(["containerd", "--config", f"/{_RUN}/containerd.toml"])
     with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
         engine = ContainerdEngine(root, downloads, endpoints, daemon.pid, lambda: daemon.poll() is None, log)
+        engine.mirrors = mirrors or {}
+        engine.outbound = outbound.variables(root, endpoints)
         engine.wait_until_it_answers()
         yield engine
 
@@ -93,6 +101,8 @@ class ContainerdEngine:
         self.root, self.downloads, self.endpoints = root, downloads, endpoints
         self.pid, self.alive, self.log = pid, alive, log
         self.data_root = root.path / DATA_ROOT.lstrip("/")
+        self.mirrors: Mirrors = {}
+        self.outbound: Mapping[str, str] = {}
 
     def _ctr(self, *words: str) -> str:
         try:
@@ -111,10 +121,16 @@ class ContainerdEngine:
                 time.sleep(0.05)
         raise PullError(f"containerd does not start\n{process.tail(self.log)}")
 
+    @cached_property
+    def major(self) -> int:
+        """Return the first number of the version, 0 for one that isn't a number."""
+        number = self.version().partition(".")[0]
+        return int(number) if number.isdigit() else 0
+
     def version(self) -> str:
         """Return the daemon's version, without the name of who built it."""
         words = self.root.run(["containerd", "--version"]).stdout.split()
-        return words[2] if len(words) > 2 else ""
+        return words[2].removeprefix("v") if len(words) > 2 else ""
 
     def has(self, image: LockedImage) -> bool:
         """Tell whether an image is there as it was locked, by digest and tag, complete and unpacked."""
@@ -132,25 +148,30 @@ class ContainerdEngine:
         """Pull by digest and tag it; raises PullError with ctr's words."""
         reference = parse_reference(image.ref)
         name = reference.at(image.digest)
-        hosts = self._write_hosts(image)
         log = self.log.with_name(f"{self.log.stem}-{image.config[7:19]}.log")
         argv = ["ctr", "-n", NAMESPACE, "images", "pull", "--snapshotter", SNAPSHOTTER]
         argv += ["--platform", image.platform, "--max-concurrent-downloads", str(self.downloads)]
-        argv += ["--hosts-dir", f"/{hosts.relative_to(self.root.path)}", name]
+        if self.major >= 2:
+            # From there on ctr lets the daemon's transfer service pull, which knows no limit of downloads; 1.6 doesn't
+            # know this option.
+            argv.append("--local")
         log.unlink(missing_ok=True)
         try:
-            with process.background(self.root.argv(argv), log=log) as child:
-                attempt.ended_by(child.terminate)
-                while child.poll() is None:
-                    for seen in self._observe(image):
-                        attempt.seen(seen)
-                    attempt.check()
-                    time.sleep(_POLL_SECONDS)
-            attempt.check()
-            if child.returncode != 0:
-                raise PullError(_said(log))
+            with self._hosts(image) as (folder, way):
+                command = [*argv, "--hosts-dir", folder, name]
+                with process.background(
+                    self.root.argv(command, self.outbound, proxies=True), log=log
+                ) as child:
+                    attempt.ended_by(child.terminate)
+                    while child.poll() is None:
+                        for seen in self._observe(image):
+                            attempt.seen(seen)
+                        attempt.check()
+                        time.sleep(_POLL_SECONDS)
+                attempt.check()
+                if child.returncode != 0:
+                    raise PullError(_reason(log, way, reference))
         finally:
-            remove_tree(hosts)
             log.unlink(missing_ok=True)
         self._ctr("images", "tag", "--force", name, image.ref)
         for known in (name, image.ref):
@@ -168,7 +189,7 @@ class ContainerdEngine:
             if digest in layers:
                 yield Seen(at, digest, "downloading", got, total or layers[digest])
         there = [d for d in layers if d not in coming and self._has_blob(d)]
-        if len(there) == len(layers):
+        if layers and len(there) == len(layers):
             # Nothing is left to come: what the daemon writes now are the files of layers.
             yield Seen(at, image.layers[-1].digest, "extracting", self._written())
             there.pop()
@@ -199,28 +220,40 @@ class ContainerdEngine:
         written = int(fields[fields.index("wchar:") + 1])
         return written // _STEP * _STEP
 
-    def _write_hosts(self, image: LockedImage) -> Path:
-        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs; return the directory."""
-        registry = parse_reference(image.ref).registry
-        endpoint = self.endpoints.get(registry)
-        token = authorization(image.ref, self.endpoints)
+    @contextmanager
+    def _hosts(self, image: LockedImage) -> Iterator[tuple[str, Gateway | None]]:
+        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs; yields the directory."""
+        reference = parse_reference(image.ref)
         folder = self.root.path / _RUN / f"hosts-{image.config[7:19]}"
-        place = folder / registry
+        place = folder / reference.registry
         place.mkdir(parents=True, mode=0o700, exist_ok=True)
-        server = f"https://{parse_reference(image.ref).api_host}"
-        # For the registry itself, not in a table of `host`: what is refused there is asked for once more at `server`,
-        # without this certificate and this header, and only that refusal is told.
-        lines = [f"server = {_toml(server)}", 'capabilities = ["pull", "resolve"]']
-        if endpoint:
-            shutil.copyfile(endpoint.ca, place / "ca.pem")
-            ca = place.relative_to(self.root.path) / "ca.pem"
-            lines.append(f"ca = {_toml(f'/{ca}')}")
-        if token:
-            lines += ["[header]", f"Authorization = [{_toml(token)}]"]
-        lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
-        (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        (place / "hosts.toml").chmod(0o600)
-        return folder
+        with ExitStack() as stack:
+            stack.callback(remove_tree, folder)
+            client = stack.enter_context(
+                RegistryClient(reference, self.endpoints, retries=False, timeout=STREAM)
+            )
+            way = stack.enter_context(gateway(client)) if client.credentials else None
+            endpoint = self.endpoints.get(reference.registry)
+            # For the registry itself, not in a table of `host`: what is refused there is asked for once more at
+            # `server`, without this certificate and this header, and only that refusal is told.
+            lines = [
+                f"server = {_toml(way.url if way else client.server)}",
+                'capabilities = ["pull", "resolve"]',
+            ]
+            if endpoint and not way:
+                shutil.copyfile(endpoint.ca, place / "ca.pem")
+                lines.append(f"ca = {_toml(self._inside(place / 'ca.pem'))}")
+            if way:
+                lines += ["[header]", f"Authorization = [{_toml(way.authorization)}]"]
+            lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
+            for mirror in self.mirrors.get(reference.registry, ()):
+                lines += _mirror(mirror, has_authority=(self.root.path / mirror.ca.lstrip("/")).is_file())
+            (place / "hosts.toml").touch(mode=0o600)
+            (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            yield self._inside(folder), way
+
+    def _inside(self, path: Path) -> str:
+        return f"/{path.relative_to(self.root.path)}"
 
     def mark(self, image: LockedImage, *, pin: bool) -> None:
         """Label an image as the kubelet's plugin does, and protect it from the kubelet if wanted."""
@@ -322,11 +355,23 @@ def _lowers(mounts: str) -> list[str]:
     return [mount["Source"]]
 
 
-def _said(log: Path) -> str:
-    """Return ctr's error: its last line that is one."""
+def _mirror(mirror: Mirror, *, has_authority: bool) -> list[str]:
+    """Return the table of ``hosts.toml`` for a mirror."""
+    lines = [f"[host.{_toml(mirror.url)}]", 'capabilities = ["pull", "resolve"]']
+    if mirror.ca and has_authority:
+        lines.append(f"ca = {_toml(mirror.ca)}")
+    lines += [f"{name} = true" for name in ("skip_verify", "override_path") if getattr(mirror, name)]
+    return lines
+
+
+def _reason(log: Path, way: Gateway | None, reference: Reference) -> str:
+    """Return why ctr failed: by what the registry said to the gateway, or by ctr's error, its last line that is one."""
+    if way and way.failure:
+        return way.failure
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ctr:")]
-    return (errors or lines or ["ctr failed and said nothing"])[-1].removeprefix("ctr: ")
+    reason = (errors or lines or ["ctr failed and said nothing"])[-1].removeprefix("ctr: ")
+    return reason.replace(way.url, f"https://{reference.api_host}") if way else reason
 
 
 def _toml(text: str) -> str:

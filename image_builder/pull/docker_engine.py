@@ -7,9 +7,12 @@ caller binds to ``DATA_ROOT``. What the node's daemon.json says is validated apa
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
+import socket
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +27,13 @@ from docker.utils.json_stream import json_stream
 from image_builder import cgroups, process
 from image_builder.errors import PullError
 from image_builder.lock import LockedImage
+from image_builder.pull import outbound
 from image_builder.pull.attempt import Attempt
 from image_builder.pull.credentials import credentials_for, docker_header
 from image_builder.pull.docker_events import Failed, parse
+from image_builder.pull.mirrors import Mirrors
 from image_builder.pull.model import Seen
-from image_builder.pull.reference import names_of
+from image_builder.pull.reference import familiar, names_of
 from image_builder.pull.reference import parse as parse_reference
 from image_builder.pull.registry import Endpoints
 from image_builder.sandbox import Root
@@ -39,12 +44,13 @@ _RUN = "run/image-builder"
 _START_SECONDS, _STOP_SECONDS = 60.0, 60.0
 _API_SECONDS = 120
 _BLOCK = 1 << 20
+_FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
 # What of a data root is images; the rest is of the daemon that ran.
 _KEPT = ("image", "overlay2")
 
 
-def configuration(downloads: int) -> dict[str, Any]:
-    """Return the bake's daemon.json. Every key exists from Docker 20.10 on."""
+def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the bake's daemon.json. Every key exists from Docker 20.10 on. Docker mirrors Docker Hub alone."""
     return {
         "data-root": DATA_ROOT,
         "exec-root": "/run/docker",
@@ -61,23 +67,28 @@ def configuration(downloads: int) -> dict[str, Any]:
         "userland-proxy": False,
         "max-concurrent-downloads": downloads,
         "raw-logs": True,
+        **({"registry-mirrors": list(mirrors)} if mirrors else {}),
     }
 
 
 @contextmanager
-def running(root: Root, *, downloads: int, endpoints: Endpoints, log: Path) -> Iterator[DockerEngine]:
+def running(
+    root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+) -> Iterator[DockerEngine]:
     """Run dockerd in ``root``, which has a network and a data root; yields it when it answers.
 
     ``downloads`` is how many layers come at once. Raises PullError with the end of its log.
     """
     run = root.path / _RUN
     run.mkdir(parents=True, exist_ok=True)
-    (run / "daemon.json").write_text(json.dumps(configuration(downloads)), encoding="utf-8")
+    hub = [mirror.url for mirror in (mirrors or {}).get("docker.io", ())]
+    (run / "daemon.json").write_text(json.dumps(configuration(downloads, hub)), encoding="utf-8")
     for endpoint in endpoints.values():
         certs = root.path / "etc/docker/certs.d" / endpoint.host
         certs.mkdir(parents=True, exist_ok=True)
         (certs / "ca.crt").write_bytes(endpoint.ca.read_bytes())
-    argv = root.argv(["dockerd", f"--config-file=/{_RUN}/daemon.json"], _proxies())
+    surroundings = outbound.variables(root, endpoints)
+    argv = root.argv(["dockerd", f"--config-file=/{_RUN}/daemon.json"], surroundings, proxies=True)
     folder = os.open(root.path / "run", os.O_RDONLY | os.O_DIRECTORY)
     try:
         # The path of a socket has at most 108 bytes; a store's may be longer.
@@ -87,11 +98,6 @@ def running(root: Root, *, downloads: int, endpoints: Endpoints, log: Path) -> I
             yield DockerEngine(root, url, lambda: daemon.poll() is None, log)
     finally:
         os.close(folder)
-
-
-def _proxies() -> dict[str, str]:
-    known = process.environment()
-    return {name: known[name] for name in ("http_proxy", "https_proxy", "no_proxy") if name in known}
 
 
 def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> None:
@@ -147,35 +153,33 @@ class DockerEngine:
                 self._stream(client, image, attempt)
                 client.tag(reference.at(image.digest), reference.repository, reference.tag)
                 found = _inspect(client, image.ref)
-        except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+        except (*_FAILURES, http.client.HTTPException) as error:
             raise PullError(str(getattr(error, "explanation", None) or error)) from error
         if fault := self._fault(image, found):
             raise PullError(fault)
 
     def _stream(self, client: docker.APIClient, image: LockedImage, attempt: Attempt) -> None:
         reference = parse_reference(image.ref)
-        response = client.post(
-            f"{client.base_url}/v{client.api_version}/images/create",
-            params={
-                "fromImage": reference.repository,
-                "tag": image.digest,
-                "platform": image.platform,
-            },
-            headers=docker_header(credentials_for(reference.registry)),
-            stream=True,
-            timeout=None,
-        )
-        with response:
-            if response.status_code != 200:
-                raise PullError(_explanation(response))
-            # Whoever gives up ends the reading here; the daemon sees the connection close and stops pulling.
-            attempt.ended_by(response.raw.shutdown)
-            for message in json_stream(response.iter_content(None, decode_unicode=False)):
-                told = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
-                if isinstance(told, Failed):
-                    raise PullError(told.message)
-                if isinstance(told, Seen):
-                    attempt.seen(told)
+        query = {"fromImage": reference.repository, "tag": image.digest, "platform": image.platform}
+        headers = {"Host": "docker", **docker_header(credentials_for(reference.registry))}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.url.removeprefix("unix://"))
+            # Whoever gives up ends the reading here; the daemon sees the connection close and stops pulling. It sends
+            # not even its headers before it has the manifest, so this can't wait for them.
+            attempt.ended_by(lambda: connection.shutdown(socket.SHUT_RDWR))
+            client_side = http.client.HTTPConnection("docker")
+            client_side.sock = connection
+            path = f"/v{client.api_version}/images/create?{urllib.parse.urlencode(query)}"
+            client_side.request("POST", path, headers=headers)
+            with client_side.getresponse() as response:
+                if response.status != 200:
+                    raise PullError(_explanation(response.status, response.read()))
+                for message in json_stream(_blocks(response)):
+                    told = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
+                    if isinstance(told, Failed):
+                        raise PullError(told.message)
+                    if isinstance(told, Seen):
+                        attempt.seen(told)
         attempt.check()
 
     def _fault(self, image: LockedImage, found: Mapping[str, Any]) -> str | None:
@@ -198,11 +202,12 @@ class DockerEngine:
 
     def keep_only_names(self, wanted: Set[str]) -> list[str]:
         """Remove every other reference; return what was removed."""
+        wanted = {familiar(name) for name in wanted}
         removed = []
         with _connected(self.url) as client:
             for image in client.images(all=False):
                 for name in [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]:
-                    if name not in wanted and "<none>" not in name:
+                    if familiar(name) not in wanted and "<none>" not in name:
                         try:
                             client.remove_image(name)
                         except ImageNotFound:  # went with its last tag
@@ -259,7 +264,7 @@ class DockerEngine:
                 )
                 with response:
                     if response.status_code != 200:
-                        raise PullError(_explanation(response))
+                        raise PullError(_explanation(response.status_code, response.content))
                     for chunk in response.iter_content(_BLOCK):
                         sink.write(chunk)
                         digest.update(chunk)
@@ -275,11 +280,16 @@ def _inspect(client: docker.APIClient, name: str) -> dict[str, Any]:
     return found
 
 
-def _explanation(response: requests.Response) -> str:
+def _blocks(response: http.client.HTTPResponse) -> Iterator[Any]:
+    while block := response.read1(_BLOCK):
+        yield block
+
+
+def _explanation(status: int, body: bytes) -> str:
     try:
-        return str(response.json()["message"])
+        return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
-        return f"dockerd says {response.status_code} {response.text[:200]}"
+        return f"dockerd says {status} {body[:200].decode(errors='replace')}"
 
 
 def strip(data_root: Path) -> None:

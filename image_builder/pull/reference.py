@@ -49,6 +49,12 @@ def parse(text: str) -> Reference:
     return Reference(registry, name, tag)
 
 
+def familiar(name: str) -> str:
+    """Return a name as Docker lists it: of what is Docker Hub's, neither the registry nor ``library/`` is said."""
+    registry, _, rest = name.partition("/")
+    return rest.removeprefix("library/") if registry in _DOCKER_HUB else name
+
+
 def names_of(images: Iterable[LockedImage]) -> set[str]:
     """Return what images are called: by tag and by digest."""
     return {name for i in images for name in (i.ref, parse(i.ref).at(i.digest))}

@@ -1,6 +1,7 @@
 """Ask a registry what a tag means: the one place that turns tags into digests, for the lock alone.
 
-A small client of the OCI distribution API. What is pulled later is pulled by a container runtime, by digest.
+A small client of the OCI distribution API. What is pulled later is pulled by a container runtime, by digest; one that
+can't renew a token does so through this client (``gateway.py``).
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ import base64
 import hashlib
 import json
 import re
+import threading
+import time
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import urllib3
 
 from image_builder.errors import PullError
 from image_builder.lock import LockedImage, LockedLayer
-from image_builder.process import environment
 from image_builder.pull.credentials import Credentials, credentials_for
+from image_builder.pull.mirrors import Mirror, Mirrors
 from image_builder.pull.reference import Reference, parse
+from image_builder.web import pool
 
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -33,6 +37,10 @@ _MANIFESTS = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
+# For who only wants to know how long to wait: a build that is to end waits for the answer.
+_SHORT = urllib3.Timeout(connect=2, read=2)
+# A layer on which nothing comes for so long is asked for again, from where it broke off.
+STREAM = urllib3.Timeout(connect=20, read=60)
 # Retry-After is honoured, up to the longest wait that makes sense before anything was started.
 _RETRIES = urllib3.Retry(
     total=5,
@@ -44,8 +52,10 @@ _RETRIES = urllib3.Retry(
     raise_on_status=False,
     retry_after_max=120,
 )
+_SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
 _NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
+_READS = 3
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -62,13 +72,24 @@ class Endpoint:
 Endpoints = Mapping[str, Endpoint]
 
 
-def locate(ref: str, platform: str, endpoints: Endpoints) -> LockedImage:
-    """Return what ``ref`` means now, for one platform.
+def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | None = None) -> LockedImage:
+    """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
 
     Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
     """
     image = parse(ref)
-    client = _Client(image, endpoints.get(image.registry), credentials_for(image.registry))
+    for mirror in (mirrors or {}).get(image.registry, ()):
+        try:
+            with RegistryClient(image, endpoints, mirror, retries=False) as client:
+                return _locate(ref, platform, client)
+        except PullError:  # as with a runtime: who has it not, or doesn't answer, is passed over
+            continue
+    with RegistryClient(image, endpoints) as client:
+        return _locate(ref, platform, client)
+
+
+def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
+    image = client.image
     try:
         top, digest = client.manifest(image.tag)
         manifest, of_platform = top, digest
@@ -82,10 +103,12 @@ def locate(ref: str, platform: str, endpoints: Endpoints) -> LockedImage:
         config_digest = str(manifest["config"]["digest"])
         config = client.blob(config_digest)
     except urllib3.exceptions.HTTPError as error:
-        raise PullError(f"{ref}: {image.registry} can't be reached: {_reason(error)}") from error
+        raise PullError(f"{ref}: {client.unreachable(error)}") from error
     found = f"{config.get('os')}/{config.get('architecture')}"
     if platform.split("/")[:2] != found.split("/"):
         raise PullError(f"{ref}: is for {found}, not for {platform}", hint="choose a tag for this platform")
+    if not manifest["layers"]:
+        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
     diff_ids = config.get("rootfs", {}).get("diff_ids", [])
     if len(diff_ids) != len(manifest["layers"]):
         raise PullError(
@@ -107,8 +130,10 @@ def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
     """
     image = parse(ref)
     try:
-        client = _Client(image, endpoints.get(image.registry), credentials_for(image.registry))
-        answer = client.ask("HEAD", f"manifests/{digest}", retries=False)
+        with RegistryClient(image, endpoints, retries=False, timeout=_SHORT) as client:
+            # It logs in: a registry that doesn't know us says 401, however often it was asked.
+            answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
+            answer.close()
     except (urllib3.exceptions.HTTPError, PullError):
         return 0.0
     if answer.status != 429:
@@ -118,15 +143,17 @@ def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
 
 
 def _choose(ref: str, index: Mapping[str, Any], platform: str) -> str:
-    """Return the digest of the manifest for ``platform``."""
-    offered = []
+    """Return the digest of the manifest for ``platform``: that which the runtimes take, whatever the order."""
+    offered: dict[str, str] = {}
     for entry in index.get("manifests", []):
         of = entry.get("platform", {})
         name = "/".join(p for p in (of.get("os"), of.get("architecture"), of.get("variant")) if p)
-        if name == platform or (name.startswith(f"{platform}/") and platform.count("/") == 1):
-            return str(entry["digest"])
         if "unknown" not in name:
-            offered.append(name)
+            offered.setdefault(name, str(entry["digest"]))
+    # A processor's plain name and that of its oldest variant mean the same (containerd's platforms.Normalize).
+    for name in (platform, *(same for pair in _SAME for same in pair if platform in pair)):
+        if name in offered:
+            return offered[name]
     raise PullError(f"{ref}: none for {platform}; the registry has {', '.join(sorted(offered)) or 'none'}")
 
 
@@ -134,25 +161,75 @@ def _reason(error: urllib3.exceptions.HTTPError) -> str:
     return str(getattr(error, "reason", None) or error)
 
 
-class _Client:
-    """The API of one repository."""
+class RegistryClient:
+    """The API of one repository, at its registry or at a mirror of it, with connections. Threads may share it."""
 
-    def __init__(self, image: Reference, endpoint: Endpoint | None, credentials: Credentials | None) -> None:
-        self.image = image
-        self.credentials = credentials
-        self.headers = {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
-        if endpoint:
-            self.pool: urllib3.PoolManager = urllib3.PoolManager(
-                ca_certs=str(endpoint.ca),
-                server_hostname=endpoint.host,
-                assert_hostname=endpoint.host,
-                timeout=_TIMEOUT,
-            )
-            self.base = f"https://{endpoint.address}:{endpoint.port}"
-            self.headers["Host"] = endpoint.host
-        else:
-            self.base = f"https://{image.api_host}"
-            self.pool = _pool(self.base)
+    def __init__(
+        self,
+        image: Reference,
+        endpoints: Endpoints,
+        mirror: Mirror | None = None,
+        *,
+        retries: bool = True,
+        timeout: urllib3.Timeout = _TIMEOUT,
+    ) -> None:
+        self.image, self.endpoints = image, endpoints
+        self.server = mirror.server if mirror else f"https://{image.api_host}"
+        self.api = mirror.api if mirror else "/v2"
+        self.registry = mirror.host if mirror else image.registry
+        self.credentials = credentials_for(self.registry)
+        self.retries: urllib3.Retry | bool = _RETRIES if retries else False
+        self.timeout = timeout
+        self._unchecked = bool(mirror and mirror.skip_verify)
+        self._authorization: str | None = None
+        self._challenge = ""
+        self._lock = threading.Lock()
+        self._pools: dict[str, tuple[urllib3.PoolManager, str, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for connections, _, _ in self._pools.values():
+            connections.clear()
+
+    def path(self, what: str) -> str:
+        """Return the path of a manifest or a blob."""
+        return f"{self.api}/{self.image.api_name}/{what}"
+
+    def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
+        """Return an error of the connection in words."""
+        return f"{self.registry} can't be reached: {_reason(error)}"
+
+    def local(self, location: str) -> str:
+        """Return where a redirect leads: within this registry as a path, elsewhere as it is."""
+        parts = urllib.parse.urlsplit(location)
+        if parts.netloc == urllib.parse.urlsplit(self.server).netloc:
+            return urllib.parse.urlunsplit(parts._replace(scheme="", netloc=""))
+        return location
+
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], **options: Any
+    ) -> urllib3.BaseHTTPResponse:
+        """Ask any server: one that no DNS knows where it is, another through the proxy."""
+        parts = urllib.parse.urlsplit(url)
+        site = f"{parts.scheme}://{parts.netloc}"
+        if site not in self._pools:
+            self._pools[site] = self._pool(site, parts.netloc)
+        connections, base, host = self._pools[site]
+        options = {"retries": self.retries, "timeout": self.timeout, **options}
+        sent = {**headers, "Host": host} if base != site else headers
+        return connections.request(method, f"{base}{url.removeprefix(site)}", headers=sent, **options)
+
+    def _pool(self, site: str, host: str) -> tuple[urllib3.PoolManager, str, str]:
+        """Return connections to a server, under which address, and what it calls itself."""
+        endpoint = self.endpoints.get(host)
+        if endpoint is None:
+            return pool(site, **({"cert_reqs": "CERT_NONE"} if self._unchecked else {})), site, host
+        connections = urllib3.PoolManager(
+            ca_certs=str(endpoint.ca), server_hostname=endpoint.host, assert_hostname=endpoint.host
+        )
+        return connections, f"https://{endpoint.address}:{endpoint.port}", host
 
     def manifest(self, what: str) -> tuple[dict[str, Any], str]:
         """Return a manifest by tag or digest, and its digest; raises PullError."""
@@ -178,69 +255,98 @@ class _Client:
             raise PullError(f"{self.image}: {self.image.registry} did not answer with JSON")
         return found
 
-    def _get(self, path: str) -> bytes:
-        answer = self.ask("GET", path)
-        if answer.status == 401:
-            self._log_in(answer.headers.get("WWW-Authenticate", ""))
-            answer = self.ask("GET", path)
-        if answer.status != 200:
-            raise PullError(f"{self.image}: {self._refusal(answer)}", hint=_HINTS.get(answer.status))
-        return answer.data
+    def _get(self, what: str) -> bytes:
+        headers = {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
+        left = _READS if self.retries else 1
+        while True:
+            left -= 1
+            with closing(self.stream("GET", self.path(what), headers, redirect=True)) as answer:
+                try:
+                    data = answer.read(_LARGEST_DOCUMENT + 1)
+                except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
+                    if not left:
+                        raise
+                    time.sleep(1)
+                    continue
+                if len(data) > _LARGEST_DOCUMENT:
+                    raise PullError(f"{self.image}: {what} is too large to be what it should be")
+                if answer.status != 200:
+                    words = self.refusal(answer, data)
+                    raise PullError(f"{self.image}: {words}", hint=_HINTS.get(answer.status))
+                return data
 
-    def ask(self, method: str, path: str, *, retries: bool = True) -> urllib3.BaseHTTPResponse:
-        answer = self.pool.request(
-            method,
-            f"{self.base}/v2/{self.image.api_name}/{path}",
-            headers=self.headers,
-            retries=_RETRIES if retries else False,
-        )
-        if len(answer.data) > _LARGEST_DOCUMENT:
-            raise PullError(f"{self.image}: {path} is too large to be what it should be")
+    def stream(
+        self, method: str, path: str, headers: Mapping[str, str], *, redirect: bool = False
+    ) -> urllib3.BaseHTTPResponse:
+        """Ask the registry and return its answer unread, which the caller closes. A token that ran out is renewed.
+
+        Raises PullError when the registry's own credentials are refused, and urllib3's HTTPError.
+        """
+
+        def ask() -> urllib3.BaseHTTPResponse:
+            sent = {**headers, "Authorization": used} if used else headers
+            url = f"{self.server}{path}"
+            return self._send(method, url, sent, redirect=redirect, preload_content=False)
+
+        used = self._authorization
+        answer = ask()
+        if answer.status in (401, 403):
+            try:
+                renewed = self._renew(answer.headers.get("WWW-Authenticate", ""), used)
+            except BaseException:
+                answer.close()
+                raise
+            if renewed:
+                answer.drain_conn()
+                used = self._authorization
+                answer = ask()
         return answer
 
-    def _refusal(self, answer: urllib3.BaseHTTPResponse) -> str:
+    def _renew(self, challenge: str, used: str | None) -> bool:
+        """Log in, unless another thread just did; return whether there is something new to ask with."""
+        with self._lock:
+            if self._authorization == used:
+                self._challenge = challenge or self._challenge
+                self._log_in(self._challenge)
+            return self._authorization != used
+
+    def refusal(self, answer: urllib3.BaseHTTPResponse, body: bytes) -> str:
+        """Return in words what an answer says that isn't what was asked for."""
         try:
-            told = json.loads(answer.data)["errors"][0]
-            words = str(told.get("message") or told.get("code"))
+            error = json.loads(body)["errors"][0]
+            words = str(error.get("message") or error.get("code"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             words = answer.reason or ""
-        return f"{self.image.registry} says {answer.status} {words}".rstrip()
+        return f"{self.registry} says {answer.status} {words}".rstrip()
 
-    def _log_in(self, challenge: str, *, retries: bool = True) -> None:
+    def _log_in(self, challenge: str) -> None:
         """Get what the registry asks for: the password itself, or a token for it."""
         kind = challenge.partition(" ")[0].lower()
         asked = dict(_CHALLENGE.findall(challenge))
         if kind == "basic" and self.credentials:
-            self.headers["Authorization"] = _basic(self.credentials)
+            self._authorization = _basic(self.credentials)
             return
         if kind != "bearer" or not asked.get("realm", "").startswith("https://"):
             return
-        service = asked.get("service", "")
-        answer = self._ask_for_token(asked["realm"], service, _RETRIES if retries else False)
+        answer = self._ask_for_token(asked["realm"], asked.get("service", ""))
         if answer.status != 200:
             raise PullError(f"{self.image}: {asked['realm']} says {answer.status}: not let in")
-        told = self._json(answer.data)
-        self.headers["Authorization"] = f"Bearer {told.get('token') or told.get('access_token')}"
+        token = self._json(answer.data)
+        self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
 
-    def _ask_for_token(
-        self, realm: str, service: str, retries: urllib3.Retry | bool
-    ) -> urllib3.BaseHTTPResponse:
+    def _ask_for_token(self, realm: str, service: str) -> urllib3.BaseHTTPResponse:
         """Ask for a token to pull with, as whoever we are.
 
         An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
         OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").
         """
         fields = {"service": service, "scope": f"repository:{self.image.api_name}:pull"}
-        pool = _pool(realm)
         if self.credentials and self.credentials.token:
             fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}
             fields["refresh_token"] = self.credentials.token
-            return pool.request(
-                "POST", realm, fields=fields, encode_multipart=False, retries=retries, redirect=False
-            )
+            return self._send("POST", realm, {}, fields=fields, encode_multipart=False, redirect=False)
         headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
-        url = f"{realm}?{urllib.parse.urlencode(fields)}"
-        return pool.request("GET", url, headers=headers, retries=retries)
+        return self._send("GET", f"{realm}?{urllib.parse.urlencode(fields)}", headers)
 
 
 _HINTS = {
@@ -250,33 +356,6 @@ _HINTS = {
 }
 
 
-def authorization(ref: str, endpoints: Endpoints) -> str | None:
-    """Return the value of the header ``Authorization`` that lets a pull of ``ref`` in; None for anonymous.
-
-    Asks once: the pull that follows sees any other refusal itself. Raises PullError.
-    """
-    image = parse(ref)
-    client = _Client(image, endpoints.get(image.registry), credentials_for(image.registry))
-    try:
-        answer = client.ask("HEAD", f"manifests/{image.tag}", retries=False)
-        if answer.status == 401:
-            client._log_in(answer.headers.get("WWW-Authenticate", ""), retries=False)
-    except urllib3.exceptions.HTTPError as error:
-        raise PullError(f"{image.registry} can't be reached: {_reason(error)}") from error
-    return client.headers.get("Authorization")
-
-
 def _basic(credentials: Credentials) -> str:
     pair = f"{credentials.username}:{credentials.password}".encode()
     return f"Basic {base64.b64encode(pair).decode('ascii')}"
-
-
-def _pool(url: str) -> urllib3.PoolManager:
-    options: dict[str, Any] = {"timeout": _TIMEOUT}
-    if ca := environment().get("SSL_CERT_FILE"):
-        options["ca_certs"] = ca
-    proxies = urllib.request.getproxies_environment()
-    host = urllib.parse.urlsplit(url).hostname or ""
-    if "https" in proxies and not urllib.request.proxy_bypass(host):
-        return urllib3.ProxyManager(proxies["https"], **options)
-    return urllib3.PoolManager(**options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 import ssl
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["stall", "reset", "status", "short", "wrong", "redirect_loop", "drip", "drop"]
+Kind = Literal["stall", "reset", "status", "short", "wrong", "redirect_loop", "drip", "drop", "silence"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Fault:
     - ``wrong``: the right length, but every bit from byte ``after`` on is turned over;
     - ``drip``: from byte ``after`` on ``rate`` bytes per second;
     - ``status``: ``status``, ``headers`` and a registry's error as the body, without asking the registry;
-    - ``redirect_loop``: 307 to the same URL; ``drop``: the connection is closed without an answer.
+    - ``redirect_loop``: 307 to the same URL; ``drop``: the connection is closed without an answer;
+    - ``silence``: not even headers, until the client leaves.
 
     A body that isn't longer than ``after`` comes through whole, and uses up one of ``times`` all the same.
     """
@@ -38,8 +41,27 @@ class Fault:
         re.compile(self.path)
         if self.kind == "drip" and self.rate <= 0:
             raise ValueError("drip needs a rate above 0")
-        if self.method == "HEAD" and self.kind not in ("status", "redirect_loop", "drop"):
+        if self.method == "HEAD" and self.kind not in ("status", "redirect_loop", "drop", "silence"):
             raise ValueError(f"the answer to HEAD has no body for {self.kind} to spoil")
+
+
+@dataclass
+class Tokens:
+    """Makes a registry want tokens that live for ``seconds``; ``login`` (user, password) gets one at ``/token``."""
+
+    login: tuple[str, str]
+    seconds: float
+    given: dict[str, float] = field(default_factory=dict)
+
+    def give(self) -> str:
+        """Return a new token."""
+        token = secrets.token_hex(16)
+        self.given[token] = time.monotonic() + self.seconds
+        return token
+
+    def lets_in(self, authorization: str) -> bool:
+        """Return whether the value of a request's header has a token that still lives."""
+        return self.given.get(authorization.removeprefix("Bearer "), 0.0) > time.monotonic()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ opens one connection per request. Linux only: it asks the kernel for what is sti
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -23,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from tests.faults.registry_plan import Fault, Request, Upstream
+from tests.faults.registry_plan import Fault, Kind, Request, Tokens, Upstream
 
 BLOCK = 64 * 1024
 FLIPPED = bytes(255 - byte for byte in range(256))
@@ -37,7 +38,8 @@ class RegistryProxy:
     """Listens between ``__enter__`` and ``__exit__``, which ends every thread and closes every socket.
 
     ``listen`` may have port 0 (see ``address``); ``tls`` is the server's context, None for plain HTTP.
-    ``rate`` limits the bodies sent on each client connection, in bytes per second.
+    ``rate`` limits the bodies sent on each client connection, in bytes per second. ``tokens`` may be set later: who has
+    none is refused before any fault.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RegistryProxy:
         rate: float | None = None,
     ) -> None:
         self.upstream, self.rate, self.tls = upstream, rate, tls
+        self.tokens: Tokens | None = None
         self.closing = threading.Event()
         self._listen = listen
         self._lock = threading.Lock()
@@ -122,6 +125,12 @@ class RegistryProxy:
             self._live += _is_blob(request)
             self._peak = max(self._peak, self._live)
             return len(self._requests) - 1, fault
+
+    def arrived(self, method: str, path: str) -> int:
+        """Write down a request of which it isn't known yet whether it is let in; its number."""
+        with self._lock:
+            self._requests.append(Request(method, f"/login{path}", None, None, time.monotonic()))
+            return len(self._requests) - 1
 
     def _due(self, method: str, path: str) -> Fault | None:
         for number, fault in enumerate(self._faults):
@@ -243,12 +252,34 @@ class _Connection(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
+    def _refuse(self, tokens: Tokens) -> bool:
+        """Give a token, or ask for one; return whether that was all there is to a request."""
+        if self.path.startswith("/token"):
+            basic = base64.b64encode(":".join(tokens.login).encode()).decode()
+            known = self.headers.get("Authorization") == f"Basic {basic}"
+            body = json.dumps({"token": tokens.give(), "expires_in": 60} if known else {}).encode()
+            status, headers = 200 if known else 401, [("Content-Length", str(len(body)))]
+        elif tokens.lets_in(self.headers.get("Authorization", "")):
+            return False
+        else:
+            realm = f'Bearer realm="https://{self.headers["Host"]}/token",service="lab"'
+            body, status = b"", 401
+            headers = [("WWW-Authenticate", realm), ("Content-Length", "0")]
+        self._head(status, headers)
+        if self.command != "HEAD":
+            self._put(body)
+        return True
+
     def _serve(self) -> None:
+        if self.proxy.tokens:
+            self.number = self.proxy.arrived(self.command, self.path)
+            if self._refuse(self.proxy.tokens):
+                return
         self.number, fault = self.proxy.begin(self.command, self.path, self.headers.get("Range"))
         try:
             match fault:
-                case Fault(kind="drop"):
-                    self._part("drop")
+                case Fault(kind="drop" | "silence"):
+                    self._part(fault.kind)
                 case Fault(kind="status"):
                     deque(self._body(), maxlen=0)
                     self._error(fault.status, "as the plan says", fault.headers)
@@ -370,14 +401,15 @@ class _Connection(BaseHTTPRequestHandler):
             self.proxy.note(self.number, sent=-len(block))
             raise
 
-    def _part(self, kind: Literal["stall", "reset", "short", "drop"]) -> None:
+    def _part(self, kind: Kind) -> None:
         """End the connection in a bad way."""
         self.close_connection = True
         left = select.poll()
         left.register(self.connection, select.POLLRDHUP)
         # What was sent shall arrive: a reset would throw away what is still in the kernel's buffer.
-        while (kind == "stall" or _unsent(self.connection)) and not self.proxy.closing.is_set():
-            if left.poll(500 if kind == "stall" else 2):
+        waiting = kind in ("stall", "silence")
+        while (waiting or _unsent(self.connection)) and not self.proxy.closing.is_set():
+            if left.poll(500 if waiting else 2):
                 break
         self.proxy.note(self.number, ended=True)
         if kind == "reset":

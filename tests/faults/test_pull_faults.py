@@ -63,10 +63,9 @@ class Case:
 def _limit(engine: str, attempts: int | None, *headers: tuple[str, str]) -> tuple[Fault, ...]:
     """Refuse a manifest with 429 for so many of our attempts.
 
-    Docker asks once, by GET, then we ask how long to wait. containerd: we look for what lets in, it asks six times
-    by HEAD without a pause, then we.
+    Docker asks once, by GET, then we ask how long to wait. containerd asks six times by HEAD without a pause, then we.
     """
-    asked = {"docker": {"GET": 1, "HEAD": 1}, "containerd": {"HEAD": 8}}[engine]
+    asked = {"docker": {"GET": 1, "HEAD": 1}, "containerd": {"HEAD": 7}}[engine]
     return tuple(
         Fault(
             "status",

@@ -22,9 +22,10 @@ REPO = Path(__file__).resolve().parents[2]
 _SETUP = """
 import contextlib, json, os, signal, socket, sys, time
 from pathlib import Path
-from image_builder import namespace, process, sandbox, store
+from image_builder import namespace, process, sandbox
 from image_builder.errors import ImageBuilderError
 from image_builder.lab import images, pause, registry
+from image_builder.node import mounts
 tools, base = Path(sys.argv[1]), Path(sys.argv[2])
 storage, scratch = base / "storage", base / "work"
 storage.mkdir(exist_ok=True)
@@ -51,7 +52,7 @@ def fails(work, *words):
     raise AssertionError("it did not fail")
 def work():
 %s
-    assert daemons() == [] and store.mounts_below(base) == []
+    assert daemons() == [] and mounts.below(base) == []
     return 0
 sys.exit(namespace.run_isolated(work))
 """

@@ -12,7 +12,20 @@ from image_builder.lab import images
 from image_builder.lab.registry import HOST
 from image_builder.pull.registry import locate
 from tests.builds import Workplace
-from tests.pulls import ENGINES, MB, PLATFORM, Lab, Pictures, Result, isolated, requests_of
+from tests.data_roots import two_images
+from tests.pulls import (
+    MB,
+    NEWER,
+    PLATFORM,
+    Lab,
+    Pictures,
+    Result,
+    every_engine,
+    family,
+    isolated,
+    requests_of,
+)
+from tests.seeds import bake, node
 
 pytestmark = pytest.mark.root
 
@@ -59,7 +72,7 @@ def use_engine(lab: Lab) -> Result:
     return result
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=every_engine())
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -110,7 +123,7 @@ def test_every_layer_was_seen_on_its_way(used: Result, engine: str) -> None:
     for image in used["images"][:2]:
         (attempt,) = records[image["ref"]]["attempts"]
         for layer in image["layers"]:
-            name = layer["digest"] if engine == "containerd" else layer["digest"][7:19]
+            name = layer["digest"] if family(engine) == "containerd" else layer["digest"][7:19]
             phases = attempt["layers"][name]["phases"]
             assert "done" in phases
             if layer["size"] > 4 * MB:
@@ -192,3 +205,23 @@ def test_another_platform_is_refused_and_named(worker: Workplace, engine: str) -
     assert found["index"] == f"{HOST}/arm:other: none for {PLATFORM}; the registry has linux/arm64"
     assert found["chosen"] == [True, True, True]
     assert not found["pulled"]["error"] and not found["pulled"]["bug"] and found["has"], found["pulled"]
+
+
+def rehearse(lab: Lab) -> Result:
+    """Pack what was pulled, seed a blank disk with it, and run a container of each image."""
+    pushed = two_images(lab)
+    baked = bake(lab, pushed)
+    with node(lab, baked.opt) as here:
+        seeded = here.seed()
+        with here.engine() as engine:
+            has = [engine.has(image) for image in pushed]
+            seconds = [engine.try_out(image) for image in pushed]
+    return {"seeded": seeded, "has": has, "seconds": seconds}
+
+
+# Those of the archive are rehearsed by tests/integration/test_preload_seed.py.
+@pytest.mark.parametrize("engine", [e for e in every_engine() if e.values[0] in NEWER], indirect=True)
+def test_what_a_newer_engine_pulled_is_seeded_and_runs(worker: Workplace, engine: str) -> None:
+    found = isolated(rehearse, worker, engine)
+    assert found["has"] == [True, True], found
+    assert all(seconds is not None for seconds in found["seconds"]), found

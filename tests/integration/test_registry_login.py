@@ -17,19 +17,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import urllib3
 
 from image_builder.errors import PullError
 from image_builder.lab.control_plane_pki import Authority
 from image_builder.pull.credentials import VARIABLE
-from image_builder.pull.registry import authorization, locate
+from image_builder.pull.gateway import gateway
+from image_builder.pull.reference import parse
+from image_builder.pull.registry import RegistryClient, locate
 
 pytestmark = pytest.mark.root
 
 IDENTITY, BEARER = "identity-canary", "a-token-to-pull-with"
 ADDRESS = "127.0.0.1"
-_CONFIG = json.dumps({"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": []}}).encode()
+_LAYER = f"sha256:{'1' * 64}"
+_CONFIG = json.dumps({"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": [_LAYER]}}).encode()
 _DIGEST = f"sha256:{hashlib.sha256(_CONFIG).hexdigest()}"
-_MANIFEST = json.dumps({"config": {"digest": _DIGEST}, "layers": []}).encode()
+_MANIFEST = json.dumps({"config": {"digest": _DIGEST}, "layers": [{"digest": _LAYER, "size": 1}]}).encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -110,7 +114,14 @@ def _log_in(folder: Path, registry: str, entry: dict[str, str]) -> None:
 def test_what_a_login_left_lets_us_in(tmp_path: Path, registry: str, entry: dict[str, str]) -> None:
     _log_in(tmp_path, registry, entry)
     assert locate(f"{registry}/made:1", "linux/amd64", {}).config == _DIGEST
-    assert authorization(f"{registry}/made:1", {}) == f"Bearer {BEARER}"
+    with (
+        RegistryClient(parse(f"{registry}/made:1"), {}, retries=False) as client,
+        gateway(client) as way,
+        urllib3.PoolManager() as pool,
+    ):
+        for key, status in ((way.authorization, 200), (f"Bearer {BEARER}", 403), ("", 403)):
+            answer = pool.request("GET", f"{way.url}/v2/made/manifests/1", headers={"Authorization": key})
+            assert (answer.status, answer.data) == (status, _MANIFEST if status == 200 else b"")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Registries' mirrors, as the definition declares them for the nodes: a bake goes the same way."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A mirror as containerd's ``hosts.toml`` has it; ``ca`` is a path in the image."""
+
+    url: str
+    ca: str = ""
+    skip_verify: bool = False
+    override_path: bool = False
+
+    @classmethod
+    def declared(cls, variable: Mapping[str, object]) -> Self:
+        """Return a mirror as the role's variable has it."""
+        return cls(
+            str(variable["url"]),
+            str(variable.get("ca", "")),
+            bool(variable.get("skip_verify", False)),
+            bool(variable.get("override_path", False)),
+        )
+
+    @property
+    def host(self) -> str:
+        """Return its host, with a port if it has one."""
+        return urllib.parse.urlsplit(self.url).netloc
+
+    @property
+    def server(self) -> str:
+        """Return its address without a path."""
+        parts = urllib.parse.urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    @property
+    def api(self) -> str:
+        """Return the path of its API."""
+        path = urllib.parse.urlsplit(self.url).path.rstrip("/")
+        return path if self.override_path else f"{path}/v2"
+
+
+Mirrors = Mapping[str, Sequence[Mirror]]

@@ -1,0 +1,22 @@
+"""Names of container images, as registries and as Docker have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from image_builder.pull.reference import familiar
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("docker.io/library/nginx:1.25", "nginx:1.25"),
+        ("docker.io/nginx@sha256:0", "nginx@sha256:0"),
+        ("index.docker.io/team/app:1", "team/app:1"),
+        ("nginx:1.25", "nginx:1.25"),
+        ("team/app:1", "team/app:1"),
+        ("registry.example/library/nginx:1", "registry.example/library/nginx:1"),
+    ],
+)
+def test_what_is_docker_hubs_is_known_by_dockers_name_for_it(name: str, expected: str) -> None:
+    assert familiar(name) == expected
