@@ -22,7 +22,7 @@ from typing import Any
 
 from image_builder import namespace
 from image_builder.node import mounts
-from image_builder.node.disk import command
+from image_builder.node.disk import command, find
 from image_builder.node.disk.model import Disk, Places
 from tests.builds import REPO, Workplace
 
@@ -60,6 +60,7 @@ def child(module: str, name: str, folder: str, *words: str) -> int:
         base = Path(folder)
         namespace.mount("tmpfs", "tmpfs", "/mnt")
         _offer_programs([Path(tree) for tree in os.environ["TREES"].split(":")])
+        find.MEMBER_SECONDS = 0.3
         os.mknod("/dev/loop-control", 0o020600, os.makedev(10, 237))
         with ExitStack() as stack:
             result = scenario(Desk(base, stack), *words)
@@ -86,16 +87,31 @@ class Desk:
 
     def __init__(self, base: Path, stack: ExitStack) -> None:
         self.base, self.stack = base, stack
-        self.places = Places(run=base / "run")
+        # What the host's own udev and its buses are at is nothing to these disks.
+        self.places = Places(run=base / "run", udev_queue=base / "queue")
         self.etc, self.release = base / "etc", base / "image-release"
         self.etc.mkdir()
+        state = base / "state"
+        self.kept = command.Files(
+            self.etc,
+            self.release,
+            base / "boot_id",
+            state / "absence.json",
+            state / "reboot.json",
+            base / "cloud",
+        )
+        self.boot("boot-1")
         self.be_image("image-1")
 
     def be_image(self, build: str) -> None:
         self.release.write_text(f"IMAGE_BUILD={build}\n")
 
+    def boot(self, boot_id: str) -> None:
+        """Be in another boot, by its id."""
+        self.kept.boot_id.write_text(f"{boot_id}\n")
+
     def settings(self, **values: Any) -> None:
-        (self.etc / "disk.json").write_text(json.dumps({"policy": "prefer", **values}))
+        (self.etc / "disk.json").write_text(json.dumps({"policy": "prefer", "wait_seconds": 0, **values}))
 
     def disk(self, size: int, name: str = "disk", **values: Any) -> Disk:
         """Make a blank disk."""
@@ -107,9 +123,7 @@ class Desk:
 
     def run(self, *disks: Disk) -> dict[str, Any]:
         """Run the agent once; return its exit status with the section of the status file."""
-        code = command.run(
-            places=self.places, directory=self.etc, release=self.release, disks=lambda: list(disks)
-        )
+        code = command.run(places=self.places, kept=self.kept, disks=lambda: list(disks))
         found = json.loads((self.places.run / "status.json").read_text())["disk"]
         return {**found, "exit": code}
 

@@ -5,16 +5,21 @@ Where a program isn't everywhere, the bytes that make libblkid know it are writt
 
 from __future__ import annotations
 
+import lzma
 import os
 import random
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from uuid import UUID
 
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from tests.disks import LARGE, MIB, SMALL, mounted, run, write
+
+# Volumes of 8 MiB as mkntfs 2022.10.3 makes them, with the readme of Azure's disks (ntfscp), and a file more.
+NTFS = Path(__file__).with_name("boot") / "ntfs"
 
 
 def _mkfs(kind: str) -> Callable[[Disk, Path], None]:
@@ -103,36 +108,69 @@ def _swap(disk: Disk, _folder: Path) -> None:
     run("mkswap", "-q", disk.path)
 
 
+def luks2(disk: Disk, _folder: Path) -> None:
+    """Both headers of a volume whose headers are as large as they may be (libcryptsetup, luks2.h)."""
+    for offset, magic in ((0, b"LUKS\xba\xbe"), (4 * MIB, b"SKUL\xba\xbe")):
+        head = struct.pack(">6sHQQ48s32s64s40s48sQ", magic, 2, 4 * MIB, 3, b"", b"sha256", b"",
+                           b"01234567-89ab-cdef-0123-456789abcdef", b"", offset)  # fmt: skip
+        write(disk, offset, head)
+
+
 def _ntfs(disk: Disk, _folder: Path) -> None:
     """An MBR with one partition of type 7, as Azure's, and the begin of an NTFS in it."""
-    sectors = disk.bytes // 512 - 128
-    entry = struct.pack("<B3sB3sII", 0, b"\0\0\0", 7, b"\0\0\0", 128, sectors)
-    write(disk, 446, entry.ljust(64, b"\0") + b"\x55\xaa")
+    write(disk, 446, _mbr_entry(7, 128, disk.bytes // 512 - 128))
     write(disk, 65536, b"\xeb\x52\x90NTFS    " + struct.pack("<HB", 512, 8))
+
+
+def _mbr_entry(kind: int, first: int, sectors: int) -> bytes:
+    entry = struct.pack("<B3sB3sII", 0, b"\0\0\0", kind, b"\0\0\0", first, sectors)
+    return entry.ljust(64, b"\0") + b"\x55\xaa"
+
+
+def azure(kind: str, *, is_large: bool = False) -> Callable[[Disk, Path], None]:
+    """Return what makes a disk as Azure's: an NTFS that holds ``kind``, after a reserved partition on a large one."""
+
+    def make(disk: Disk, _folder: Path) -> None:
+        volume = lzma.decompress((NTFS / f"{kind}.img.xz").read_bytes())
+        first = 4096 if is_large else 128
+        if is_large:
+            reserved = ("e3c9e316-0b5c-4db8-817d-f92df00215ae", 34, 2048)
+            data = ("ebd0a0a2-b9e5-4433-87c0-68b6b72699c7", first, len(volume) // 512)
+            _write_gpt(disk, [(UUID(name).bytes_le, at, count) for name, at, count in (reserved, data)])
+        else:
+            write(disk, 446, _mbr_entry(7, first, len(volume) // 512))
+        write(disk, first * 512, volume)
+
+    return make
 
 
 def gpt(count: int) -> Callable[[Disk, Path], None]:
     def make(disk: Disk, _folder: Path) -> None:
-        last = disk.bytes // 512 - 1
         kind = bytes.fromhex("af3dc60f838472478e793d69d8477de4")  # Linux data
-        entries = b"".join(
-            struct.pack("<16s16sQQQ72s", kind, bytes([n] * 16), 2048 * n, 2048 * n + 2047, 0, b"")
-            for n in range(1, count + 1)
-        ).ljust(128 * 128, b"\0")
-
-        def header(here: int, other: int, table: int) -> bytes:
-            words = (here, other, 34, last - 33, bytes([9] * 16), table, 128, 128, zlib.crc32(entries))
-            plain = struct.pack("<8sIIII QQQQ 16s QIII", b"EFI PART", 0x10000, 92, 0, 0, *words)
-            return plain[:16] + struct.pack("<I", zlib.crc32(plain)) + plain[20:]
-
-        protective = struct.pack("<B3sB3sII", 0, b"\0\2\0", 0xEE, b"\xff\xff\xff", 1, last)
-        write(disk, 446, protective.ljust(64, b"\0") + b"\x55\xaa")
-        write(disk, 512, header(1, last, 2))
-        write(disk, 1024, entries)
-        write(disk, 512 * (last - 32), entries)
-        write(disk, 512 * last, header(last, 1, last - 32))
+        _write_gpt(disk, [(kind, 2048 * n, 2048) for n in range(1, count + 1)])
 
     return make
+
+
+def _write_gpt(disk: Disk, partitions: Sequence[tuple[bytes, int, int]]) -> None:
+    """Write both tables; each partition has a type, its first sector and how many it has."""
+    last = disk.bytes // 512 - 1
+    entries = b"".join(
+        struct.pack("<16s16sQQQ72s", kind, bytes([n] * 16), first, first + sectors - 1, 0, b"")
+        for n, (kind, first, sectors) in enumerate(partitions, 1)
+    ).ljust(128 * 128, b"\0")
+
+    def header(here: int, other: int, table: int) -> bytes:
+        words = (here, other, 34, last - 33, bytes([9] * 16), table, 128, 128, zlib.crc32(entries))
+        plain = struct.pack("<8sIIII QQQQ 16s QIII", b"EFI PART", 0x10000, 92, 0, 0, *words)
+        return plain[:16] + struct.pack("<I", zlib.crc32(plain)) + plain[20:]
+
+    protective = struct.pack("<B3sB3sII", 0, b"\0\2\0", 0xEE, b"\xff\xff\xff", 1, last)
+    write(disk, 446, protective.ljust(64, b"\0") + b"\x55\xaa")
+    write(disk, 512, header(1, last, 2))
+    write(disk, 1024, entries)
+    write(disk, 512 * (last - 32), entries)
+    write(disk, 512 * last, header(last, 1, last - 32))
 
 
 def _raw(offset: int) -> Callable[[Disk, Path], None]:

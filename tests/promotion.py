@@ -18,7 +18,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from image_builder.node.promote.links import find
 from image_builder.node.promote.settings import Places
 from image_builder.settings import DEFAULT_STORE
 from tests.builds import REPO
+from tests.power import mount_loop
 
 MB = 1 << 20
 _CHILD = "import sys; from tests import promotion; sys.exit(promotion.child(sys.argv[1]))"
@@ -136,7 +136,7 @@ class Node:
             file.truncate(size)
         subprocess.run(["mkfs.ext4", "-q", "-F", "-m0", "-Ediscard", image], check=True)
         self.disk.mkdir(exist_ok=True)
-        _mount_loop(image, self.disk, options)
+        mount_loop(image, self.disk, options)
         (self.disk / ".node").mkdir(mode=0o700)
         self.root.mkdir()
 
@@ -205,19 +205,6 @@ class Node:
 def promote_at(base: str) -> int:
     """Be a process of ``node-agent promote``."""
     return command.run(Node(Path(base), Path()).places)
-
-
-def _mount_loop(image: Path, target: Path, options: str = "") -> None:
-    with suppress(FileExistsError):
-        os.mknod("/dev/loop-control", 0o20600, os.makedev(10, 237))
-    for number in range(64):
-        with suppress(FileExistsError):
-            os.mknod(f"/dev/loop{number}", 0o60600, os.makedev(7, number))
-    done = subprocess.run(["losetup", "-f", "--show", image], check=True, capture_output=True, text=True)
-    try:
-        namespace.mount("ext4", done.stdout.strip(), os.fspath(target), options)
-    finally:  # the device goes with the mount
-        subprocess.run(["losetup", "-d", done.stdout.strip()], check=True)
 
 
 def hex_of(name: str) -> str:

@@ -225,17 +225,15 @@ class Node:
         """Run the engine on the data root, as the node's unit would."""
         where = self.root.path / self.lab.module.DATA_ROOT.lstrip("/")
         self.data.mkdir(exist_ok=True)
-        try:
-            with (
-                # An engine takes a data root for its own that is a mount.
-                _bound(self.data, where),
-                self.lab.module.running(
-                    self.root, downloads=8, endpoints=self.lab.endpoints, log=self.lab.log
-                ) as engine,
-            ):
-                yield engine
-        finally:
-            cgroups.reap()
+        with (
+            cgroups.held(),
+            # An engine takes a data root for its own that is a mount.
+            _bound(self.data, where),
+            self.lab.module.running(
+                self.root, downloads=8, endpoints=self.lab.endpoints, log=self.lab.log
+            ) as engine,
+        ):
+            yield engine
 
     def use(self, opt: Path) -> None:
         """Put another image's /opt in place, as a reimage does."""

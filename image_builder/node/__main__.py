@@ -19,6 +19,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("preload", help="ask the engine for every image, load what is missing")
     commands.add_parser("promote", help="copy seeded layers to the local disk")
     preflight = commands.add_parser("preflight", help="test this boot before the kubelet starts")
+    preflight.add_argument("--again", action="store_true", help="test again what this boot has not settled")
     preflight.add_argument("--report", action="store_true", help="tell the API server what it came to")
     preflight.add_argument(
         "--retest", action="store_true", help="test the GPUs again, where the gate grants it"
@@ -111,9 +112,9 @@ def _preflight(options: argparse.Namespace) -> int:
         from image_builder.node.preflight.retest import run as retest
 
         return retest()
-    from image_builder.node.preflight.command import run as preflight
+    from image_builder.node.preflight import command
 
-    return preflight()
+    return command.again() if options.again else command.run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parse(sys.argv[1:] if argv is None else argv))
     except NodeError as error:
         sys.stderr.write(f"node-agent: FAILED: {error.code}: {error.message}\n")
+        return 1
+    except TimeoutError as error:  # another agent has kept its lock
+        sys.stderr.write(f"node-agent: FAILED: {error}\n")
         return 1
 
 

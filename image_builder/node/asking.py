@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
     import ssl
 
 _MOST_BYTES = 1 << 20
+# The most that a Retry-After is believed to ask for, in seconds.
+_LONGEST_WAIT = 86400.0
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,48 @@ def ask(
     body: bytes | None = None,
     context: ssl.SSLContext | None = None,
 ) -> Said:
-    """GET a URL, or POST ``body`` to it; wait at most ``seconds`` for each byte. Raises OSError.
+    """GET a URL, or POST ``body`` to it; wait at most ``seconds`` for all of it. Raises OSError.
 
-    ``context`` is what proves a server, and is needed for https.
+    ``context`` is what proves a server, and is needed for https. A thread does it and is left behind when the time is
+    over: a resolver has no deadline, and those of a socket begin again with each byte.
     """
+    ended: list[Said | BaseException] = []
+    opened: list[http.client.HTTPConnection] = []
+
+    def work() -> None:
+        try:
+            ended.append(_ask(url, headers, seconds, body, context, opened))
+        except BaseException as error:  # whatever it is, the caller gets it
+            ended.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        _hang_up(opened)
+        raise TimeoutError(errno.ETIMEDOUT, f"{url}: no whole answer within {seconds:g} s")
+    (result,) = ended
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _hang_up(opened: list[http.client.HTTPConnection]) -> None:
+    """End what the thread waits for, as far as it has a connection."""
+    for connection in opened:
+        if (sock := connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _ask(
+    url: str,
+    headers: Mapping[str, str],
+    seconds: float,
+    body: bytes | None,
+    context: ssl.SSLContext | None,
+    opened: list[http.client.HTTPConnection],
+) -> Said:
     import http.client  # only here: it takes as long to load as all else of the health check together
 
     parts = urlsplit(url)
@@ -49,17 +93,18 @@ def ask(
         if parts.scheme == "https"
         else http.client.HTTPConnection(host, parts.port or 80, timeout=seconds)
     )
+    opened.append(connection)
     path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     try:
         connection.request("GET" if body is None else "POST", path, body, dict(headers))
-        answer = connection.getresponse()
-        found = answer.headers
-        return Said(
-            answer.status,
-            answer.read(_MOST_BYTES),
-            retry_after(found, time.time()) or 0.0,
-            _moment(found.get("Date", "")) or 0.0,
-        )
+        with connection.getresponse() as answer:
+            found = answer.headers
+            return Said(
+                answer.status,
+                answer.read(_MOST_BYTES),
+                retry_after(found, time.time()) or 0.0,
+                _moment(found.get("Date", "")) or 0.0,
+            )
     except http.client.HTTPException as error:
         raise OSError(f"{url}: the answer is no HTTP: {error!r}") from error
     finally:
@@ -86,7 +131,7 @@ def retry_after(headers: http.client.HTTPMessage, now: float) -> float | None:
     """
     value = headers.get("Retry-After", "")
     if value.isdecimal():
-        return float(value)
+        return min(_LONGEST_WAIT, float(value))
     at = _moment(value)
     return None if at is None else max(0.0, at - now)
 

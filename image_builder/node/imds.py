@@ -1,17 +1,65 @@
 """Azure's instance metadata service.
 
-https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service. It answers 429 to a machine that asks more
-than some five times a second; how often to ask again is the caller's business.
+https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service. It answers five questions a second and
+machine, then 429 with a time to wait; a machine that has just come up may get errors of the server.
 """
 
 from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
 
 from image_builder.node.asking import Said
 from image_builder.node.asking import ask as ask_http
 
 ADDRESS = "http://169.254.169.254"
+# Asked too often, or the service is not up yet; 410 is "being updated, at most 70 seconds".
+_LATER = frozenset({408, 410, 429})
+# Seconds: the limits of the first wait between two questions and of the longest.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
+
+
+class RefusedError(OSError):
+    """It will not answer this question later either."""
 
 
 def ask(path: str, *, address: str = ADDRESS, seconds: float = 5.0) -> Said:
-    """Ask for ``path``, with its query, and wait at most ``seconds`` for each byte. Raises OSError."""
+    """Ask once for ``path``, with its query, and wait at most ``seconds`` for the whole answer. Raises OSError."""
     return ask_http(f"{address}{path}", headers={"Metadata": "true"}, seconds=seconds)
+
+
+def answer(
+    path: str,
+    seconds: float,
+    *,
+    address: str = ADDRESS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    chance: Callable[[], float] = random.random,
+) -> Said:
+    """Ask until 200 is answered, for at most ``seconds``. Raises OSError: RefusedError before the time is over."""
+    until, attempt = clock() + seconds, 0
+    while True:
+        after = 0.0
+        try:
+            said = ask(path, address=address, seconds=max(0.5, min(5.0, until - clock())))
+        except OSError as error:
+            what = f"the metadata service does not answer: {error}"
+        else:
+            if said.status == 200:
+                return said
+            what = f"the metadata service answered {said.status}: {_first_words(said.body)}"
+            if said.status < 500 and said.status not in _LATER:
+                raise RefusedError(what)
+            after = said.retry_after
+        # Full jitter, after what the service asked for: machines that came up together don't ask together.
+        wait = after + chance() * min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(attempt, 10))
+        if clock() + wait >= until:
+            raise OSError(what)
+        sleep(wait)
+        attempt += 1
+
+
+def _first_words(body: bytes) -> str:
+    return " ".join(body[:300].decode(errors="replace").split())

@@ -13,9 +13,11 @@ import os
 import random
 import socket
 import ssl
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,8 +26,8 @@ from image_builder.node import asking, kubeconfig
 from image_builder.node.errors import NodeError
 from image_builder.node.kubeconfig import Access, Pem
 
-# Seconds: connecting, and each read or write. A watch has its own.
-TIMEOUT = 15.0
+# Seconds: connecting, each read or write, and the whole of a request. A list of all nodes has longer, a watch its own.
+TIMEOUT, LONGEST_LIST = 15.0, 300.0
 # The longest wait between two attempts, and the longest that a server may ask for.
 LONGEST_WAIT, LONGEST_RETRY_AFTER = 600.0, 3600.0
 MESSAGE_BYTES = 1024
@@ -139,6 +141,7 @@ class Client:
         self.access = access
         self._agent, self._timeout = agent, timeout
         self._connection: http.client.HTTPSConnection | None = None
+        self._sock: socket.socket | None = None
 
     @classmethod
     def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent") -> Self:
@@ -174,7 +177,10 @@ class Client:
     def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
         """Return what the server answers to one request. Raises KubeError."""
         try:
-            with self._answered(method, path, body, content_type, self._timeout) as answer:
+            with (
+                self._ended_after(self._timeout),
+                self._answered(method, path, body, content_type, self._timeout) as answer,
+            ):
                 found: dict[str, Any] = json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
@@ -184,7 +190,10 @@ class Client:
     def text(self, path: str, accept: str = _JSON) -> str:
         """Return what the server answers to a GET, as text. Raises KubeError."""
         try:
-            with self._answered("GET", path, None, "", self._timeout, accept) as answer:
+            with (
+                self._ended_after(LONGEST_LIST),
+                self._answered("GET", path, None, "", self._timeout, accept) as answer,
+            ):
                 return answer.read().decode()
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
@@ -219,14 +228,25 @@ class Client:
         """Close the connection; the next request opens another."""
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
+            self._connection = self._sock = None
 
     def interrupt(self) -> None:
         """End what another thread waits for on this connection; that thread closes it."""
-        sock = self._connection.sock if self._connection else None
-        if sock is not None:
+        if self._sock is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not the method of a TLS socket: that takes the session away from the thread that uses it.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    @contextmanager
+    def _ended_after(self, seconds: float) -> Iterator[None]:
+        """End what is done on this connection after so long: a socket's own limit begins again with each byte."""
+        timer = threading.Timer(seconds, self.interrupt)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -267,6 +287,8 @@ class Client:
             connection.timeout = timeout
             try:
                 connection.request(method, path, body, dict(headers))
+                # Kept: the connection forgets it as soon as an answer says that it is the last.
+                self._sock = connection.sock
                 return connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess  # noqa: TID251 (the node's door, as image_builder.process is the bake's)
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from dataclasses import dataclass
 from image_builder.node.errors import ProgramError
 
 _TAIL_LINES = 20
+# Seconds that a killed program is waited for: longer, and it hangs in the kernel.
+END_SECONDS = 10.0
+# Programs that could not be killed, kept so that Python doesn't wait for them either.
+_left: list[subprocess.Popen[str]] = []
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -34,33 +39,56 @@ def run(
 ) -> Completed:
     """Run a program to its end, with an environment made from nothing.
 
-    ``timeout`` is in seconds. Raises ProgramError with the command and the last lines of its output: a status
-    that is not in ``ok`` (127 where there is no such program), or too late.
+    ``timeout`` is in seconds; what can't be killed then is left behind. Raises ProgramError with the command and the
+    last lines of its output: a status that is not in ``ok`` (127 where there is no such program), or too late.
     """
     words = " ".join(argv)
     try:
-        done = subprocess.run(
+        child = subprocess.Popen(
             list(argv),
-            stdin=None if input is not None else subprocess.DEVNULL,
-            input=input,
-            capture_output=True,
+            stdin=subprocess.PIPE if input is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=timeout,
             env=ENVIRONMENT,
-            check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ProgramError(f"`{words}` did not end within {timeout:g} s", 124, "") from error
     except OSError as error:
         raise ProgramError(f"`{words}`: {error.strerror}", 127, "") from error
-    if done.returncode not in ok:
-        raise ProgramError(
-            failure(argv, done.returncode, done.stderr + done.stdout),
-            done.returncode,
-            tail(done.stderr + done.stdout),
-        )
-    return Completed(done.returncode, done.stdout, done.stderr)
+    try:
+        stdout, stderr = child.communicate(input, timeout)
+    except subprocess.TimeoutExpired as error:
+        what = f"`{words}` did not end within {timeout:g} s"
+        if not _end(child):
+            what += f", and can't be killed: process {child.pid} hangs in the kernel and is left there"
+        raise ProgramError(what, 124, "") from error
+    except BaseException:
+        _end(child)
+        raise
+    if child.returncode not in ok:
+        said = stderr + stdout
+        raise ProgramError(failure(argv, child.returncode, said), child.returncode, tail(said))
+    return Completed(child.returncode, stdout, stderr)
+
+
+def _end(child: subprocess.Popen[str]) -> bool:
+    """Kill a program; tell whether it died.
+
+    It is waited for, not what it started, which may keep its output open; and not for ever, as Python does: a system
+    call on a dead disk ends with no signal.
+    """
+    child.kill()
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        _left.append(child)
+        return False
+    finally:
+        for stream in (child.stdin, child.stdout, child.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+    return True
 
 
 def tail(output: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from image_builder.node import layout, settings, status
 from image_builder.node.errors import NodeError
+from image_builder.node.seed.docker import chain
 
 # Below a data root: a directory for each layer, and the name of its files in it.
 _LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -27,12 +28,14 @@ _LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
 class Links:
     """What a data root has: diff ids (hexadecimal) served by the store; of those, links that lead nowhere.
 
-    ``directories`` counts the layers that are on the local disk itself, those of containers included.
+    ``directories`` counts the layers that are on the local disk itself, those of containers included. ``local`` are
+    Docker's, by chain id (hexadecimal); None for containerd, whose records only it can read.
     """
 
     served: frozenset[str]
     broken: frozenset[str]
     directories: int
+    local: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,25 @@ def scan(data_root: Path, engine: str) -> Links:
             served.add(layer)
             if not os.path.isdir(place):
                 broken.add(layer)
-    return Links(frozenset(served), frozenset(broken), directories)
+    local = _docker_chains(data_root) if engine == "docker" else None
+    return Links(frozenset(served), frozenset(broken), directories, local)
+
+
+def _docker_chains(root: Path) -> frozenset[str]:
+    """Return the chain ids of the layers that Docker has on record and on the local disk."""
+    records, found = root / "image/overlay2/layerdb/sha256", set()
+    try:
+        names = os.listdir(records)
+    except OSError:
+        return frozenset()
+    for name in names:
+        try:
+            files = root / "overlay2" / (records / name / "cache-id").read_text() / "diff"
+        except (OSError, ValueError):
+            continue
+        if files.is_dir() and not files.is_symlink():
+            found.add(name)
+    return frozenset(found)
 
 
 def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) -> Served:
@@ -72,12 +93,21 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
 
     ``preload`` is the status section: it alone knows what was loaded from the archive and what is missing.
     """
-    layers = [str(diff_id).removeprefix("sha256:") for diff_id in image["diff_ids"]]
-    store = sum(layer in links.served for layer in layers)
-    broken = sum(layer in links.broken for layer in layers)
+    layers = [
+        (layer.chain.removeprefix("sha256:"), layer.diff_id.removeprefix("sha256:"))
+        for layer in chain(map(str, image["diff_ids"]))
+    ]
+    promoted = links.local or frozenset()
+    store = sum(diff_id in links.served and chain_id not in promoted for chain_id, diff_id in layers)
+    broken = sum(diff_id in links.broken and chain_id not in promoted for chain_id, diff_id in layers)
+    # Of containerd's it is only known whether there are enough to be them.
+    there = links.directories if links.local is None else sum(chain_id in promoted for chain_id, _ in layers)
+    local = min(there, len(layers) - store)
     ref = str(image["ref"])
     if broken:
         source = f"LOST: {broken} layers lead nowhere"
+    elif preload and store + local < len(layers):
+        source = f"MISSING: {len(layers) - store - local} layers are nowhere"
     elif any(str(problem).startswith(f"{ref} ") for problem in preload.get("problems", [])):
         source = "MISSING"
     elif ref in preload.get("loaded", {}):
@@ -88,7 +118,7 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
         source = "preload store"
     else:
         source = "local disk and preload store" if store else "local disk"
-    return Served(ref, str(image.get("mode", "")), store, len(layers) - store, source)
+    return Served(ref, str(image.get("mode", "")), store, local, source)
 
 
 def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Answer questions over HTTP: a client that is slow, rude or silent can't keep others waiting for ever.
 
-The standard library's threading server starts a thread for everybody who connects, and waits for each byte anew.
-Here the threads are few, and each connection has one end that nothing postpones.
+The standard library's threading server starts a thread for everybody who connects, and waits for each byte again.
+Here the threads are few, each connection has one end that nothing postpones, and one that has asked nothing yet gives
+way to the next when there is no room.
 """
 
 from __future__ import annotations
@@ -16,18 +17,36 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # How often the server looks for connections whose time is over, and whether it is to stop.
 TICK = 0.25
+# From the connection to the whole request, in seconds: more than a handshake over the worst network takes.
+PATIENCE = 3.0
+
+
+@dataclass
+class _Connection:
+    """``deadline`` is of the monotonic clock. It is silent until its whole request was read."""
+
+    address: str
+    began: float
+    deadline: float
+    thread: threading.Thread
+    is_silent: bool = True
+    is_ended: bool = False
 
 
 class Server(socketserver.TCPServer):
-    """Serves at most ``most`` connections at once; further ones wait in the kernel's queue.
+    """Serves at most ``most`` connections at once, of those ``per_address`` for one address (0: no such limit).
 
-    A connection ends after ``seconds``, whatever it was doing. ``tls`` gives the context of a new connection. The base
-    is not http.server's own, which looks up the name of its address before it serves.
+    Where there is no room the connection that has been silent for the longest time is ended, of the same address where
+    that has its share; where all are being served a new one waits in the kernel's queue, or is closed where its address
+    has its share. A connection has ``patience`` seconds for its request, and ``seconds`` for all, whatever it is doing.
+    ``tls`` gives the context of a new connection. The base is not http.server's own, which looks up the name of its
+    address before it serves.
     """
 
     allow_reuse_address = True
@@ -40,13 +59,16 @@ class Server(socketserver.TCPServer):
         *,
         most: int,
         seconds: float,
+        per_address: int = 0,
+        patience: float = PATIENCE,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self._tls, self._seconds = tls, seconds
+        self._tls, self._seconds, self._patience = tls, seconds, min(patience, seconds)
+        self._per_address = per_address
         self._free, self._lock = threading.Semaphore(most), threading.Lock()
-        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
+        self._open: dict[socket.socket, _Connection] = {}
         super().__init__(address, handler)
 
     @property
@@ -68,11 +90,20 @@ class Server(socketserver.TCPServer):
         return connection, client
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        while not self._free.acquire(timeout=TICK):
+        address = str(client_address[0])
+        if not self._has_share(address):
+            self.shutdown_request(request)
+            return
+        while not self._free.acquire(blocking=False):
+            with self._lock:
+                self._end_oldest(self._open.values())
+            if self._free.acquire(timeout=TICK):
+                break
             self.service_actions()
         thread = threading.Thread(target=self._serve, args=(request, client_address), daemon=True)
+        now = time.monotonic()
         with self._lock:
-            self._open[request] = (time.monotonic() + self._seconds, thread)
+            self._open[request] = _Connection(address, now, now + self._patience, thread)
         try:
             thread.start()
         except (
@@ -82,6 +113,30 @@ class Server(socketserver.TCPServer):
                 del self._open[request]
             self._free.release()
             raise
+
+    def _has_share(self, address: str) -> bool:
+        """Tell whether an address may have another connection; its oldest silent one is ended for it."""
+        if not self._per_address:
+            return True
+        with self._lock:
+            own = [one for one in self._open.values() if one.address == address and not one.is_ended]
+            return len(own) < self._per_address or self._end_oldest(own)
+
+    def _end_oldest(self, among: Iterable[_Connection]) -> bool:
+        """End the connection that has been silent for the longest time; tell whether there was one. Needs the lock."""
+        silent = [one for one in among if one.is_silent and not one.is_ended]
+        if not silent:
+            return False
+        oldest = min(silent, key=lambda one: one.began)
+        oldest.is_ended = True
+        _hang_up(next(request for request, one in self._open.items() if one is oldest))
+        return True
+
+    def heard(self, request: socket.socket) -> None:
+        """Note that a connection's request was read: from now on it has the time of one that is served."""
+        with self._lock:
+            if one := self._open.get(request):
+                one.is_silent, one.deadline = False, one.began + self._seconds
 
     def _serve(self, request: socket.socket, client: Any) -> None:
         try:
@@ -109,8 +164,8 @@ class Server(socketserver.TCPServer):
         """End the connections whose time is over. Called in each turn of ``serve_forever``."""
         now = time.monotonic()
         with self._lock:
-            for request, (deadline, _) in self._open.items():
-                if deadline < now:
+            for request, one in self._open.items():
+                if one.deadline < now:
                     _hang_up(request)
 
     def server_close(self) -> None:
@@ -120,8 +175,8 @@ class Server(socketserver.TCPServer):
             left = dict(self._open)
             for request in left:
                 _hang_up(request)
-        for _, thread in left.values():
-            thread.join()
+        for one in left.values():
+            one.thread.join()
 
 
 def _hang_up(request: socket.socket) -> None:
@@ -140,10 +195,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def do_GET(self) -> None:
+        self._heard()
         self.respond()
 
     def do_POST(self) -> None:
         self.respond()
+
+    def body(self, length: int) -> bytes:
+        """Read the request's body."""
+        data = self.rfile.read(length)
+        self._heard()
+        return data
+
+    def _heard(self) -> None:
+        assert isinstance(self.server, Server)
+        self.server.heard(self.request)
 
     def answer(self, status: int, value: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
         """Send an object, and nothing after it."""

@@ -48,12 +48,12 @@ def tell(text: str) -> None:
 
 
 def read(directory: Path = DIRECTORY) -> dict[str, Any]:
-    """Return all that is known, also before anything was."""
+    """Return all that is known, also before anything was. A damaged file says nothing; the next update replaces it."""
     try:
-        found: dict[str, Any] = json.loads((directory / "status.json").read_bytes())
-    except FileNotFoundError:
-        return {"format": FORMAT, "ready": False}
-    return found
+        found = json.loads((directory / "status.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"format": FORMAT, "ready": False}
 
 
 def update(
@@ -69,7 +69,7 @@ def update(
     ``wanted`` are the sections without which the node is not ready, by default those that its ``settings`` call for.
     Safe for several processes at once.
     """
-    with lock.held(directory / ".lock"):
+    with lock.held(directory / ".lock", 60):
         found = {**read(directory), section: dict(value)}
         found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
         _write(directory / "status.json", json.dumps(found, indent=1) + "\n")

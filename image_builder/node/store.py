@@ -9,8 +9,10 @@ damaged block is an I/O error and never a wrong byte, and nothing is hashed at b
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,10 @@ from image_builder.node.programs import run
 
 FORMAT = 1
 BLOCK = 4096
-MAPPING = "preload"
+_CHUNK = 1 << 20
+MAPPING = "image-builder-preload"
+# What says that the disk below the store failed, for now: the store itself may be sound.
+_FOR_NOW = frozenset([errno.EIO, errno.ENOMEM, errno.EBUSY, errno.ENOSPC, errno.EAGAIN, errno.EINTR])
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,11 @@ class Store:
 
 
 def read_manifest(path: Path = MANIFEST) -> Store:
-    """Read ``store.json``. Raises NodeError (``store.manifest``)."""
+    """Read ``store.json``. Raises NodeError: ``store.manifest``, ``store.io``."""
     try:
         return parse_manifest(json.loads(path.read_bytes()))
     except OSError as error:
-        raise NodeError("store.manifest", f"{path}: {error.strerror}") from error
+        raise _lost(error, "store.manifest", f"{path}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NodeError(
             "store.manifest", f"{path} is no manifest of a preload store: {type(error).__name__}: {error}"
@@ -125,13 +130,14 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
     """Mount the store, checked by dm-verity; nothing happens when it is mounted already.
 
     ``verity`` False takes a store without the check, as the node's settings declare. Raises NodeError:
-    ``store.truncated``, ``store.verity``, ``store.mount``, ``store.disagrees``.
+    ``store.truncated``, ``store.verity``, ``store.mount``, ``store.disagrees``, ``store.damaged``, ``store.io``.
     """
-    if mounts.at(at) is None:
+    was_mounted = mounts.at(at) is not None
+    if not was_mounted:
         try:
             size = store.file.stat().st_size
         except OSError as error:
-            raise NodeError("store.truncated", f"{store.file}: {error.strerror}") from error
+            raise _lost(error, "store.truncated", f"{store.file}: {error.strerror}") from error
         if size != store.bytes:
             raise NodeError("store.truncated", f"{store.file} has {size} bytes, not {store.bytes}")
         if store.verity and size <= store.verity.hash_offset:
@@ -144,33 +150,53 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
                 "store.verity", f"{store.file} was baked without dm-verity, this node requires it"
             )
         else:
-            _mount_verified(store.file, store.verity, at)
+            try:
+                _mount_verified(store.file, store.verity, at)
+            except ProgramError as error:  # there is no such program, or it did not end
+                raise NodeError("store.verity", f"{store.file} is not checked: {error.message}") from error
     try:
         _compare(store, at)
     except NodeError:
-        close_store(at)
+        if not was_mounted:  # else an engine may use it
+            close_store(at)
         raise
 
 
 def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
     # A mapping that a killed agent left; without one this fails, and that is all right.
     run(["dmsetup", "remove", MAPPING], ok=range(256))
+    if _is_mapped(verity):
+        _mount_mapping(file, at)
+        return
     try:
         loop = run(["losetup", "--find", "--show", "--read-only", "--direct-io=on", os.fspath(file)])
     except ProgramError as error:
-        raise NodeError("store.verity", f"no loop device for {file}: {error.message}") from error
+        raise NodeError("store.io", f"no loop device for {file}: {error.message}") from error
     device = loop.stdout.strip()
     try:
         run(["dmsetup", "create", MAPPING, "--readonly", "--table", verity.table(device)])
-        mounts.mount(f"/dev/mapper/{MAPPING}", at, "erofs", mounts.RDONLY | mounts.NODEV)
+        _mount_mapping(file, at)
     except ProgramError as error:
         raise NodeError("store.verity", f"dm-verity refuses {file}: {error.message}") from error
-    except OSError as error:
-        run(["dmsetup", "remove", "--retry", MAPPING], ok=range(256))
-        raise NodeError("store.mount", f"{file} can't be mounted: {error.strerror}") from error
     finally:
         # It goes by itself with its last user: the mapping, or at once where there is none.
         run(["losetup", "--detach", device], ok=range(256))
+
+
+def _is_mapped(verity: Verity) -> bool:
+    """Tell whether this store is mapped, by containers that still use it after a release; it goes on being so."""
+    table = run(["dmsetup", "table", MAPPING], ok=range(256)).stdout
+    if verity.root_hash not in table:
+        return False
+    return run(["dmsetup", "message", MAPPING, "0", "@cancel_deferred_remove"], ok=range(256)).status == 0
+
+
+def _mount_mapping(file: Path, at: Path) -> None:
+    try:
+        mounts.mount(f"/dev/mapper/{MAPPING}", at, "erofs", mounts.RDONLY | mounts.NODEV)
+    except OSError as error:
+        run(["dmsetup", "remove", "--retry", MAPPING], ok=range(256))
+        raise _lost(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
 
 
 def _mount_file(file: Path, at: Path) -> None:
@@ -190,11 +216,39 @@ def _compare(store: Store, at: Path) -> None:
         layers = {f"sha256:{name}" for name in os.listdir(at / LAYERS)}
         engines = {name for name in os.listdir(at) if name != LAYERS}
     except OSError as error:
-        raise NodeError("store.damaged", f"{error.filename}: {error.strerror}") from error
+        raise _lost(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
     # What nodes load from the archive is listed, and is not in the store.
     wanted = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
     if layers != set(store.layers) or not wanted <= layers or engines != set(store.engines):
         raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
+
+
+def _lost(error: OSError, code: str, message: str) -> NodeError:
+    """Return an error of the store: ``code``, or ``store.io`` where the same may be well a moment later."""
+    return NodeError("store.io" if error.errno in _FOR_NOW else code, message)
+
+
+def read_through(path: Path) -> None:
+    """Read a file, or all files below a directory, to their ends. Raises OSError."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    def read(name: str, folder: int | None) -> None:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            while os.read(fd, _CHUNK):
+                pass
+        finally:
+            os.close(fd)
+
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        read(os.fspath(path), None)
+        return
+    for _, _, names, folder in os.fwalk(path, onerror=refuse):
+        for name in names:
+            if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                read(name, folder)
 
 
 def close_store(at: Path = MOUNT_POINT) -> None:

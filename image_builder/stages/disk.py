@@ -220,7 +220,9 @@ def _fill_root(ctx: StageContext, tools: Root, layout: Layout, content: Content)
     extended = f"offset={root.start},nodiscard,assume_storage_prezeroed=1,hash_seed={uuid}"
     inodes = max(root.size // _BYTES_PER_INODE, content.entries * 5 // 4)
     argv = ["mke2fs", "-q", "-t", "ext4", "-L", "root", "-U", uuid, "-b", str(_BLOCK), "-I", "256"]
-    argv += ["-m", "0", "-N", str(inodes), "-E", extended, "-d", _TREE, _DISK, f"{root.size // 1024}k"]
+    # A full disk leaves root a hundredth; programs of before 1.47 (rescue machines) refuse a disk with an orphan file.
+    argv += ["-m", "1", "-O", "^orphan_file", "-N", str(inodes), "-E", extended]
+    argv += ["-d", _TREE, _DISK, f"{root.size // 1024}k"]
     tools.run(argv, log=ctx.log)
 
 

@@ -60,7 +60,9 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     ) as root:
         write_names(root.path, ctx.endpoints)
         downloads = max(_DOWNLOADS, ctx.definition.pull.parallel)
-        with module.running(root, downloads=downloads, endpoints=ctx.endpoints, log=ctx.log) as engine:
+        with module.running(
+            root, downloads=downloads, endpoints=ctx.endpoints, mirrors=ctx.mirrors, log=ctx.log
+        ) as engine:
             engine.keep_only(images)
             failed = _pull(ctx, engine, images)
             here = [image for image in images if image.ref not in failed]

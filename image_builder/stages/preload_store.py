@@ -10,16 +10,16 @@ Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree behind the fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder import process
+from image_builder import identity, process
 from image_builder.errors import ImageBuilderError
 from image_builder.node import layout
 from image_builder.node.seed import records
@@ -59,18 +59,26 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     require_root(kept)
     for name in states:
         records.pack(kept / name)
-    ctx.doing(f"packing {len(layers)} layers")
-    binds = {_PACK: kept}
-    binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}
     (kept / layout.LAYERS).mkdir()
     for diff_id in layers:
         (kept / layout.LAYERS / diff_id[7:]).mkdir()
+    epoch = int(options["source_date_epoch"])
+    for path in (kept, *_all(kept)):
+        if (
+            path.is_dir() or path.lstat().st_nlink == 1
+        ):  # other files are those of the state, and have its times
+            os.utime(path, (epoch, epoch), follow_symlinks=False)
+    ctx.doing(f"packing {len(layers)} layers")
+    binds = {_PACK: kept}
+    binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}
     with open_root(
         [ctx.inputs["tools"] / "tree"], ctx.work / "tools", binds=binds, writable_binds={_OUT: folder}
     ) as tools:
-        argv = ["mkfs.erofs", "--quiet", "-zlz4", f"-C{BLOCK}", f"-T{options['source_date_epoch']}"]
-        tools.run([*argv, "--mkfs-time", _FILE, _PACK], log=ctx.log)
-        verity = _add_hashes(tools, folder / layout.STORE_FILE.name) if options["verity"] else None
+        argv = ["mkfs.erofs", "--quiet", "-zlz4", f"-C{BLOCK}", f"-T{epoch}", "--mkfs-time"]
+        argv += [f"-U{identity.filesystem_uuid(ctx.plan.id, 'preload')}"]
+        tools.run([*argv, _FILE, _PACK], log=ctx.log)
+        salt = _salt(options["images"])
+        verity = _add_hashes(tools, folder / layout.STORE_FILE.name, salt) if options["verity"] else None
     document = _manifest(ctx, states, layers, folder / layout.STORE_FILE.name, verity)
     target = ctx.product / "tree" / layout.MANIFEST.relative_to("/")
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -169,13 +177,17 @@ def _all(tree: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in (*folders, *names))
 
 
-def _add_hashes(tools: Root, file: Path) -> dict[str, JSON]:
+def _salt(images: Sequence[Mapping[str, Any]]) -> str:
+    """Return the salt of the hash tree: another one for other images, the same one for the same."""
+    return hashlib.sha256("\n".join(sorted(str(i["manifest"]) for i in images)).encode()).hexdigest()
+
+
+def _add_hashes(tools: Root, file: Path, salt: str) -> dict[str, JSON]:
     """Append the dm-verity hash tree of ``file`` to it; return what leads to it."""
     size = file.stat().st_size
     if size % BLOCK:
         with file.open("r+b") as stream:
             stream.truncate(size := -(-size // BLOCK) * BLOCK)
-    salt = secrets.token_hex(32)
     argv = ["veritysetup", "format", "--no-superblock", f"--hash-offset={size}", f"--salt={salt}"]
     argv += [f"--data-block-size={BLOCK}", f"--hash-block-size={BLOCK}", f"--data-blocks={size // BLOCK}"]
     told = tools.run([*argv, "--hash=sha256", _FILE, _FILE]).stdout

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder import namespace, process
+from image_builder.environment import environment
 
 _LOOP_CTL_GET_FREE = 0x4C82
 _BLKIO = Path("/sys/fs/cgroup/blkio")
@@ -63,7 +64,7 @@ def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
 
 def filesystem() -> str:
     """Return what ``blank_disk`` makes on this host."""
-    return "xfs" if shutil.which("mkfs.xfs", path=process.environment()["PATH"]) else "ext4"
+    return "xfs" if shutil.which("mkfs.xfs", path=environment()["PATH"]) else "ext4"
 
 
 def _attach(file: Path) -> Path:

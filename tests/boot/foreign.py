@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
-import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +10,8 @@ from pathlib import Path
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from tests.boot.node import Local
-from tests.disks import LARGE, MIB, SMALL, write
-from tests.foreign_disks import FOREIGN
-
-# Partitions of 8 MiB as mkntfs 2022.10.3 makes them, with the readme of Azure's disks (ntfscp), and a file more.
-_NTFS = Path(__file__).with_name("ntfs")
-_FIRST_SECTOR = 128
+from tests.disks import LARGE, MIB, SMALL
+from tests.foreign_disks import FOREIGN, azure
 
 Make = Callable[[Disk, Path], None]
 
@@ -31,18 +25,6 @@ def _ext4(label: str, uuid: str) -> Make:
 
 def _xfs(disk: Disk, _tree: Path) -> None:
     subprocess.run(["mkfs.xfs", "-q", "-L", "data", disk.path], check=True)
-
-
-def ntfs(kind: str) -> Make:
-    """Return what makes a disk as Azure's: a table of partitions (MBR) with one NTFS that holds ``kind``."""
-
-    def make(disk: Disk, _tree: Path) -> None:
-        volume = lzma.decompress((_NTFS / f"{kind}.img.xz").read_bytes())
-        entry = struct.pack("<B3sB3sII", 0, b"\0\0\0", 7, b"\0\0\0", _FIRST_SECTOR, len(volume) // 512)
-        write(disk, 446, entry.ljust(64, b"\0") + b"\x55\xaa")
-        write(disk, _FIRST_SECTOR * 512, volume)
-
-    return make
 
 
 # What makes some of the disks, and the package of each.
@@ -62,9 +44,9 @@ KINDS: dict[str, tuple[Make, int, str]] = {
     if name not in _NOT_HERE
 }
 AZURE: dict[str, tuple[Make, int, str]] = {
-    "NTFS with a file": (ntfs("files"), SMALL, ": dos with 1 partition, with more or less than"),
+    "NTFS with a file": (azure("files"), SMALL, ": dos with 1 partition, with more or less than"),
 }
-PLATFORM = ("the platform's NTFS", ntfs("readme"), LARGE + 64 * MIB)
+PLATFORM = ("the platform's NTFS", azure("readme"), LARGE + 64 * MIB)
 
 
 def make_disks(folder: Path, wanted: dict[str, tuple[Make, int, str]], prefix: str) -> dict[str, Local]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mutations import change, chmod, outside, record, remove, write
-from mutations_booted import record_booted
+from mutations_booted import edited, record_booted
 
 PROGRAM = "/usr/local/sbin/node-agent"
 SOURCES = "/usr/local/lib/node-agent/node-agent.pyz"
@@ -43,11 +43,10 @@ record(
 )
 record_booted("test_local_disk_is_mounted", "mount -o remount,atime,strictatime /mnt/local")
 record_booted(
-    "test_local_disk_is_marked_as_this_images",
-    'sed -i \'s/"image": "/&other/\' /mnt/local/.node/disk.json',
+    "test_local_disk_is_marked_as_this_images", **edited("/mnt/local/.node/disk.json", 's/"image": "/&other/')
 )
 record_booted(
     "test_engine_data_is_on_the_local_disk",
     "mkdir -p /run/mutation-kubelet; mount --bind /mnt/local /var/lib/kubelet",
-    turn=3,
+    mend="umount /var/lib/kubelet",
 )

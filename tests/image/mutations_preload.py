@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mutations import Mutation, both, change, chmod, chown, given, outside, record, remove, write
-from mutations_booted import record_booted
+from mutations_booted import await_port, edited, record_booted
 
 LIST = "/opt/preloaded_docker_images.json"
 ARCHIVE = "/opt/preloaded_docker_images.tar"
@@ -131,9 +131,11 @@ def _other_pause(variables: dict[str, Any]) -> Mutation:
     )
 
 
-def _other_bond(variables: dict[str, Any]) -> str:
-    """Return how the kubelet must not wait for the unit: Wants= is content with a failure."""
-    return "Wants" if variables["image_preload_gates_kubelet"] else "BindsTo"
+def _other_gate(variables: dict[str, Any]) -> Any:
+    """Let the kubelet start after a failure where it must not, or the other way round."""
+    if variables["image_preload_gates_kubelet"]:
+        return change(KUBELET, "^ExecStartPre=.*\n", "")
+    return change(KUBELET, "^After=.*", "\\g<0>\n[Service]\nExecStartPre=/bin/false")
 
 
 def _unpinned(content: dict[str, Any]) -> None:
@@ -171,10 +173,13 @@ record(
     change(UNIT, "^Before=.*", "Before=network.target"),
     change(UNIT, "^After=.*\n", ""),
     change(UNIT, "^TimeoutStartSec=.*\n", ""),
+    change(UNIT, "^TimeoutStartSec=.*", "TimeoutStartSec=infinity"),
+    change(UNIT, "^Restart=.*\n", ""),
+    change(UNIT, "^StartLimitIntervalSec=.*\n", ""),
     change(UNIT, "preload-seed.service", ""),
     change(UNIT, "^ExecStart=(.*) preload$", r"ExecStart=\1 promote"),
-    change(KUBELET, "^(Requires|Wants)=.*\n", ""),
-    given(lambda v: change(KUBELET, "^(Requires|Wants)=", f"{_other_bond(v)}=")),
+    change(KUBELET, "^Wants=.*\n", ""),
+    given(_other_gate),
     remove(KUBELET),
 )
 record(
@@ -185,6 +190,8 @@ record(
     change(SEED, "^ConditionPathExists=[|]/opt/.*\n", ""),
     change(SEED, "^ConditionPathExists=[|].*/[.]node/.*\n", ""),
     change(SEED, "^RemainAfterExit=.*\n", ""),
+    change(SEED, "^Restart=.*\n", ""),
+    change(SEED, "^TimeoutStartSec=.*\n", ""),
     change(SEED, "^ExecStart=(.*) seed$", r"ExecStart=\1 status"),
     remove("/etc/systemd/system/containerd.service.d/10-preload-seed.conf"),
     change("/etc/systemd/system/docker.service.d/10-preload-seed.conf", "^After=.*\n", ""),
@@ -197,6 +204,7 @@ record(
     change(PROMOTE, "^ConditionPathExists=.*\n", ""),
     change(PROMOTE, "^ConditionDirectoryNotEmpty=.*\n", ""),
     change(PROMOTE, "^Nice=.*\n", ""),
+    change(PROMOTE, "^Restart=.*\n", ""),
     change(PROMOTE, "^ExecStart=(.*) promote$", r"ExecStart=\1 seed"),
 )
 record(
@@ -226,11 +234,12 @@ LAST = (
     'print("ref=%s manifest=%s id=%s digest=%s" % tuple(l[-1][k] for k in ("ref", "manifest", "id", "digest")))'
     "'); "
 )
+UPPER = "$(docker image inspect --format '{{.GraphDriver.Data.UpperDir}}' $id)"
 ALL_PINNED = "for n in $(ctr -n k8s.io images list --quiet | grep -v ^sha256); do "
 
 record_booted(
     "test_preload_succeeded",
-    """sed -i 's/"problems": \\[\\]/"problems": ["mutation"]/' /run/node/status.json""",
+    **edited("/run/node/status.json", r's/"problems": \[\]/"problems": ["mutation"]/'),
 )
 record_booted(
     "test_preloaded_images_are_pinned",
@@ -254,16 +263,10 @@ record_booted(
 )
 record_booted(
     "test_preloaded_layers_are_in_docker",
-    LAST
-    + "folder=$(docker image inspect --format '{{.GraphDriver.Data.UpperDir}}' $id); mv $folder $folder.gone",
-    # After a guard was made of this image, which takes all its layers.
-    turn=1,
+    LAST + f"folder={UPPER}; mv $folder $folder.gone; mkdir $folder",
+    mend=LAST + f"folder={UPPER}; rmdir $folder; mv $folder.gone $folder",
 )
-record_booted(
-    "test_preloaded_images_run",
-    "chmod 0644 $(command -v runc)",
-    turn=2,
-)
+record_booted("test_preloaded_images_run", "chmod 0644 $(command -v runc)", mend="chmod 0755 /usr/sbin/runc")
 record_booted(
     "test_preloaded_images_are_in_containerd",
     LAST + "ctr -n k8s.io images rm ${ref%:*}@$digest",
@@ -271,19 +274,20 @@ record_booted(
 )
 record_booted(
     "test_preloaded_images_are_in_docker",
-    LAST + "docker image rm --force $ref",
-    turn=1,
+    LAST + "docker tag $id mutation:kept; docker image rm $ref",
+    mend=LAST + "docker tag $id $ref; docker image rm mutation:kept",
 )
 record_booted(
     "test_preloaded_pause_image_is_spared",
     "for unit in kubelet cri-docker; do file=/etc/systemd/system/$unit.service; if test -e $file; then "
     "sed -i 's/--pod-infra-container-image=[^ ]*/--pod-infra-container-image=registry.invalid:1/' $file; "
     "fi; done; systemctl daemon-reload",
-    turn=1,
+    turn=4,
 )
 record_booted(
     "test_preloaded_images_need_no_registry",
     LAST
     + "host=${ref%%/*}; port=${host#*:}; test $port != $host || port=443; echo 127.0.0.1 ${host%%:*} >> /etc/hosts; "
-    "systemd-run --quiet --unit=mutation-registry python3 -m http.server $port; sleep 3",
+    "systemd-run --quiet --unit=mutation-registry python3 -m http.server $port; " + await_port("$port"),
+    mend="sed -i '$d' /etc/hosts; systemctl stop mutation-registry.service",
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mutations import Mutation, chmod, given, outside, record, remove
-from mutations_booted import record_booted
-from mutations_preload import overwrite
+from mutations_booted import edited, record_booted
+from mutations_preload import flip, overwrite
 
 MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
 STORE = "/opt/preload/store.erofs"
@@ -35,6 +35,17 @@ def shorter(root: Path, _variables: dict[str, Any]) -> None:
 
 def no_filesystem(root: Path, _variables: dict[str, Any]) -> None:
     overwrite(outside(root, STORE), 1024, bytes(4))
+
+
+def other_byte(root: Path, _variables: dict[str, Any]) -> None:
+    """Change a byte in the middle of the filesystem."""
+    place = outside(root, STORE)
+    flip(place, place.stat().st_size // 2)
+
+
+def other_hashes(root: Path, _variables: dict[str, Any]) -> None:
+    """Change a byte of the hash tree, at its end."""
+    flip(outside(root, STORE), -4096)
 
 
 def longer(variables: dict[str, Any]) -> Mutation:
@@ -63,25 +74,24 @@ record(
 record(
     "test_store_can_be_verified",
     edit(MANIFEST, lambda found: found.update(verity=None)),
-    edit(MANIFEST, lambda found: found["verity"].update(hash_offset=4096)),
+    edit(MANIFEST, lambda found: found["verity"].update(root_hash="0" * 64)),
+    other_byte,
+    other_hashes,
 )
 record(
     "test_seed_was_rehearsed",
     remove(REHEARSAL),
     edit(REHEARSAL, lambda found: found["images"].pop()),
 )
-record_booted(
-    "test_images_were_seeded",
-    f'sed -i \'s/"store": "/&0/\' {STATUS}',
-)
+record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
 record_booted(
     "test_store_is_verified_by_the_kernel",
     # Promoted or not: something else is mounted there than a mapping of the kernel's.
-    "umount /var/lib/preload 2>/dev/null; mount -t tmpfs preload /var/lib/preload",
-    turn=2,
+    "if mountpoint -q /var/lib/preload; then umount /var/lib/preload; fi; mount -t tmpfs preload /var/lib/preload",
+    turn=3,
 )
 record_booted(
     "test_every_layer_is_somewhere",
     "for d in /mnt/local/docker/overlay2/*/diff; do mv $d $d.gone; ln -s /var/lib/preload/layers/gone $d; done",
-    turn=3,
+    turn=4,
 )

@@ -8,6 +8,7 @@ from suite import load
 from testinfra.host import Host
 
 LIST = "/opt/preloaded_docker_images.json"
+ARCHIVE = "/opt/preloaded_docker_images.tar"
 
 
 def listed(host: Host) -> dict[str, Any]:

@@ -57,7 +57,18 @@ def test_local_disk_settings_are_declared_ones(host: Host, v: V) -> None:
     """The agent is told what the definition says of the disk."""
     wanted = {
         key: v[f"local_disk_{key}"]
-        for key in ("policy", "mount_point", "filesystem", "label", "selector", "expected_disks", "wipe")
+        for key in (
+            *(
+                "policy",
+                "mount_point",
+                "filesystem",
+                "label",
+                "selector",
+                "expected_disks",
+                "incomplete_array",
+            ),
+            "wipe",
+        )
     }
     nothing(differences(wanted, load(host, SETTINGS)))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from asked import merged
-from preloaded import LIST, familiar, images, plain
+from preloaded import ARCHIVE, LIST, familiar, images, plain
 from suite import (
     assignments,
     booted,
@@ -31,6 +32,35 @@ SETTINGS = "/etc/node-agent/preload.json"
 UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-promote.service"
 # The lab's registries exist only while the lab bakes.
 LAB = ".lab.internal"
+
+# Proof that layers are what they claim to be: of each layer of an image in the archive a file that no later layer
+# hides, with the sha256 of its first 64 KiB. Prints [[layer, path, sha256] ...], the topmost layer first.
+_SAMPLES = """
+import hashlib, json, sys, tarfile
+
+samples, hidden = [], set()
+with tarfile.open(sys.argv[1]) as archive:
+    manifest = json.load(archive.extractfile("manifest.json"))
+    entry = next(e for e in manifest if set(sys.argv[2:]) & set(e["RepoTags"] or []))
+    for number, name in reversed(list(enumerate(entry["Layers"]))):
+        sample, mine = None, set()
+        with tarfile.open(fileobj=archive.extractfile(name), mode="r:*") as layer:
+            for info in layer:
+                path = info.name.removeprefix("./").strip("/")
+                folder, _, base = path.rpartition("/")
+                if base.startswith(".wh."):
+                    mine.add(folder if base == ".wh..wh..opq" else f"{folder}/{base[4:]}".strip("/"))
+                    continue
+                parents = {path[:at] for at, letter in enumerate(path) if letter == "/"}
+                if sample is None and info.isreg() and info.size and not hidden & (parents | {path}):
+                    head = layer.extractfile(info).read(65536)
+                    sample = [number, path, hashlib.sha256(head).hexdigest()]
+                if not info.isdir():
+                    mine.add(path)
+        hidden |= mine
+        samples += [sample] if sample else []
+print(json.dumps(samples))
+"""
 
 with_unit = needs("container_runtime", "node")
 preloaded = needs("container_runtime", "node", image_preload=bool)
@@ -82,7 +112,7 @@ def _unit_flags(host: Host, unit: str) -> list[str]:
 @booted
 @with_unit
 def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
-    """The unit starts at boot, after the engine; the kubelet waits for it and, where declared, requires it."""
+    """The unit starts at boot, after the engine; the kubelet waits for it and, where declared, for its success."""
     assert starts_at_boot(tree, UNIT), f"{UNIT} does not start at boot"
     unit, kubelet = _unit(host, UNIT), _drop_in(host, tree)
     engine = f"{v['container_runtime_engine']}.service"
@@ -90,10 +120,20 @@ def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
     assert SEED in named(unit, "After"), f"{UNIT} does not wait for {SEED}"
     assert "kubelet.service" in named(unit, "Before"), f"{UNIT} is not before the kubelet"
     assert f"ConditionPathExists={LIST}" in unit
-    assert "TimeoutStartSec=infinity" in unit
-    key = "Requires" if v["image_preload_gates_kubelet"] else "Wants"
-    assert UNIT in named(kubelet, key) & named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
+    _tries_again(UNIT, unit)
+    assert UNIT in named(kubelet, "Wants") & named(kubelet, "After"), f"the kubelet does not wait for {UNIT}"
+    succeeded = f"/bin/sh -c 'test ! -e {LIST} || exec systemctl --quiet is-active {UNIT}'"
+    gates = [line.removeprefix("ExecStartPre=") for line in kubelet if line.startswith("ExecStartPre=")]
+    assert gates == ([succeeded] if v["image_preload_gates_kubelet"] else []), gates
     assert _started(unit) == f"{v['__image_preload_program']} preload", unit
+
+
+def _tries_again(name: str, unit: list[str]) -> None:
+    """A failure of one boot's moment is not the whole boot's."""
+    assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= set(unit), f"{name} is not started again"
+    endless = [line for line in unit if line in ("TimeoutStartSec=infinity", "TimeoutStartSec=0")]
+    if "Type=oneshot" in unit:
+        assert not endless and any(line.startswith("TimeoutStartSec=") for line in unit), f"{name} may hang"
 
 
 def _started(unit: list[str]) -> str:
@@ -112,6 +152,7 @@ def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
     marker = f"{v['image_preload_mount_point']}/.node/seed/{v['image_preload_engine']}.json"
     assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionPathExists=|{marker}"} <= set(unit)
     assert {"Type=oneshot", "RemainAfterExit=yes"} <= set(unit)
+    _tries_again(SEED, unit)
     assert _started(unit) == f"{v['__image_preload_program']} seed", unit
     for engine in ("docker", "containerd"):
         assert f"{engine}.service" in named(unit, "Before"), f"{SEED} is not before {engine}"
@@ -133,6 +174,7 @@ def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None
         unit
     )
     assert {"Type=exec", "Nice=19"} <= set(unit), f"{PROMOTE} holds up the boot"
+    _tries_again(PROMOTE, unit)
     assert _started(unit) == f"{v['__image_preload_program']} promote", unit
 
 
@@ -234,8 +276,22 @@ def test_preloaded_layers_are_in_docker(host: Host) -> None:
         data = found["GraphDriver"]["Data"] or {}
         folders = [f for key in ("UpperDir", "LowerDir") for f in data.get(key, "").split(":") if f]
         assert len(folders) == len(image["diff_ids"]), f"{image['ref']}: {folders}"
-        lost = [folder for folder in folders if not host.file(folder).is_directory]
-        nothing(f"{image['ref']} has lost {folder}" for folder in lost)
+        # The archive begins with the lowest layer.
+        nothing(_lost(host, image, list(reversed(folders))))
+
+
+def _lost(host: Host, image: dict[str, Any], folders: list[str]) -> list[str]:
+    """Return the samples of an image that aren't in its layers' directories, the lowest layer's first."""
+    names = (image["ref"], familiar(image["ref"]))
+    samples = json.loads(output(host, "python3 -c %s %s %s %s", _SAMPLES, ARCHIVE, *names))
+    assert samples, f"the archive has no file of {image['ref']}"
+    paths = [f"{folders[layer]}/{path}" for layer, path, _ in samples]
+    heads = " ".join(map(shlex.quote, paths))
+    digests = output(host, f'for f in {heads}; do head -c 65536 "$f" 2>/dev/null | sha256sum; done').split()[
+        ::2
+    ]
+    wanted = [digest for _, _, digest in samples]
+    return [f"{image['ref']} has lost {p}" for p, d, w in zip(paths, digests, wanted, strict=True) if d != w]
 
 
 @booted
@@ -254,12 +310,20 @@ def test_preloaded_images_are_in_containerd(host: Host, v: V) -> None:
 @booted
 @with_containerd
 def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
-    """containerd has the whole content of every image, and it is unpacked in the snapshotter in use."""
+    """containerd has the whole content of every image, and its files are unpacked in the snapshotter in use."""
     lines = output(host, _ctr(v, "images check --snapshotter overlayfs")).splitlines()[1:]
     checked = {line.split()[0]: line for line in lines}
     for image in images(host):
         line = checked.get(image["ref"], "is missing")
         assert " complete (" in line and line.split()[-1] == "true", f"{image['ref']}: {line}"
+    # What a container would see: all layers are in one place.
+    folder = "/run/image-check"
+    for image in images(host):
+        output(host, _ctr(v, f"images mount --snapshotter overlayfs %s {folder}"), image["ref"])
+        try:
+            nothing(_lost(host, image, [folder] * len(image["diff_ids"])))
+        finally:
+            host.run(_ctr(v, f"images unmount --rm {folder}"))
 
 
 @booted
@@ -309,7 +373,7 @@ def test_preloaded_images_run(host: Host, v: V) -> None:
         else:
             command = _ctr(v, "run --rm --snapshotter overlayfs %s %s /bin/sh -c 'echo preloaded'")
             done = host.run(command, image["ref"], f"preload-check-{number}")
-        # An image without a shell got as far as looking for one: its layers were put together.
+        # An image without a shell got as far as looking for one; that its layers have their files is another check's.
         shell_less = re.search(r'exec: \\?"/bin/sh\\?": stat /bin/sh: no such file', done.stderr)
         assert done.stdout.strip() == "preloaded" or shell_less, f"{image['ref']}: {done.stderr[-500:]}"
 

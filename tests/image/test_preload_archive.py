@@ -6,13 +6,11 @@ import json
 from pathlib import PurePosixPath
 from typing import Any
 
-from preloaded import familiar, images, listed, plain
+from preloaded import ARCHIVE, familiar, images, listed, plain
 from suite import booted, differences, needs, nothing, offline, output
 from testinfra.host import Host
 
 V = dict[str, Any]
-ARCHIVE = "/opt/preloaded_docker_images.tar"
-
 baked = needs("container_runtime", image_preload=bool)
 
 # Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,

@@ -23,6 +23,7 @@ import pytest
 
 from image_builder import process
 from image_builder.apt import Apt, debian_sources
+from image_builder.environment import environment
 from image_builder.fetch import Wanted, fetch
 from image_builder.lab import pause
 from image_builder.settings import REPO_ROOT
@@ -204,7 +205,7 @@ def _run(engines: Engines, scratch: Path, script: str) -> Ran:
     shutil.copytree(NODE, scratch / "agent/image_builder/node", ignore=shutil.ignore_patterns("__pycache__"))
     (scratch / "agent/image_builder/__init__.py").write_text("")
     _write_images(scratch)
-    path = f"/usr/local/sbin:{engines.tree}/usr/sbin:{engines.tree}/usr/bin:{process.environment()['PATH']}"
+    path = f"/usr/local/sbin:{engines.tree}/usr/sbin:{engines.tree}/usr/bin:{environment()['PATH']}"
     process.run(
         [
             *("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"),

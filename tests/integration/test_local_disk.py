@@ -8,15 +8,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import struct
 import subprocess
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node import mounts
+from image_builder.node import mounts, reboots
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from image_builder.node.disk.settings import parse
@@ -62,7 +64,6 @@ def life(desk: Desk, filesystem: str) -> Any:
     seen["image"] = json.loads((root / ".node/disk.json").read_text())["image"]
     (root / ".node/disk.json").unlink()
     seen["marker gone"] = boot()
-    seen["marker gone, nothing mounted"] = os.path.ismount(root)
     with mounted(disk, filesystem, desk.base / "mnt") as inside:
         subprocess.run(["find", inside, "-mindepth", "1", "-delete"], check=True)
     seen["only mkfs was done"] = boot()
@@ -75,11 +76,34 @@ def life(desk: Desk, filesystem: str) -> Any:
         fcntl.ioctl(device, _SET_CAPACITY)
     disk = Disk(disk.name, disk.path, LARGE + 64 * MIB, disk.model, disk.serial, found_by="test")
     seen["resized"] = boot()
+    feature = _newer(disk, filesystem)
+    seen["newer"] = {**boot(feature), "same": desk.digest(disk)}
+    feature()
     seen["after all"] = boot()
     boot_end = [place for place in (target, root) if os.path.ismount(place)]
     for place in boot_end:
         mounts.unmount(place)
     return seen
+
+
+def _newer(disk: Disk, filesystem: str) -> Callable[[], None]:
+    """Return what turns a feature that no kernel knows on in a superblock, with the sum that it then has, and off."""
+    at, order, feature, sum_at, size = {"xfs": (0, ">", 216, 224, 512), "ext4": (1024, "<", 96, 1020, 1020)}[
+        filesystem
+    ]
+
+    def change() -> None:
+        with disk.path.open("rb") as stream:
+            block = bytearray(stream.read(4096)[at : at + max(size, 1024)])
+        (found,) = struct.unpack_from(f"{order}I", block, feature)
+        struct.pack_into(f"{order}I", block, feature, found ^ 1 << 30)
+        if filesystem == "xfs":
+            block[sum_at : sum_at + 4] = bytes(4)
+        value = layout.crc32c(bytes(block[:size])) ^ (0xFFFFFFFF if filesystem == "xfs" else 0)
+        struct.pack_into("<I", block, sum_at, value)
+        write(disk, at, bytes(block))
+
+    return change
 
 
 def _damage(disk: Disk, filesystem: str) -> None:
@@ -105,12 +129,15 @@ def test_life_of_a_disk(worker: Workplace, tmp_path: Path, filesystem: str) -> N
         "marker gone": ("none", False, False),
         "only mkfs was done": ("format", False, True),
         "damaged": ("rebuild", False, True),
-        "resized": ("rebuild", False, True),
-        "after all": ("mount", False, True),
+        "resized": ("mount", True, True),
+        "newer": ("none", False, False),
+        "after all": ("mount", True, True),
     }
     found = {name: tuple(seen[name][key] for key in ("action", "kept", "mounted")) for name in expected}
     assert found == expected
     assert seen["image"] == "image-2" and seen["marker gone"]["code"] == "disk.foreign"
+    assert seen["newer"]["code"] == "disk.newer"
+    assert f"serial-disk, {LARGE} bytes" in seen["resized"]["reason"]
 
 
 def race(desk: Desk) -> Any:
@@ -144,21 +171,76 @@ def test_agents_at_once_format_once(worker: Workplace, tmp_path: Path) -> None:
 
 
 def members(desk: Desk) -> Any:
-    """Superblocks of an array of ours, as mdadm would write them; no array is assembled of one that lacks members."""
-    desk.settings(mount_point=os.fspath(desk.base / "local"))
+    """A member of an array of ours, as mdadm would write it, boot after boot without the other one."""
+    root = desk.base / "local"
+    desk.settings(mount_point=os.fspath(root), policy="require")
     uuid = bytes.fromhex(layout.new_uuid().replace("-", ""))
     disk = desk.disk(LARGE)
     write(disk, 4096, raid_superblock(uuid, b"any:local", 2, 1))
-    known = layout.raid(disk.path.read_bytes()[: 3 * 4096])
-    told = desk.run(disk)
-    mounts.unmount(desk.base / "local")
-    return {"devices": known and known.devices, "role": known and known.role, "told": told}
+    before = desk.digest(disk)
+    found: dict[str, Any] = {"first": desk.run(disk), "again": desk.run(disk)}
+    reboots.record("boot-1", desk.kept.reboots)
+    desk.boot("boot-2")
+    found["after our reboot"] = desk.run(disk)
+    found["same"] = desk.digest(disk) == before
+    desk.boot("boot-3")
+    found["after another"] = desk.run(disk)
+    mounts.unmount(root)
+    write(disk, 0, bytes(MIB))
+    write(disk, 4096, raid_superblock(uuid, b"any:local", 2, 1))
+    desk.settings(mount_point=os.fspath(root), incomplete_array="rebuild")
+    found["by the settings"] = desk.run(disk)
+    mounts.unmount(root)
+    return found
 
 
-def test_what_is_left_of_an_array_of_ours_is_made_anew(worker: Workplace, tmp_path: Path) -> None:
+def test_a_member_of_an_array_is_kept_until_the_other_is_known_to_be_gone(
+    worker: Workplace, tmp_path: Path
+) -> None:
     found = run_scenario(members, worker, tmp_path)
-    assert (found["devices"], found["role"]) == (2, 1)
-    assert (found["told"]["exit"], found["told"]["action"], found["told"]["state"]) == (0, "rebuild", "ok")
+    for name in ("first", "again", "after our reboot"):
+        told = found[name]
+        assert (told["exit"], told["action"], told["state"]) == (0, "none", "failed"), name
+        assert told["code"] == "disk.incomplete" and "1 of 2 members" in told["reason"]
+    assert found["same"]
+    assert (found["after another"]["action"], found["after another"]["state"]) == ("rebuild", "ok")
+    assert (found["by the settings"]["action"], found["by the settings"]["state"]) == ("rebuild", "ok")
+
+
+def late(desk: Desk) -> Any:
+    """Two blank disks appear after a member; one of ours has a blank one beside it; another one bears a disk's name."""
+    root = desk.base / "local"
+    desk.settings(mount_point=os.fspath(root))
+    first, second = desk.disk(LARGE, "first"), desk.disk(LARGE, "second")
+    found: dict[str, Any] = {"first": desk.run(first)}
+    (root / "kept").write_text("x")
+    mounts.unmount(root)
+    found["both"] = {
+        **desk.run(first, second),
+        "kept": (root / "kept").exists(),
+        "zero": is_zero(desk.base / "second"),
+    }
+    mounts.unmount(root)
+    other = replace(second, sequence="1")
+    found["another disk"] = {**desk.run(other), "zero": is_zero(desk.base / "second")}
+    same = replace(second, serial=first.serial)
+    found["two names"] = desk.run(first, same)
+    (root / "hidden").write_bytes(b"x" * 4096)
+    found["hidden"] = desk.run(first)
+    mounts.unmount(root)
+    return found
+
+
+def test_disks_that_come_later_or_are_others(worker: Workplace, tmp_path: Path) -> None:
+    found = run_scenario(late, worker, tmp_path)
+    both = found["both"]
+    assert (both["code"], both["state"], both["kept"], both["zero"]) == ("disk.more", "degraded", True, True)
+    assert [one["serial"] for one in both["members"]] == ["serial-first"]
+    assert (found["another disk"]["exit"], found["another disk"]["code"]) == (1, "disk.changed")
+    assert found["another disk"]["zero"]
+    assert found["two names"]["code"] == "disk.paths"
+    assert found["hidden"]["hidden_bytes"] >= 4096 and "it hides" in found["hidden"]["reason"]
+    assert found["first"]["hidden_bytes"] == 0
 
 
 def failing(desk: Desk) -> Any:

@@ -12,7 +12,7 @@ from image_builder.node import mounts
 from image_builder.node.disk import layout
 from tests.builds import Workplace
 from tests.disks import LARGE, Desk, is_zero, mounted, run, run_scenario, write
-from tests.foreign_disks import FOREIGN, gpt, luks, lvm
+from tests.foreign_disks import FOREIGN, azure, gpt, luks, luks2, lvm
 
 
 def foreign(desk: Desk) -> Any:
@@ -91,10 +91,12 @@ def refusals(desk: Desk) -> Any:
     found["blank and foreign"] = desk.run(one, other)
     found["untouched"] = [is_zero(desk.base / name) for name in ("one", "system")]
     run("mkfs.ext4", "-q", "-L", "mine", one.path)
-    before = desk.digest(one)
-    with mounted(one, "ext4", desk.base / "mnt"):
+    with mounted(one, "ext4", desk.base / "mnt") as inside:
+        (inside / "kept").write_bytes(b"x" * 100_000)
+        os.sync()
+        before = desk.digest(one)
         found["mounted"] = desk.run(one)
-    found["mounted, same"] = desk.digest(one) != "" and before != ""
+        found["mounted, same"] = desk.digest(one) == before
     short = desk.disk(LARGE, "short")
     os.truncate(desk.base / "short", LARGE - 4096)  # its end can't be read any more
     found["unreadable"] = desk.run(short)
@@ -120,7 +122,7 @@ def test_wrong_and_ambiguous_disks_are_left_alone(worker: Workplace, tmp_path: P
     }
     assert {name: found[name]["code"] for name in codes} == codes
     assert {found[name]["exit"] for name in codes} == {0}
-    assert found["untouched"] == [True, True] and found["unreadable, same"]
+    assert found["untouched"] == [True, True] and found["unreadable, same"] and found["mounted, same"]
     assert "serial-one" in found["two"]["reason"] and "serial-other" in found["two"]["reason"]
     assert "Input/output error" in found["unreadable"]["reason"]
     assert found["required"]["state"] == "failed" and found["two"]["state"] == "degraded"
@@ -132,7 +134,12 @@ def wiped(desk: Desk) -> Any:
     """The policy to wipe: only what it names, only on disks that the platform calls local."""
     desk.settings(mount_point=os.fspath(desk.base / "local"), wipe=["crypto_LUKS"])
     found = {}
-    for name, make, local in (("named", luks, True), ("other", lvm, True), ("not local", luks, False)):
+    for name, make, local in (
+        ("named", luks, True),
+        ("with a second header", luks2, True),
+        ("other", lvm, True),
+        ("not local", luks, False),
+    ):
         disk = desk.disk(LARGE, name, local=local)
         make(disk, desk.base)
         before = desk.digest(disk)
@@ -146,6 +153,37 @@ def test_policy_to_wipe(worker: Workplace, tmp_path: Path) -> None:
     found = run_scenario(wiped, worker, tmp_path)
     assert {name: (told["action"], told["same"]) for name, told in found.items()} == {
         "named": ("format", False),
+        "with a second header": ("format", False),
         "other": ("none", True),
         "not local": ("none", True),
     }
+
+
+def platform(desk: Desk) -> Any:
+    """Azure's resource disk in both of its shapes, with its readme alone, and with a person's file beside it."""
+    root = desk.base / "local"
+    desk.settings(mount_point=os.fspath(root))
+    found = {}
+    for name in ("readme", "files"):
+        for is_large in (False, True):
+            disk = desk.disk(LARGE, f"{name}{is_large}", local=True)
+            azure(name, is_large=is_large)(disk, desk.base)
+            before = desk.digest(disk)
+            found[f"{name}, {is_large}"] = {**desk.run(disk), "same": desk.digest(disk) == before}
+            if name == "readme":
+                mounts.unmount(root)
+    disk = desk.disk(LARGE, "data")
+    azure("readme")(disk, desk.base)
+    found["not local"] = desk.run(disk)
+    return found
+
+
+def test_resource_disk_of_azure(worker: Workplace, tmp_path: Path) -> None:
+    found = run_scenario(platform, worker, tmp_path)
+    for is_large in (False, True):
+        told = found[f"readme, {is_large}"]
+        assert (told["action"], told["state"], told["same"]) == ("format", "ok", False), told["reason"]
+        kept = found[f"files, {is_large}"]
+        assert (kept["action"], kept["code"], kept["same"]) == ("none", "disk.foreign", True)
+        assert "more or less than the platform's readme" in kept["reason"]
+    assert found["not local"]["code"] == "disk.foreign"

@@ -56,24 +56,32 @@ def disks(lab: Lab) -> Result:
     with node(lab, baked.opt) as here:
         here.seed()
         blank = listing(here.data)
-        # Another image's store.
-        with here.engine():
-            pass
-        here.shut_down()
+        # Another image's store, first beneath an engine that runs.
         here.use(other.opt)
+        marker = _marker(here)
+        with here.engine():
+            here.shut_down()
+            result["busy"] = here.seed()
+            result["busy_marker"] = _marker(here) == marker
+        here.shut_down()
         result["other"] = here.seed()
         with here.engine() as running:
             result["other_has"] = [running.has(image) for image in other.images]
         result["other_state"] = state_of(here)
-        result["other_trash"] = len(layers_in(lab.engine, here.disk / ".node/trash/data.0"))
+        result["other_trash"] = sum(
+            len(layers_in(lab.engine, path)) for path in here.disk.glob(".node/trash/data.0.*")
+        )
         here.use(baked.opt)
         # Of an engine that ran without a store.
         here.blank()
         (here.data / "containers").mkdir(parents=True)
         (here.data / "containers/mine").write_text("precious")
         result["foreign"] = here.seed()
-        result["foreign_kept"] = (here.disk / ".node/trash/data.0/containers/mine").read_text()
+        result["foreign_kept"] = (here.data / "containers/mine").read_text()
+        result["foreign_state"] = state_of(here)
         result["foreign_data"] = differences(blank, listing(here.data))
+        with here.engine() as running:
+            result["foreign_has"] = [running.has(image) for image in (one, two)]
         # An empty directory, as a mount point's.
         here.blank()
         here.data.mkdir()
@@ -176,17 +184,35 @@ def history(worker: Workplace, engine: str) -> Result:
     return found
 
 
-def test_another_images_data_root_is_set_aside_and_seeded_anew(history: Result, engine: str) -> None:
-    assert (history["other"]["state"], history["other"]["action"]) == ("ok", "reseeded")
-    assert history["other_has"] == [True, True, True]
-    assert history["other_state"] == [f"seed/{engine}.json", "trash/data.0"]
-    assert history["other_trash"] > 0
+def test_another_images_data_root_gets_what_it_lacks(history: Result, engine: str) -> None:
+    other = history["other"]
+    assert other["state"] == "ok" and history["other_has"] == [True, True, True]
+    if engine == "docker":
+        assert other["action"] == "repaired" and other["restored"] == ["registry.lab.internal/three:1"]
+        assert history["other_state"] == [f"seed/{engine}.json"], "nothing of it was set aside"
+    else:
+        # Its databases can't be merged.
+        assert other["action"] == "reseeded" and history["other_trash"] > 0
+        kept, aside = history["other_state"]
+        assert kept == f"seed/{engine}.json" and aside.startswith("trash/data.0.")
 
 
-def test_what_is_not_ours_is_set_aside_whole(history: Result) -> None:
-    assert (history["foreign"]["state"], history["foreign"]["action"]) == ("ok", "reseeded")
-    assert history["foreign_kept"] == "precious"
-    assert history["foreign_data"] == []
+def test_a_data_root_is_left_alone_while_its_engine_runs(history: Result, engine: str) -> None:
+    busy = history["busy"]
+    assert (busy["state"], busy["code"], busy["exit"]) == ("degraded", "seed.busy", 0), busy
+    assert f"{engine} runs on it" in busy["reason"] and "nothing was done" in busy["said"]
+    assert history["busy_marker"]
+
+
+def test_a_data_root_that_no_seed_made_is_kept(history: Result, engine: str) -> None:
+    assert history["foreign"]["state"] == "ok" and history["foreign_kept"] == "precious"
+    assert not [path for path in history["foreign_state"] if path.startswith("trash")]
+    if engine == "docker":
+        assert history["foreign"]["action"] == "repaired" and history["foreign_has"] == [True, True]
+        names = {difference.partition(":")[0] for difference in history["foreign_data"]}
+        assert names == {".", "containers", "containers/mine"}
+    else:
+        assert history["foreign"]["action"] == "left", "its images come from the archive"
 
 
 def test_an_empty_data_root_is_blank(history: Result, engine: str) -> None:
@@ -199,7 +225,7 @@ def test_what_a_dead_agent_left_is_removed(history: Result, engine: str) -> None
 
 
 def test_a_marker_that_says_nothing_counts_as_none(history: Result) -> None:
-    assert (history["marker"]["state"], history["marker"]["action"]) == ("ok", "reseeded")
+    assert (history["marker"]["state"], history["marker"]["action"]) == ("ok", "current")
 
 
 def test_a_data_root_that_lost_everything_is_seeded_anew(history: Result) -> None:
@@ -230,15 +256,15 @@ def test_another_minor_version_is_not_trusted_with_the_layout(history: Result, e
     version = history["version"]
     assert (version["state"], version["code"], version["exit"]) == ("degraded", "seed.version", 0)
     assert OTHER_VERSION[engine].split()[2].strip(",") in version["reason"] and history["version_links"] == 0
+    # One that has images already keeps them, and may be met by a newer engine.
     upgraded = history["upgraded"]
-    assert (upgraded["code"], upgraded["action"]) == ("seed.version", "set aside")
-    assert history["upgraded_state"] == ["trash/data.0"]
-    assert not history["upgraded_mounted"]
+    assert (upgraded["state"], upgraded["action"]) == ("ok", "current")
+    assert history["upgraded_state"] == [f"seed/{engine}.json"] and history["upgraded_mounted"]
 
 
 def test_a_full_disk_leaves_nothing_half_made(history: Result) -> None:
     full = history["full"]
-    assert (full["state"], full["code"], full["exit"]) == ("degraded", "seed.disk", 0)
+    assert (full["state"], full["code"], full["exit"]) == ("degraded", "seed.disk", 1)
     assert "No space left on device" in full["reason"] and "archive" in full["said"]
     assert history["full_state"] == [] and not history["full_data"] and not history["full_mounted"]
 

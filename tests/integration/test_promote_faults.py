@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import json
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from image_builder import namespace
+from image_builder.node import mounts
+from image_builder.node.errors import ProgramError
+from image_builder.node.preload.watch import watch
+from image_builder.node.promote import kubelet, trash
 from tests.promotion import (
     MB,
     Node,
@@ -264,3 +272,83 @@ def test_it_says_why_nothing_is_promoted(tools_tree: Path) -> None:
     assert found["disabled"]["state"] == "ok" and found["disabled"]["layers_left"] == [diff_id("one")]
     assert found["not mounted"]["layers_left"] == [diff_id("one")]
     assert got["left"] == ["cache-one"] and not got["damaged"]
+
+
+# -- what else it meets ------------------------------------------------------------------------------------------
+
+
+def _nothing_listed(proc: Path = Path("/proc")) -> list[mounts.Mount]:
+    return []
+
+
+def mount_below_the_trash(node: Node) -> Result:
+    """Something is mounted below the trash after the list of mounts was read."""
+    node.make_disk(96 * MB)
+    aside = node.disk / ".node/trash/data.0"
+    (aside / "merged").mkdir(parents=True)
+    namespace.mount("tmpfs", "tmpfs", os.fspath(aside / "merged"))
+    (aside / "merged/precious").write_text("precious")
+    said = ""
+    mounts.listed = _nothing_listed
+    try:
+        trash.empty(aside.parent, 0, "now")
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+    return {"said": said, "kept": (aside / "merged/precious").read_text()}
+
+
+def test_no_mount_below_the_trash_is_crossed(tools_tree: Path) -> None:
+    found = isolated(mount_below_the_trash, tools_tree)
+    assert found["kept"] == "precious" and found["said"] == os.strerror(errno.ENOTEMPTY)
+
+
+class _Kubelet(http.server.BaseHTTPRequestHandler):
+    """A kubelet that is not well at first."""
+
+    answers: ClassVar[list[int]] = []
+    left: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        code = self.left.pop(0) if self.left else 200
+        self.answers.append(code)
+        self.send_response(code)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_kubelet_that_is_not_well_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubelet, "_BETWEEN_SECONDS", 0.05)
+    _Kubelet.left[:], _Kubelet.answers[:] = [500, 503], []
+    with http.server.HTTPServer(("127.0.0.1", 0), _Kubelet) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        healthz = f"http://127.0.0.1:{server.server_port}/healthz"
+        try:
+            assert kubelet.wait_for_answer(healthz, 30)
+            assert _Kubelet.answers == [500, 503, 200]
+            _Kubelet.left[:] = [500] * 100
+            assert not kubelet.wait_for_answer(healthz, 0.2)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+_STALLED = "import sys, time; f = open(sys.argv[1], 'rb'); f.read(10); time.sleep(60)"
+
+
+def test_a_program_that_gets_no_further_is_ended(tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    archive.write_bytes(bytes(100))
+    said: list[str] = []
+    started = time.monotonic()
+    with pytest.raises(ProgramError) as caught:
+        # A directory without a filesystem's numbers: only what is read counts.
+        watch(
+            [sys.executable, "-c", _STALLED, str(archive)], archive, tmp_path / "none", said.append, 0.1, 0.5
+        )
+    assert time.monotonic() - started < 50
+    assert (
+        caught.value.status == 124 and "got no further for 0.5 s" in caught.value.message and len(said) >= 3
+    )

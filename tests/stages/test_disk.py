@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import struct
@@ -16,17 +17,24 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from image_builder import boot_partition, identity, sparse
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import ImageBuilderError
 from image_builder.events import NullMonitor
+from image_builder.firmware_authorities import FIRMWARE_AUTHORITIES
 from image_builder.formats import gpt, vhd
 from image_builder.namespace import run_isolated
 from image_builder.plan.model import StagePlan
 from image_builder.sandbox import Root, open_root
 from image_builder.settings import Settings
 from image_builder.stages import StageContext, convert, disk
+from tests.builds import Workplace
 from tests.unit import test_pe
 
 pytestmark = pytest.mark.root
@@ -241,6 +249,55 @@ def test_secure_boot_is_proven_or_refused(tmp_path: Path, tools: Path) -> None:
     assert "but kernel bears a signature of other bytes" in refusal(3)
     (tree / KERNEL).write_bytes(b"text")
     assert "but kernel is no EFI program" in refusal(4)
+
+
+def _self_made(name: str) -> tuple[bytes, str]:
+    """Return a key and its certificate, both in PEM, that anybody can make under any name."""
+    key = rsa.generate_private_key(65537, 2048)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private, certificate.public_bytes(Encoding.PEM).decode()
+
+
+def test_a_shim_that_only_names_microsoft_is_refused(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, signing = _tree(tmp_path / "tree"), tmp_path / "signing"
+    signing.mkdir()
+    name = "Microsoft Corporation UEFI CA 2011"
+    key, certificate = _self_made(name)
+    (signing / "key.pem").write_bytes(key)
+    (signing / "certificate.pem").write_text(certificate)
+    plain = test_pe.build()
+    (signing / "shim.efi").write_bytes(plain)
+    for path in (GRUB, KERNEL):
+        (tree / path).write_bytes(test_pe.build(signatures=(test_pe.sign(plain),)))
+
+    def sign(mounted: Root) -> None:
+        at = "/run/s"
+        words = ["sbsign", "--key", f"{at}/key.pem", "--cert", f"{at}/certificate.pem"]
+        mounted.run([*words, "--output", f"{at}/signed.efi", f"{at}/shim.efi"])
+
+    _with_tools(tmp_path, tools, sign, s=signing)
+    (tree / LOADERS[0]).write_bytes((signing / "signed.efi").read_bytes())
+    told = _refusal(tmp_path / "named", tools, tree, secure_boot=True)
+    assert f"but shim is signed by {name}, which no certificate of Microsoft's confirms" in told
+    monkeypatch.setattr(boot_partition, "FIRMWARE_AUTHORITIES", {name: certificate})
+    told = _refusal(tmp_path / "trusted", tools, tree, secure_boot=True)
+    assert "but shim carries no key to check GRUB and the kernel with" in told
+
+
+def test_an_image_says_which_of_microsofts_certificates_firmware_needs(minimal: Workplace) -> None:
+    proof = json.loads((minimal.artefact / "manifest.json").read_bytes())["disk"]["secure_boot"]
+    assert proof["firmware_authorities"]
+    assert set(proof["firmware_authorities"]) <= set(FIRMWARE_AUTHORITIES)
 
 
 def test_all_formats_hold_the_same_disk(tmp_path: Path, tools: Path) -> None:

@@ -20,9 +20,9 @@ PAUSE, LARGE = "registry.lab.internal/pause:1.0", "registry.lab.internal/large:1
 
 
 def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
-    """Return a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had."""
-    target = folder / f"inventory-{len(refs)}-{len(optional)}"
-    shutil.copytree(REPO / "inventories/lab", target)
+    """Make a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had."""
+    target = folder / "inventory"
+    shutil.copytree(REPO / "inventories/lab", target, dirs_exist_ok=True)
     variables = target / "group_vars/workers.yml"
     head, _, rest = variables.read_text().partition("image_preload:\n")
     kept = rest.partition("\n\n")[2]
@@ -51,13 +51,13 @@ def test_a_change_of_the_list_pulls_what_is_new(
     workplace = copies(worker)
     original = workplace.object("preload")
     before = _state(original)
-    one, both = _inventory(tmp_path, [PAUSE]), _inventory(tmp_path, [PAUSE, LARGE])
     # One less: taken over from the build that has both, nothing is pulled.
-    assert _pulls(workplace, one) == {PAUSE: "there already"}
+    assert _pulls(workplace, _inventory(tmp_path, [PAUSE])) == {PAUSE: "there already"}
     # What was taken over shares its files with the stage that it came from, which stays as it was.
     assert _state(original) == before
     workplace.forget_id(original.name)
     # One more: that one alone is pulled. (Without its pin the list is another one than the original's.)
+    both = _inventory(tmp_path, [PAUSE, LARGE])
     assert _pulls(workplace, both) == {PAUSE: "there already", LARGE: "done"}
 
 
@@ -73,7 +73,7 @@ def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
     assert list((workplace.store / "staging").iterdir()) == []
     inventory = _inventory(tmp_path, [PAUSE], optional=(none,))
     assert _pulls(workplace, inventory) == {PAUSE: "there already"}
-    lock = json.loads((workplace.store / "locks/worker.lock.json").read_text())
+    lock = json.loads(workplace.lock.read_text())
     assert lock["left_out"] == [none]
 
 

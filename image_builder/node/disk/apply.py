@@ -10,28 +10,36 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from image_builder.node import durable, mounts, programs
 from image_builder.node.disk import arrays, layout, probe
 from image_builder.node.disk.decide import nature
-from image_builder.node.disk.model import Decision, Disk, Observation, Places, Seen, Volume
+from image_builder.node.disk.model import Array, Decision, Disk, Observation, Places, Seen, Volume
 from image_builder.node.disk.settings import Settings
 from image_builder.node.errors import NodeError
 
-_BLKRRPART = 0x125F
+_BLKRRPART, _BLKGETDISKSEQ = 0x125F, 0x80081280
 _PROJECT = 1
 # Making a filesystem writes a few hundred MB at most; a slow disk gets its time.
 _MKFS_SECONDS = 600
 
 
-def carry_out(decision: Decision, seen: Seen, settings: Settings, build: str, places: Places) -> Volume:
+def carry_out(
+    decision: Decision,
+    seen: Seen,
+    settings: Settings,
+    build: str,
+    places: Places,
+    candidates: Callable[[], Sequence[Disk]],
+) -> Volume:
     """Format and mount, or mount; return the volume that is mounted. Raises NodeError, OSError."""
     volume = decision.volume
     if volume is None:
-        volume = _make(decision.disks, seen, settings, places)
+        volume = _make(decision.disks, seen, settings, places, candidates)
     root = Path(settings.mount_point)
     if not volume.mounted:
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -77,28 +85,52 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
     durable.sync_directory(root)
 
 
-def _make(disks: Sequence[Disk], seen: Seen, settings: Settings, places: Places) -> Volume:
+def _make(
+    disks: Sequence[Disk],
+    seen: Seen,
+    settings: Settings,
+    places: Places,
+    candidates: Callable[[], Sequence[Disk]],
+) -> Volume:
     """Make one filesystem of disks; raises NodeError where one of them changed since it was looked at."""
     with ExitStack() as stack:
+        for disk in disks:
+            stack.enter_context(_held(disk))
+        _check_same(disks, candidates())
+        used = [one for one in _again(disks, settings, places, seen.arrays) if not _is_blank(one, settings)]
         for array in seen.arrays.values():
             if array.device:
                 arrays.stop(array.device, places)
-        for disk in disks:
-            stack.enter_context(_held(disk))
-        for one in _again(disks, settings, places):
-            if not _is_blank(one, settings):
-                erase(one)
-        left = [one for one in _again(disks, settings, places) if not _is_blank(one, settings)]
+        erase(used)
+        left = [one for one in _again(disks, settings, places, {}) if not _is_blank(one, settings)]
         if left:
             raise NodeError("disk.busy", f"{left[0].disk} is not blank after it was erased")
         return _filesystem(disks, settings, places)
 
 
-def _again(disks: Sequence[Disk], settings: Settings, places: Places) -> list[Observation]:
+def _check_same(disks: Sequence[Disk], candidates: Sequence[Disk]) -> None:
+    """Raise NodeError unless the selector still means these disks, and no others: names are given to others."""
+
+    def identities(several: Sequence[Disk]) -> set[tuple[object, ...]]:
+        return {
+            (one.name, one.bytes, one.serial, one.wwid, one.sequence, one.local)
+            for one in several
+            if not one.system
+        }
+
+    changed = identities(disks) ^ identities(candidates)
+    if changed:
+        names = ", ".join(sorted({str(name) for name, *_ in changed}))
+        raise NodeError("disk.changed", f"{names}: came, went or changed since the disks were looked at")
+
+
+def _again(
+    disks: Sequence[Disk], settings: Settings, places: Places, known: Mapping[str, Array]
+) -> list[Observation]:
     """Look again at disks that are to be written to; raises NodeError unless each is still blank or ours."""
     found = probe.observe_disks(disks, settings, places)
     for one in found:
-        kind = nature(settings, one, {})
+        kind = nature(settings, one, known)
         if kind.kind in ("foreign", "busy", "error"):
             raise NodeError("disk.changed", f"{one.disk} changed since it was looked at: {kind.content}")
     return found
@@ -110,62 +142,98 @@ def _is_blank(seen: Observation, settings: Settings) -> bool:
 
 @contextmanager
 def _held(disk: Disk) -> Iterator[None]:
-    """Keep udev from looking at a disk that changes (systemd, "Locking Block Device Access")."""
+    """Keep udev from looking at a disk that changes (systemd, "Locking Block Device Access").
+
+    Raises NodeError where the kernel has given the name to another disk.
+    """
     fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
+        if disk.sequence:
+            (now,) = struct.unpack("Q", fcntl.ioctl(fd, _BLKGETDISKSEQ, bytes(8)))
+            if str(now) != disk.sequence:
+                raise NodeError("disk.changed", f"{disk.path} is no longer {disk}")
         yield
     finally:
         os.close(fd)
 
 
-def erase(seen: Observation) -> None:
-    """Make a disk blank: the first and the last MiB, in an order that a crash can't turn into something foreign.
+def erase(several: Sequence[Observation]) -> None:
+    """Make disks blank: their first 8 MiB and their last one, in an order that a crash makes nothing foreign of.
 
-    Raises OSError (EBUSY) where somebody uses it.
+    All of them say that they are being erased before the first is blank: a blank disk beside the rest of an array would
+    be one that lost a member. Raises OSError (EBUSY) where somebody uses one, before anything is written.
     """
-    disk = seen.disk
-    fd = os.open(disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-    try:
-        for offset, data in layout.erasure(disk.bytes):
-            os.pwrite(fd, data, offset)
-            os.fsync(fd)
-        if seen.partitions:
-            fcntl.ioctl(fd, _BLKRRPART)
-    finally:
-        os.close(fd)
+    with ExitStack() as stack:
+        begun = []
+        for seen in several:
+            fd = os.open(seen.disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            begun.append((seen, fd, layout.erasure(seen.disk.bytes)))
+        for _, fd, (first, *_) in begun:
+            _write(fd, *first)
+        for seen, fd, (_, *rest) in begun:
+            for offset, data in rest:
+                _write(fd, offset, data)
+            if seen.partitions:
+                fcntl.ioctl(fd, _BLKRRPART)
+
+
+def _write(fd: int, offset: int, data: bytes) -> None:
+    os.pwrite(fd, data, offset)
+    os.fsync(fd)
 
 
 def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Volume:
     """Make the filesystem on disks that are blank, on an array of them where they are several."""
     made = layout.new_uuid()
-    path = disks[0].path
-    with ExitStack() as stack:
-        if len(disks) > 1:
-            path = arrays.create(made, settings.label, disks, places)
-        else:
-            stack.enter_context(_announced(disks[0]))
-        programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
+    if len(disks) == 1:
+        with _announced(disks):
+            _check_blank(disks[0].path, layout.making(disks[0].bytes)[1])
+            programs.run(mkfs(settings, made, disks[0].path), timeout=_MKFS_SECONDS)
+        return Volume(disks[0].path, settings.filesystem, made, "empty")
+    # An array that bears our UUID on each of its members says what it is; before that the members must.
+    with _announced(disks):
+        path = arrays.create(made, settings.label, disks, places)
+    _check_blank(path)
+    programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
     return Volume(path, settings.filesystem, made, "empty")
 
 
+def _check_blank(path: Path, tail: bytes = b"") -> None:
+    """Raise NodeError unless a device is blank but for what its last MiB begins with.
+
+    mke2fs itself looks for a filesystem on a terminal alone.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.lseek(fd, 0, os.SEEK_END)
+        ends = (os.pread(fd, layout.MIB, 0), os.pread(fd, layout.MIB, size - layout.MIB))
+    finally:
+        os.close(fd)
+    found = " and ".join(one.type for one in probe.signatures([path])[os.fspath(path)])
+    if found or ends != (bytes(layout.MIB), tail.ljust(layout.MIB, b"\0")):
+        raise NodeError("disk.changed", f"{path} has {found or 'data'} on it, right before it was formatted")
+
+
 @contextmanager
-def _announced(disk: Disk) -> Iterator[None]:
-    """Let a blank disk say that a filesystem is being made on it, until it is made; not taken back after an error."""
-    offset, said = layout.making(disk.bytes)
-    nothing = bytes(len(said))
-    _change(disk, offset, nothing, said)
+def _announced(disks: Sequence[Disk]) -> Iterator[None]:
+    """Let blank disks say that something is being made of them, until it is; not taken back after an error."""
+    for disk in disks:
+        offset, said = layout.making(disk.bytes)
+        _change(disk, offset, bytes(len(said)), said, os.O_EXCL)
     yield
-    _change(disk, offset, said, nothing)
+    for disk in disks:
+        offset, said = layout.making(disk.bytes)
+        _change(disk, offset, said, bytes(len(said)))  # the array that it is in by now holds it
 
 
-def _change(disk: Disk, offset: int, old: bytes, new: bytes) -> None:
+def _change(disk: Disk, offset: int, old: bytes, new: bytes, flags: int = 0) -> None:
     """Write where something else is known to be, durably; what anybody else has put there stays. Raises OSError."""
-    fd = os.open(disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    fd = os.open(disk.path, os.O_RDWR | os.O_CLOEXEC | flags)
     try:
         if os.pread(fd, len(old), offset) == old:
-            os.pwrite(fd, new, offset)
-            os.fsync(fd)
+            _write(fd, offset, new)
     finally:
         os.close(fd)
 
@@ -214,3 +282,18 @@ def _bind(settings: Settings) -> None:
         Path(item.target).mkdir(parents=True, exist_ok=True)
         if os.path.realpath(item.target) not in there:
             mounts.bind(root / item.source, Path(item.target))
+
+
+def hidden_bytes(root: Path, most: int = 20_000) -> int:
+    """Return how many bytes lie in a directory that a mount will hide, of as many files as are looked at."""
+    if not root.exists():
+        return 0
+    device, total, names = root.stat().st_dev, 0, 0
+    for folder, folders, files in os.walk(root):
+        for name in files:
+            total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
+        names += len(files) + len(folders)
+        if names > most:
+            break
+    return total

@@ -40,7 +40,7 @@ def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path
     fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
     try:
         size = os.lseek(fd, 0, os.SEEK_END)
-        os.pwrite(fd, bytes(layout.MIB), 0)
+        os.pwrite(fd, bytes(min(layout.HEAD, size)), 0)
         os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
         os.fsync(fd)
     finally:

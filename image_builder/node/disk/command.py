@@ -4,71 +4,107 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import lock, status
+from image_builder.node import lock, reboots, status
 from image_builder.node import settings as files
-from image_builder.node.disk import apply, find, probe
+from image_builder.node.disk import absence, apply, find, machine, probe
 from image_builder.node.disk.decide import decide
 from image_builder.node.disk.model import Decision, Disk, Places
 from image_builder.node.disk.settings import Settings, parse
 from image_builder.node.errors import NodeError
 
 
+@dataclass(frozen=True)
+class Files:
+    """What the agent reads of its image and of this boot, and what it keeps on the OS disk."""
+
+    etc: Path = files.DIRECTORY
+    release: Path = files.RELEASE
+    boot_id: Path = status.BOOT_ID
+    absence: Path = absence.PATH
+    reboots: Path = reboots.PATH
+    cloud: Path = machine.CLOUD
+
+
 def run(
     *,
     places: Places = Places(),  # noqa: B008 (frozen)
-    directory: Path = files.DIRECTORY,
-    release: Path = files.RELEASE,
+    kept: Files = Files(),
     disks: Callable[[], Sequence[Disk]] | None = None,
 ) -> int:
     """Make the local disk ready; return the exit status.
 
     0 where a decision was made and carried out, also the one that nothing is touched; 1 where a program or the
-    system failed on the way. ``disks`` gives the candidates instead of the selector.
+    system failed on the way: the unit tries again. ``disks`` gives the candidates instead of the selector.
     """
     began = time.monotonic()
     value: dict[str, Any]
     try:
         # Without them a node that fails later would lose the taints that it was given.
-        files.kubelet_taints(directory)
-        settings = parse(files.load("disk", directory))
-        build = files.build_id(release)
+        files.kubelet_taints(kept.etc)
+        settings = parse(files.load("disk", kept.etc))
+        look = disks or (lambda: find.candidates(settings.selector, places))
+        of_size = machine.local_disks(kept.etc, kept.cloud) if settings.selector.kind == "azure" else 0
         # Another agent may be at it, and take as long as a filesystem takes to be made.
         with lock.held(places.run / "disk.lock"):
-            found = disks() if disks else find.wait(settings, places)
-            decision = _settle(settings, build, found, places)
-        value = section(settings, decision)
+            waited = find.wait(settings, places, look, of_size)
+            value = _settle(settings, waited, look, places, kept)
     except (NodeError, OSError) as error:
         value = _failed(error)
     value["seconds"] = round(time.monotonic() - began, 3)
-    status.update("disk", value, directory=places.run, settings=directory)
+    status.update("disk", value, directory=places.run, settings=kept.etc)
     status.tell(f"disk: {sentence(value)}")
     # The settings' own decision has an action; a failure has none.
     return 0 if "action" in value else 1
 
 
-def _settle(settings: Settings, build: str, disks: Sequence[Disk], places: Places) -> Decision:
+def _settle(
+    settings: Settings,
+    disks: Sequence[Disk],
+    look: Callable[[], Sequence[Disk]],
+    places: Places,
+    kept: Files,
+) -> dict[str, Any]:
+    """Decide and do it; return the status."""
     seen = probe.observe_all(disks, settings, places)
+    build = files.build_id(kept.release)
     decision = decide(settings, build, seen)
+    if decision.row == "incomplete":
+        if absence.lasts(seen, status.boot_id(kept.boot_id), kept.absence, kept.reboots):
+            decision = decide(replace(settings, incomplete_array="rebuild"), build, seen)
+    elif decision.action != "none":
+        absence.forget(kept.absence)
+    hidden = 0
     if decision.action != "none":
-        apply.carry_out(decision, seen, settings, build, places)
+        if not (decision.volume and decision.volume.mounted):
+            hidden = apply.hidden_bytes(Path(settings.mount_point))
+        apply.carry_out(decision, seen, settings, build, places, look)
     apply.furnish(settings, on_disk=decision.action != "none")
-    return decision
+    return section(settings, decision, hidden)
 
 
-def section(settings: Settings, decision: Decision) -> dict[str, Any]:
-    """Return the status of a decision that was carried out."""
-    missing = status.FAILED if settings.policy == "require" else status.DEGRADED
+def section(settings: Settings, decision: Decision, hidden: int = 0) -> dict[str, Any]:
+    """Return the status of a decision that was carried out. ``hidden`` bytes lie below the mount point."""
+    state = status.OK
+    if decision.action == "none":
+        state = status.FAILED if settings.policy == "require" else status.DEGRADED
+    elif decision.code:
+        state = status.DEGRADED
+    beneath = (
+        f"; a boot without the disk left {hidden} bytes on the OS disk, which it hides" if hidden else ""
+    )
     return {
-        "state": missing if decision.code else status.OK,
+        "state": state,
         "code": decision.code,
-        "reason": decision.reason,
+        "reason": decision.reason + beneath,
         "action": decision.action,
         "mount_point": settings.mount_point,
         "members": [disk.member.as_json() for disk in decision.disks],
         "filesystem": settings.filesystem if decision.disks else "",
+        "hidden_bytes": hidden,
     }
 
 

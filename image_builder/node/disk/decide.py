@@ -6,8 +6,8 @@ Two things are proven before a byte is written: the disk is one that the selecto
   mounted, no swap, its first and last MiB zero. What lies in the middle of a disk without any of these is not
   looked for: nothing can name it.
 * *Ours*: a filesystem with our label and an UUID of our namespace (``layout.new_uuid``) and, before it is used
-  as it is, our marker with the same UUID and the same members. An array is ours by the UUID in the superblock of
-  each member. So is a disk without any signature whose last MiB says that we were making a filesystem.
+  as it is, our marker with the same UUID. An array is ours by the UUID in the superblock of each member, and whole
+  with all its roles. So is a disk without any signature whose last MiB says that we were making a filesystem.
 * Anything else is foreign, and so is what can't be read.
 """
 
@@ -22,6 +22,7 @@ from image_builder.node.disk.model import (
     Array,
     Decision,
     Disk,
+    Marker,
     Observation,
     Seen,
     Volume,
@@ -31,7 +32,7 @@ from image_builder.node.disk.settings import Settings
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. ``code`` is empty where the disk is used."""
+    """A line of the table. ``code`` is empty where all is as it should be."""
 
     when: str
     action: Action
@@ -44,6 +45,7 @@ TABLE: Mapping[str, Row] = {
     "system": Row("only disks match that the system runs from", "none", "disk.system"),
     "ambiguous": Row("more disks match than are expected", "none", "disk.ambiguous"),
     "missing": Row("fewer disks match than are expected", "none", "disk.missing"),
+    "paths": Row("two names of one disk", "none", "disk.paths"),
     "error": Row("a disk can't be read", "none", "disk.error"),
     "busy": Row("a disk is in use: mounted elsewhere, swap, or something is made of it", "none", "disk.busy"),
     "foreign": Row("foreign data, and none of the disks is ours", "none", "disk.foreign"),
@@ -54,11 +56,16 @@ TABLE: Mapping[str, Row] = {
         "blank, or foreign data of a kind that may be wiped, on a local and ephemeral disk", "format"
     ),
     "unfinished": Row("ours, made or erased only in part: no marker, no files", "format"),
-    "current": Row("ours, made by this image, with these members", "mount"),
-    "reuse": Row("ours, made by another image, with these members", "reuse"),
-    "members": Row("ours, but members are missing, added or resized", "rebuild"),
+    "incomplete": Row("ours, but members of the array are missing", "none", "disk.incomplete"),
+    "members": Row(
+        "the same, and the settings say `rebuild`, or an earlier boot found no more of them", "rebuild"
+    ),
+    "newer": Row("ours, but newer than this kernel can mount", "none", "disk.newer"),
     "damaged": Row("ours, but the filesystem can't be mounted", "rebuild"),
     "filesystem": Row("ours, but another kind of filesystem than the settings say", "rebuild"),
+    "more": Row("ours and whole, beside blank disks", "reuse", "disk.more"),
+    "current": Row("ours, made by this image", "mount"),
+    "reuse": Row("ours, made by another image", "reuse"),
 }
 
 # What a disk can be. ``member``: of an array of ours. ``yielding``: foreign, but may be wiped.
@@ -139,7 +146,7 @@ def _content(seen: Observation) -> str:
     if seen.platform == "files":
         return f"{said}, with more or less than the platform's readme"
     if seen.platform == "unreadable":
-        return f"{said}, which this kernel can't read"
+        return f"{said}, which can't be read"
     return said
 
 
@@ -155,18 +162,32 @@ def decide(settings: Settings, build: str, seen: Seen) -> Decision:
     if settings.expected_disks and len(usable) != settings.expected_disks:
         row = "ambiguous" if len(usable) > settings.expected_disks else "missing"
         return _made(row, f"{settings.expected_disks} expected, {len(usable)} found: {names}")
+    same = _same_disk([one.disk for one in usable])
+    if same:
+        return _made("paths", same)
     natures = [(one.disk, nature(settings, one, seen.arrays)) for one in usable]
     refused = _refused(natures) or _broken(seen.arrays)
     if refused:
         return refused
-    members = tuple(one.disk for one in usable)
-    row, reason, volume = _accepted(
-        settings, build, usable, [found.kind for _, found in natures], seen.arrays
-    )
+    row, reason, volume, members = _accepted(settings, build, usable, natures, seen.arrays)
     mounted = [one.disk for one in usable if one.mounts]
+    if TABLE[row].action == "none":
+        return _made(row, reason)
     if mounted and volume is None:
         return _made("busy", f"{_names(mounted)}: mounted, and would have to be made anew: {reason}")
-    return _made(row, reason, members, volume)
+    return _made(row, reason, tuple(one.disk for one in members), volume)
+
+
+def _same_disk(disks: Sequence[Disk]) -> str:
+    """Return what two disks have in common that no two disks have; empty where all are different."""
+    for number, one in enumerate(disks):
+        for other in disks[:number]:
+            if one.wwid and other.wwid:
+                if one.wwid == other.wwid:
+                    return f"{_names((other, one))}: both have the WWID {one.wwid}"
+            elif one.serial and (one.model, one.serial) == (other.model, other.serial):
+                return f"{_names((other, one))}: the same model and serial"
+    return ""
 
 
 def _refused(natures: Sequence[tuple[Disk, Nature]]) -> Decision | None:
@@ -191,54 +212,97 @@ def _broken(arrays: Mapping[str, Array]) -> Decision | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Disks that belong together: one with a filesystem of ours, or those of an array. ``lacks``: what is not there."""
+
+    members: tuple[Observation, ...]
+    volume: Volume | None = None
+    lacks: str = ""
+
+
+Accepted = tuple[str, str, Volume | None, Sequence[Observation]]
+
+
 def _accepted(
     settings: Settings,
     build: str,
     usable: Sequence[Observation],
-    kinds: Sequence[str],
+    natures: Sequence[tuple[Disk, Nature]],
     arrays: Mapping[str, Array],
-) -> tuple[str, str, Volume | None]:
-    """Return row, reason and the volume that stays, of disks that are all blank or ours."""
+) -> Accepted:
+    """Return row, reason, the volume that stays and its disks, of disks that are all blank or ours."""
+    kinds = [found.kind for _, found in natures]
     if not set(kinds) & set(_OURS):
-        return _first_use(kinds)
-    is_whole, volume = _whole_volume(usable, kinds, arrays)
-    if volume is None:
-        begun = set(kinds) <= {"unfinished", "blank", "platform", "yielding"}
-        row = "unfinished" if begun or is_whole else "members"
-        return row, TABLE[row].when, None
-    if volume.state == "empty":
-        return "unfinished", TABLE["unfinished"].when, None
-    if volume.state == "damaged" or volume.marker is None:
-        return "damaged", f"{volume.path}: {volume.reason or TABLE['damaged'].when}", None
-    if volume.filesystem != settings.filesystem:
-        return "filesystem", f"it has {volume.filesystem}, {settings.filesystem} is wanted", None
-    if sorted(volume.marker.members) != sorted(one.disk.member for one in usable):
-        return "members", TABLE["members"].when, None
-    if volume.marker.image != build:
-        return "reuse", f"made by image {volume.marker.image or 'without an id'}", volume
-    return "current", TABLE["current"].when, volume
+        row = "wipe" if "yielding" in kinds else "platform" if "platform" in kinds else "blank"
+        return row, TABLE[row].when, None, usable
+    groups = _groups(usable, kinds, arrays)
+    lacking = [group.lacks for group in groups if group.lacks]
+    # What we were at when the power went held nothing any more.
+    begun = any(one.erasing or one.making for one in usable) and len(lacking) == len(groups)
+    if begun or not groups:
+        return "unfinished", TABLE["unfinished"].when, None, usable
+    if lacking or len(groups) > 1:
+        reason = (
+            "; ".join(lacking) or f"{_names([one.disk for one in usable])}: more than one filesystem of ours"
+        )
+        return _incomplete(settings, reason, usable)
+    (group,) = groups
+    if group.volume is None or group.volume.state == "empty":
+        return "unfinished", TABLE["unfinished"].when, None, usable
+    if group.volume.state == "newer":
+        return "newer", f"{group.volume.path}: {group.volume.reason}", None, usable
+    if group.volume.state == "damaged" or group.volume.marker is None:
+        reason = group.volume.reason or TABLE["damaged"].when
+        return "damaged", f"{group.volume.path}: {reason}", None, usable
+    if group.volume.filesystem != settings.filesystem:
+        reason = f"it has {group.volume.filesystem}, {settings.filesystem} is wanted"
+        return "filesystem", reason, None, usable
+    others = [one.disk for one in usable if one not in group.members]
+    if others and settings.incomplete_array == "rebuild":
+        return "members", f"{_names(others)}: not used before", None, usable
+    if others:
+        return "more", f"{_names(others)}: not used", group.volume, group.members
+    row = "current" if group.volume.marker.image == build else "reuse"
+    return row, _used_again(row, group.volume.marker, group.members), group.volume, group.members
 
 
-def _first_use(kinds: Sequence[str]) -> tuple[str, str, Volume | None]:
-    row = "wipe" if "yielding" in kinds else "platform" if "platform" in kinds else "blank"
-    return row, TABLE[row].when, None
+def _incomplete(settings: Settings, reason: str, usable: Sequence[Observation]) -> Accepted:
+    row = "members" if settings.incomplete_array == "rebuild" else "incomplete"
+    return row, reason, None, usable
 
 
-def _whole_volume(
-    usable: Sequence[Observation], kinds: Sequence[str], arrays: Mapping[str, Array]
-) -> tuple[bool, Volume | None]:
-    """Tell whether all the disks are for one filesystem, and return it where it was made already."""
-    if len(usable) == 1 and kinds[0] != "member":
-        return True, usable[0].volume
-    uuids = {
-        one.raid.uuid if one.raid and kind == "member" else ""
-        for one, kind in zip(usable, kinds, strict=True)
-    }
-    array = arrays.get(uuids.pop()) if len(uuids) == 1 else None
-    raid = usable[0].raid
-    if not (array and raid and raid.devices == len(usable)):
-        return False, None
-    return True, array.volume
+def _used_again(row: str, marker: Marker, members: Sequence[Observation]) -> str:
+    """Return the reason for a filesystem that is used as it is; disks that look otherwise than before are told of.
+
+    The UUID in superblock and marker is the proof. What a disk is called, and by whom, changes with the host and the
+    kernel.
+    """
+    reason = TABLE[row].when if row == "current" else f"made by image {marker.image or 'without an id'}"
+    before, now = sorted(marker.members), sorted(one.disk.member for one in members)
+    if before == now:
+        return reason
+    named = ", ".join(f"{one.model} {one.serial}, {one.bytes} bytes" for one in before)
+    return f"{reason}; its disks were called otherwise when it was made: {named}"
+
+
+def _groups(usable: Sequence[Observation], kinds: Sequence[str], arrays: Mapping[str, Array]) -> list[_Group]:
+    """Return what belongs together of disks that are ours; those that are empty belong to nothing."""
+    found = [_Group((one,), one.volume) for one, kind in zip(usable, kinds, strict=True) if kind == "ours"]
+    members: dict[str, list[Observation]] = {}
+    for one, kind in zip(usable, kinds, strict=True):
+        if one.raid and kind == "member":
+            members.setdefault(one.raid.uuid, []).append(one)
+    for uuid, seen in members.items():
+        array, raid = arrays.get(uuid), seen[0].raid
+        if array and raid and len(seen) == raid.devices:
+            found.append(_Group(tuple(seen), array.volume))
+        elif raid:
+            here = f"{len(seen)} of {raid.devices} members"
+            found.append(
+                _Group(tuple(seen), lacks=f"array {uuid}: {here}: {_names([one.disk for one in seen])}")
+            )
+    return found
 
 
 def _names(disks: Sequence[Disk]) -> str:

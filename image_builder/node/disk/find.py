@@ -12,11 +12,12 @@ from __future__ import annotations
 import fnmatch
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from image_builder.node import mounts
+from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import Selector, Settings
 
@@ -27,7 +28,13 @@ _RESOURCE_IDE = "00000000-0001-"
 _RESOURCE_SCSI, _RESOURCE_LUN = "f8b3781a-1e82-4818-a1c3-63d806ec15bb", "1"
 _SYSTEM_PLACES = ("/", "/usr", "/boot", "/boot/efi", "/efi")
 _NVME_CLASS = "0x0108"
-_POLL_SECONDS = 0.05
+# Of Hyper-V's bus, by the kernel's hyperv.h: disks (SCSI, IDE), and what is passed through (PCI).
+_VMBUS_DISKS = ("ba6163d9-04a1-4d29-b605-72e2ffb1dc7f", "32412632-86cb-44a2-9b5c-50d1417354f5")
+_VMBUS_PCI = "44c4f61d-4444-4400-9d52-802e27ede19f"
+# How long disks that must be there are waited for.
+MEMBER_SECONDS = 60.0
+_MOST_MEMBERS = 64
+_POLL_SECONDS, _SLOW_POLL_SECONDS = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -40,25 +47,67 @@ class _Links:
     path: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def wait(settings: Settings, places: Places, sleep: Callable[[float], None] = time.sleep) -> list[Disk]:
-    """Return the candidates, after the kernel and udev have found all there is or ``wait_seconds`` are over.
+def wait(
+    settings: Settings,
+    places: Places,
+    look: Callable[[], Sequence[Disk]],
+    of_size: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Sequence[Disk]:
+    """Return the candidates that ``look`` gives, after the kernel and udev have found all there is.
 
-    Where a number of disks is expected, that many are enough; without any candidate the whole time is waited.
+    Without one, or with something unsettled, that takes at most ``wait_seconds``. Where it is known how many there
+    must be, by the settings, by the superblock of an array or ``of_size``, they have ``MEMBER_SECONDS``, or longer.
     """
-    deadline = time.monotonic() + settings.wait_seconds
+    began = time.monotonic()
     while True:
-        found = candidates(settings.selector, places)
-        usable = sum(not disk.system for disk in found)
-        enough = usable >= (settings.expected_disks or 1)
-        if (enough and is_settled(places)) or time.monotonic() >= deadline:
+        found = look()
+        usable = [disk for disk in found if not disk.system]
+        waited = time.monotonic() - began
+        known = settings.expected_disks or max(
+            [of_size, *(devices_of(disk, settings.label) for disk in usable)]
+        )
+        if len(usable) < known:
+            limit = max(settings.wait_seconds, MEMBER_SECONDS)
+        elif usable and is_settled(places):
             return found
-        sleep(_POLL_SECONDS)
+        else:
+            limit = settings.wait_seconds
+        if waited >= limit:
+            return found
+        sleep(_POLL_SECONDS if waited < settings.wait_seconds else _SLOW_POLL_SECONDS)
+
+
+def devices_of(disk: Disk, label: str) -> int:
+    """Return how many members the array of ours has that a disk says it belongs to; 0 for none."""
+    try:
+        fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
+    is_ours = raid is not None and raid.name == label and raid.level == 0 and layout.is_ours(raid.uuid)
+    # A number that no machine has is no number of disks.
+    return raid.devices if raid and is_ours and raid.devices <= _MOST_MEMBERS else 0
 
 
 def is_settled(places: Places) -> bool:
-    """Tell whether every NVMe controller has shown its disks and udev has nothing left to do."""
+    """Tell whether all controllers have shown their disks and udev has nothing left to do.
+
+    An NVMe disk that Hyper-V passes through is a device of its bus first; hv_pci then gives it a PCI device.
+    """
     if places.udev_queue.exists():
         return False
+    for device in (places.sys / "bus/vmbus/devices").glob("*"):
+        kind = _read(device / "class_id").strip("{}")
+        if kind in _VMBUS_DISKS and not (device / "driver").exists():
+            return False
+        if kind == _VMBUS_PCI and not list(device.glob("pci*/*:*/class")):
+            return False
     for device in (places.sys / "bus/pci/devices").glob("*"):
         if _read(device / "class").startswith(_NVME_CLASS) and not list(device.glob("nvme/nvme*/nvme*n*")):
             return False
@@ -107,6 +156,8 @@ def _disk(entry: Path, device: Path, size: int, places: Places) -> Disk:
         serial=serial,
         transport=subsystem.removesuffix("-subsystem"),
         rotational=_read(entry / "queue/rotational") == "1",
+        wwid=_read(entry / "wwid") or _read(device / "wwid"),
+        sequence=_read(entry / "diskseq"),
     )
 
 

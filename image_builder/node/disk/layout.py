@@ -1,4 +1,4 @@
-"""Bytes on disks: the UUIDs that are ours, a RAID member's superblock, the pages of what was begun and is not done."""
+"""Bytes on disks: the UUIDs that are ours, superblocks, the pages of what was begun and is not done."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _ERASING = b"node-agent: this disk is being erased\n"
 # What the last MiB of a disk begins with while a filesystem is made on it. mkfs.ext4 writes its superblock last: cut
 # short it leaves blocks that nothing names. Of that MiB it writes the last 64 KiB alone.
 _MAKING = b"node-agent: a filesystem is being made on this disk\n"
+# What is erased at the begin: the second header of a LUKS2 volume lies at up to 4 MiB (libcryptsetup, luks2.h).
+HEAD = 8 * MIB
 # linux/raid/md_p.h, version 1.2: 4 KiB from the begin.
 _RAID_OFFSET, _RAID_MAGIC = 4096, 0xA92B4EFC
 
@@ -55,7 +57,7 @@ def erasure(size: int) -> list[tuple[int, bytes]]:
     return [
         (0, _ERASING.ljust(PAGE, b"\0")),
         (max(PAGE, size - MIB), bytes(min(MIB, size - PAGE))),
-        (PAGE, bytes(MIB - PAGE)),
+        (PAGE, bytes(min(HEAD, size) - PAGE)),
         (0, bytes(PAGE)),
     ]
 
@@ -93,3 +95,34 @@ def raid(head: bytes) -> Raid | None:
     (role,) = struct.unpack_from("<H", data, 256 + 2 * number)
     name = data[32:64].rstrip(b"\0").decode(errors="replace").rpartition(":")[2]
     return Raid(str(uuid.UUID(bytes=data[16:32])), name, level, devices, role)
+
+
+def is_superblock_whole(filesystem: str, head: bytes) -> bool:
+    """Tell whether the superblock in the first 4 KiB of a filesystem has the sum that it should have.
+
+    xfs: big-endian, its own length at 102, the sum at 224 (xfs_format.h); ext4: the sum is its last field, and made
+    with the feature metadata_csum alone (ext4.h).
+    """
+    if filesystem == "xfs" and head[:4] == b"XFSB" and len(head) >= PAGE:
+        (size,) = struct.unpack_from(">H", head, 102)
+        block = bytearray(head[: min(size, PAGE)])
+        if len(block) < 512:
+            return False
+        (found,) = struct.unpack_from("<I", block, 224)
+        block[224:228] = bytes(4)
+        return bool(crc32c(bytes(block)) ^ 0xFFFFFFFF == found)
+    if filesystem == "ext4" and len(head) >= 2048:
+        block = bytearray(head[1024:2048])
+        (found,) = struct.unpack_from("<I", block, 1020)
+        return bool(crc32c(bytes(block[:1020])) == found)
+    return False
+
+
+def crc32c(data: bytes) -> int:
+    """Return Castagnoli's CRC, before it is inverted."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value

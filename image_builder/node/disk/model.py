@@ -26,7 +26,9 @@ class Disk:
     """A whole disk. ``name`` is the kernel's and good for messages alone: it changes from boot to boot.
 
     ``found_by`` says what made it a candidate, ``order`` sorts candidates. ``local``: the platform says that its
-    content doesn't outlive the machine's allocation. ``system``: the running system is on it.
+    content doesn't outlive the machine's allocation. ``system``: the running system is on it. ``wwid`` is the device's
+    own name, the same by every path to it. ``sequence`` is the kernel's number of this appearance of the disk: the
+    next disk of the same name has another one.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Disk:
     order: str = ""
     local: bool = False
     system: bool = False
+    wwid: str = ""
+    sequence: str = ""
 
     @property
     def member(self) -> Member:
@@ -85,13 +89,14 @@ class Volume:
     """A filesystem with our label and an UUID of ours, on a disk or an array.
 
     ``state``: ``marked``; ``empty``: no marker and no files, so it was made and nothing more; ``unmarked``: files,
-    but no marker; ``damaged``: the kernel can't mount it. ``mounted`` says where it is mounted already.
+    but no marker; ``damaged``: the kernel can't mount it; ``newer``: nor can it, but its superblock is whole.
+    ``mounted`` says where it is mounted already.
     """
 
     path: Path
     filesystem: str
     uuid: str
-    state: Literal["marked", "empty", "unmarked", "damaged"]
+    state: Literal["marked", "empty", "unmarked", "damaged", "newer"]
     marker: Marker | None = None
     mounted: str = ""
     reason: str = ""
@@ -112,8 +117,8 @@ class Raid:
 class Observation:
     """What was seen of one disk.
 
-    ``mounts`` are the places where it, a part of it or what is made of it is mounted. ``platform``: what the one
-    NTFS partition of a platform's disk holds. ``erasing``: an erasure of ours was begun, ``making``: a filesystem of
+    ``mounts`` are the places where it, a part of it or what is made of it is mounted. ``platform``: what the
+    NTFS volume of a platform's disk holds. ``erasing``: an erasure of ours was begun, ``making``: a filesystem of
     ours. ``error``: it can't be read.
     """
 

@@ -1,24 +1,21 @@
-"""What is on the candidates. Reads alone; of what is foreign, nothing but the platform's NTFS is ever mounted.
+"""What is on the candidates. Reads alone, and mounts nothing foreign.
 
 A journal is replayed by mounting, also read-only: so a filesystem is mounted for a look only where its label and
-UUID say that this program made it, and the platform's NTFS on a device that was made read-only before.
+UUID say that this program made it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import mounts, programs
-from image_builder.node.disk import arrays, layout
+from image_builder.node.disk import arrays, azure, layout
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
     Array,
@@ -35,10 +32,6 @@ from image_builder.node.disk.settings import LABEL_BYTES, Settings
 from image_builder.node.errors import NodeError, ProgramError
 
 MARKER = ".node/disk.json"
-README = "dataloss_warning_readme.txt"
-_BLKROSET, _BLKROGET = 0x125D, 0x125E
-# Tables of partitions in the words of wipefs.
-_TABLES = frozenset({"dos", "gpt", "PMBR"})
 # What mount(2) says of a filesystem that is there but broken; EIO is the disk's.
 _BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.ENODATA, errno.EFAULT})
 
@@ -158,14 +151,14 @@ def _blocks(said: str) -> Iterator[tuple[str, dict[str, str]]]:
 def _with_content(
     seen: Observation, settings: Settings, places: Places, mounted: Sequence[mounts.Mount]
 ) -> Observation:
-    """Return an observation with what a mount tells, of a disk that is ours or may be the platform's blank."""
+    """Return an observation with what is inside, of a disk that is ours or may be the platform's blank."""
     if seen.error or seen.disk.system or seen.swap:
         return seen
     try:
         if is_our_filesystem(seen.signatures, settings) and not seen.partitions and not seen.holders:
             return replace(seen, volume=_volume(seen.disk.path, seen.signatures[0], places, mounted))
-        if may_be_platforms(seen):
-            return replace(seen, platform=_platform(places.dev / seen.partitions[0], places))
+        if azure.may_be(seen):
+            return replace(seen, platform=_platform(seen))
     except OSError as error:
         return replace(seen, error=f"{error.strerror}")
     return seen
@@ -192,9 +185,11 @@ def _volume(path: Path, found: Signature, places: Places, mounted: Sequence[moun
         with mounts.read_only(path, found.type, places.run / "look") as root:
             return _marked(made, root)
     except OSError as error:
-        if error.errno in _BROKEN:
-            return replace(made, reason=error.strerror or "")
-        raise
+        if error.errno not in _BROKEN:
+            raise
+        # Newer features are answered with EINVAL, and so is what is broken.
+        is_newer = error.errno == errno.EINVAL and layout.is_superblock_whole(found.type, _head(path))
+        return replace(made, state="newer" if is_newer else "damaged", reason=error.strerror or "")
 
 
 def _marked(made: Volume, root: Path) -> Volume:
@@ -221,46 +216,17 @@ def read_marker(data: bytes) -> Marker | None:
         return None
 
 
-def may_be_platforms(seen: Observation) -> bool:
-    """Tell whether a disk may be as Azure hands it out: a local one, one partition, nothing else."""
-    kinds = {word.type for word in seen.signatures}
-    return (
-        seen.disk.local
-        and len(seen.partitions) == 1
-        and bool(kinds)
-        and kinds <= _TABLES
-        and not seen.mounts
-        and not seen.holders
-    )
-
-
-def _platform(partition: Path, places: Places) -> Any:
-    """Return what a partition holds: nothing (``blank``), ``files``, ``unreadable``, or empty where it is no NTFS."""
-    with partition.open("rb") as stream:
-        if stream.read(11)[3:] != b"NTFS    ":
-            return ""
+def _platform(seen: Observation) -> azure.Content:
+    fd = os.open(seen.disk.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with _read_only_device(partition), mounts.read_only(partition, "ntfs3", places.run / "look") as root:
-            names = {name.lower() for name in os.listdir(root)}
-            plain = all((root / name).is_file() for name in os.listdir(root))
-    except OSError:
-        return "unreadable"
-    return "blank" if plain and names == {README} else "files"
-
-
-@contextmanager
-def _read_only_device(path: Path) -> Iterator[None]:
-    """Keep everybody from writing to a block device for a while; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        before = fcntl.ioctl(fd, _BLKROGET, struct.pack("i", 0))
-        fcntl.ioctl(fd, _BLKROSET, struct.pack("i", 1))
-        try:
-            yield
-        finally:
-            fcntl.ioctl(fd, _BLKROSET, before)
+        return azure.content(lambda offset, count: _read(fd, offset, count), seen)
     finally:
         os.close(fd)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(layout.PAGE)
 
 
 def _arrays(seen: Iterable[Observation], settings: Settings, places: Places) -> dict[str, Array]:

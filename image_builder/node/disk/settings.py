@@ -2,7 +2,7 @@
 
     {"policy": "require", "mount_point": "/mnt/local", "filesystem": "xfs", "label": "local",
      "selector": {"kind": "azure"},
-     "expected_disks": 0, "wait_seconds": 10, "wipe": [],
+     "expected_disks": 0, "wait_seconds": 10, "incomplete_array": "keep", "wipe": [],
      "directories": [{"path": "docker", "mode": "0710"}],
      "cache": {"path": "cache", "quota_bytes": 100000000000},
      "binds": [{"source": "kubelet/pods", "target": "/var/lib/kubelet/pods"}]}
@@ -22,6 +22,7 @@ from typing import Any
 from image_builder.node.errors import NodeError
 
 POLICIES = ("require", "prefer")
+INCOMPLETE = ("keep", "rebuild")
 # The longest label of each filesystem, in bytes.
 LABEL_BYTES: Mapping[str, int] = {"xfs": 12, "ext4": 16}
 # What is never wiped whatever the configuration says: what can't be named, and what is in use.
@@ -63,7 +64,10 @@ class Bind:
 
 @dataclass(frozen=True)
 class Settings:
-    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may go, on local disks alone."""
+    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may go, on local disks alone.
+
+    ``incomplete_array``: what becomes of an array of ours that lacks members, and of disks that don't belong together.
+    """
 
     policy: str = "require"
     mount_point: str = "/mnt/local"
@@ -72,6 +76,7 @@ class Settings:
     selector: Selector = Selector()
     expected_disks: int = 0
     wait_seconds: float = 10
+    incomplete_array: str = "keep"
     wipe: tuple[str, ...] = ()
     directories: tuple[Directory, ...] = ()
     cache: Cache | None = None
@@ -113,6 +118,7 @@ def _build(found: Mapping[str, Any]) -> Settings:
         ),
         expected_disks=int(found.get("expected_disks", default.expected_disks)),
         wait_seconds=float(found.get("wait_seconds", default.wait_seconds)),
+        incomplete_array=str(found.get("incomplete_array", default.incomplete_array)),
         wipe=_words(found.get("wipe", ())),
         directories=tuple(
             Directory(str(item["path"]), int(str(item.get("mode", "0755")), 8))
@@ -141,6 +147,9 @@ def _problems(made: Settings) -> list[str]:
     chosen = selector.model or selector.serials or selector.by_path
     rules = {
         f"policy: {made.policy!r} is none of {', '.join(POLICIES)}": made.policy in POLICIES,
+        f"incomplete_array: {made.incomplete_array!r} is none of {', '.join(INCOMPLETE)}": (
+            made.incomplete_array in INCOMPLETE
+        ),
         f"filesystem: {made.filesystem!r} is none of {', '.join(LABEL_BYTES)}": longest > 0,
         f"mount_point: {made.mount_point!r} is no absolute path": _is_absolute(made.mount_point),
         f"label: {made.label!r} is not 1 to {longest} of letters, digits, '.', '_' and '-'": bool(

@@ -88,7 +88,8 @@ def bring(
         wanted = [image for image in preload.images if image.ref in lacking]
         archive.check_room(preload, wanted, store.layers, data_root)
         archive.check(preload, tell, interval)
-        watch(engine.load(preload.archive), preload.archive, tell, interval)
+        engine.forget(wanted)
+        watch(engine.load(preload.archive), preload.archive, data_root, tell, interval)
         found = engine.look(preload.images)
     faults, named = dict(found.faults), dict(found.misnamed)
     sound = [image for image in preload.images if image.ref not in faults]

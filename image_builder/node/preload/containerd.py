@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from image_builder.node import programs
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
+from image_builder.node.report import scan
 
 MANAGED = "io.cri-containerd.image=managed"
 PINNED = "io.cri-containerd.pinned=pinned"
@@ -54,8 +55,10 @@ class Containerd:
         listed, text = together(self.listed, lambda: self.ctr(*check) if filters else "")
         checked = parse_check(text)
         faults, misnamed = {}, {}
+        broken = scan(self.data_root, "containerd").broken
         for image in images:
-            if fault := containerd_fault(image, listed, checked, self._content):
+            fault = containerd_fault(image, listed, checked, self._content)
+            if fault := fault or lost_fault(image, broken):
                 faults[image.ref] = fault
             elif lacks := list(lacking(image, listed)):
                 misnamed[image.ref] = f"lacks {', '.join(lacks)}"
@@ -80,6 +83,14 @@ class Containerd:
             for name in names(image):
                 if missing := labels(image) - listed[name].labels:
                     self.ctr("images", "label", name, *sorted(missing))
+
+    def forget(self, images: Sequence[Image]) -> None:
+        broken = scan(self.data_root, "containerd").broken
+        listed = self.listed()
+        lost = {listed[i.ref].digest for i in images if i.ref in listed and lost_fault(i, broken)}
+        if gone := [name for name, entry in listed.items() if entry.digest in lost]:
+            # With its records, once no name leads to them: only then are they loaded again.
+            self.ctr("images", "remove", "--sync", *gone)
 
     def load(self, archive: Path) -> list[str]:
         # Without --digests: that makes names like import-2024-01-31@sha256:..., which nobody asks for.
@@ -121,6 +132,12 @@ def names(image: Image) -> tuple[str, ...]:
 def labels(image: Image) -> frozenset[str]:
     """Return the labels that each of them has."""
     return frozenset([MANAGED, PINNED] if image.pin else [MANAGED])
+
+
+def lost_fault(image: Image, broken: Set[str]) -> str:
+    """Return that layers of an image are links to where nothing is, or nothing. ``broken`` as of ``report.Links``."""
+    lost = [diff_id for diff_id in image.diff_ids if diff_id.removeprefix("sha256:") in broken]
+    return f"has lost layers: {', '.join(lost)}" if lost else ""
 
 
 def leads_to(listed: Mapping[str, Listed], name: str, digest: str) -> bool:

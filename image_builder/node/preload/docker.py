@@ -48,6 +48,9 @@ class Docker:
         for name, ref in wanted.items():
             guards.create(name, ref, (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {})
 
+    def forget(self, images: Sequence[Image]) -> None:
+        """Do nothing: what Docker has on record is taken out while it is stopped (``seed.lost``)."""
+
     def load(self, archive: Path) -> list[str]:
         return ["docker", "image", "load", "--input", os.fspath(archive)]
 

@@ -38,6 +38,12 @@ class Engine(Protocol):
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         """Add what ``misnamed`` says is missing, for images without faults. Raises ProgramError."""
 
+    def forget(self, images: Sequence[Image]) -> None:
+        """Take out what the engine has on record of those whose layers are lost, so that it loads them again.
+
+        Raises ProgramError.
+        """
+
     def load(self, archive: Path) -> list[str]:
         """Return the command that loads the archive."""
 

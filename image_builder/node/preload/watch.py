@@ -1,4 +1,4 @@
-"""A program that reads the archive for minutes: it is told how far it is."""
+"""A program that reads the archive for minutes: it is told how far it is, and ended where it gets no further."""
 
 from __future__ import annotations
 
@@ -13,10 +13,26 @@ from image_builder.node import programs
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload.archive import portion
 
+# Without a byte read, or written to the engine's disk, for so long it will not end. An engine that unpacks is silent.
+STALLED_SECONDS = 600.0
+# What a killed program gets to end; one that the kernel holds is left to it.
+_KILLED_SECONDS = 10.0
 
-def watch(argv: Sequence[str], archive: Path, tell: Callable[[str], None], interval: float) -> None:
-    """Run a program that reads the archive and tell how far it is; raises ProgramError."""
-    started = time.monotonic()
+
+def watch(
+    argv: Sequence[str],
+    archive: Path,
+    data_root: Path,
+    tell: Callable[[str], None],
+    interval: float,
+    patience: float = STALLED_SECONDS,
+) -> None:
+    """Run a program that reads the archive into ``data_root`` and tell how far it is.
+
+    Raises ProgramError, also (status 124) where there was no progress for ``patience`` seconds.
+    """
+    started = moved = time.monotonic()
+    progress: object = None
     with tempfile.TemporaryFile() as output:
         try:
             child = subprocess.Popen(
@@ -29,15 +45,21 @@ def watch(argv: Sequence[str], archive: Path, tell: Callable[[str], None], inter
         except OSError as error:
             raise ProgramError(f"`{' '.join(argv)}`: {error.strerror}", 127, "") from error
         size, begun = archive.stat().st_size, False
-        with child:
-            try:
-                while (status := _wait(child, interval)) is None:
-                    position = read_position(child.pid, archive)
-                    begun = begun or position is not None
-                    tell(f"{stage(position, size, begun)}, {time.monotonic() - started:.0f} s")
-            except BaseException:
-                child.kill()
-                raise
+        try:
+            while (status := _wait(child, interval)) is None:
+                position = read_position(child.pid, archive)
+                begun = begun or position is not None
+                now, before = time.monotonic(), progress
+                if (progress := (position, _free(data_root))) != before:
+                    moved = now
+                elif now - moved >= patience:
+                    late = f"`{' '.join(argv)}` got no further for {patience:g} s, {stage(position, size, begun)}"
+                    raise ProgramError(late, 124, "")
+                tell(f"{stage(position, size, begun)}, {now - started:.0f} s")
+        except BaseException:
+            child.kill()
+            _wait(child, _KILLED_SECONDS)
+            raise
         output.seek(0)
         if status:
             said = output.read().decode("utf-8", "replace")
@@ -49,6 +71,14 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
+
+
+def _free(data_root: Path) -> int:
+    """Return the free blocks of the filesystem that an engine writes to."""
+    try:
+        return os.statvfs(data_root).f_bfree
+    except OSError:
+        return 0
 
 
 def stage(position: int | None, size: int, begun: bool) -> str:

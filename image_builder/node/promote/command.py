@@ -119,12 +119,12 @@ def _left(wanted: Settings, places: Places) -> list[str]:
 def _promote(wanted: Settings, places: Places) -> Section:
     """Wait, copy, and when nothing leads to the store any more give it back. Returns the status section."""
     _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(wanted, places)})
-    _wait(wanted)
+    is_up = _wait(wanted)
     try:
         section = _copy(wanted, places)
-        set_aside = _names(wanted.state / "trash")
-        kept = trash.empty(wanted.state / "trash", wanted.bytes_per_second)
-        if section.get("code") == "promote.space" and len(kept) < len(set_aside):
+        before = trash.names(wanted.state / "trash")
+        kept = _empty(wanted, is_up)
+        if section.get("code") == "promote.space" and len(kept) < len(before):
             section = _copy(wanted, places)
     except OSError as error:
         return _degraded(*disk_error(error))
@@ -140,31 +140,40 @@ def _tidy(wanted: Settings, places: Places, section: Section) -> Section:
     if not _has_trash(wanted):
         return section
     _update(places, section)
-    _wait(wanted)
+    is_up = _wait(wanted)
     try:
-        kept = trash.empty(wanted.state / "trash", wanted.bytes_per_second)
+        kept = _empty(wanted, is_up)
     except OSError as error:
         kept = [disk_error(error)[1]]
     return {**section, "trash": kept} if kept else section
 
 
-def _wait(wanted: Settings) -> None:
-    if not kubelet.wait(wanted.healthz, wanted.wait_seconds):
+def _empty(wanted: Settings, is_up: bool) -> list[str]:
+    """Delete what earlier boots set aside, once this one has succeeded; return what stays, and why."""
+    folder = wanted.state / "trash"
+    if not is_up:
+        return [
+            f"{folder / name}: kept, since this boot's kubelet did not answer" for name in trash.names(folder)
+        ]
+    return trash.empty(folder, wanted.bytes_per_second, status.boot_id())
+
+
+def _wait(wanted: Settings) -> bool:
+    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered."""
+    is_up = kubelet.wait(wanted.healthz, wanted.wait_seconds)
+    if not is_up:
         status.tell(
             f"promote: the kubelet did not answer within {wanted.wait_seconds:g} s; going on without it"
         )
     time.sleep(wanted.settle_seconds)
+    return is_up
 
 
 def _has_trash(wanted: Settings) -> bool:
     try:
-        return bool(_names(wanted.state / "trash"))
+        return bool(trash.names(wanted.state / "trash"))
     except OSError:  # a disk that can't be read: whoever needs it says so
         return False
-
-
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
 
 
 def _copy(wanted: Settings, places: Places) -> Section:
@@ -236,11 +245,16 @@ def _rehearsal(path: Path) -> dict[str, Any]:
 
 
 def _mark_damaged(wanted: Settings, store_id: str, item: plan.Item, told: Told) -> None:
-    """Leave word for the next boot: it takes the archive."""
-    layer = item.link.diff_id or item.link.path.name
-    durable.write_json(
-        wanted.state / "store-damaged.json", {"store": store_id, "layer": layer, "reason": told.reason}
-    )
+    """Leave word for the next boot, unless what could not be read now can: then a disk stalled, and that is over."""
+    try:
+        store.read_through(item.link.target)
+    except OSError:
+        layer = item.link.diff_id or item.link.path.name
+        target = os.fspath(item.link.target)
+        durable.write_json(
+            wanted.state / "store-damaged.json",
+            {"store": store_id, "layer": layer, "path": target, "reason": told.reason},
+        )
 
 
 def _release(places: Places) -> str:

@@ -12,10 +12,12 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from image_builder.node.trees import LONGEST_PATH, Spend, free
 
 BLOCK = 4096
 # What is read at once; files below it are copied without a look for zeros.
@@ -31,7 +33,6 @@ _FORGOTTEN_BY_CHOWN = stat.S_ISUID | stat.S_ISGID
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
-Spend = Callable[[int], None]
 Attributes = dict[str, bytes]
 
 
@@ -44,20 +45,26 @@ class SourceError(Exception):
         self.path = path
 
 
-@dataclass
-class _Job:
-    """A tree being copied. ``source`` and ``target`` are open directories, names are relative to them."""
+@dataclass(frozen=True)
+class _Base:
+    """A directory, open in the store and in the copy; ``shown`` is its path for people."""
 
     source: int
     target: int
+    shown: str
+
+
+@dataclass
+class _Job:
+    """A tree being copied. Paths are relative to a base, which is the top, or a directory so deep that the kernel takes
+    no path to what is below it.
+    """
+
     spend: Spend
     flush: bool
-    waiting: list[tuple[str, os.stat_result]] = field(default_factory=list)
-    first_names: dict[int, str] = field(default_factory=dict)
-
-
-def free(_cost: int) -> None:
-    """Spend nothing: copy as fast as it goes."""
+    waiting: list[tuple[_Base, str, os.stat_result]] = field(default_factory=list)
+    first_names: dict[int, tuple[int, str]] = field(default_factory=dict)
+    bases: list[_Base] = field(default_factory=list)
 
 
 def copy_tree(source: Path, target: Path, spend: Spend = free, *, flush: bool = False) -> None:
@@ -74,7 +81,7 @@ def copy_tree(source: Path, target: Path, spend: Spend = free, *, flush: bool = 
             os.mkdir(target, 0o700)
             copy = os.open(target, _DIRECTORY)
             try:
-                _walk(_Job(top, copy, spend, flush), os.fspath(source))
+                _walk(_Job(spend, flush), _Base(top, copy, os.fspath(source)))
             finally:
                 os.close(copy)
         finally:
@@ -116,28 +123,44 @@ def _source_error(error: OSError, path: str) -> SourceError:
     return SourceError(error.errno or errno.EIO, path)
 
 
-def _walk(job: _Job, shown: str) -> None:
-    job.waiting.append((".", os.fstat(job.source)))
-    while job.waiting:
-        name, found = job.waiting.pop()
-        try:
-            _directory(job, name, found)
-        except SourceError as error:
-            raise SourceError(error.code, os.path.normpath(f"{shown}/{name}/{error.path}")) from error
+def _walk(job: _Job, top: _Base) -> None:
+    job.waiting.append((top, ".", os.fstat(top.source)))
+    try:
+        while job.waiting:
+            base, name, found = job.waiting.pop()
+            try:
+                _directory(job, base, name, found)
+            except SourceError as error:
+                shown = os.path.normpath(f"{base.shown}/{name}/{error.path}")
+                raise SourceError(error.code, shown) from error
+    finally:
+        for base in job.bases:
+            os.close(base.source)
+            os.close(base.target)
 
 
-def _directory(job: _Job, path: str, found: os.stat_result) -> None:
+def _below(job: _Job, base: _Base, path: str, source: int, target: int) -> tuple[_Base, str]:
+    """Return what an open directory's entries are named by: the same base and its path, or a base of its own."""
+    if len(os.fsencode(path)) <= LONGEST_PATH:
+        return base, path
+    new = _Base(os.dup(source), os.dup(target), os.path.normpath(f"{base.shown}/{path}"))
+    job.bases.append(new)
+    return new, "."
+
+
+def _directory(job: _Job, base: _Base, path: str, found: os.stat_result) -> None:
     """Fill one directory that was made already, then set what it is itself. What is below it waits for its turn."""
     with _reading("."):
-        source = os.open(path, _DIRECTORY, dir_fd=job.source)
+        source = os.open(path, _DIRECTORY, dir_fd=base.source)
     try:
-        target = os.open(path, _DIRECTORY, dir_fd=job.target)
+        target = os.open(path, _DIRECTORY, dir_fd=base.target)
         try:
             with _reading("."):
                 names = os.listdir(source)
                 attributes = _attributes(source)
+            place = _below(job, base, path, source, target)
             for name in names:
-                _entry(job, source, target, path, name)
+                _entry(job, source, target, place, name)
             _finish(target, found, attributes)
         finally:
             os.close(target)
@@ -145,7 +168,8 @@ def _directory(job: _Job, path: str, found: os.stat_result) -> None:
         os.close(source)
 
 
-def _entry(job: _Job, source: int, target: int, path: str, name: str) -> None:
+def _entry(job: _Job, source: int, target: int, place: tuple[_Base, str], name: str) -> None:
+    base, path = place
     try:
         found = os.stat(name, dir_fd=source, follow_symlinks=False)
     except OSError as error:
@@ -154,12 +178,13 @@ def _entry(job: _Job, source: int, target: int, path: str, name: str) -> None:
     if stat.S_ISDIR(mode):
         job.spend(BLOCK)
         os.mkdir(name, 0o700, dir_fd=target)
-        job.waiting.append((f"{path}/{name}", found))
+        job.waiting.append((base, f"{path}/{name}", found))
         return
     if found.st_nlink > 1:
-        first = job.first_names.setdefault(found.st_ino, f"{path}/{name}")
-        if first != f"{path}/{name}":
-            os.link(first, name, src_dir_fd=job.target, dst_dir_fd=target, follow_symlinks=False)
+        mine = (base.target, f"{path}/{name}")
+        first = job.first_names.setdefault(found.st_ino, mine)
+        if first != mine:
+            os.link(first[1], name, src_dir_fd=first[0], dst_dir_fd=target, follow_symlinks=False)
             return
     if stat.S_ISREG(mode):
         _file(source, name, found, (target, name), (job.spend, job.flush))

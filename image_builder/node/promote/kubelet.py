@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import shutil
 import time
-import urllib.parse
 
+from image_builder.node import asking
 from image_builder.node.programs import ENVIRONMENT
 
 _PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
@@ -35,14 +34,7 @@ def wait_for_answer(healthz: str, seconds: float) -> bool:
 
 
 def _answers(healthz: str) -> bool:
-    parts = urllib.parse.urlsplit(healthz)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "127.0.0.1", parts.port, timeout=_ANSWER_SECONDS
-    )
     try:
-        connection.request("GET", parts.path or "/")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return asking.ask(healthz, headers={}, seconds=_ANSWER_SECONDS).status == 200
+    except OSError:
         return False
-    finally:
-        connection.close()

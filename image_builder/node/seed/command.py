@@ -11,56 +11,87 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import durable, layout, lock, status, trees
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
-from image_builder.node.layout import Preload, preload_settings
+from image_builder.node.layout import Preload, layer_path, preload_settings
 from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
-from image_builder.node.seed import containerd, docker
+from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.seed.files import directory
-from image_builder.node.store import Store, close_store, open_store, read_manifest
+from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through
 
 FORMAT = 1
 
 
-def run(manifest: Path = layout.MANIFEST, *, directory: Path = status.DIRECTORY) -> int:
-    """Seed, and say how it went. What can't be seeded is loaded from the archive later; that is no failure here."""
+# A failure of a disk may be over a moment later; what it says of a store or an engine's version stays so.
+_FOR_NOW = frozenset(["seed.disk", "store.io", "store.verity"])
+_LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "store.mount"])
+_ATTEMPTS = 3
+
+
+def run(
+    manifest: Path = layout.MANIFEST,
+    *,
+    directory: Path = status.DIRECTORY,
+    etc: Path = settings_files.DIRECTORY,
+    pause: float = 1.0,
+) -> int:
+    """Seed, and say how it went; return 1 where a later attempt may do better, else 0.
+
+    ``pause`` are the seconds between two attempts of one call. What can't be seeded is loaded from the archive.
+    """
     started = time.monotonic()
     try:
-        settings = preload_settings()
+        settings = preload_settings(etc)
     except NodeError as error:  # nothing is known of a data root, so nothing is done to any
         found: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
         # Another agent may be at it: then it is found done.
         with lock.held(directory / "seed.lock"):
-            try:
-                is_baked = any(map(os.path.lexists, (manifest, manifest.with_name(layout.STORE_FILE.name))))
-                found = seed(settings, read_manifest(manifest)) if is_baked else leave(settings)
-            except (NodeError, OSError) as error:
-                found = _give_up(settings, error)
+            found = _attempt(settings, manifest)
+            for _ in range(_ATTEMPTS - 1):
+                if found.get("code") not in _FOR_NOW:
+                    break
+                time.sleep(pause)
+                found = _attempt(settings, manifest)
+        if found.get("code") == "seed.busy":
+            found = _earlier(directory, found)
     found["seconds"] = round(time.monotonic() - started, 3)
-    status.update("seed", found, directory=directory)
+    status.update("seed", found, directory=directory, settings=etc)
     status.tell(describe(found))
-    return 0
+    return 1 if found.get("code") in _FOR_NOW and "busy" not in found else 0
+
+
+def _attempt(settings: Preload, manifest: Path) -> dict[str, Any]:
+    try:
+        is_baked = any(map(os.path.lexists, (manifest, manifest.with_name(layout.STORE_FILE.name))))
+        return seed(settings, read_manifest(manifest)) if is_baked else leave(settings)
+    except (NodeError, OSError) as error:
+        return _failed(settings, error)
+
+
+def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
+    """Return what an attempt before the engine's start came to, where that was a failure: it still explains more."""
+    earlier = status.read(directory).get("seed", {})
+    if earlier.get("code") not in ("seed.disk", "seed.version", "seed.engine"):
+        return busy
+    return {**earlier, "busy": busy["reason"]}
 
 
 def seed(settings: Preload, store: Store) -> dict[str, Any]:
     """Make the data root usable from the store; return the section of the status. Raises NodeError, OSError."""
     (settings.state / "seed").mkdir(parents=True, exist_ok=True)
     trees.remove(settings.state / "staging/seed")
-    if damaged := _damaged(settings, store):
-        raise NodeError("store.damaged", damaged)
-    check_version(store, settings.engine)
     marker = _marker(settings)
-    used = os.path.lexists(settings.data_root) and any(settings.data_root.iterdir())
-    if marker.get("store") == store.id and used:
-        return _current(settings, store)
-    open_store(store, verity=settings.verity)
-    action = "seeded"
-    if used:
-        # Of another image, of a half load, or of an engine that ran without a store: nothing of it can be told.
-        trees.set_aside(settings.data_root, settings.state / "trash")
-        action = "reseeded"
-    return {"action": action, **_fresh(settings, store)}
+    used = _is_used(settings.data_root)
+    if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
+        return _keep(settings, store, marker)
+    if used and (who := use.user(settings.engine, settings.data_root)):
+        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    check_version(store, settings.engine)
+    _open(settings, store)
+    # containerd's root of another image's store: its databases can't be merged. Docker's is kept, see _keep.
+    return {"action": "reseeded" if used else "seeded", **_fresh(settings, store, used)}
 
 
 def leave(settings: Preload) -> dict[str, Any]:
@@ -70,10 +101,20 @@ def leave(settings: Preload) -> dict[str, Any]:
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
-        trees.set_aside(settings.data_root, settings.state / "trash")
-        action = "set aside"
+        if who := use.user(settings.engine, settings.data_root):
+            raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+        if settings.engine == "docker":
+            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            action = "lost layers taken out"
+        else:
+            trees.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            action = "set aside"
     _forget(settings)
     return {"state": status.OK, "engine": settings.engine, "action": action}
+
+
+def _is_used(data_root: Path) -> bool:
+    return os.path.lexists(data_root) and any(data_root.iterdir())
 
 
 def _forget(settings: Preload) -> None:
@@ -81,9 +122,25 @@ def _forget(settings: Preload) -> None:
         stale.unlink(missing_ok=True)
 
 
-def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
-    """Make a data root beside its place, sync, rename, write the marker."""
-    _forget(settings)
+def _open(settings: Preload, store: Store) -> None:
+    """Mount the store. Where an earlier boot found it damaged, look again: it may have been the disk, for a moment."""
+    open_store(store, verity=settings.verity)
+    mark = settings.state / "store-damaged.json"
+    if (known := _object(mark)).get("store") != store.id:
+        return
+    try:
+        read_through(Path(str(known.get("path") or layer_path(str(known.get("layer"))))))
+    except OSError as error:
+        reason = known.get("reason", "damaged")
+        raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
+    mark.unlink()
+
+
+def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
+    """Make a data root beside its place, sync, rename, write the marker.
+
+    ``used``: one of another image is there. It is set aside when the new one is whole, and not before.
+    """
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
     directory(staging, 0o710 if settings.engine == "docker" else 0o700)
@@ -97,6 +154,9 @@ def _fresh(settings: Preload, store: Store) -> dict[str, Any]:
             done = containerd.fill(staging, copied=copied, copy=_copy)
             number, files = done.snapshots, done.files
         durable.syncfs(staging)
+        if used:
+            trees.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+        _forget(settings)
         if os.path.lexists(settings.data_root):
             settings.data_root.rmdir()
         settings.data_root.parent.mkdir(parents=True, exist_ok=True)
@@ -122,23 +182,37 @@ def _copy(source: Path, target: Path) -> None:
         raise NodeError("store.damaged", str(error)) from error
 
 
-def _current(settings: Preload, store: Store) -> dict[str, Any]:
-    """The data root is this store's: see that its links lead somewhere, and that no image was lost."""
+def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[str, Any]:
+    """The data root is in use, be it this store's, another's or nobody's: add what it lacks, take nothing from it.
+
+    See that its links lead somewhere first: whatever fails afterwards, the engine works as before.
+    """
+    linked, ours = _has_links(settings), marker.get("store") == store.id
+    if linked:
+        _open(settings, store)
     section = _section(settings, store)
-    if settings.engine != "docker":
-        # Its databases can't be merged: what was deleted is loaded from the archive, when the engine runs.
-        if _has_links(settings):
-            open_store(store, verity=settings.verity)
-        return {"action": "current", **section}
-    linked = _has_links(settings)
     wanted = [image for image in store.images if image.mode != "archive"]
-    if not linked and not docker.lacking(wanted, settings.data_root):
+    if settings.engine != "docker":
+        # Its databases can't be merged: what is missing is loaded from the archive, when the engine runs.
+        if linked and not ours:  # a power cut came before the marker
+            _mark(settings, store)
+        return {"action": "current" if linked or ours else "left", **section}
+    has_lost = linked and not ours and bool(lost.caches(settings.data_root))
+    if ours and not has_lost and not docker.lacking(wanted, settings.data_root):
         return {"action": "current", **section}
-    open_store(store, verity=settings.verity)
+    if who := use.user(settings.engine, settings.data_root):
+        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    if has_lost:  # layers of another image's store
+        lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+    check_version(store, settings.engine)
+    _open(settings, store)
     made = docker.fill(wanted, settings.data_root, copy=_copy)
+    if made.images:
+        durable.syncfs(settings.data_root)
+    if not ours:
+        _mark(settings, store)
     if not made.images:
         return {"action": "current", **section}
-    durable.syncfs(settings.data_root)
     return {"action": "repaired", **section, "restored": list(made.images), "layers": made.layers}
 
 
@@ -152,30 +226,32 @@ def _section(settings: Preload, store: Store) -> dict[str, Any]:
     return {"state": status.OK, "engine": settings.engine, "store": store.id, "by_archive": archived}
 
 
-def _give_up(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
-    """Leave the engine a data root without links that lead nowhere; the archive is loaded into it.
+def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
+    """Say why nothing was seeded; a data root in use stays, with all that is in it.
 
-    Nothing is deleted: what was there is set aside.
+    Only where the store is lost for good, Docker's layers that led into it are taken out, so that the archive can bring
+    them. Of containerd's, the engine itself is told (``node-agent preload``).
     """
-    code, reason = (
-        ("seed.disk", f"{error.filename or settings.data_root}: {error.strerror}")
-        if isinstance(error, OSError)
-        else (
-            error.code,
-            error.message,
-        )
-    )
-    section = {"state": status.DEGRADED, "engine": settings.engine, "code": code, "reason": reason}
+    if isinstance(error, OSError):
+        error = NodeError("seed.disk", f"{error.filename or settings.data_root}: {error.strerror}")
+    section = {
+        "action": "none",
+        "state": status.DEGRADED,
+        "engine": settings.engine,
+        "code": error.code,
+        "reason": error.message,
+    }
     try:
-        # Also without a marker: it is written after the data root is in its place, and that may be what failed.
-        if settings.data_root.is_dir() and _has_links(settings):
-            trees.set_aside(settings.data_root, settings.state / "trash")
-            section["action"] = "set aside"
-        settings.marker.unlink(missing_ok=True)
-        close_store()
+        if not (settings.data_root.is_dir() and _has_links(settings)):
+            close_store()
+        elif settings.engine == "docker" and error.code in _LOST and lost.caches(settings.data_root):
+            if who := use.user(settings.engine, settings.data_root):
+                raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            section["action"] = "lost layers taken out"
     except (NodeError, OSError) as further:
         section["reason"] += f"; {further}"
-    return {"action": "none", **section}
+    return section
 
 
 # -- the marker ------------------------------------------------------------------------------------------------
@@ -198,12 +274,6 @@ def _object(path: Path) -> Mapping[str, Any]:
 def _mark(settings: Preload, store: Store) -> None:
     document = {"format": FORMAT, "store": store.id, "engine": settings.engine}
     durable.write_json(settings.marker, document)
-
-
-def _damaged(settings: Preload, store: Store) -> str:
-    """Return why an earlier boot found this store damaged, or nothing."""
-    found = _object(settings.state / "store-damaged.json")
-    return str(found.get("reason", "damaged")) if found.get("store") == store.id else ""
 
 
 # -- the engine's version --------------------------------------------------------------------------------------
@@ -249,7 +319,8 @@ def _minor(version: str) -> tuple[str, ...]:
 def describe(section: Mapping[str, Any]) -> str:
     """Return the outcome as one line for people."""
     if section["state"] != status.OK:
-        return f"seed: {section['code']}: {section['reason']}; images come from the archive"
+        what = {"seed.busy": "nothing was done"}.get(section["code"], "images come from the archive")
+        return f"seed: {section['code']}: {section['reason']}; {what}"
     what = f"{section['engine']}: {section['action']}"
     if "layers" in section:
         what += f", {section['layers']} layers"

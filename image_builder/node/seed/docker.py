@@ -204,6 +204,8 @@ def _make_directory(path: str, mode: int) -> None:
         os.mkdir(path, mode)
     except FileExistsError:
         return
+    if mode & 0o077:  # which a umask may have taken away
+        os.chmod(path, mode)
 
 
 def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Path], None] | None) -> None:

@@ -35,7 +35,7 @@ def write(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file whole, with exactly this mode. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
-        if mode & 0o022:  # which a umask may have taken away
+        if mode & 0o077:  # which a umask may have taken away
             os.fchmod(fd, mode)
         done = 0
         while done < len(data):

@@ -82,6 +82,7 @@ def pack(tree: Path) -> None:
     """Write the records of a data root into it, and take away the files that are in them."""
     found: dict[str, dict[str, Any]] = {"directories": {}, "files": {}, "links": {}, "others": {}}
     for folder, folders, names in os.walk(tree):
+        folders.sort()
         for name in sorted([*folders, *names]):
             path = Path(folder, name)
             kind, value = _record(path)

@@ -47,14 +47,23 @@ def ours(state: str = "marked", number: int = 0, image: str = "one", filesystem:
     return Observation(one, (Signature(filesystem, UUID, "local"),), volume=volume)
 
 
+def named(number: int, **values: object) -> Observation:
+    return replace(blank(number), disk=disk(number, **values))
+
+
+def mounted_at(target: str) -> Observation:
+    volume = Volume(disk().path, "xfs", UUID, "marked", marker(disk()), target)
+    return replace(ours(), mounts=(target,), volume=volume)
+
+
 def member(number: int, devices: int = 2, uuid: str = UUID, name: str = "local") -> Observation:
     raid = Raid(uuid, name, 0, devices, number)
     return Observation(disk(number), (Signature("linux_raid_member"),), raid=raid)
 
 
-def array(*disks: Disk, image: str = "one", state: str = "marked") -> dict[str, Array]:
+def array(*disks: Disk, image: str = "one", state: str = "marked", mounted: str = "") -> dict[str, Array]:
     known = marker(*disks, image=image) if state == "marked" else None
-    volume = Volume(Path("/dev/md127"), "xfs", UUID, state, known)  # type: ignore[arg-type]
+    volume = Volume(Path("/dev/md127"), "xfs", UUID, state, known, mounted)  # type: ignore[arg-type]
     return {UUID: Array(UUID, "md127", volume)}
 
 
@@ -66,6 +75,7 @@ def resized() -> Observation:
 PLATFORM = replace(signed("dos"), partitions=("sdb1",), platform="blank")
 TWO = array(disk(0), disk(1))
 ONE_EXPECTED = replace(SETTINGS, expected_disks=1)
+REBUILD = replace(SETTINGS, incomplete_array="rebuild")
 WIPE = replace(SETTINGS, wipe=("crypto_LUKS", "gpt"))
 
 # What is seen, and the row that it is.
@@ -81,7 +91,44 @@ CASES: dict[str, tuple[Settings, Seen, str]] = {
     "mounted": (SETTINGS, Seen((replace(signed("xfs"), mounts=("/data",)),)), "busy"),
     "blank but held": (SETTINGS, Seen((replace(blank(), holders=("dm-0",)),)), "busy"),
     "swap": (SETTINGS, Seen((replace(signed("swap"), swap=True),)), "busy"),
-    "ours, mounted elsewhere": (SETTINGS, Seen((replace(ours(), mounts=("/data",)),)), "busy"),
+    "ours, mounted elsewhere": (SETTINGS, Seen((mounted_at("/data"),)), "busy"),
+    "array of ours, mounted elsewhere": (
+        SETTINGS,
+        Seen(
+            tuple(replace(member(n), mounts=("/data",), holders=("md127",)) for n in (0, 1)),
+            array(disk(0), disk(1), mounted="/data"),
+        ),
+        "busy",
+    ),
+    "two names of one disk": (SETTINGS, Seen((blank(0), named(1, serial="S0"))), "paths"),
+    "two names of one disk of ours": (SETTINGS, Seen((ours(), named(1, serial="S0"))), "paths"),
+    "two paths by WWID": (SETTINGS, Seen((named(0, wwid="naa.6"), named(1, wwid="naa.6"))), "paths"),
+    "one serial, two WWIDs": (
+        SETTINGS,
+        Seen((named(0, serial="S", wwid="naa.6"), named(1, serial="S", wwid="naa.7"))),
+        "blank",
+    ),
+    "one serial, two models": (
+        SETTINGS,
+        Seen((named(0, serial="S"), named(1, serial="S", model="Other"))),
+        "blank",
+    ),
+    "no serials": (SETTINGS, Seen((named(0, serial=""), named(1, serial=""))), "blank"),
+    "RAID member with partitions": (
+        SETTINGS,
+        Seen((replace(member(0), partitions=("p1",)), member(1))),
+        "mixed",
+    ),
+    "RAID member of another level": (
+        SETTINGS,
+        Seen(tuple(replace(member(n), raid=Raid(UUID, "local", 1, 2, n)) for n in (0, 1))),
+        "foreign",
+    ),
+    "RAID member with another signature": (
+        SETTINGS,
+        Seen((replace(member(0), signatures=(Signature("linux_raid_member"), Signature("gpt"))),)),
+        "foreign",
+    ),
     "foreign": (SETTINGS, Seen((signed("ext4"),)), "foreign"),
     "foreign beside blank": (SETTINGS, Seen((blank(0), signed("zfs_member", 1))), "foreign"),
     "data without a signature": (SETTINGS, Seen((Observation(disk()),)), "foreign"),
@@ -172,12 +219,45 @@ CASES: dict[str, tuple[Settings, Seen, str]] = {
         Seen((member(0), member(1)), array(disk(0), disk(1), image="zero")),
         "reuse",
     ),
-    "a member is missing": (SETTINGS, Seen((member(0),)), "members"),
-    "a member was replaced": (SETTINGS, Seen((member(0), blank(1))), "members"),
-    "a disk was added": (SETTINGS, Seen((ours(), blank(1))), "members"),
-    "an array's disk was added": (SETTINGS, Seen((member(0), member(1), blank(2)), TWO), "members"),
-    "parts of two arrays": (SETTINGS, Seen((member(0), member(1, uuid=OTHER))), "members"),
-    "resized": (SETTINGS, Seen((resized(),)), "members"),
+    "a member is missing": (SETTINGS, Seen((member(0),)), "incomplete"),
+    "seven of eight": (SETTINGS, Seen(tuple(member(n, devices=8) for n in range(7))), "incomplete"),
+    "a member was replaced": (SETTINGS, Seen((member(0), blank(1))), "incomplete"),
+    "one member twice": (
+        SETTINGS,
+        Seen((member(0), replace(member(1), disk=disk(2)), member(1)), TWO),
+        "incomplete",
+    ),
+    "parts of two arrays": (SETTINGS, Seen((member(0), member(1, uuid=OTHER))), "incomplete"),
+    "part of an array beside ours": (SETTINGS, Seen((ours(), member(1, uuid=OTHER))), "incomplete"),
+    "two filesystems of ours": (SETTINGS, Seen((ours(), ours(number=1))), "incomplete"),
+    "a member is missing, rebuild": (REBUILD, Seen((member(0),)), "members"),
+    "two filesystems, rebuild": (REBUILD, Seen((ours(), ours(number=1))), "members"),
+    "a disk was added, rebuild": (REBUILD, Seen((ours(), blank(1))), "members"),
+    "a disk was added": (SETTINGS, Seen((ours(), blank(1))), "more"),
+    "a disk was added, other image": (SETTINGS, Seen((ours(image="zero"), blank(1))), "more"),
+    "an array's disk was added": (SETTINGS, Seen((member(0), member(1), blank(2)), TWO), "more"),
+    "an array, and an erasure that was begun": (
+        SETTINGS,
+        Seen((member(0), member(1), replace(blank(2), erasing=True)), TWO),
+        "more",
+    ),
+    "an array that was being erased": (
+        SETTINGS,
+        Seen((member(0), replace(blank(1), erasing=True, ends_zero=False))),
+        "unfinished",
+    ),
+    "an array that was being made": (
+        SETTINGS,
+        Seen((replace(member(0), making=True), replace(blank(1), making=True, ends_zero=False))),
+        "unfinished",
+    ),
+    "larger": (SETTINGS, Seen((resized(),)), "current"),
+    "called otherwise": (
+        SETTINGS,
+        Seen((replace(ours(), disk=disk(model="Direct v2", serial="S0 ")),)),
+        "current",
+    ),
+    "newer": (SETTINGS, Seen((ours("newer"),)), "newer"),
     "damaged": (SETTINGS, Seen((ours("damaged"),)), "damaged"),
     "other filesystem": (SETTINGS, Seen((ours(filesystem="ext4"),)), "filesystem"),
 }
@@ -189,7 +269,10 @@ def test_row(settings: Settings, seen: Seen, row: str) -> None:
     assert (found.row, found.action, found.code) == (row, TABLE[row].action, TABLE[row].code)
     assert found.reason
     usable = tuple(one.disk for one in seen.observations if not one.disk.system)
-    assert found.disks == (() if found.code else usable)
+    if row == "more":
+        assert set(found.disks) < set(usable) and not any("used" in str(one) for one in found.disks)
+    else:
+        assert found.disks == (() if found.code else usable)
     assert (found.volume is not None) == (found.action in ("mount", "reuse"))
 
 
@@ -200,7 +283,7 @@ def test_every_row_is_reached() -> None:
 def test_rows_without_a_disk_have_codes_of_their_own() -> None:
     codes = [row.code for row in TABLE.values() if row.action == "none"]
     assert len(set(codes)) == len(codes) and all(code.startswith("disk.") for code in codes)
-    assert {row.code for row in TABLE.values() if row.action != "none"} == {""}
+    assert {name for name, row in TABLE.items() if row.action != "none" and row.code} == {"more"}
 
 
 def test_readme_shows_the_table() -> None:
@@ -244,6 +327,9 @@ BAD = {
 }
 
 
+EMPTY = {"blank", "platform", "erasing", "making", "empty"}
+
+
 def mixes() -> Iterator[tuple[str, ...]]:
     for count in (1, 2, 3):
         yield from combinations_with_replacement(KINDS, count)
@@ -253,9 +339,18 @@ def test_one_bad_disk_keeps_all_from_being_touched() -> None:
     for kinds in mixes():
         seen = Seen(tuple(KINDS[kind](n) for n, kind in enumerate(kinds)))
         found = decide(SETTINGS, "one", seen)
-        assert (found.action == "none") == bool(set(kinds) & BAD), kinds
+        used = [kind for kind in kinds if kind in ("ours", "damaged", "member")]
+        apart = len(used) > 1 or "member" in used
+        begun = set(used) == {"member"} and set(kinds) & {"erasing", "making"}
+        assert (found.action == "none") == bool(set(kinds) & BAD or (apart and not begun)), kinds
         if found.action in ("mount", "reuse"):
-            assert kinds == ("ours",)
+            assert kinds.count("ours") == 1 and set(kinds) <= {"ours", *EMPTY}
+        if found.action in ("format", "rebuild"):
+            assert (
+                not found.disks
+                or not {"ours", "member"} & set(kinds)
+                or set(kinds) & {"damaged", "erasing", "making"}
+            )
 
 
 def test_the_systems_disk_is_never_a_member() -> None:
@@ -338,18 +433,18 @@ def test_a_mkfs_that_fails_leaves_word_and_one_that_ends_takes_it_back(tmp_path:
     one = disk(path=file, bytes=4 << 20)
 
     def cut_short() -> None:
-        with apply._announced(one):
+        with apply._announced([one]):
             assert layout.is_making(probe.read_ends(one)[1])
             raise NodeError("program", "mkfs was killed")
 
     with pytest.raises(NodeError, match="killed"):
         cut_short()
     assert layout.is_making(probe.read_ends(one)[1])
-    with apply._announced(one):
+    with apply._announced([one]):
         pass
     assert file.read_bytes() == bytes(4 << 20)
     file.write_bytes(b"x" * (4 << 20))
-    with apply._announced(one):
+    with apply._announced([one]):
         pass
     assert file.read_bytes() == b"x" * (4 << 20), "what somebody else has put there stays"
 

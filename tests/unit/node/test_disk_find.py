@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from image_builder.node.disk import find
-from image_builder.node.disk.model import Places
+from image_builder.node.disk import find, layout
+from image_builder.node.disk.machine import local_disks
+from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import Selector, Settings
 
 AZURE = Selector()
@@ -18,6 +23,7 @@ LOCAL_V1, LOCAL_V2 = "Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v
 REMOTE = "MSFT NVMe Accelerator v1.0"
 # Of the Hyper-V bus, as the rules of azure-vm-utils know them.
 IDE_OS, IDE_RESOURCE = "{00000000-0000-8899-0000-000000000000}", "{00000000-0001-8899-0000-000000000000}"
+PASSED_THROUGH = "44c4f61d-4444-4400-9d52-802e27ede19f"
 SCSI = "{f8b3781a-1e82-4818-a1c3-63d806ec15bb}"
 
 
@@ -87,6 +93,9 @@ class Machine:
     def mount(self, number: str, target: str, kind: str = "ext4", source: str = "/dev/root") -> None:
         self.mounted.append(f"30 1 {number} / {target} rw,relatime shared:1 - {kind} {source} rw")
         self.file("proc/self/mountinfo", "\n".join(self.mounted))
+
+    def wait(self, settings: Settings, sleep: Callable[[float], None], of_size: int = 0) -> Sequence[Disk]:
+        return find.wait(settings, self.places, lambda: find.candidates(AZURE, self.places), of_size, sleep)
 
     def found(self, selector: Selector = AZURE) -> list[tuple[str, str]]:
         return [(disk.name, disk.found_by) for disk in find.candidates(selector, self.places)]
@@ -218,8 +227,145 @@ def test_wait_ends_when_every_controller_has_a_disk(machine: Machine) -> None:
         if len(slept) == 2:
             machine.file("sys/bus/pci/devices/0009:00/nvme/nvme9/nvme9n1/size", "8")
 
-    assert len(find.wait(Settings(), machine.places, sleep)) == 1
+    assert len(machine.wait(Settings(), sleep)) == 1
     assert len(slept) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver", "function", "is_settled"),
+    [
+        (PASSED_THROUGH, False, False, False),
+        (PASSED_THROUGH, True, False, False),
+        (PASSED_THROUGH, True, True, True),
+        ("ba6163d9-04a1-4d29-b605-72e2ffb1dc7f", False, False, False),
+        ("ba6163d9-04a1-4d29-b605-72e2ffb1dc7f", True, False, True),
+        ("32412632-86cb-44a2-9b5c-50d1417354f5", False, False, False),
+        ("f8615163-df3e-46c5-913f-f2d2f965ed0e", False, False, True),  # a network card
+    ],
+)
+def test_devices_of_the_bus_without_a_driver_are_waited_for(
+    machine: Machine, kind: str, driver: bool, function: bool, is_settled: bool
+) -> None:
+    device = machine.base / "sys/bus/vmbus/devices/1-2-3"
+    machine.file(device / "class_id", f"{{{kind}}}")
+    if driver:
+        machine.link(device / "driver", machine.base / "sys/bus/vmbus/drivers/some")
+        machine.file("sys/bus/vmbus/drivers/some/module", "")
+    if function:
+        machine.file(device / "pciabcd:00/abcd:00:00.0/class", "0x010802")
+    assert find.is_settled(machine.places) == is_settled
+
+
+def superblock(devices: int, *, name: str = "any:local", level: int = 0, uuid: str = "") -> bytes:
+    head = bytearray(8192)
+    number = bytes.fromhex((uuid or layout.new_uuid()).replace("-", ""))
+    struct.pack_into("<IIII16s32s", head, 4096, 0xA92B4EFC, 1, 0, 0, number, name.encode())
+    struct.pack_into("<iI", head, 4096 + 72, level, 0)
+    struct.pack_into("<I", head, 4096 + 92, devices)
+    struct.pack_into("<I", head, 4096 + 220, 16)
+    return bytes(head)
+
+
+@pytest.mark.parametrize(
+    ("head", "devices"),
+    [
+        (superblock(8), 8),
+        (superblock(8, name="any:other"), 0),
+        (superblock(8, level=1), 0),
+        (superblock(8, uuid="0" * 32), 0),
+        (superblock(1_000_000), 0),
+        (b"", 0),
+        (bytes(8192), 0),
+    ],
+)
+def test_a_superblock_says_how_many_disks_there_are(tmp_path: Path, head: bytes, devices: int) -> None:
+    (tmp_path / "disk").write_bytes(head)
+    assert find.devices_of(Disk("disk", tmp_path / "disk", 1 << 30), "local") == devices
+
+
+class Clock:
+    """Time that passes while somebody sleeps; ``events`` happen at their second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.events: dict[float, Callable[[], object]] = {}
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.events if at <= self.now]:
+            self.events.pop(at)()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def members(machine: Machine, *numbers: int) -> None:
+    for number in numbers:
+        name = machine.nvme(number, LOCAL_V2, f"s{number}")
+        (machine.base / "dev" / name).write_bytes(superblock(8))
+
+
+def test_members_that_are_late_are_waited_for(machine: Machine, clock: Clock) -> None:
+    members(machine, *range(7))
+    clock.events[45] = lambda: members(machine, 7)
+    assert len(machine.wait(Settings(), clock.sleep)) == 8
+    assert 45 <= clock.now < 46
+
+
+def test_members_that_never_come_have_a_minute(machine: Machine, clock: Clock) -> None:
+    members(machine, *range(7))
+    assert len(machine.wait(Settings(), clock.sleep)) == 7
+    assert 60 <= clock.now < 61
+
+
+def test_disks_of_the_size_are_waited_for(machine: Machine, clock: Clock) -> None:
+    for number in range(3):
+        machine.nvme(number, LOCAL_V2, f"s{number}")
+    clock.events[20] = lambda: [machine.nvme(number, LOCAL_V2, f"s{number}") for number in range(3, 8)]
+    assert len(machine.wait(Settings(), clock.sleep, of_size=8)) == 8
+    assert 20 <= clock.now < 21
+
+
+def test_whoever_says_how_many_there_are_is_believed(machine: Machine, clock: Clock) -> None:
+    for number in range(3):
+        machine.nvme(number, LOCAL_V2, f"s{number}")
+    assert len(machine.wait(Settings(expected_disks=3), clock.sleep, of_size=8)) == 3
+    assert clock.now == 0
+
+
+def test_without_a_number_nothing_is_waited_for_once_all_is_settled(machine: Machine, clock: Clock) -> None:
+    machine.nvme(0, LOCAL_V2, "s0")
+    assert len(machine.wait(Settings(), clock.sleep)) == 1
+    assert clock.now == 0
+
+
+def test_no_disk_at_all_has_the_settings_time(machine: Machine, clock: Clock) -> None:
+    assert machine.wait(Settings(), clock.sleep) == []
+    assert 10 <= clock.now < 11
+
+
+def size_of(tmp_path: Path, cloud: object, gpu: object = None) -> int:
+    (tmp_path / "cloud").write_text(json.dumps(cloud))
+    if gpu is not None:
+        (tmp_path / "gpu.json").write_text(json.dumps(gpu))
+    return local_disks(tmp_path, tmp_path / "cloud")
+
+
+def test_the_size_is_known_without_a_network(tmp_path: Path) -> None:
+    def said(size: object) -> object:
+        return {"ds": {"meta_data": {"imds": {"compute": {"vmSize": size}}}}}
+
+    assert size_of(tmp_path, said("standard_nd96isr_h100_v5")) == 8
+    assert size_of(tmp_path, said("Standard_NC24s_v3")) == 0
+    assert size_of(tmp_path, said("Standard_D2s_v5")) == 0
+    assert size_of(tmp_path, said(7)) == 0
+    assert size_of(tmp_path, []) == 0
+    assert size_of(tmp_path, {"ds": 5}) == 0
+    assert local_disks(tmp_path, tmp_path / "nothing") == 0
+    assert size_of(tmp_path, {}, {"vm_size": "Standard_NC24ads_A100_v4"}) == 1
 
 
 def test_wait_is_for_udev_and_for_as_many_as_are_expected(machine: Machine) -> None:
@@ -234,9 +380,9 @@ def test_wait_is_for_udev_and_for_as_many_as_are_expected(machine: Machine) -> N
         if len(slept) == 3:
             machine.nvme(1, LOCAL_V2, "s1")
 
-    assert len(find.wait(Settings(expected_disks=2), machine.places, sleep)) == 2
+    assert len(machine.wait(Settings(expected_disks=2), sleep)) == 2
     assert len(slept) == 3
 
 
 def test_wait_is_bounded(machine: Machine) -> None:
-    assert find.wait(Settings(wait_seconds=0), machine.places, lambda _: pytest.fail("slept")) == []
+    assert machine.wait(Settings(wait_seconds=0), lambda _: pytest.fail("slept")) == []

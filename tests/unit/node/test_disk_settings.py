@@ -30,6 +30,7 @@ def test_everything() -> None:
             "selector": {"kind": "configured", "model": "X*", "serials": ["a*"], "minimum_bytes": 5},
             "expected_disks": 2,
             "wait_seconds": 0.5,
+            "incomplete_array": "rebuild",
             "wipe": ["gpt"],
             "directories": [{"path": "docker", "mode": "0710"}, {"path": "a/b"}],
             "cache": {"path": "cache", "quota_bytes": None},
@@ -44,6 +45,7 @@ def test_everything() -> None:
         Selector("configured", "X*", ("a*",), (), 5),
         2,
         0.5,
+        "rebuild",
         ("gpt",),
         (Directory("docker", 0o710), Directory("a/b", 0o755)),
         Cache("cache"),
@@ -72,6 +74,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bind to nowhere": ({"binds": [{"source": "a", "target": "b"}]}, "'b' is no absolute path"),
     "mode": ({"directories": [{"path": "a", "mode": "rwx"}]}, "another shape"),
     "list": ({"wipe": "gpt"}, "another shape"),
+    "incomplete array": ({"incomplete_array": "maybe"}, "'maybe' is none of keep, rebuild"),
     "negative": ({"expected_disks": -1}, "not below 0"),
     "forever": ({"wait_seconds": 10_000}, "at most 300"),
 }

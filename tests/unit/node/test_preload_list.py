@@ -94,6 +94,9 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
         def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:  # noqa: ARG002
             raise AssertionError
 
+        def forget(self, images: Sequence[Image]) -> None:  # noqa: ARG002
+            raise AssertionError
+
         def load(self, archive: Path) -> list[str]:  # noqa: ARG002
             raise AssertionError
 

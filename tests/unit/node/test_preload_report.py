@@ -11,6 +11,7 @@ import pytest
 
 from image_builder.node import durable, report
 from image_builder.node.report import Links
+from image_builder.node.seed.docker import chain
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 OK = {"state": "ok", "images": 1, "seeded": 1, "there": 0, "loaded": {}, "problems": [], "seconds": 0.07}
@@ -51,7 +52,27 @@ def test_links_of_a_data_root_are_counted(tmp_path: Path, engine: str, folder: s
         (tmp_path / folder / str(number) / name).symlink_to(store / layer)
     (tmp_path / folder / "2" / name).mkdir(parents=True)
     (tmp_path / folder / "l").mkdir()  # Docker's short names: no layer
-    assert report.scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1)
+    local = frozenset[str]() if engine == "docker" else None
+    assert report.scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1, local)
+
+
+def test_layers_of_docker_are_looked_for_one_by_one(tmp_path: Path) -> None:
+    chains = [layer.chain.removeprefix("sha256:") for layer in chain(IMAGE["diff_ids"])]
+    for number, name in enumerate(chains):
+        record = tmp_path / "image/overlay2/layerdb/sha256" / name
+        record.mkdir(parents=True)
+        (record / "cache-id").write_text(f"cache{number}")
+        (tmp_path / f"overlay2/cache{number}/diff").mkdir(parents=True)
+    assert report.serve(IMAGE, report.scan(tmp_path, "docker"), OK).source == "local disk"
+    (tmp_path / "overlay2/cache1/diff").rename(tmp_path / "overlay2/cache1/elsewhere")
+    served = report.serve(IMAGE, report.scan(tmp_path, "docker"), OK)
+    assert (served.source, served.local) == ("MISSING: 1 layers are nowhere", 1)
+
+
+@pytest.mark.parametrize("engine", ["docker", "containerd"])
+def test_an_image_of_which_nothing_is_anywhere_is_missing(tmp_path: Path, engine: str) -> None:
+    served = report.serve(IMAGE, report.scan(tmp_path, engine), OK)
+    assert (served.source, served.local) == ("MISSING: 2 layers are nowhere", 0)
 
 
 def _exchange(one: Path, other: Path, times: int) -> None:
@@ -71,11 +92,12 @@ def test_a_layer_may_be_promoted_meanwhile(tmp_path: Path) -> None:
         while not promotion.done():
             found.add(report.scan(tmp_path, "docker"))
     assert promotion.exception() is None
-    assert found == {Links(frozenset({A}), frozenset(), 0), Links(frozenset(), frozenset(), 1)}
+    assert {entry.served for entry in found} == {frozenset({A}), frozenset()}
+    assert {entry.directories for entry in found} == {0, 1} and not any(entry.broken for entry in found)
 
 
 def test_there_may_be_no_data_root(tmp_path: Path) -> None:
-    assert report.scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0)
+    assert report.scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0, frozenset())
 
 
 @pytest.mark.parametrize(

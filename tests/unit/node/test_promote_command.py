@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from image_builder.node import status
-from image_builder.node.promote.command import run
-from image_builder.node.promote.settings import Places
+from image_builder.node.promote import kubelet
+from image_builder.node.promote.command import _mark_damaged, run
+from image_builder.node.promote.plan import Item, Link
+from image_builder.node.promote.settings import Places, load
+from image_builder.node.promote.workers import Told
 
 
 def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
@@ -51,3 +55,37 @@ def test_what_was_set_aside_goes_also_where_nothing_is_promoted(
     assert (tmp_path / "disk/docker/overlay2/one/diff").is_symlink()
     section = status.read(places.status)["promotion"]
     assert section.get("code") == code and "trash" not in section
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["it stalled once", "it is damaged"])
+def test_a_layer_is_read_again_before_the_store_is_condemned(reads: bool, tmp_path: Path) -> None:
+    places = _node(tmp_path, {"state": "ok"})
+    layer = tmp_path / "store/layers/abc"
+    if reads:
+        (layer / "usr").mkdir(parents=True)
+        (layer / "usr/file").write_bytes(bytes(3 << 20))
+        (layer / "usr/link").symlink_to("/nowhere")
+        os.mkfifo(layer / "usr/fifo")
+    item = Item(Link(tmp_path / "link", layer, "sha256:abc", True), 1, 0)
+    _mark_damaged(load(places), "feed", item, Told(0, "promote.store", "usr/file: Input/output error", True))
+    mark = tmp_path / "disk/.node/store-damaged.json"
+    assert mark.exists() is not reads
+    if not reads:
+        assert json.loads(mark.read_text()) == {
+            "store": "feed",
+            "layer": "sha256:abc",
+            "path": str(layer),
+            "reason": "usr/file: Input/output error",
+        }
+
+
+def test_trash_is_kept_by_a_boot_whose_kubelet_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = _node(tmp_path, {"state": "ok"}, enabled=False)
+    monkeypatch.setattr(kubelet, "wait", lambda *_: False)
+    assert run(places) == 0
+    kept = tmp_path / "disk/.node/trash/docker.0"
+    assert (kept / "overlay2/two/file").read_bytes() == b"x"
+    section = status.read(places.status)["promotion"]
+    assert section["trash"] == [f"{kept}: kept, since this boot's kubelet did not answer"]

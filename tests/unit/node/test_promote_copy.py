@@ -1,12 +1,15 @@
-"""Where a big file gets holes."""
+"""Where a big file gets holes, and trees deeper than any path."""
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 
-from image_builder.node.promote.copy import BLOCK, extents
+from image_builder.node import trees
+from image_builder.node.promote.copy import BLOCK, copy_tree, extents
 
 _DATA = b"\x01" * BLOCK
 _ZERO = bytes(BLOCK)
@@ -39,3 +42,45 @@ def test_what_is_written_at_its_place_is_the_same_file() -> None:
             found[start:end] = data[start:end]
             assert data[start:end].strip(b"\0")
         assert bytes(found) == data
+
+
+def _open_below(folder: int, name: str) -> int:
+    below = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+    os.close(folder)
+    return below
+
+
+def _deepest(top: Path, name: str, levels: int) -> int:
+    folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    for _ in range(levels):
+        folder = _open_below(folder, name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"), [("d" * 200, 60), ("d", 1200)], ids=["long paths", "many levels"]
+)
+def test_a_tree_deeper_than_any_path_is_copied(name: str, levels: int, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "first").write_text("linked")
+    folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
+    top = os.dup(folder)
+    for _ in range(levels):
+        os.mkdir(name, dir_fd=folder)
+        folder = _open_below(folder, name)
+    os.link("first", "last", src_dir_fd=top, dst_dir_fd=folder)
+    os.symlink("/nowhere", "link", dir_fd=folder)
+    for fd in (folder, top):
+        os.close(fd)
+    before = len(os.listdir("/proc/self/fd"))
+    copy_tree(source, tmp_path / "copy")
+    assert len(os.listdir("/proc/self/fd")) == before
+    folder = _deepest(tmp_path / "copy", name, levels)
+    try:
+        assert sorted(os.listdir(folder)) == ["last", "link"]
+        assert os.stat("last", dir_fd=folder).st_ino == (tmp_path / "copy/first").stat().st_ino
+    finally:
+        os.close(folder)
+        for tree in (source, tmp_path / "copy"):  # pytest could not
+            trees.remove(tree)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import fcntl
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from image_builder.node import mounts, status
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
+from image_builder.node.seed import command, lost
 from image_builder.node.seed.command import (
-    _damaged,
-    _give_up,
     _marker,
     check_version,
     describe,
     leave,
+    run,
 )
-from image_builder.node.store import parse_manifest
+from image_builder.node.seed.docker import chain
+from image_builder.node.seed.use import _LOCKED, user
+from image_builder.node.store import Store, parse_manifest
 from tests.unit.node.stores import manifest
 
 
@@ -92,49 +99,189 @@ def test_a_marker_is_read(tmp_path: Path) -> None:
     assert _marker(settings)["store"] == "x"
 
 
-def test_damage_counts_for_the_store_that_it_was_found_in(tmp_path: Path) -> None:
-    settings, store = _settings(tmp_path), parse_manifest(manifest())
-    assert _damaged(settings, store) == ""
-    settings.state.mkdir()
-    path = settings.state / "store-damaged.json"
-    path.write_text(json.dumps({"store": store.id, "layer": "x", "reason": "Input/output error"}))
-    assert _damaged(settings, store) == "Input/output error"
-    path.write_text(json.dumps({"store": "another", "layer": "x", "reason": "Input/output error"}))
-    assert _damaged(settings, store) == ""
+def _layer(settings: Preload, name: str, parent: str = "", target: Path | None = None) -> Path:
+    """Put a layer of Docker's on record: a link to ``target``, or a directory with a file. Returns its files."""
+    record = settings.data_root / "image/overlay2/layerdb/sha256" / name
+    record.mkdir(parents=True)
+    (record / "cache-id").write_text(f"{name}-files")
+    if parent:
+        (record / "parent").write_text(f"sha256:{parent}")
+    files = settings.data_root / f"overlay2/{name}-files/diff"
+    files.parent.mkdir(parents=True)
+    (files.parent / "link").write_text(name.upper())
+    (settings.data_root / "overlay2/l").mkdir(exist_ok=True)
+    (settings.data_root / "overlay2/l" / name.upper()).symlink_to(f"../{name}-files/diff")
+    if target:
+        files.symlink_to(target)
+    else:
+        files.mkdir()
+        (files / "file").write_text(name)
+    return files
 
 
-def test_links_of_an_image_with_a_store_are_taken_away_by_one_without(tmp_path: Path) -> None:
+def _used(settings: Preload) -> None:
+    """Make a data root of Docker's in use: seeded layers, one pulled, one pulled above a seeded one, a volume."""
+    _layer(settings, "seeded", target=MOUNT_POINT / "layers/abc")
+    _layer(settings, "second", "seeded", target=MOUNT_POINT / "layers/def")
+    _layer(settings, "pulled")
+    _layer(settings, "above", "second")
+    volume = settings.data_root / "volumes/mine/_data"
+    volume.mkdir(parents=True)
+    (volume / "precious").write_text("precious")
+    settings.marker.parent.mkdir(parents=True)
+    settings.marker.write_text(json.dumps({"format": 1, "store": "x", "engine": "docker"}))
+
+
+def _tree(top: Path) -> list[str]:
+    return sorted(str(path.relative_to(top)) for path in top.rglob("*"))
+
+
+def _run(settings: Preload, manifest: Path) -> tuple[int, dict[str, Any]]:
+    here = settings.mount_point
+    code = run(manifest, directory=here / "run", etc=here, pause=0)
+    section: dict[str, Any] = status.read(here / "run")["seed"]
+    return code, section
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_an_error_of_the_disk_takes_nothing_out_of_a_data_root_in_use(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = _settings(tmp_path)
-    for path in (settings.marker, settings.state / "promote.json"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    layer = settings.data_root / "overlay2/one/diff"
-    layer.mkdir(parents=True)
-    assert leave(settings)["action"] == "none", "all was promoted: it is whole"
-    assert layer.is_dir() and not settings.marker.exists()
-    layer.rmdir()
-    layer.symlink_to(MOUNT_POINT / "layers/abc")
+    _used(settings)
+    (tmp_path / "store.json").write_text(json.dumps(manifest()))
+    before, attempts = _tree(settings.data_root), []
+
+    def fail(_settings: Preload, _store: Store) -> dict[str, Any]:
+        attempts.append(number)
+        raise OSError(number, os.strerror(number), "here")
+
+    monkeypatch.setattr(command, "seed", fail)
+    code, section = _run(settings, tmp_path / "store.json")
+    assert code == 1, "the unit fails, and is started again"
+    assert len(attempts) == 3
+    assert (section["state"], section["code"], section["action"]) == ("degraded", "seed.disk", "none")
+    assert section["reason"] == f"here: {os.strerror(number)}"
+    assert _tree(settings.data_root) == before and settings.marker.exists()
+    assert not (settings.state / "trash").exists()
+
+
+def test_of_a_store_that_is_lost_the_seeded_layers_alone_are_taken_out(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
+    (tmp_path / "store.json").write_text("{")
+    code, section = _run(settings, tmp_path / "store.json")
+    assert code == 0 and section["code"] == "store.manifest"
+    assert section["action"] == "lost layers taken out"
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    assert os.listdir(records) == ["pulled"]
+    assert sorted(os.listdir(settings.data_root / "overlay2")) == ["l", "pulled-files"]
+    assert (settings.data_root / "overlay2/pulled-files/diff/file").read_text() == "pulled"
+    assert (settings.data_root / "volumes/mine/_data/precious").read_text() == "precious"
+    # A pulled layer that stood on a seeded one is kept too, though nothing can use it.
+    boot = status.boot_id()
+    assert sorted(os.listdir(settings.state / "trash")) == [f"above-files.0.{boot}", f"above.0.{boot}"]
+    assert (settings.state / f"trash/above-files.0.{boot}/diff/file").read_text() == "above"
+    again = _run(settings, tmp_path / "store.json")[1]
+    assert again["action"] == "none"
+
+
+def test_images_of_lost_layers_are_taken_off_dockers_record(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    diff_ids = [f"sha256:{letter * 64}" for letter in "abc"]
+    names = [layer.chain[7:] for layer in chain(diff_ids)]
+    _layer(settings, names[0], target=MOUNT_POINT / "layers/a")
+    _layer(settings, names[1], names[0], target=MOUNT_POINT / "layers/b")
+    _layer(settings, names[2], names[1])
+    _layer(settings, "d" * 64)
+    content = settings.data_root / "image/overlay2/imagedb/content/sha256"
+    content.mkdir(parents=True)
+    images = {"seeded": diff_ids[:2], "above": diff_ids, "pulled": ["sha256:" + "d" * 64], "empty": None}
+    for name, layers in images.items():
+        (content / name).write_text(json.dumps({"rootfs": {"diff_ids": layers}}))
+        (settings.data_root / f"image/overlay2/imagedb/metadata/sha256/{name}").mkdir(parents=True)
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert sorted(os.listdir(content)) == ["empty", "pulled"]
+    assert sorted(os.listdir(content.parents[1] / "metadata/sha256")) == ["empty", "pulled"]
+    assert "above.0.boot" in os.listdir(settings.state / "trash")
+    assert "seeded.0.boot" not in os.listdir(settings.state / "trash")
+
+
+def test_a_layer_that_was_half_taken_out_is_taken_out(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    (records / "second").rename(records / "second.lost")
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert os.listdir(records) == ["pulled"], "what stood on it is known by its parent's name"
+    assert lost.caches(settings.data_root) == set()
+
+
+def test_a_layer_that_is_there_is_not_lost(tmp_path: Path) -> None:
+    settings, store = _settings(tmp_path), tmp_path / "store"
+    (store / "layers/abc").mkdir(parents=True)
+    _layer(settings, "seeded", target=store / "layers/abc")
+    _layer(settings, "gone", target=store / "layers/def")
+    _layer(settings, "foreign", target=tmp_path / "nowhere")
+    assert lost.caches(settings.data_root, store) == {"gone-files"}
+
+
+@pytest.mark.parametrize("engine", ["docker", "containerd"])
+def test_an_engine_that_runs_holds_its_database(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / _LOCKED[engine][0]
+    assert user(engine, tmp_path) == ""
+    path.parent.mkdir(parents=True)
+    with path.open("w") as database:
+        assert user(engine, tmp_path) == ""
+        fcntl.flock(database, fcntl.LOCK_EX)
+        assert user(engine, tmp_path) == f"{engine} runs on it"
+    assert user(engine, tmp_path) == ""
+
+
+def test_what_is_mounted_below_a_data_root_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    table = [f"{tmp_path}/data", f"{tmp_path}/data/overlay2/x/merged"]
+    monkeypatch.setattr(mounts, "listed", lambda: [mounts.Mount("0:1", "/", t, "o", "o") for t in table])
+    assert user("docker", tmp_path / "data") == f"{table[1]} is mounted below it"
+    table.pop()
+    assert user("docker", tmp_path / "data") == "", "a data root may be a mount itself"
+
+
+def test_nothing_is_taken_out_beneath_a_docker_that_runs(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
+    (tmp_path / "store.json").write_text("{")
+    with (settings.data_root / "volumes/metadata.db").open("w") as database:
+        fcntl.flock(database, fcntl.LOCK_EX)
+        before = _tree(settings.data_root)
+        code, section = _run(settings, tmp_path / "store.json")
+        assert "docker runs on it" in section["reason"] and section["action"] == "none"
+        (tmp_path / "store.json").unlink()
+        code, section = _run(settings, tmp_path / "store.json")
+    assert (code, section["code"]) == (0, "seed.busy") and settings.marker.exists()
+    assert _tree(settings.data_root) == before
+
+
+def test_lost_layers_are_taken_out_where_the_image_has_no_store(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
     found = leave(settings)
-    assert (found["state"], found["action"]) == ("ok", "set aside")
-    assert not settings.data_root.exists()
-    assert (settings.state / "trash/docker.0/overlay2/one/diff").is_symlink()
-    assert [path.name for path in (settings.state / "seed").iterdir()] == []
+    assert (found["state"], found["action"]) == ("ok", "lost layers taken out")
+    assert os.listdir(settings.data_root / "image/overlay2/layerdb/sha256") == ["pulled"]
+    assert (settings.data_root / "volumes/mine/_data/precious").exists()
+    assert not settings.marker.exists()
     assert leave(settings)["action"] == "none"
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["marked", "cut short before its marker"])
-def test_no_link_is_left_where_the_seed_gives_up(marked: bool, tmp_path: Path) -> None:
-    settings = _settings(tmp_path)
-    settings.marker.parent.mkdir(parents=True)
-    if marked:
-        settings.marker.write_text('{"format": 1, "store": "x", "engine": "docker"}')
-    layer = settings.data_root / "overlay2/one/diff"
-    layer.parent.mkdir(parents=True)
-    layer.symlink_to(MOUNT_POINT / "layers/abc")
-    found = _give_up(settings, OSError(errno.ENOSPC, "No space left on device"))
-    assert (found["state"], found["code"], found["action"]) == ("degraded", "seed.disk", "set aside")
-    assert not settings.data_root.exists() and not settings.marker.exists()
-    assert (settings.state / "trash/docker.0/overlay2/one/diff").is_symlink()
+def test_containerds_root_of_an_image_with_a_store_is_set_aside_by_one_without(tmp_path: Path) -> None:
+    settings = dataclasses.replace(_settings(tmp_path), engine="containerd")
+    snapshots = "io.containerd.snapshotter.v1.overlayfs/snapshots/1"
+    (settings.data_root / snapshots).mkdir(parents=True)
+    assert leave(settings)["action"] == "none", "all was promoted: it is whole"
+    (settings.data_root / snapshots / "fs").symlink_to(MOUNT_POINT / "layers/abc")
+    assert leave(settings)["action"] == "set aside"
+    assert not settings.data_root.exists()
+    assert (settings.state / f"trash/docker.0.{status.boot_id()}" / snapshots / "fs").is_symlink()
 
 
 def test_outcomes_are_lines_for_people() -> None:

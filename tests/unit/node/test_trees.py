@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,32 @@ def test_each_tree_is_set_aside_under_a_name_of_its_own(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / "data").mkdir()
         (tmp_path / "data/number").write_text(str(number))
-        trees.set_aside(tmp_path / "data", tmp_path / "state/trash")
+        trees.set_aside(tmp_path / "data", tmp_path / "state/trash", "boot")
     aside = tmp_path / "state/trash"
     assert {path.name: (path / "number").read_text() for path in aside.iterdir()} == {
-        "data.0": "0",
-        "data.1": "1",
-        "data.2": "2",
+        "data.0.boot": "0",
+        "data.1.boot": "1",
+        "data.2.boot": "2",
     }
+
+
+def test_a_tree_with_a_mount_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data/merged").mkdir(parents=True)
+    monkeypatch.setattr(mounts, "listed", lambda: [_mounted(f"{tmp_path}/data/merged")])
+    with pytest.raises(NodeError) as caught:
+        trees.set_aside(tmp_path / "data", tmp_path / "trash", "boot")
+    assert caught.value.code == "disk.busy" and (tmp_path / "data/merged").is_dir()
+
+
+@pytest.mark.parametrize("name", ["d", "d" * 200], ids=["more levels than Python recurses", "long paths"])
+def test_a_tree_of_any_depth_is_deleted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    folder = os.open(tmp_path / "tree", os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir(name, dir_fd=folder)
+        below = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    trees.remove(tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()

@@ -51,9 +51,15 @@ def test_engines_wait_for_the_seed(host: Host) -> None:
         assert "After=preload-seed.service" in drop_in.splitlines()
 
 
-def test_kubelet_requires_the_unit(host: Host) -> None:
+def test_units_start_again_after_a_failure(host: Host) -> None:
+    for unit in UNITS:
+        assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= set(lines(host, unit)), unit
+
+
+def test_kubelet_starts_when_the_unit_has_succeeded(host: Host) -> None:
     drop_in = host.file("/etc/systemd/system/kubelet.service.d/10-image-preload.conf").content_string
-    assert "Requires=image-preload.service" in drop_in.splitlines()
+    assert "Wants=image-preload.service" in drop_in.splitlines()
+    assert "systemctl --quiet is-active image-preload.service" in drop_in
     assert "After=image-preload.service" in drop_in.splitlines()
 
 

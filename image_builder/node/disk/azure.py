@@ -1,0 +1,137 @@
+"""A disk as Azure hands it out: one NTFS volume that holds a readme, which says that data on it will be lost.
+
+Where the disk is larger than 2 TB its table of partitions is a GPT, with Microsoft's reserved partition before the
+volume (cloud-init's DataSourceAzure, LP: #1686514).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+from uuid import UUID
+
+from image_builder.node.disk import ntfs
+from image_builder.node.disk.model import Observation
+
+Content = Literal["", "blank", "files", "unreadable"]
+
+README = "dataloss_warning_readme.txt"
+# Windows makes it on every volume; only the system may write there. cloud-init leaves it out, too.
+_SYSTEM_FOLDER = "system volume information"
+_SECTOR = 512
+_MBR_NTFS, _MBR_GPT = 0x07, 0xEE
+_RESERVED = UUID("e3c9e316-0b5c-4db8-817d-f92df00215ae")
+_BASIC_DATA = UUID("ebd0a0a2-b9e5-4433-87c0-68b6b72699c7")
+_ENTRY_BYTES, _MOST_ENTRIES = 128, 128
+# Tables of partitions in the words of wipefs.
+_TABLES = (frozenset({"dos"}), frozenset({"gpt"}), frozenset({"gpt", "PMBR"}))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """In bytes. ``is_reserved``: Microsoft's, which holds nothing."""
+
+    offset: int
+    bytes: int
+    is_reserved: bool = False
+
+
+def may_be(seen: Observation) -> bool:
+    """Tell whether a disk is worth a look: a local one, a table of partitions, nothing else, and nobody uses it."""
+    kinds = frozenset(word.type for word in seen.signatures)
+    return (
+        seen.disk.local
+        and kinds in _TABLES
+        and len(seen.partitions) <= 2
+        and not seen.mounts
+        and not seen.holders
+        and not seen.swap
+    )
+
+
+def content(read: ntfs.Read, seen: Observation) -> Content:
+    """Return what is on a disk: nothing (``blank``), ``files``, ``unreadable``; empty for no disk of Azure's.
+
+    ``read`` reads from the disk's first byte on. Raises OSError where it fails.
+    """
+    table = partitions(read, seen.disk.bytes)
+    volumes = [one for one in table if not one.is_reserved]
+    # A kernel that reads no tables of partitions shows none of them.
+    if len(volumes) != 1 or len(seen.partitions) not in (0, len(table)):
+        return ""
+    volume = volumes[0]
+    if read(volume.offset, 11)[3:] != b"NTFS    ":
+        return ""
+    try:
+        entries = ntfs.root(lambda offset, count: read(volume.offset + offset, count), volume.bytes)
+    except ntfs.UnreadableError:
+        return "unreadable"
+    return "blank" if is_blank(entries) else "files"
+
+
+def is_blank(entries: Iterable[ntfs.Entry]) -> bool:
+    """Tell whether a root directory holds Azure's readme, and nothing else that anybody could want."""
+    plain = [one for one in entries if not one.is_metafile]
+    named = {one.record for one in plain if not one.is_dos_name}
+    names = [one for one in plain if not (one.is_dos_name and one.record in named)]
+    files = [one.name.lower() for one in names if not one.is_directory and not one.is_link]
+    others = [one.name.lower() for one in names if one.is_directory or one.is_link]
+    linked = any(one.is_link for one in names)
+    return files == [README] and others in ([], [_SYSTEM_FOLDER]) and not linked
+
+
+def partitions(read: ntfs.Read, size: int) -> list[Partition]:
+    """Return the partitions of a disk of ``size`` bytes, where they are as Azure's; none otherwise. Raises OSError."""
+    first = read(0, _SECTOR)
+    if first[510:] != b"\x55\xaa":
+        return []
+    entries = [struct.unpack_from("<4xB3xII", first, 446 + 16 * n) for n in range(4)]
+    used = [one for one in entries if one != (0, 0, 0)]
+    if len(used) != 1:
+        return []
+    kind, start, count = used[0]
+    if kind == _MBR_NTFS:
+        return _within([Partition(start * _SECTOR, count * _SECTOR)], size)
+    return _within(_gpt(read, size), size) if kind == _MBR_GPT else []
+
+
+def _gpt(read: ntfs.Read, size: int) -> list[Partition]:
+    header = read(_SECTOR, 92)
+    magic, _revision, length, crc = struct.unpack_from("<8sIII", header, 0)
+    here, _other = struct.unpack_from("<QQ", header, 24)
+    at, count, width, sum_of_entries = struct.unpack_from("<QIII", header, 72)
+    plain = header[:16] + bytes(4) + header[20:]
+    if (magic, length, here, width) != (b"EFI PART", 92, 1, _ENTRY_BYTES) or zlib.crc32(plain) != crc:
+        return []
+    if not 0 < count <= _MOST_ENTRIES or (at * _SECTOR + count * _ENTRY_BYTES) > size:
+        return []
+    raw = read(at * _SECTOR, count * _ENTRY_BYTES)
+    if zlib.crc32(raw) != sum_of_entries:
+        return []
+    found = []
+    for n in range(count):
+        entry = raw[n * _ENTRY_BYTES : (n + 1) * _ENTRY_BYTES]
+        kind = UUID(bytes_le=entry[:16])
+        if kind.int == 0:
+            continue
+        if kind not in (_RESERVED, _BASIC_DATA):
+            return []
+        start, end = struct.unpack_from("<QQ", entry, 32)
+        found.append(Partition(start * _SECTOR, (end - start + 1) * _SECTOR, kind == _RESERVED))
+    return found
+
+
+def _within(found: list[Partition], size: int) -> list[Partition]:
+    """Return one volume, or one after the reserved partition; none where they overlap or leave the disk."""
+    ordered = sorted(found, key=lambda one: one.offset)
+    if [one.is_reserved for one in ordered] not in ([False], [True, False]):
+        return []
+    end = _SECTOR
+    for one in ordered:
+        if one.offset < end or one.bytes <= 0 or one.offset + one.bytes > size:
+            return []
+        end = one.offset + one.bytes
+    return ordered

@@ -1,0 +1,119 @@
+"""Layers of Docker's whose files were in a preload store that is gone: taken out, so that they can be loaded again.
+
+Docker believes its records: it neither pulls nor loads a layer that it has on record. What else is in the data root
+stays: volumes, containers, and every layer that does not stand on a lost one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from image_builder.node import trees
+from image_builder.node.layout import MOUNT_POINT
+from image_builder.node.seed.docker import chain
+
+_RECORDS = Path("image/overlay2/layerdb/sha256")
+_IMAGES = Path("image/overlay2/imagedb")
+# Docker takes a name in the directory of records that is no digest for nothing.
+_SUFFIX = ".lost"
+
+
+def caches(root: Path, store: Path = MOUNT_POINT) -> set[str]:
+    """Return the directories of ``overlay2`` whose files are a link into the store, to where nothing is.
+
+    Raises OSError where that can't be told: a disk that fails now is no proof.
+    """
+    return {place.name for place in _places(root / "overlay2") if _is_lost(place / "diff", store)}
+
+
+def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> None:
+    """Delete lost layers, their records first; set aside what stands on them and has files of its own.
+
+    The engine is stopped. After a crash a second time does the rest. Raises OSError, NodeError.
+    """
+    gone = caches(root, store)
+    records = {path.name: _read(path) for path in _places(root / _RECORDS) if "." not in path.name}
+    half = {path.name.removesuffix(_SUFFIX) for path in _places(root / _RECORDS) if path.suffix == _SUFFIX}
+    chains = half | {name for name, (cache, _) in records.items() if cache in gone}
+    while above := {name for name, (_, parent) in records.items() if parent in chains} - chains:
+        chains |= above
+    for image, top in _images(root):
+        if top & chains:
+            _forget_image(root, image, trash if top & chains - _seeded(records, gone) - half else None, boot)
+    for name in chains & set(records):
+        record, (cache, _) = root / _RECORDS / name, records[name]
+        if cache in gone:
+            os.rename(record, f"{record}{_SUFFIX}")
+        else:
+            trees.set_aside(record, trash, boot)
+            if cache and (root / "overlay2" / cache).is_dir():
+                trees.set_aside(root / "overlay2" / cache, trash, boot)
+    for path in _places(root / _RECORDS):
+        if path.suffix == _SUFFIX:
+            trees.remove(path)
+    for cache in gone:
+        _remove_files(root / "overlay2", cache)
+
+
+def _seeded(records: Mapping[str, tuple[str, str]], gone: set[str]) -> set[str]:
+    return {name for name, (cache, _) in records.items() if cache in gone}
+
+
+def _images(root: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yield each image on record and its layers' chain ids. Asked for one without layers Docker answers by an error."""
+    for path in _places(root / _IMAGES / "content/sha256"):
+        try:
+            diff_ids = json.loads(path.read_bytes())["rootfs"]["diff_ids"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        yield path.name, {layer.chain.removeprefix("sha256:") for layer in chain(diff_ids or [])}
+
+
+def _forget_image(root: Path, image: str, trash: Path | None, boot: str) -> None:
+    """Delete an image's record, or set it aside where it was not a seed's; its names then lead to none."""
+    path = root / _IMAGES / "content/sha256" / image
+    if trash:
+        trees.set_aside(path, trash, boot)
+    else:
+        path.unlink()
+    trees.remove(root / _IMAGES / "metadata/sha256" / image)
+
+
+def _remove_files(folder: Path, cache: str) -> None:
+    if short := _text(folder / cache / "link"):
+        (folder / "l" / short).unlink(missing_ok=True)
+    trees.remove(folder / cache)
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    yield from (folder / name for name in names)
+
+
+def _is_lost(path: Path, store: Path) -> bool:
+    try:
+        if not stat.S_ISLNK(path.lstat().st_mode) or store not in Path(os.readlink(path)).parents:
+            return False
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path.is_symlink()
+    return False
+
+
+def _read(record: Path) -> tuple[str, str]:
+    """Return a layer's directory in ``overlay2`` and its parent's record; empty where that is not on record."""
+    return _text(record / "cache-id"), _text(record / "parent").removeprefix("sha256:")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""

@@ -1,0 +1,179 @@
+"""Waits that must end: a program that can't be killed or leaves others behind, a peer that trickles, a held lock."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from image_builder.node import asking, kube, lock, programs
+from image_builder.node.errors import ProgramError
+from image_builder.node.health import apart, nvme
+from image_builder.node.health.model import Look, Places
+from image_builder.node.health.settings import Settings
+from image_builder.node.kubeconfig import Access, Pem
+from image_builder.node.promote import kubelet
+
+pytestmark = pytest.mark.root
+
+
+@contextmanager
+def trickling(head: bytes) -> Iterator[int]:
+    """Serve a port that says ``head`` and then a byte each moment, for ever; yield its number."""
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(head)
+            while not over.wait(0.05):
+                try:
+                    connection.sendall(b"x")
+                except OSError:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            over.set()
+            thread.join()
+
+
+HEADS = [
+    pytest.param(b"HTTP/1.1 200 OK\r\nX: ", id="in a header"),
+    pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", id="in the body"),
+    pytest.param(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", id="in a body without an end"),
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_peer_that_trickles_does_not_keep_a_question(head: bytes) -> None:
+    with trickling(head) as port:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
+            asking.ask(f"http://127.0.0.1:{port}/", headers={}, seconds=0.5)
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_an_api_server_that_trickles_does_not_keep_a_request(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over plain HTTP: what is looked at is the request's own end, which TLS has no part in."""
+    with trickling(head) as port:
+        plain = http.client.HTTPConnection("127.0.0.1", port)
+        monkeypatch.setattr(kube.Client, "_connect", lambda _self: plain)
+        access = Access(f"https://127.0.0.1:{port}", Pem(text=""))
+        began = time.monotonic()
+        with kube.Client(access, timeout=0.5) as client, pytest.raises(kube.KubeError):
+            client.request("GET", "/version")
+        assert time.monotonic() - began < 3
+
+
+def test_what_a_program_started_does_not_keep_its_caller(tmp_path: Path) -> None:
+    """It has the output open long after the program itself was killed."""
+    noted = tmp_path / "pid"
+    began = time.monotonic()
+    with pytest.raises(ProgramError, match="did not end within 0.5 s$") as caught:
+        programs.run(["sh", "-c", f"sleep 30 & echo $! > {noted}; wait"], timeout=0.5)
+    assert caught.value.status == 124 and time.monotonic() - began < 5
+    os.kill(int(noted.read_text()), signal.SIGKILL)
+
+
+def test_a_program_that_can_not_be_killed_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test can have a process in the kernel's D state: one that is never killed stands for it."""
+    monkeypatch.setattr(programs, "END_SECONDS", 0.3)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _self: None)
+    began = time.monotonic()
+    with pytest.raises(ProgramError, match=r"process \d+ hangs in the kernel"):
+        programs.run(["sleep", "30"], timeout=0.3)
+    assert time.monotonic() - began < 5
+    child = programs._left.pop()
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_input_and_output_are_the_programs_own() -> None:
+    done = programs.run(["sh", "-c", "cat; echo no >&2; exit 3"], input="yes", ok=(3,))
+    assert (done.status, done.stdout, done.stderr) == (3, "yes", "no\n")
+    with pytest.raises(ProgramError, match="ended with 3"):
+        programs.run(["sh", "-c", "exit 3"])
+    with pytest.raises(ProgramError) as caught:
+        programs.run(["/nonexistent"])
+    assert caught.value.status == 127
+
+
+def test_a_lock_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    holder = subprocess.Popen(["flock", "--no-fork", path, "sleep", "30"])
+    try:
+        while _is_free(path):
+            time.sleep(0.02)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"for more than 0\.3 s"), lock.held(path, 0.3):
+            pass
+        assert time.monotonic() - began < 3
+    finally:
+        holder.kill()
+        holder.wait()
+    with lock.held(path, 5):
+        assert not _is_free(path)
+    assert _is_free(path)
+
+
+def _is_free(path: Path) -> bool:
+    return subprocess.run(["flock", "--nonblock", path, "true"], check=False).returncode == 0
+
+
+def test_a_child_that_hangs_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A forked process has its parent's locks. One that can't be killed would keep all later looks out."""
+    path = tmp_path / "lock"
+    with lock.held(path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert _is_free(path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_drive_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = tmp_path / "class/nvme/nvme0"
+    controller.mkdir(parents=True)
+    (controller / "state").write_text("live\n")
+    look = Look(Settings(), Places(sys=tmp_path, dev=tmp_path), 0.0)
+    assert nvme.check(look).findings == ()
+
+    def hang(_device: Path) -> None:
+        signal.pause()
+
+    monkeypatch.setattr(nvme, "_SECONDS", 0.3)
+    monkeypatch.setattr(nvme, "page", hang)
+    outcome = nvme.check(look)
+    assert [(one.code, one.action) for one in outcome.findings] == [("drive.hung", "reboot")]
+    with subprocess.Popen(["sleep", "60"]) as stuck:
+        memory = {"hung": [stuck.pid, apart.started(stuck.pid)]}
+        began = time.monotonic()
+        again = nvme.check(Look(Settings(), look.places, 0.0, memory))
+        assert again.memory == memory and time.monotonic() - began < 0.3, "asked beside one that hangs"
+        stuck.kill()
+
+
+@pytest.mark.parametrize(("status", "is_up"), [(b"200 OK", True), (b"503 no", False)])
+def test_only_a_kubelet_that_says_so_is_up(status: bytes, is_up: bool) -> None:
+    with trickling(b"HTTP/1.1 " + status + b"\r\nContent-Length: 3\r\n\r\n") as port:
+        assert kubelet.wait_for_answer(f"http://127.0.0.1:{port}/healthz", 0) is is_up
