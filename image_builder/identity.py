@@ -36,6 +36,6 @@ def partition_uuid(build_id: str, partition: Literal["root", "esp"]) -> str:
     return _derive(build_id, f"partition/{partition}")
 
 
-def filesystem_uuid(build_id: str, partition: Literal["root", "esp"]) -> str:
-    """Return the UUID of the filesystem in a partition."""
+def filesystem_uuid(build_id: str, partition: Literal["root", "esp", "preload"]) -> str:
+    """Return the UUID of the filesystem in a partition, or of the preload store."""
     return _derive(build_id, f"filesystem/{partition}")

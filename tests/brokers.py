@@ -15,24 +15,22 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from image_builder.broker.tokens import token_id
 from image_builder.node.join import config, credentials
 from image_builder.node.join.credentials import Token
 from image_builder.node.join.deadline import Deadline
-from image_builder.node.kube import MERGE_PATCH
-from tests import identities, joins
+from tests import attested, identities, joins
 from tests.builds import REPO
 from tests.gates import Cluster
 
-PAGE = REPO / "docs/how-to/run-the-token-broker.md"
+RIGHTS = REPO / "deploy/token-broker.yml"
 SERVICE_ACCOUNT = "system:serviceaccount:kube-system:image-builder-broker"
 GROUP = "system:bootstrappers:h100"
 SECRETS = "/api/v1/namespaces/kube-system/secrets"
@@ -52,6 +50,7 @@ class World:
             "tls.key": pair.key,
         }.items():
             (directory / name).write_text(text)
+        (directory / "azure.pem").write_text(attested.signer().authority)
         self.keys_asked = 0
         self.provider_port = self.imds_port = 0
         self.identity = identities.token()
@@ -60,8 +59,18 @@ class World:
         self.keys_asked += 1
         return joins.answer(json.loads(identities.jwks("one", "two")))
 
-    def imds(self, *_: object) -> joins.Answer:
+    def imds(self, path: str, *_: object) -> joins.Answer:
+        """Answer as the metadata service of the machine that the path begins with."""
+        machine, *rest = urllib.parse.urlsplit(path).path.split("/")[1:]
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)
+        if rest[:2] == ["metadata", "attested"]:
+            signature = attested.document(attested.content(query["nonce"][0], machine))
+            return joins.answer({"encoding": "pkcs7", "signature": signature})
         return joins.answer({**joins.IDENTITY, "access_token": self.identity})
+
+    def imds_of(self, vm_id: str) -> str:
+        """Return where a machine finds its metadata service."""
+        return f"http://127.0.0.1:{self.imds_port}/{vm_id}"
 
     def context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -80,6 +89,10 @@ class World:
                 "keys": f"https://127.0.0.1:{self.provider_port}/keys",
                 "authority": f"{here}/ca.pem",
             },
+            "attestation": {
+                "authorities": f"{here}/azure.pem",
+                "subscriptions": [attested.SUBSCRIPTION],
+            },
             "pools": [
                 {
                     "name": "h100",
@@ -92,14 +105,9 @@ class World:
             **parts,
         }
 
-    def secret(self, node: str) -> dict[str, Any]:
-        return self.cluster.admin.request("GET", f"{SECRETS}/bootstrap-token-{token_id(node, 0)}")
-
-    def expire_in(self, node: str, seconds: float) -> None:
-        """Change when a node's token ends."""
-        at = (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        path = f"{SECRETS}/bootstrap-token-{token_id(node, 0)}"
-        self.cluster.admin.request("PATCH", path, {"stringData": {"expiration": at}}, MERGE_PATCH)
+    def secret(self, token: str) -> dict[str, Any]:
+        """Return what the cluster keeps of a token."""
+        return self.cluster.admin.request("GET", f"{SECRETS}/bootstrap-token-{token[:6]}")
 
 
 class Broker:
@@ -125,7 +133,7 @@ class Broker:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0
         self._reader.join()
-        for hidden in (self.world.identity, *(token.partition(".")[2] for token in self.given)):
+        for hidden in (self.world.identity, *self.given):
             assert hidden not in self.text, "a secret is in the audit log"
 
     def next(self) -> dict[str, Any]:
@@ -142,15 +150,22 @@ class Broker:
         )
         who = {"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID}
         deadline = Deadline(time.monotonic() + seconds)
-        imds = f"http://127.0.0.1:{self.world.imds_port}"
+        imds = self.world.imds_of(vm_id)
         found = credentials.from_broker(config.parse(json.dumps(told).encode()), imds, who, deadline)
-        self.given.add(found.text)
+        self.given.add(found.text.partition(".")[2])
         return found
 
     def send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> tuple[int, str, str]:
         """Send a request as it is; return status, Retry-After and the code of the error."""
+        status, after, told = self.exchange(method, path, headers, body)
+        return status, after, told.get("error", "")
+
+    def exchange(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> tuple[int, str, dict[str, Any]]:
+        """Send a request as it is; return status, Retry-After and what was answered."""
         import http.client
 
         context = ssl.create_default_context(cadata=self.world.authority.certificate)
@@ -161,15 +176,38 @@ class Broker:
                 connection.putheader(name, value)
             connection.endheaders(body)
             answer = connection.getresponse()
-            told = json.loads(answer.read())
-            return answer.status, answer.headers.get("Retry-After", ""), told.get("error", "")
+            return answer.status, answer.headers.get("Retry-After", ""), json.loads(answer.read())
         finally:
             connection.close()
 
-    def post(self, node: str, vm_id: str = joins.VM_ID) -> tuple[int, str, str]:
-        body = json.dumps({"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID}).encode()
+    def post(
+        self, node: str, vm_id: str = joins.VM_ID, document: str | None = None
+    ) -> tuple[int, str, dict[str, Any]]:
+        """Ask for a nonce, or with a document for a token."""
+        proof = {"document": document} if document is not None else {}
+        body = json.dumps({"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID, **proof}).encode()
         headers = {"Authorization": f"Bearer {self.world.identity}", "Content-Length": str(len(body))}
-        return self.send("POST", "/token", headers, body)
+        found = self.exchange("POST", "/token", headers, body)
+        self.given.update(filter(None, [found[2].get("token", "").partition(".")[2]]))
+        return found
+
+    def document(self, node: str, vm_id: str = joins.VM_ID) -> str:
+        """Return what a machine's metadata service signs of the nonce that it gets here."""
+        status, _, told = self.post(node, vm_id)
+        assert status == 200, told
+        return attested.document(attested.content(told["nonce"], vm_id))
+
+
+@contextmanager
+def open_world(cluster: Cluster, directory: Path) -> Iterator[World]:
+    """Serve the cloud around a broker of this cluster."""
+    world = World(cluster, directory)
+    with (
+        joins.serving(world.provider, world.context()) as provider,
+        joins.serving(joins.as_imds(world.imds)) as imds,
+    ):
+        world.provider_port, world.imds_port = provider.port, imds.port
+        yield world
 
 
 @contextmanager

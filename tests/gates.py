@@ -35,10 +35,10 @@ from image_builder.node.kube import Client, KubeError
 from image_builder.node.preflight import model, report
 from image_builder.pool.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
-from tests import servers
+from tests import servers, today
 from tests.builds import REPO
 
-_CHILD = "import sys; from tests import gates; sys.exit(gates.child(sys.argv[1], sys.argv[2]))"
+_CHILD = "import sys; from tests import gates; sys.exit(gates.child(*sys.argv[1:]))"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
 
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
@@ -113,8 +113,8 @@ class Cluster:
 
 
 @contextmanager
-def running() -> Iterator[Cluster]:
-    """Run a control plane, made first where the store lacks it."""
+def running(*, programs: Path | None = None) -> Iterator[Cluster]:
+    """Run a control plane, made first where the store lacks it: the lab's, or that of tests/today.py."""
     store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
     work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
     work.mkdir(mode=0o700)
@@ -122,7 +122,7 @@ def running() -> Iterator[Cluster]:
         with (
             (work / "lab.log").open("w") as log,
             subprocess.Popen(
-                [sys.executable, "-c", _CHILD, store, work],
+                [sys.executable, "-c", _CHILD, store, work, *([programs] if programs else [])],
                 cwd=REPO,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -142,13 +142,18 @@ def running() -> Iterator[Cluster]:
         subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
 
 
-def child(store: str, work: str) -> int:
+def child(store: str, work: str, programs: str = "") -> int:
     """Be the process that has the control plane; it ends with its standard input."""
 
-    def serve() -> int:
-        settings = Settings(store=Path(store))
+    def planes(settings: Settings) -> ControlPlane:
+        if programs:
+            tree = obtain(lab_definition(), settings, NullMonitor(), programs=()).tree
+            return today.Today(Path(programs), tree, Path(work), controllers=Path(programs))
         made = obtain(lab_definition(), settings, NullMonitor())
-        with ControlPlane(made.programs, made.tree, Path(work)) as plane:
+        return ControlPlane(made.programs, made.tree, Path(work))
+
+    def serve() -> int:
+        with planes(Settings(store=Path(store))) as plane:
             print(json.dumps(plane.server), flush=True)
             for line in sys.stdin:
                 print(json.dumps(_do(plane, json.loads(line))), flush=True)
@@ -257,20 +262,33 @@ def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
 
 def manifests(page: Path = HOW_TO) -> list[dict[str, Any]]:
     """Return what the documentation says to apply."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    text = page.read_text(encoding="utf-8")
+    blocks = (
+        [text]
+        if page.suffix == ".yml"
+        else re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    )
     return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
 
 
 def collection(manifest: dict[str, Any]) -> str:
     namespace = manifest["metadata"].get("namespace")
     middle = f"namespaces/{namespace}/" if namespace else ""
-    return f"/apis/{manifest['apiVersion']}/{middle}{manifest['kind'].lower()}s"
+    plural = re.sub("y$", "ie", manifest["kind"].lower()) + "s"
+    return f"/apis/{manifest['apiVersion']}/{middle}{plural}"
 
 
 def give_rights(admin: Client, page: Path = HOW_TO) -> None:
-    """Give whoever a page is about what it says, and nothing else."""
+    """Give whoever a page or a file is about what it says, and nothing else."""
     for manifest in manifests(page):
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
+            admin.request("POST", collection(manifest), manifest)
+
+
+def add_policies(admin: Client, page: Path) -> None:
+    """Add a file's admission policies, which the lab's API server is too old for."""
+    for manifest in manifests(page):
+        if manifest["kind"].startswith("ValidatingAdmissionPolicy"):
             admin.request("POST", collection(manifest), manifest)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from image_builder.node import kubeconfig
 from image_builder.node.join import command
+from image_builder.node.join.surroundings import PodGuard
 from tests import joins
 
 NODE = os.uname().nodename.lower()
@@ -49,6 +50,8 @@ class World:
         self.throttled = 0
         self.has_identity = True
         self.token = joins.TOKEN
+        # What the broker answers to a request for a nonce, and to one with a document.
+        self.nonce: Callable[[], joins.Answer] = lambda: joins.answer({"nonce": joins.NONCE})
         self.broker: Callable[[], joins.Answer] = lambda: joins.answer(
             {"token": self.token, "expires": "2100-01-01T00:00:00Z"}
         )
@@ -66,6 +69,8 @@ class World:
             return joins.TOO_MANY
         if "oauth2" in path and not self.has_identity:
             return 400, {}, b'{"error":"invalid_request","error_description":"Identity not found"}'
+        if path.startswith("/metadata/attested"):
+            return joins.answer({"encoding": "pkcs7", "signature": joins.DOCUMENT})
         return joins.answer(
             joins.instance(self.user_data) if path.startswith("/metadata/instance") else joins.IDENTITY
         )
@@ -75,7 +80,7 @@ class World:
             if headers.get("Authorization") != f"Bearer {joins.IDENTITY['access_token']}":
                 return 403, {}, b""
             self.posted.append(json.loads(body))
-            return self.broker()
+            return self.broker() if "document" in self.posted[-1] else self.nonce()
         is_known = bool(who) and not self.expired
         if not is_known and headers.get("Authorization") != f"Bearer {joins.TOKEN}":
             return joins.answer({"kind": "Status", "message": "Unauthorized", "code": 401}, 401)
@@ -159,6 +164,7 @@ class World:
             listed=here / "preloaded.json",
             firmware=here / "product_uuid",
             restart=("touch", os.fspath(here / "restarted")),
+            guard=PodGuard(here / "etc/azure-pod-guard.service", here / "run/azure-pod-guard"),
         )
 
     def join(self) -> int:

@@ -28,6 +28,8 @@ from cryptography.x509.oid import NameOID
 from tests.servers import running
 
 VM_ID = "02aab8a4-74ef-476e-8182-f6d2ba4166a6"
+# What the broker gives, and what the metadata service makes of it; nobody here looks into that.
+NONCE, DOCUMENT = "0123456789", "TUlJ"
 TOKEN = "k3y1dx.s3cr3ts3cr3ts3cr"
 BROKER = {
     "kind": "broker",

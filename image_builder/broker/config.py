@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from image_builder import settings_file
+from image_builder.node.join import binding
 
 _GUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 # Kubernetes' own rule (bootstrap token secrets, auth-extra-groups).
@@ -22,6 +23,12 @@ def _pattern(text: str) -> str:
         re.compile(text)
     except re.error as error:
         raise ValueError(f"is no regular expression: {error}") from error
+    return text
+
+
+def _unbound(text: str) -> str:
+    if text.startswith(binding.PREFIX):
+        raise ValueError("is what a token is bound to a machine by: no pool may have it")
     return text
 
 
@@ -58,6 +65,7 @@ class Listen(Strict):
     certificate: File
     key: File
     connections: int = Field(default=64, ge=1, le=1024, description="Served at once; more wait.")
+    share: int = Field(default=16, ge=1, le=1024, description="Of those, for one source address.")
     seconds: float = Field(default=30.0, gt=0, le=300, description="All that a connection gets.")
 
 
@@ -87,6 +95,20 @@ class Identity(Strict):
         return self.issuers or tuple(one.format(self.tenant) for one in _ISSUERS)
 
 
+class Attestation(Strict):
+    """What proves a machine: the attested document of its metadata service."""
+
+    authorities: File = Field(
+        description="PEM: who signs the documents' certificates, intermediate CAs too. Read at the start."
+    )
+    subscriptions: tuple[Guid, ...] = Field(min_length=1, description="Whose machines may join.")
+    names: tuple[str, ...] = Field(
+        default=("metadata.azure.com",),
+        min_length=1,
+        description="Whom the documents' certificates name; each region has one below it.",
+    )
+
+
 class Pool(Strict):
     """Who may have a token of a pool, and for which nodes. An identity is one of the two lists, or of both."""
 
@@ -98,7 +120,7 @@ class Pool(Strict):
         default=(), description="`xms_mirid`: scale sets, or user-assigned identities, by resource id."
     )
     objects: tuple[Guid, ...] = Field(default=(), description="`oid`: identities by their object ids.")
-    groups: tuple[Annotated[str, Field(pattern=_GROUP)], ...] = Field(
+    groups: tuple[Annotated[str, Field(pattern=_GROUP), AfterValidator(_unbound)], ...] = Field(
         default=(), description="Beside system:bootstrappers, whose member each token is."
     )
 
@@ -117,20 +139,21 @@ class Rate(Strict):
 
 
 class Limits(Strict):
-    node: Rate = Field(default=Rate(burst=5, per_second=0.1), description="For one node's name.")
+    node: Rate = Field(default=Rate(burst=5, per_second=0.1), description="For one machine.")
     pool: Rate = Field(default=Rate(burst=200, per_second=20.0), description="For all nodes of a pool.")
 
 
 class Tokens(Strict):
-    """``seconds``: how long one lives. One that has less than half of that left is replaced."""
+    """``seconds``: how long one lives; an hour is the most that the admission policy lets pass."""
 
-    seconds: int = Field(default=1800, ge=120, le=86400)
+    seconds: int = Field(default=1800, ge=120, le=3600)
     namespace: Literal["kube-system"] = "kube-system"  # no other one's are bootstrap tokens
 
 
 class Config(Strict):
     listen: Listen
     identity: Identity
+    attestation: Attestation
     pools: tuple[Pool, ...]
     limits: Limits = Limits()
     tokens: Tokens = Tokens()

@@ -18,6 +18,10 @@ from image_builder.node import asking
 PAUSE = 60.0
 # While there are no keys at all nobody can have a token, and nothing that anybody makes up changes how often.
 FIRST_PAUSE = 10.0
+# A node whose key is being fetched comes back after so long.
+BUSY_PAUSE = 2.0
+# How much longer than their refresh keys are believed that the provider doesn't confirm.
+LONGEST_WITHOUT = 86400.0
 _SECONDS = 10.0
 
 Fetch = Callable[[], bytes]
@@ -40,7 +44,7 @@ def source(place: str, authority: str | None) -> Fetch:
 
 
 class Keys:
-    """Keys by their ids, for several threads. Those that are there serve on while no others can be had."""
+    """Keys by their ids, for several threads. Those that are there serve on while no others can be had, for a day."""
 
     def __init__(
         self,
@@ -56,27 +60,40 @@ class Keys:
         self._asked = self._had = float("-inf")
 
     def find(self, key_id: str) -> rsa.RSAPublicKey | None:
-        """Return the key of that id, None where nobody has it. Raises RefusedError (503) where there are no keys."""
-        keys = self._keys
-        if key_id not in keys or self._clock() - self._had > self._refresh:
-            keys = self._again(key_id)
+        """Return the key of that id, None where nobody has it. Raises RefusedError (503) where that isn't known yet."""
+        key = self._known().get(key_id)
+        if key is not None and self._age() <= self._refresh:
+            return key
+        is_asked = self._ask_provider(is_wanted=key is None)
+        keys = self._known()
         if not keys:
             raise RefusedError(503, "keys", "the identity provider's keys are not known yet", FIRST_PAUSE)
+        if key_id not in keys and not is_asked:
+            # Another thread asks already. Made-up key ids must not hold all threads for as long as that takes.
+            raise RefusedError(503, "keys", "the identity provider is being asked", BUSY_PAUSE)
         return keys.get(key_id)
 
     def is_ready(self) -> bool:
         """Tell whether there are keys; tries to have some."""
-        return bool(self._keys or self._again(""))
+        if not self._known():
+            self._ask_provider(is_wanted=True)
+        return bool(self._known())
 
-    def _again(self, key_id: str) -> Mapping[str, rsa.RSAPublicKey]:
-        # Who has a key that is only old doesn't wait for a provider that is slow: somebody else asks it already.
-        if not self._lock.acquire(blocking=key_id not in self._keys):
-            return self._keys
+    def _age(self) -> float:
+        return self._clock() - self._had
+
+    def _known(self) -> Mapping[str, rsa.RSAPublicKey]:
+        """Return the keys that may still be believed: a provider withdraws one by not naming it any more."""
+        return self._keys if self._age() <= self._refresh + LONGEST_WITHOUT else {}
+
+    def _ask_provider(self, *, is_wanted: bool) -> bool:
+        """Fetch the keys where that is due, and ``is_wanted`` or they are old; False: another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
-            # Somebody else may have fetched them while this one waited.
             now = self._clock()
-            is_wanted = key_id not in self._keys or now - self._had > self._refresh
-            if is_wanted and now - self._asked >= (PAUSE if self._keys else FIRST_PAUSE):
+            pause = PAUSE if self._known() else FIRST_PAUSE
+            if (is_wanted or self._age() > self._refresh) and now - self._asked >= pause:
                 self._asked = now
                 try:
                     if found := jwt.parse_keys(self._fetch()):
@@ -85,6 +102,6 @@ class Keys:
                         self._tell("the identity provider has no key that is of use here")
                 except (OSError, ValueError) as error:
                     self._tell(f"the identity provider's keys can't be had: {error}")
-            return self._keys
+            return True
         finally:
             self._lock.release()

@@ -11,7 +11,8 @@ from image_builder.broker.jwt import Proven
 from image_builder.broker.refusal import RefusedError, forbidden
 from image_builder.node.join import schema
 
-MOST_BYTES = 4096
+# An attested document is some 4.5 KB of it.
+MOST_BYTES = 16384
 # A node's name is a DNS subdomain for Kubernetes, and a host's name is shorter.
 _NODE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*")
 _LONGEST_NODE = 253
@@ -20,11 +21,12 @@ _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a node asks for: itself, by its own word."""
+    """What a node asks for: itself, by its own word. ``document`` proves the machine; None asks for a nonce."""
 
     node: str
     vm_id: str
     boot_id: str
+    document: str | None = None
 
 
 def parse(body: bytes) -> Asked:
@@ -42,7 +44,10 @@ def parse(body: bytes) -> Asked:
         raise RefusedError(400, "body", "`vm_id` is no id of a machine")
     if not isinstance(boot_id, str) or not _GUID.fullmatch(boot_id):
         raise RefusedError(400, "body", "`boot_id` is no id of a boot")
-    return Asked(node, vm_id, boot_id)
+    document = found.get("document")
+    if document is not None and not isinstance(document, str):
+        raise RefusedError(400, "body", "`document` is no text")
+    return Asked(node, vm_id, boot_id, document)
 
 
 def decide(pools: Sequence[Pool], proven: Proven, asked: Asked) -> Pool:

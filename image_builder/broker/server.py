@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.broker import jwt, policy, tokens
-from image_builder.broker.config import Config
+from image_builder.broker import attestation, jwt, nonces, policy, tokens
+from image_builder.broker.config import Config, Pool
 from image_builder.broker.keys import Keys
 from image_builder.broker.limits import Limiter, whole_seconds
-from image_builder.broker.refusal import RefusedError, unproven
+from image_builder.broker.policy import Asked
+from image_builder.broker.refusal import RefusedError, forbidden, unproven
 from image_builder.errors import HostError
 from image_builder.node import serving
 from image_builder.node.errors import NodeError
@@ -26,6 +27,8 @@ Tell = Callable[[dict[str, Any]], None]
 """Takes one line of the audit log, as an object."""
 # Until a cluster is asked again that does not answer, in seconds.
 _CLUSTER_PAUSE = 5.0
+# The metadata service may answer with a document of an earlier question.
+_NONCE_PAUSE = 2.0
 
 
 class Clients:
@@ -100,13 +103,21 @@ class Broker:
         self._rules = jwt.Rules(
             identity.believed, identity.audience, identity.tenant, identity.leeway_seconds
         )
-        self._nodes = Limiter(config.limits.node.burst, config.limits.node.per_second)
+        self._documents = attestation.Rules(
+            attestation.load_authorities(Path(config.attestation.authorities)),
+            config.attestation.names,
+            config.attestation.subscriptions,
+            identity.leeway_seconds,
+        )
+        # All replicas serve with one key, and nobody else has it.
+        self._nonces = nonces.Nonces(Path(config.listen.key).read_bytes)
+        self._machines = Limiter(config.limits.node.burst, config.limits.node.per_second)
         self._pools = Limiter(config.limits.pool.burst, config.limits.pool.per_second)
 
-    def token(self, authorization: str, body: bytes, seen: dict[str, Any]) -> dict[str, str]:
-        """Return the answer to a request; ``seen`` is told what becomes known of it. Raises RefusedError.
+    def answer(self, authorization: str, body: bytes, seen: dict[str, Any]) -> dict[str, str]:
+        """Return the answer to a request: a nonce, or for a document with it a token. Raises RefusedError.
 
-        Nothing of a request is believed, or told, before its token is.
+        Nothing of a request is believed, or told, before its token is; ``seen`` is told what becomes known of it.
         """
         kind, _, proof = authorization.partition(" ")
         if kind.lower() != "bearer" or not proof:
@@ -117,27 +128,45 @@ class Broker:
         seen.update(node=asked.node, vm_id=asked.vm_id, boot_id=asked.boot_id)
         pool = policy.decide(self._config.pools, proven, asked)
         seen.update(pool=pool.name)
-        self._slow_down(asked.node, pool.name)
-        wanted = tokens.Wanted(
-            asked.node,
-            asked.vm_id,
-            pool.name,
-            pool.groups,
-            self._config.tokens.seconds,
-            self._config.tokens.namespace,
-        )
-        issued = self._issue(wanted)
-        seen.update(token_id=issued.id, known=issued.is_known)
+        now = time.time()
+        try:
+            if asked.document is None:
+                return {"nonce": self._nonces.current(asked.vm_id, asked.node, now)}
+            nonce = self._proven_nonce(asked, asked.document, now)
+        except OSError as error:
+            raise RefusedError(503, "nonce", "there is no key for nonces", _CLUSTER_PAUSE) from error
+        self._slow_down(asked.vm_id, pool.name)
+        issued = self._issue(asked, nonce, pool)
+        seen.update(token_id=issued.id)
         expires = datetime.fromtimestamp(issued.expires, UTC)
         return {"token": issued.text, "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
-    def _slow_down(self, node: str, pool: str) -> None:
+    def _proven_nonce(self, asked: Asked, document: str, now: float) -> str:
+        """Return the nonce by which a document proves that this machine asks now, for this node.
+
+        Raises RefusedError (401, 403, 409).
+        """
+        machine = attestation.verify(document, self._documents, now)
+        if machine.vm_id != asked.vm_id:
+            raise forbidden("document.machine", "the attested document is of another machine")
+        if not self._nonces.is_valid(machine.nonce, asked.vm_id, asked.node, now):
+            raise RefusedError(
+                409, "document.nonce", "the attested document is of another nonce", _NONCE_PAUSE
+            )
+        return machine.nonce
+
+    def _slow_down(self, vm_id: str, pool: str) -> None:
+        # By the machine that is proven: nobody uses up what is another one's.
         now = time.monotonic()
-        for what, limiter, key in (("node", self._nodes, node), ("pool", self._pools, pool)):
+        for what, limiter, key in (("node", self._machines, vm_id), ("pool", self._pools, pool)):
             if wait := limiter.take(key, now):
                 raise RefusedError(429, f"limit.{what}", f"too many requests for the {what} {key}", wait)
 
-    def _issue(self, wanted: tokens.Wanted) -> tokens.Issued:
+    def _issue(self, asked: Asked, nonce: str, pool: Pool) -> tokens.Issued:
+        ends = self._config.tokens
+        wanted = tokens.Wanted(
+            asked.node, asked.vm_id, nonce, pool.name, pool.groups, ends.seconds, ends.namespace
+        )
         try:
             with self._clients.one() as client:
                 return tokens.issue(client, wanted, time.time())
@@ -166,7 +195,7 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
             seen: dict[str, Any] = {"client": str(self.client_address[0])}
             try:
                 _check_door(self.command, path)
-                value = broker.token(self.headers.get("Authorization", ""), self._body(), seen)
+                value = broker.answer(self.headers.get("Authorization", ""), self._body(), seen)
             except RefusedError as error:
                 cause = error.__cause__
                 why = {"cause": str(cause)[:300]} if isinstance(cause, NodeError) else {}
@@ -180,9 +209,10 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
             length = self.headers.get("Content-Length", "")
             if not (length.isascii() and length.isdigit()) or self.headers.get("Transfer-Encoding"):
                 raise RefusedError(411, "body", "there is no Content-Length")
-            if int(length) > policy.MOST_BYTES:
+            # A number of thousands of digits is none to Python.
+            if len(length) > 9 or int(length) > policy.MOST_BYTES:
                 raise RefusedError(413, "body", f"more than {policy.MOST_BYTES} bytes")
-            return self.rfile.read(int(length))
+            return self.body(int(length))
 
         def _refuse(self, error: RefusedError) -> None:
             headers = {}
@@ -221,6 +251,7 @@ def open_server(config: Config, broker: Broker, tell: Tell) -> serving.Server:
             handler(broker, tell),
             most=listen.connections,
             seconds=listen.seconds,
+            per_address=listen.share,
             tls=certificate.context,
         )
     except OSError as error:

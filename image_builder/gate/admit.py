@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import urllib.parse
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.errors import UsageError
+from image_builder.gate import holder
+from image_builder.gate.breaker import code_of
 from image_builder.gate.decide import Action, is_tainted, may_work, patch, pointer_of
 from image_builder.gate.model import ADMITTED, Node, Rules, node_from, path_of
 from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.preflight.hold import OPEN, Hold
 
 
 def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
@@ -44,20 +48,24 @@ def _annotate(found: dict[str, Any], value: str) -> list[dict[str, Any]]:
 
 
 def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
-    """Return what the gate knows of each node; one request."""
+    """Return what the gate knows of each node; two requests."""
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
     listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
+    holds = holder.read(client) or {}
     return [
-        _line(node_from(item, rules), rules) for item in sorted(listed, key=lambda i: i["metadata"]["name"])
+        _line(node_from(item, rules), rules, holds)
+        for item in sorted(listed, key=lambda i: i["metadata"]["name"])
     ]
 
 
-def _line(node: Node, rules: Rules) -> dict[str, str]:
+def _line(node: Node, rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
+    held = holds.get(code_of(node))
+    words = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
     return {
         "node": node.name,
         "gate": "out" if is_tainted(node, rules) else "in",
         "may_work": "yes" if may_work(node) else "no",
-        "why": why(node),
+        "why": words + why(node),
     }
 
 

@@ -65,6 +65,24 @@ def run(
             min=0, max=1, help="the most of the fleet that may be out for re-tests; 0: none is made"
         ),
     ] = 0.02,
+    approve: Annotated[
+        bool,
+        typer.Option("--approve", help="approve the certificates of nodes that the token broker lets join"),
+    ] = False,
+    breaker_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="hold reboots and replacements for a code by which more of a pool failed in an hour; 1: never",
+        ),
+    ] = 0.05,
+    pool_label: Annotated[
+        str, typer.Option(metavar="KEY", help="the label that names a node's pool")
+    ] = _DEFAULTS.pool,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="change nothing, say what would be admitted, gated and held")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="say each thing as one JSON object a line")] = False,
 ) -> int:
     """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
@@ -75,15 +93,19 @@ def run(
 
         image-builder gate run --kubeconfig gate.conf
     """
+    from image_builder.gate import breaker
+    from image_builder.gate.approver import Approver
     from image_builder.gate.controller import Controller, Settings
     from image_builder.gate.lease import Settings as LeaseSettings
     from image_builder.gate.retest import Limits
 
     settings = Settings(
-        Rules(taint=taint),
+        Rules(taint=taint, pool=pool_label),
         rate,
         lease=LeaseSettings(namespace=namespace),
         limits=Limits(share=retest_share),
+        breaker=breaker.Limits(share=breaker_share),
+        advises=advise,
     )
     identity = f"{os.uname().nodename}_{os.getpid()}"
 
@@ -97,7 +119,10 @@ def run(
     over = threading.Event()
     try:
         with waking(over.set, signal.SIGTERM, signal.SIGINT):
-            Controller(lambda: _connect(kubeconfig), identity, settings, tell).run(over)
+            controller = Controller(lambda: _connect(kubeconfig), identity, settings, tell)
+            election = controller.election
+            approver = Approver(lambda: _connect(kubeconfig), lambda: election.leads, tell)
+            controller.run(over, *([approver.run] if approve else []))
     except NodeError as error:
         raise _failed(error) from error
     return 0
@@ -127,6 +152,34 @@ def admit(
         raise _failed(error) from error
     result = {"node": node, "boot_id": found.boot_id, "was": why(found)}
     show(result, f"{node} is let in until it is started again; it was: {why(found)}", as_json=as_json)
+    return 0
+
+
+@register(app)
+def release(
+    code: Annotated[str, typer.Argument(metavar="CODE", help="what is held, as `gate status` says it")],
+    reason: Annotated[str, typer.Option("--reason", help="why the nodes are to blame after all")],
+    who: Annotated[str, typer.Option("--by", help="who releases it")] = "",
+    kubeconfig: Kubeconfig = None,
+    as_json: AsJson = False,
+) -> int:
+    """Let nodes that fail by a code be started again and replaced, though many fail alike.
+
+    Example:
+
+        image-builder gate release gpu.lost --reason "INC-1234: a rack lost its power" --kubeconfig admin.conf
+    """
+    from image_builder.gate import holder
+
+    try:
+        held = holder.release(_connect(kubeconfig), code, who=who or _user(), reason=reason)
+    except NodeError as error:
+        raise _failed(error) from error
+    show(
+        {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
+        f"{code} is released until no node fails by it any more; it was held: {held.words}",
+        as_json=as_json,
+    )
     return 0
 
 

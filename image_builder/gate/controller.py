@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from image_builder.gate import breaker
 from image_builder.gate.decide import Action, decide, patch
+from image_builder.gate.holder import Holder
 from image_builder.gate.informer import Informer
 from image_builder.gate.lease import Election
 from image_builder.gate.lease import Settings as LeaseSettings
@@ -36,8 +38,8 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """``rate`` is the most changes a second, ``burst`` how many at once after a pause. Re-tests are thought of every
-    ``turn`` seconds."""
+    """``rate`` is the most changes a second, ``burst`` how many at once after a pause. Re-tests and the breaker are
+    thought of every ``turn`` seconds. ``advises``: nothing is changed, what would be is said; it needs no lease."""
 
     rules: Rules = field(default_factory=Rules)
     rate: float = 50.0
@@ -45,6 +47,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     turn: float = 30.0
     lease: LeaseSettings = field(default_factory=LeaseSettings)
+    breaker: breaker.Limits = field(default_factory=breaker.Limits)
+    advises: bool = False
 
 
 class Controller:
@@ -60,11 +64,17 @@ class Controller:
         self.informer = Informer(connect(), settings.rules, self._changed, self._removed, tell)
         self._failures = 0
         self._retester = Retester(self._client, settings.rules, settings.limits, tell)
+        self._holder = Holder(self._client, settings.breaker, tell, advises=settings.advises)
+        self._advised: dict[str, Node] = {}
         self._turned = float("-inf")
 
-    def run(self, stop: threading.Event) -> None:
-        """Work until ``stop`` is set. Raises NodeError when a part of it has died: better none than half of one."""
+    def run(self, stop: threading.Event, *parts: Callable[[threading.Event], None]) -> None:
+        """Work until ``stop`` is set, and so do ``parts``, each in a thread.
+
+        Raises NodeError when a part of it has died: better none than half of one.
+        """
         threads = [
+            *(threading.Thread(target=part, args=(stop,), daemon=True) for part in parts),
             threading.Thread(target=self.informer.run, args=(stop,), name="informer", daemon=True),
             threading.Thread(target=self._elect, args=(stop,), name="election", daemon=True),
         ]
@@ -84,9 +94,14 @@ class Controller:
                 thread.join(5)
             self._client.close()
 
+    @property
+    def _acts(self) -> bool:
+        """Tell whether this is the one that acts; who only advises is no one's rival."""
+        return self.settings.advises or self.election.leads
+
     def _once(self, stop: threading.Event) -> None:
         """Do what is next, if it is ours to do; return after a short while in any case."""
-        if not self.election.leads or not self.informer.synced.is_set():
+        if not self._acts or not self.informer.synced.is_set():
             stop.wait(_IDLE / 5)
             return
         self._turn(stop)
@@ -99,12 +114,16 @@ class Controller:
         now = time.monotonic()
         if now - self._turned >= self.settings.turn:
             nodes = list(self.informer.nodes.values())
-            self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
+            self._holder.turn(nodes, time.time())
+            if not self.settings.advises:
+                self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
             self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:
         """Take and renew the lease; nothing may end this but ``stop``, or nobody would renew it."""
         led = False
+        if self.settings.advises:
+            stop.wait()
         while not stop.is_set():
             try:
                 self.election.attempt()
@@ -146,6 +165,9 @@ class Controller:
         action = decide(node, self.settings.rules)
         if action is Action.NONE:
             return 0.0
+        if self.settings.advises:
+            self._advise(node, action)
+            return 0.0
         changes = patch(node, action, self.settings.rules)
         try:
             self._client.request("PATCH", path_of(node.name), changes, JSON_PATCH)
@@ -164,6 +186,17 @@ class Controller:
                 self._queue.add(node.name, time.monotonic())
         self._tell(f"{node.name}: {_DONE[action]} (boot {node.boot_id})")
         return 0.0
+
+    def _advise(self, node: Node, action: Action) -> None:
+        """Say once for each boot and test of a node what would be done."""
+        with self._lock:
+            self._queue.drop(node.name)
+        before = self._advised.get(node.name)
+        self._advised[node.name] = node
+        seen = ("boot_id", "status", "tested_boot", "admitted_boot")
+        if before and all(getattr(before, name) == getattr(node, name) for name in seen):
+            return
+        self._tell(f"{node.name}: would be {_DONE[action]} (boot {node.boot_id})")
 
     def _put_back(self, node: Node, error: NodeError) -> float:
         status = error.status if isinstance(error, KubeError) else 0

@@ -21,11 +21,13 @@ _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 @dataclass(frozen=True)
 class Rules:
-    """What the gate goes by. ``label``: only nodes that have it are its business."""
+    """What the gate goes by. ``label``: only nodes that have it are its business. ``pool``: the label that names a
+    node's pool; nodes without it are one pool."""
 
     taint: str = PREFLIGHT_LABEL
     label: str = PREFLIGHT_LABEL
     condition: str = CONDITION
+    pool: str = "pool"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Node:
     reported: float = 0.0
     wish: Wish | None = None
     answer: Answer | None = None
+    pool: str = ""
 
     @property
     def is_under_test(self) -> bool:
@@ -103,6 +106,7 @@ def node_from(found: Mapping[str, Any], rules: Rules) -> Node:
         reported=_time(str(condition.get("lastHeartbeatTime") or "")),
         wish=_wish(str(annotations.get(WISH, ""))),
         answer=_answer(str(annotations.get(ANSWER, ""))),
+        pool=str((meta.get("labels") or {}).get(rules.pool, "")),
     )
 
 

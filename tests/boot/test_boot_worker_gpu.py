@@ -8,12 +8,10 @@ itself again, once: with the toolkit from its start, nothing fails either.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,21 +24,18 @@ from image_builder.events import NullMonitor
 from image_builder.lab import pause
 from image_builder.report.verification import SuiteResult
 from image_builder.settings import Settings
-from image_builder.stages.verify import SUITE, observe_suite
+from image_builder.stages.verify import observe_suite
 from image_builder.target.ssh import SshTarget
-from tests.boot.node import SHELL_SECONDS, shell
+from tests import mutants
+from tests.boot.node import shell
 from tests.builds import Workplace
-from tests.toolkits import NOTES, Toolkit
+from tests.toolkits import NOTES
+from tests.variants import Variant
 
-pytestmark = [pytest.mark.boot, pytest.mark.root]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
 
 CHECKS = ("test_gpu.py", "test_gate.py", "test_node_health.py")
 TOOLKIT = "test_gpu_containers.py"
-TOOLKIT_CHECKS = (
-    "test_gpu_devices_have_links",
-    "test_gpu_cdi_describes_what_is_there",
-    "test_gpu_docker_runs_with_the_runtime",
-)
 # The engine does not come up any more, in either boot: a fault that a reboot may cure, as far as anybody can tell.
 BREAK = """
 systemctl mask --quiet --now docker.socket docker.service
@@ -99,7 +94,6 @@ class Booted:
 
     result: BootResult
     broken: SuiteResult
-    mutated: frozenset[str]
     first: Node
     second: Node
     toolkit: WithToolkit
@@ -114,7 +108,7 @@ def artefact(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def booted(artefact: Path, toolkit: Toolkit, tmp_path_factory: pytest.TempPathFactory) -> Booted:
+def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFactory) -> Booted:
     records = tmp_path_factory.mktemp("boot")
     settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
     seen: dict[str, Any] = {}
@@ -136,10 +130,9 @@ def booted(artefact: Path, toolkit: Toolkit, tmp_path_factory: pytest.TempPathFa
         seen["first"] = _node(ssh)
         ssh.put(toolkit.archive(), "/run/toolkit.tar.gz")
         shell(ssh, TAKE)
-        found = [str(c["name"]) for c in json.loads((records / "verify.json").read_bytes())["checks"]]
-        mutated = _mutate(ssh, [name for name in found if name.startswith(CHECKS)])
-        seen["mutated"] = frozenset(mutated)
-        seen["broken"] = observe(ssh, tuple(mutated.values()))
+        seen["broken"] = mutants.observe_broken(
+            ssh.url, toolkit.facts, tmp_path_factory.mktemp("broken"), (*CHECKS, TOOLKIT)
+        )
         seen["second"] = _started_by_itself(ssh, seen["first"].boot_id)
         shell(ssh, MEND)
         suite = observe(ssh, (TOOLKIT,))
@@ -154,19 +147,6 @@ def booted(artefact: Path, toolkit: Toolkit, tmp_path_factory: pytest.TempPathFa
         then=go_on,
     )
     return Booted(result, **seen)
-
-
-def _mutate(ssh: SshTarget, names: Sequence[str]) -> dict[str, str]:
-    """Break what these checks are about, and the toolkit's; return the names of all that must turn red, by function."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SUITE))
-        mutations: dict[str, str] = importlib.import_module("mutations_booted").all_booted()
-    known = {name.partition("::")[2]: name for name in names}
-    known |= {check: f"{TOOLKIT}::{check}" for check in TOOLKIT_CHECKS}
-    mutated = [check for check in mutations if check in known]
-    for check in mutated:
-        ssh.run(["sh", "-c", mutations[check]], timeout=SHELL_SECONDS)
-    return {check: known[check] for check in mutated}
 
 
 def _container(ssh: SshTarget) -> str:
@@ -241,7 +221,7 @@ def test_machine_starts_itself_again_once_and_is_tested_anew(booted: Booted) -> 
     found = booted.second.verdict
     assert booted.second.boot_id != booted.first.boot_id == booted.first.verdict["boot_id"]
     assert found["boot_id"] == booted.second.boot_id
-    assert (found["state"], found["code"], found["action"]) == ("failed", "runtime.engine", "replace")
+    assert (found["state"], found["code"], found["action"]) == ("failed", "runtime.engine", "reimage")
     assert "a reboot did not help" in found["reason"]
     assert booted.second.state == "running"
 
@@ -264,6 +244,5 @@ def test_udev_makes_links_when_a_driver_appears(booted: Booted) -> None:
 
 
 def test_every_booted_check_of_driver_and_gate_sees_its_mutation(booted: Booted) -> None:
-    assert len(booted.mutated) == 12
-    assert len(booted.broken.checks) == 12
-    assert [check.name for check in booted.broken.checks if check.outcome == "passed"] == []
+    assert mutants.unproven(booted.broken) == {}
+    assert len(mutants.names(booted.broken)) == 12

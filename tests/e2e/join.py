@@ -20,6 +20,7 @@ from typing import Any
 
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.target.accelerator import accelerator
+from tests import provenance
 from tests.boot.node import Instance, Local, read_image
 from tests.e2e import command, join_page
 from tests.e2e.command import say
@@ -88,7 +89,9 @@ def main() -> int:
 
     def measured() -> dict[str, Any]:
         artefact = (told.artefact or command.build(IMAGE, REPO_ROOT / "inventories/lab", settings)).resolve()
-        return command.measure("join", settings, lambda staging: join(settings, artefact, staging, told.away))
+        return command.measure(
+            "join", settings, provenance.JOIN, lambda staging: join(settings, artefact, staging, told.away)
+        )
 
     record = command.kept(RECORD) if told.render else measured()
     return command.conclude(

@@ -143,7 +143,7 @@ class JoinLab:
 
     def _gate(self) -> list[str | Path]:
         rights = self.plane.kubeconfig(gates.GATE, "system:serviceaccounts")
-        return [*_COMMAND, "gate", "run", "--kubeconfig", rights]
+        return [*_COMMAND, "gate", "run", "--approve", "--kubeconfig", rights]
 
     def _tls(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -158,6 +158,8 @@ class JoinLab:
             return joins.answer({"DocumentIncarnation": 1, "Events": []})
         if path.startswith("/metadata/identity/oauth2/token"):
             return joins.answer(joins.IDENTITY)
+        if path.startswith("/metadata/attested/document"):
+            return joins.answer({"encoding": "pkcs7", "signature": joins.DOCUMENT})
         found = joins.instance(self.user_data)
         found["network"]["interface"][0]["ipv4"]["ipAddress"][0]["privateIpAddress"] = MACHINE
         return joins.answer(found)
@@ -168,7 +170,11 @@ class JoinLab:
         is_known = headers.get("Authorization") == f"Bearer {joins.IDENTITY['access_token']}"
         if not is_known or who["vm_id"] != joins.VM_ID:
             return 403, {}, b""
-        wanted = tokens.Wanted(who["node"], who["vm_id"], POOL, groups=(), seconds=_TOKEN_SECONDS)
+        if "document" not in who:
+            return joins.answer({"nonce": joins.NONCE})
+        wanted = tokens.Wanted(
+            who["node"], who["vm_id"], str(time.time_ns()), POOL, groups=(), seconds=_TOKEN_SECONDS
+        )
         with self.client("lab:broker", ADMINISTRATORS) as client:
             issued = tokens.issue(client, wanted, time.time())
         self.tokens.append(issued.text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
+from tests import provenance
 from tests.e2e.join_facts import facts
 from tests.e2e.results import held, machine
 
@@ -44,6 +45,7 @@ def results(record: Mapping[str, Any]) -> str:
     """Return the results in Markdown."""
     return "\n".join(
         [
+            *provenance.note(record, provenance.JOIN),
             _machine(record),
             "",
             "| seconds since the power came | first boot | after the deallocation |",

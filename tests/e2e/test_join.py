@@ -145,7 +145,6 @@ def test_the_documented_bindings_are_those_of_tls_bootstrap() -> None:
     }
     assert found == {
         "node-bootstrapper": ["system:bootstrappers"],
-        "nodeclient": ["system:bootstrappers"],
         "selfnodeclient": ["system:nodes"],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutations import append, change, given, link, record, remove, write
-from mutations_booted import record_booted
+from mutations_booted import edited, record_booted
 
 UNITS = "/etc/systemd/system"
 UNIT = f"{UNITS}/preflight.service"
@@ -24,8 +24,16 @@ record(
 record(
     "test_kubelet_waits_for_the_verdict",
     remove(WAITS),
-    change(WAITS, "^Requires=", "Wants="),
+    change(WAITS, "^Wants=", "Requires="),
     change(WAITS, "^After=.*$", ""),
+    change(WAITS, "^ExecStartPre=.*$", ""),
+)
+record(
+    "test_unsettled_boot_is_tested_again",
+    remove(f"{UNITS}/multi-user.target.wants/preflight-again.timer"),
+    change(UNIT, "^Restart=.*$", ""),
+    change(f"{UNITS}/preflight-again.service", "^ConditionPathExists=.*$", ""),
+    change(f"{UNITS}/preflight-again.timer", "^OnUnitInactiveSec=.*$", ""),
 )
 record(
     "test_preflight_settings_are_declared_ones",
@@ -60,10 +68,13 @@ record(
 # In this order the last one still finds a verdict.
 record_booted(
     "test_this_boot_has_a_verdict",
-    'sed -i \'s/"boot_id": "[^"]*/"boot_id": "00000000/\' /run/node/preflight.json',
+    **edited("/run/node/preflight.json", 's/"boot_id": "[^"]*/"boot_id": "00000000/'),
 )
-record_booted("test_kubelet_would_register_out", "echo NODE_AGENT_KUBELET_ARGS= > /run/node/kubelet.env")
+record_booted(
+    "test_kubelet_would_register_out",
+    **edited("/run/node/kubelet.env", "s/^NODE_AGENT_KUBELET_ARGS=.*/NODE_AGENT_KUBELET_ARGS=/"),
+)
 record_booted(
     "test_gpus_that_can_not_be_tested_are_no_pass",
-    'sed -i -E \'s/"state": "(inconclusive|failed)"/"state": "passed"/\' /run/node/preflight.json',
+    **edited("/run/node/preflight.json", 's/"state": "(inconclusive|failed)"/"state": "passed"/'),
 )

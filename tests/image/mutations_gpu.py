@@ -209,7 +209,7 @@ record_booted(
     "test_gpu_driver_wants_nothing_but_a_gpu",
     "truncate --size=1000 /usr/lib/modules/*/updates/dkms/nvidia.ko",
 )
-record_booted("test_gpu_units_follow_the_gpu", "systemctl start nvidia-persistenced.service; true")
+record_booted("test_gpu_units_follow_the_gpu", "! systemctl start nvidia-persistenced.service")
 record_booted(
     "test_gpu_tools_say_that_there_is_none",
     "printf '#!/bin/sh\\nsleep 100\\n' > /run/smi; chmod +x /run/smi; mount --bind /run/smi $(readlink -f /usr/bin/nvidia-smi)",

@@ -48,12 +48,18 @@ record(
     change(ENDPOINT, "^IPAddressDeny=.*$", ""),
     change(ENDPOINT, "^CapabilityBoundingSet=.*$", "CapabilityBoundingSet=CAP_SYS_ADMIN"),
 )
-record_booted("test_endpoint_answers_on_loopback", "systemctl stop node-health-endpoint.service")
+record_booted(
+    "test_endpoint_answers_on_loopback",
+    "systemctl stop node-health-endpoint.service",
+    mend="systemctl start node-health-endpoint.service",
+)
 record_booted(
     "test_node_was_looked_at",
     'systemctl stop node-health.timer node-health.service; sed -i \'s/"time": [0-9.]*/"time": 1/\' /run/node/health.json',
+    mend="systemctl start node-health.service node-health.timer",
 )
 record_booted(
     "test_metrics_are_written",
-    "systemctl stop node-health.timer node-health.service; rm -f /var/lib/prometheus/node-exporter/node_health.prom",
+    "systemctl stop node-health.timer node-health.service; rm /var/lib/prometheus/node-exporter/node_health.prom",
+    mend="systemctl start node-health.service node-health.timer",
 )

@@ -72,13 +72,40 @@ def test_every_boot_is_tested(host: Host, tree: Tree) -> None:
 @booted
 @gate
 def test_kubelet_waits_for_the_verdict(host: Host) -> None:
-    """No kubelet, whoever installs it, starts before this boot has a verdict."""
+    """No kubelet, whoever installs it, starts before this boot has a verdict; none is stopped by another test."""
     name = f"{UNITS}/kubelet.service.d/20-preflight.conf"
     lines = statements(read(host, name))
     nothing(
         f"{name} lacks {line}"
-        for line in ("Requires=preflight.service", "After=preflight.service")
+        for line in ("Wants=preflight.service", "After=preflight.service")
         if line not in lines
+    )
+    nothing(line for line in lines if line.startswith(("Requires=", "Requisite=", "BindsTo=", "PartOf=")))
+    waits = [line for line in lines if line.startswith("ExecStartPre=") and "/run/node/" in line]
+    assert len(waits) == 1 and "until test -e " in waits[0], f"{name} waits for no verdict: {waits}"
+
+
+@offline
+@booted
+@gate
+def test_unsettled_boot_is_tested_again(host: Host, tree: Tree) -> None:
+    """A boot that failed to be tested, or to be settled, is tested again by itself."""
+    lines = statements(read(host, UNIT))
+    wanted = ("Restart=on-failure", "StartLimitIntervalSec=0")
+    nothing(f"{UNIT} lacks {line}" for line in wanted if line not in lines)
+    assert starts_at_boot(tree, "preflight-again.timer")
+    service = f"{UNITS}/preflight-again.service"
+    again = statements(read(host, service))
+    wanted = (
+        "ConditionPathExists=/run/node/preflight.unsettled",
+        "ExecStart=/usr/local/sbin/node-agent preflight --again",
+    )
+    nothing(f"{service} lacks {line}" for line in wanted if line not in again)
+    times = statements(read(host, f"{UNITS}/preflight-again.timer"))
+    nothing(
+        f"the timer lacks {line}"
+        for line in ("OnActiveSec=2min", "OnUnitInactiveSec=30min")
+        if line not in times
     )
 
 
@@ -123,6 +150,8 @@ def test_this_boot_has_a_verdict(host: Host, facts: Facts) -> None:
     assert found["state"] in ("passed", "failed", "inconclusive"), found["state"]
     assert bool(found["code"] and found["reason"]) == (found["state"] != "passed"), f"{found}"
     assert found["checks"], "nothing was tested"
+    again = host.file("/run/node/preflight.unsettled").exists
+    assert again == (found["state"] == "inconclusive"), f"{found['state']}, and tested again: {again}"
 
 
 @booted

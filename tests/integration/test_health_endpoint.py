@@ -183,6 +183,10 @@ class Echo(serving.Handler):
     def respond(self) -> None:
         if self.path.startswith("/bug"):
             raise RuntimeError(self.path)
+        if self.path.startswith("/slow"):
+            time.sleep(1.5)
+        if self.command == "POST":
+            self.body(int(self.headers["Content-Length"]))
         self.answer(200, {"path": self.path})
 
 
@@ -219,6 +223,49 @@ def test_silent_and_slow_clients_are_hung_up_on() -> None:
             with pytest.raises(OSError, match="pipe|reset"):
                 drip(one)
         assert echo(server) == 200
+
+
+def connected(server: serving.Server, stack: ExitStack, source: str = "127.0.0.1") -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=(source, 0))
+    return stack.enter_context(one)
+
+
+def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
+    """As the broker has it: whoever asks is answered at once, from the same address too."""
+    with echoing(most=64, per_address=16, seconds=30) as server, ExitStack() as stack:
+        sources = [f"127.0.1.{number}" for number in range(1, 7)]
+        silent = [connected(server, stack, sources[number % 6]) for number in range(300)]
+        for one in silent[::3]:
+            one.sendall(b"POST /x HTTP/1.1\r\nContent-Length: 100\r\n\r\n")
+        for source in ("127.0.0.1", *sources):
+            began = time.monotonic()
+            one = connected(server, stack, source)
+            one.sendall(b"GET /x HTTP/1.0\r\n\r\n")
+            assert b" 200 " in one.recv(4096)
+            assert time.monotonic() - began < 2, f"{source} waited"
+
+
+def test_an_address_has_its_share_and_takes_no_more() -> None:
+    """Its own silent connections give way to its next one, and nobody else's."""
+    with echoing(most=8, per_address=2, seconds=30, patience=30) as server, ExitStack() as stack:
+        other = connected(server, stack, "127.0.1.9")
+        mine = [connected(server, stack) for _ in range(3)]
+        mine[0].settimeout(10)
+        assert mine[0].recv(1) == b"", "the oldest is closed"
+        for one in (*mine[1:], other):
+            one.sendall(b"GET /x HTTP/1.0\r\n\r\n")
+            assert b" 200 " in one.recv(4096)
+
+
+def test_a_request_has_three_seconds_to_come_and_its_answer_longer() -> None:
+    with echoing(most=2, seconds=30, patience=0.5) as server, ExitStack() as stack:
+        one = connected(server, stack)
+        one.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+        late = connected(server, stack)
+        late.sendall(b"POST /x HTTP/1.0\r\nContent-Length: 5\r\n\r\n")
+        began = time.monotonic()
+        assert late.recv(1) == b"" and time.monotonic() - began < 1.4
+        assert b" 200 " in one.recv(4096)
 
 
 def test_the_end_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:

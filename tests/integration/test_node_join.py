@@ -104,16 +104,21 @@ def test_a_second_run_changes_nothing_and_asks_for_no_token(
 
 def test_a_broker_gives_the_token_to_the_managed_identity_and_refusals_are_waited_for(world: World) -> None:
     world.throttled = 2
-    answers = iter([(429, {"Retry-After": "0"}, b""), (503, {}, b""), world.broker()])
+    used = (409, {"Retry-After": "0"}, b'{"error": "document.used"}')
+    answers = iter([(429, {"Retry-After": "0"}, b""), (503, {}, b""), used, world.broker()])
     world.broker = lambda: next(answers)
     world.by_broker()
     assert world.join() == 0
-    assert world.posted[-1] == {"vm_id": joins.VM_ID, "node": NODE, "boot_id": world.boot}
-    assert [path.partition("?")[0] for path in world.asked_imds] == ["/metadata/instance"] * 3 + [
-        "/metadata/identity/oauth2/token"
+    who = {"vm_id": joins.VM_ID, "node": NODE, "boot_id": world.boot}
+    # Each time with a nonce and a document of its own.
+    assert world.posted == [who, {**who, "document": joins.DOCUMENT}] * 4
+    assert [path.partition("?")[0] for path in world.asked_imds] == [
+        *["/metadata/instance"] * 3,
+        "/metadata/identity/oauth2/token",
+        *["/metadata/attested/document"] * 4,
     ]
-    assert "resource=api%3A%2F%2Fnode-broker" in world.asked_imds[-1]
-    assert len(world.posted) == 3
+    assert "resource=api%3A%2F%2Fnode-broker" in world.asked_imds[3]
+    assert f"nonce={joins.NONCE}" in world.asked_imds[-1]
 
 
 def test_a_new_generation_is_written_and_the_kubelet_started_again(world: World) -> None:
@@ -158,6 +163,14 @@ def _refuse(world: World) -> None:
 def _identity(world: World) -> None:
     world.has_identity = False
     world.by_broker(join=SHORT)
+
+
+def _nonce(value: object) -> Callable[[World], None]:
+    def change(world: World) -> None:
+        world.nonce = lambda: joins.answer(value)
+        world.by_broker(join=SHORT)
+
+    return change
 
 
 def _broker(answer: joins.Answer) -> Callable[[World], None]:
@@ -211,6 +224,12 @@ FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
     "no managed identity": (_identity, "credentials", 61),
     "a broker that refuses": (_broker((403, {}, b"")), "credentials", 62),
     "a broker that is too busy": (_broker((429, {"Retry-After": "60"}, b"")), "credentials", 62),
+    "a document that was used, for too long": (
+        _broker((409, {"Retry-After": "60"}, b'{"error":"document.used"}')),
+        "credentials",
+        62,
+    ),
+    "a broker without a nonce": (_nonce({"nonce": "12"}), "credentials", 63),
     "a broker that talks nonsense": (_broker(joins.answer({"token": "x"})), "credentials", 63),
     "a token that expires at once": (
         _broker(joins.answer({"token": joins.TOKEN, "expires": "2020-01-01T00:00:00Z"})),
@@ -225,8 +244,11 @@ FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
 def test_each_failure_has_its_number_and_starts_no_kubelet(world: World, name: str) -> None:
     change, phase, number = FAILURES[name]
     change(world)
-    assert world.join() == 1
+    status = world.join()
     assert world.failure == (phase, number), world.record
+    # The unit is started again, unless somebody must change something first.
+    is_final = world.record["class"] in ("configuration", "image")
+    assert status == (command.FINAL if is_final else command.AGAIN)
     assert world.record["phases"][-1]["name"] == phase and world.record["class"]
     assert joins.TOKEN not in json.dumps(world.record)
     if phase != "ready":
@@ -242,7 +264,7 @@ def test_a_certificate_of_tomorrow_is_a_clock_that_is_behind(world: World) -> No
 
 @pytest.mark.parametrize("days", [(-30.0, -1.0)])
 def test_a_certificate_of_yesterday_is_not_the_clocks_fault(world: World) -> None:
-    assert world.join() == 1 and world.failure == ("credentials", 65)
+    assert world.join() == 2 and world.failure == ("credentials", 65)
     assert "expired" in world.record["reason"]
 
 
@@ -263,7 +285,7 @@ def test_user_data_come_before_custom_data_and_those_before_a_file(world: World)
     world.custom(bootstrap_token=joins.TOKEN)
     assert world.join() == 0 and world.record["generation"] == 1
     world.custom(bootstrap_token=joins.TOKEN, token="x")
-    assert world.join() == 1 and world.failure == ("identity", 13)
+    assert world.join() == 2 and world.failure == ("identity", 13)
 
 
 def test_a_metadata_service_that_is_away_is_no_reason_where_a_file_says_it_all(world: World) -> None:
@@ -292,6 +314,15 @@ def test_what_other_units_found_is_waited_for_and_believed(world: World) -> None
     (world.directory / "run/status.json").write_text(json.dumps(status))
     (world.directory / "preloaded.json").write_text("{}")
     assert world.join() == 1 and world.failure == ("runtime", 41)
+
+
+def test_a_node_that_keeps_no_pods_out_does_not_join(world: World) -> None:
+    (world.directory / "etc/azure-pod-guard.service").write_text("[Unit]\n")
+    world.tell(join={"deadlines": {"network": 1}})
+    assert world.join() == 1 and world.failure == ("network", 24)
+    assert list(world.kubernetes.iterdir()) == []
+    (world.directory / "run/azure-pod-guard").touch()
+    assert world.join() == 0
 
 
 def _verdict(world: World, state: str) -> None:

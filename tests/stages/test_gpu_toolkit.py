@@ -11,7 +11,7 @@ import pytest
 
 from image_builder.report.verification import SuiteResult
 from tests import mutants
-from tests.toolkits import Toolkit
+from tests.variants import Variant
 
 pytestmark = pytest.mark.root
 
@@ -27,19 +27,19 @@ OTHERS = (
 )
 
 
-def observed(toolkit: Toolkit, work: Path, select: tuple[str, ...], *, mutated: bool) -> SuiteResult:
+def observed(toolkit: Variant, work: Path, select: tuple[str, ...], *, mutated: bool) -> SuiteResult:
     """Run checks on the image as it is, or once for each of their mutations."""
-    trees = (toolkit.tree, *toolkit.lowers)
+    trees = toolkit.trees
     return mutants.observe(trees, toolkit.facts, work, mutated=mutated, select=select)
 
 
-def test_engines_and_units_are_as_declared(toolkit: Toolkit, tmp_path: Path) -> None:
+def test_engines_and_units_are_as_declared(toolkit: Variant, tmp_path: Path) -> None:
     found = observed(toolkit, tmp_path / "clean", (CHECKS, *OTHERS), mutated=False)
     assert {check.name: check.message for check in found.not_passed} == {}
     assert len([check for check in found.checks if check.name.startswith(CHECKS)]) == 6
 
 
-def test_every_check_sees_its_mutations(toolkit: Toolkit, tmp_path: Path) -> None:
+def test_every_check_sees_its_mutations(toolkit: Variant, tmp_path: Path) -> None:
     found = observed(toolkit, tmp_path / "mutants", (CHECKS,), mutated=True)
     assert mutants.blind(found) == {}
     assert len(mutants.names(found)) == 6

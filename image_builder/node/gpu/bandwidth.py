@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from image_builder.node.gpu import reference
@@ -19,6 +19,7 @@ from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
 HBM_BYTES = 4 << 30  # far more than any cache
 LINK_BYTES = 256 << 20
 TILE = 1 << 17  # words that the pattern of a transfer repeats after: the host computes 1 MiB, not all
+Turn = Callable[[], AbstractContextManager[None]]
 _OF_FREE = 0.4  # of two buffers each
 _BLOCKS_PER_SM = 8
 
@@ -87,9 +88,16 @@ def hbm(
 
 
 def to_device(
-    device: Device, seed: int, copies: int, *, size: int = LINK_BYTES, tile: int = TILE, corrupt: bool = False
+    device: Device,
+    seed: int,
+    copies: int,
+    *,
+    size: int = LINK_BYTES,
+    tile: int = TILE,
+    corrupt: bool = False,
+    turn: Turn = nullcontext,
 ) -> Measurement:
-    """Copy from pinned memory to the GPU, which compares all of it. Raises NodeError."""
+    """Copy from pinned memory to the GPU, which compares all of it; timed in a ``turn``. Raises NodeError."""
     began = time.monotonic()
     golden = reference.pattern_bytes(tile, seed)
     with (
@@ -101,7 +109,8 @@ def to_device(
         for start in range(0, size, len(golden)):
             view[start : start + len(golden)] = golden
         others.fill(target)
-        seconds = _best(device, lambda: device.from_pinned(target.address, view), copies)
+        with turn():
+            seconds = _best(device, lambda: device.from_pinned(target.address, view), copies)
         if corrupt:
             patterns.flip_bit(target)
         said = complaint(patterns, target, patterns.verify(target, mask=tile - 1), mask=tile - 1)
@@ -109,9 +118,16 @@ def to_device(
 
 
 def to_host(
-    device: Device, seed: int, copies: int, *, size: int = LINK_BYTES, tile: int = TILE, corrupt: bool = False
+    device: Device,
+    seed: int,
+    copies: int,
+    *,
+    size: int = LINK_BYTES,
+    tile: int = TILE,
+    corrupt: bool = False,
+    turn: Turn = nullcontext,
 ) -> Measurement:
-    """Copy from the GPU to pinned memory, where the host compares all of it. Raises NodeError."""
+    """Copy from the GPU to pinned memory, where the host compares all of it; timed in a ``turn``. Raises NodeError."""
     began = time.monotonic()
     golden = reference.pattern_bytes(tile, seed)
     with (
@@ -125,8 +141,9 @@ def to_host(
         patterns.fill(source, mask=tile - 1)
         if corrupt:
             patterns.flip_bit(source)
-        seconds = _best(device, lambda: device.to_pinned(view, source.address), copies)
-        device.synchronize()
+        with turn():
+            seconds = _best(device, lambda: device.to_pinned(view, source.address), copies)
+            device.synchronize()
         said = differs(view, golden)
     return _measured(device, "bw.d2h", size, seconds, said, seed, began)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import rules_active, rules_gpu, rules_load, rules_node
+from image_builder.node.gpu import policy, rules_active, rules_gpu, rules_load, rules_node
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence, broken
 from image_builder.node.gpu.model import TIERS, Check, Tier
 from image_builder.node.gpu.rules_gpu import each
@@ -107,8 +107,14 @@ RULES: Mapping[str, Rule] = {
     "bw.hbm": Rule(
         each(rules_active.hbm), "memory bandwidth: its floor, and 0.92 of the node's median", active=True
     ),
-    "bw.h2d": _floor("bw.h2d", "h2d_floor_gbps", "copies to the GPU: their floor, and the bytes arrive"),
-    "bw.d2h": _floor("bw.d2h", "d2h_floor_gbps", "copies from the GPU: their floor, and the bytes arrive"),
+    "bw.h2d": _floor(
+        "bw.h2d",
+        "h2d_floor_gbps",
+        "copies to the GPU, one by one, from the best NUMA node: their floor, and the bytes arrive",
+    ),
+    "bw.d2h": _floor(
+        "bw.d2h", "d2h_floor_gbps", "copies from the GPU, likewise: their floor, and the bytes arrive"
+    ),
     "bw.p2p": _floor(
         "bw.p2p", "p2p_floor_gbps", "copies between linked GPUs: their floor, the bytes arrive", _FULL
     ),
@@ -134,16 +140,8 @@ def judge(evidence: Evidence) -> tuple[Check, ...]:
     checks: list[Check] = []
     for name, rule in RULES.items():
         found = list(rule.judge(evidence)) or [broken("rule.silent", "the rule judged nothing")]
-        checks += [_waived(replace(check, id=name), evidence.expected.settings.waived) for check in found]
-    return tuple(checks)
-
-
-def _waived(check: Check, waived: Mapping[str, str]) -> Check:
-    """Return a failure that the pool's settings let pass as a warning that says why."""
-    if check.status != "fail" or check.id not in waived:
-        return check
-    words = f"waived ({waived[check.id]}): {check.detail}"
-    return replace(check, status="warn", severity="warn", action="none", detail=words[:512])
+        checks += [replace(check, id=name) for check in found]
+    return tuple(policy.applied(evidence, checks, lambda name: RULES[name].active))
 
 
 def missing(checks: Sequence[Check], tier: Tier) -> list[Check]:

@@ -21,7 +21,17 @@ from typing import Any, Protocol
 
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import checks, document, machine, nvml, readings, sizes, verdict, xids
+from image_builder.node.gpu import (
+    calibration,
+    checks,
+    document,
+    machine,
+    nvml,
+    readings,
+    sizes,
+    verdict,
+    xids,
+)
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
 from image_builder.node.gpu.model import (
@@ -40,7 +50,6 @@ from image_builder.node.gpu.model import (
 from image_builder.node.gpu.nvml import Library, NvmlError
 from image_builder.node.gpu.settings import Settings
 
-TOOL_VERSION = "1"
 RESULT = "gpu.json"
 # How long the workers may take; the whole of boot-quick is to end within 90 s, of the others within 360 s.
 LOAD_SECONDS: dict[Tier, float] = {"boot-quick": 80, "boot-full": 330, "periodic": 330}
@@ -85,6 +94,13 @@ class System:
     read_xids: Callable[[str], tuple[Xid, ...]] = machine.read_xids
     ask: machine.Ask = machine.ask_imds
     sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+
+def longest_seconds(settings: Settings, tier: Tier = "boot-full") -> float:
+    """Return when a test is over that has not ended by itself."""
+    waits = max(settings.fabric_wait_seconds, settings.infiniband_wait_seconds)
+    return LOAD_SECONDS[tier] + machine.PLATFORM_SECONDS + waits + _REST_SECONDS
 
 
 def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: System = System()) -> int:
@@ -92,7 +108,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
     is_tier = tier in TIERS
     started = datetime.now(UTC).isoformat(timespec="seconds")
     chosen = int.from_bytes(os.urandom(4), "big") if seed is None else seed
-    began = document.Run(TOOL_VERSION, tier if is_tier else TIERS[0], started, 0.0, chosen)  # type: ignore[arg-type]
+    began = document.Run(calibration.agent(), tier if is_tier else TIERS[0], started, 0.0, chosen)  # type: ignore[arg-type]
     result = system.places.run / RESULT
     clock = time.monotonic()
 
@@ -118,7 +134,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         if not is_tier:
             raise NodeError("gpu.tier", f"{tier!r} is none of {', '.join(TIERS)}")
         settings = gpu_settings.load(system.directory)
-        seconds = LOAD_SECONDS[began.tier] + settings.fabric_wait_seconds + _REST_SECONDS
+        seconds = longest_seconds(settings, began.tier)
         with _given_up_after(seconds, lambda: without_evidence(_late(seconds))):
             return told(_tested(began, settings, system))
     except NodeError as error:
@@ -188,30 +204,45 @@ def _none_verdict(check: Check) -> Verdict:
     return Verdict("fail", verdict.CONFIGURATION, "config", False, check.detail[:200], check.code)
 
 
-def expectation(settings: Settings, vm_size: str) -> Expected:
-    """Return what a node of this size should be. Raises NodeError: tables or overrides are wrong."""
+def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
+    """Return what a node of this size should be, with this driver. Raises NodeError: tables or overrides are wrong."""
     table = sizes.load()
     found = table.find(vm_size)
     if not found:
         count = settings.count if settings.allow_unknown_size else None
-        return Expected(settings, table.version, count=count)
+        return Expected(settings, table.version, count=count, observes=settings.mode != "enforce")
     size, gpu = sizes.overridden(*found, settings.overrides)
-    return Expected(settings, table.version, size, gpu, size.count, tuple(sorted(settings.overrides)))
+    is_known = calibration.is_on_record(settings.calibrations, size.name, driver, calibration.agent())
+    return Expected(
+        settings,
+        table.version,
+        size,
+        gpu,
+        size.count,
+        tuple(sorted(settings.overrides)),
+        calibrated=size.calibrated or is_known,
+        observes=settings.mode != "enforce" and not is_known,
+    )
 
 
 def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue, system: System) -> Evidence:
     """Look, put the GPUs under load where that makes sense, and look again. Raises NodeError."""
     seen = machine.look(system.places, settings.vm_size, system.ask)
-    expected = expectation(settings, seen.vm_size)
+    expected = expectation(settings, seen.vm_size, seen.driver_loaded)
     with ExitStack() as stack:
         library: Library | None = None
         try:
             library = stack.enter_context(system.library()) if seen.pci else None
+            until = system.clock() + settings.infiniband_wait_seconds
             evidence = _settled(tier, expected, catalogue, seen, library, system)
+            evidence = _with_ports(evidence, until, system)
         except (OSError, NvmlError) as error:
             evidence = Evidence(
                 tier, expected, catalogue, _with_xids(Seen(seen, nvml.refused(error)), system)
             )
+        if settings.mig == "enabled":
+            # CUDA shows parts of such a GPU, and those by other names: whole GPUs can't be put under load.
+            evidence = replace(evidence, idle_by_policy=True)
         why = idle_reason(evidence)
         if why or library is None:
             return replace(evidence, idle_why=why or "not put under load: no GPU is on the PCI bus")
@@ -227,25 +258,36 @@ def _settled(
     system: System,
 ) -> Evidence:
     """Return what is seen at rest, once the NVLink fabric is up or had its time."""
-    waited = 0.0
+    until = system.clock() + expected.settings.fabric_wait_seconds
     while True:
         before = Seen(seen, _named(readings.look(library), system) if library else Nvml())
         evidence = Evidence(tier, expected, catalogue, before)
         is_training = any(gpu.fabric_state in ("not-started", "in-progress") for gpu in evidence.gpus)
         is_starting = seen.fabric_manager in ("activating", "reloading")
         uses_fabric = expected.size is not None and expected.size.nvswitch
-        if (
-            not (uses_fabric and (is_training or is_starting))
-            or waited >= expected.settings.fabric_wait_seconds
-        ):
+        if not (uses_fabric and (is_training or is_starting)) or system.clock() >= until:
             return replace(evidence, before=_with_xids(before, system))
         system.sleep(_FABRIC_POLL_SECONDS)
-        waited += _FABRIC_POLL_SECONDS
         seen = machine.look(system.places, seen.vm_size, system.ask)
+
+
+def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
+    """Return the evidence with InfiniBand ports that are up or had their time: the subnet's manager raises them."""
+    size, seen = evidence.expected.size, evidence.before
+    wanted = size.infiniband_ports if size else 0
+    while system.clock() < until:
+        up = sum(port.is_up and port.layer == "InfiniBand" for port in seen.machine.ports)
+        if up >= wanted:
+            break
+        system.sleep(_FABRIC_POLL_SECONDS)
+        seen = replace(seen, machine=replace(seen.machine, ports=machine.ports(system.places.sys)))
+    return replace(evidence, before=seen)
 
 
 def idle_reason(evidence: Evidence) -> str:
     """Return why the GPUs are not to be put under load; empty where they may."""
+    if evidence.idle_by_policy:
+        return "not put under load: the pool's policy is MIG"
     for check in checks.judge(evidence):
         is_open = check.status in ("fail", "error") or (check.status == "skip" and check.id == "procs")
         if is_open and check.id.startswith(_NEEDED):

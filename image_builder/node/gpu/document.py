@@ -8,7 +8,7 @@ from typing import Any
 
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
-from image_builder.node.gpu.model import Check, Gpu, Seen, Tier, Verdict, Worker
+from image_builder.node.gpu.model import Check, Gpu, Seen, Tier, Verdict, Worker, Xid
 
 SCHEMA_VERSION = "1.0"
 _TOLD = ("fail", "error", "warn", "skip")
@@ -37,6 +37,8 @@ def document(run: Run, evidence: Evidence, checks: Sequence[Check], found: Verdi
             "gpu_count": evidence.expected.count,
             "thresholds_overridden": list(evidence.expected.overridden),
             "waived": dict(evidence.expected.settings.waived),
+            "mode": "observe" if evidence.expected.observes else "enforce",
+            "calibrated": evidence.expected.calibrated,
         },
         "gpus": [_gpu(gpu) for gpu in evidence.gpus],
         "checks": [_check(check) for check in checks],
@@ -136,12 +138,18 @@ def _xids(evidence: Evidence, seen: Seen) -> list[dict[str, Any]]:
             "xid": xid.number,
             "pci": xid.pci,
             "mono_us": xid.monotonic_us,
-            "class": evidence.catalogue.classify(xid.number).name,
+            "class": _class(evidence, xid),
             "during_test": xids.is_during(xid, evidence.began_us),
             "raw": xid.raw,
         }
         for xid in seen.xids
     ]
+
+
+def _class(evidence: Evidence, xid: Xid) -> str:
+    if xid.switch:
+        return "SXID_FATAL" if xid.fatal else "SXID"
+    return evidence.catalogue.classify(xid.number).name
 
 
 def _coverage(workers: Sequence[Worker]) -> dict[str, Any]:

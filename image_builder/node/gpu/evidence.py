@@ -31,7 +31,8 @@ NOT_RUN = "not-run"
 class Expected:
     """What this node should be. ``size`` and ``gpu`` are None for a size that the table doesn't have.
 
-    ``count`` is None where nobody knows. ``overridden`` names the floors that are the pool's own.
+    ``count`` is None where nobody knows. ``overridden`` names the floors that are the pool's own. ``calibrated``: the
+    test was tried on healthy machines like this one. ``observes``: what it computes and measures only warns.
     """
 
     settings: Settings
@@ -40,13 +41,15 @@ class Expected:
     gpu: GpuModel | None = None
     count: int | None = None
     overridden: tuple[str, ...] = ()
+    calibrated: bool = False
+    observes: bool = True
 
 
 @dataclass(frozen=True)
 class Evidence:
     """All that was seen. ``after`` is None where nothing was put under load, and ``idle_why`` says why.
 
-    ``began_us`` is when the load began, by CLOCK_MONOTONIC.
+    ``began_us`` is when the load began, by CLOCK_MONOTONIC. ``idle_by_policy``: the pool wants no load.
     """
 
     tier: Tier
@@ -58,6 +61,7 @@ class Evidence:
     workers: tuple[Worker, ...] = ()
     began_us: int | None = None
     idle_why: str = ""
+    idle_by_policy: bool = False
     own_pids: tuple[int, ...] = ()
 
     @property
@@ -79,6 +83,11 @@ class Evidence:
     def measurements(self, id: str, uuid: str) -> list[Measurement]:
         worker = self.worker(uuid)
         return [one for one in worker.measurements if one.id == id] if worker else []
+
+    @property
+    def load_seconds(self) -> float:
+        """Return how long the load took, by the last look at it; 0 where nobody looked."""
+        return max((one.seconds for one in self.samples), default=0.0)
 
     def samples_of(self, uuid: str) -> list[Sample]:
         return [one for one in self.samples if one.gpu == uuid]

@@ -13,18 +13,27 @@ from typing import Any
 from image_builder.node import imds, programs, settings
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
-from image_builder.node.gpu.model import Machine, PciGpu, Port, Xid
+from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Port, Xid
 
 # NVIDIA's GPUs without and with an output for displays (PCI class codes).
 _GPU_CLASSES = ("0x0300", "0x0302")
 _VENDOR = "0x10de"
-MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem", "nouveau")
+MODULES = (
+    "nvidia",
+    "nvidia_uvm",
+    "nvidia_modeset",
+    "nvidia_drm",
+    "nvidia_peermem",
+    "nouveau",
+    *INFINIBAND_MODULES,
+)
 LIBRARIES: Mapping[str, str] = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
 LIBRARY_DIRECTORIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib")
 _FABRIC_MANAGER = "usr/bin/nv-fabricmanager"
 _LOCAL_NVME = "Microsoft NVMe Direct Disk"
 _IMDS_PATH = "/metadata/instance/compute?api-version=2021-02-01"
-_IMDS_TRIES, _IMDS_SECONDS = 3, 2.0
+# How long the platform is asked, once a boot. A boot that got no answer is tested again.
+PLATFORM_SECONDS = 60.0
 _VERSION = re.compile(r"\b(\d{3}(?:\.\d+){1,2})\b")
 
 
@@ -220,18 +229,10 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
 
 def ask_imds() -> Mapping[str, Any]:
     """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
-    problem: Exception = OSError("not asked")
-    for _ in range(_IMDS_TRIES):
-        try:
-            said = imds.ask(_IMDS_PATH, seconds=_IMDS_SECONDS)
-            found = json.loads(said.body)
-        except (OSError, ValueError) as error:
-            problem = error
-            continue
-        if said.status == 200 and isinstance(found, dict):
-            return found
-        problem = OSError(f"the metadata service answered {said.status}")
-    raise problem
+    found = json.loads(imds.answer(_IMDS_PATH, PLATFORM_SECONDS).body)
+    if not isinstance(found, dict):
+        raise ValueError("the metadata service's answer is no object")
+    return found
 
 
 def _text(path: Path) -> str:

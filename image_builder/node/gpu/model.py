@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 
 Tier = Literal["boot-quick", "boot-full", "periodic"]
 TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
+# Drivers of InfiniBand devices; without any there is no port.
+INFINIBAND_MODULES = ("mlx5_ib", "mlx4_ib")
 DETAIL_CHARACTERS = 512  # the longest detail of a measurement or a check
 
 T = TypeVar("T")
@@ -73,7 +75,8 @@ class Gpu:
     ``missing``: ``not-supported`` (this GPU or driver has no such thing), ``no-function`` (this library has no such
     entry) or ``error: …`` (it should have answered). The counts of ECC errors are sums over the places that the GPU
     tells: ``volatile`` since the driver was loaded, ``aggregate`` over its life. ``remap_histogram``: banks with
-    max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has.
+    max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has; its
+    errors are sums over all links, ``nvlink_errors`` of all kinds, ``nvlink_crc_errors`` of flits and data.
     ``throttle`` are NVML's bits of nvmlClocksEventReasons. ``temperature_margin_c`` is the distance to slowdown.
     """
 
@@ -119,6 +122,9 @@ class Gpu:
     pcie_replays: int | None = None
     nvlinks: tuple[bool, ...] | None = None
     nvlink_errors: int | None = None
+    nvlink_replays: int | None = None
+    nvlink_recoveries: int | None = None
+    nvlink_crc_errors: int | None = None
     fabric_state: str | None = None
     fabric_status: str | None = None
     throttle: int | None = None
@@ -160,12 +166,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Xid:
-    """An Xid of the kernel's log; ``pci`` like 0001:00:00. ``monotonic_us`` is CLOCK_MONOTONIC."""
+    """An Xid of the kernel's log; ``pci`` like 0001:00:00. ``monotonic_us`` is CLOCK_MONOTONIC.
+
+    ``switch``: it is an SXid, of the NVSwitch with that name; ``fatal`` is the driver's own word for those.
+    """
 
     number: int
     pci: str
     monotonic_us: int
     raw: str
+    switch: str = ""
+    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +190,7 @@ class PciGpu:
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an InfiniBand device, as /sys has it."""
+    """A port of an InfiniBand device, as /sys has it. ``layer``: a device of that kind may be of Ethernet."""
 
     device: str
     number: int
@@ -187,6 +198,10 @@ class Port:
     physical: str = ""
     rate_gbit: int = 0
     layer: str = ""
+
+    @property
+    def is_up(self) -> bool:
+        return (self.state, self.physical) == ("ACTIVE", "LinkUp")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,14 @@ VOLATILE, AGGREGATE = 0, 1  # nvmlEccCounterType_t
 DRAM, SRAM = 2, 7  # nvmlMemoryLocation_t
 SENSOR_GPU, THRESHOLD_SLOWDOWN = 0, 1
 LINKS = 18  # more than any GPU has so far that this project knows
-LINK_COUNTERS = (0, 1, 2, 3)  # replays, recoveries, CRC errors of flits and of data
+# nvmlNvLinkErrorCounter_t: replays, recoveries, CRC errors of flits and of data.
+LINK_COUNTERS: Mapping[int, str] = {
+    0: "nvlink_replays",
+    1: "nvlink_recoveries",
+    2: "nvlink_crc_errors",
+    3: "nvlink_crc_errors",
+}
+LINK_ERRORS = ("nvlink_errors", *dict.fromkeys(LINK_COUNTERS.values()))
 FI_RETIRED_SBE, FI_RETIRED_DBE, FI_RETIRED_PENDING, FI_RECOVERY_ACTION = 29, 30, 31, 230
 RECOVERY_ACTIONS = (
     "none",
@@ -216,19 +223,22 @@ def _links(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _link_errors(library: Library, handle: c_void_p) -> dict[str, Any]:
-    total, answered = 0, False
+    sums = dict.fromkeys(LINK_ERRORS, 0)
+    answered = False
     for link in range(len(_links(library, handle)["nvlinks"])):
-        for counter in LINK_COUNTERS:
+        for counter, name in LINK_COUNTERS.items():
             try:
                 arguments = (handle, c_uint(link), c_uint(counter))
-                total += library.number("nvmlDeviceGetNvLinkErrorCounter", *arguments, kind=c_ulonglong)
+                count = library.number("nvmlDeviceGetNvLinkErrorCounter", *arguments, kind=c_ulonglong)
+                sums[name] += count
+                sums["nvlink_errors"] += count
                 answered = True
             except NvmlError as error:
                 if error.code not in (INVALID_ARGUMENT, NOT_SUPPORTED, LINK_IS_DOWN):
                     raise
     if not answered:
         raise NvmlError("nvmlDeviceGetNvLinkErrorCounter", NOT_SUPPORTED)
-    return {"nvlink_errors": total}
+    return dict(sums)
 
 
 def _fabric(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -354,7 +364,7 @@ READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("pcie_width_max",), _number("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth")),
     (("pcie_replays",), _number("pcie_replays", "nvmlDeviceGetPcieReplayCounter")),
     (("nvlinks",), _links),
-    (("nvlink_errors",), _link_errors),
+    (LINK_ERRORS, _link_errors),
     (("fabric_state", "fabric_status"), _fabric),
     (("temperature_slowdown_c",), _number("temperature_slowdown_c", "nvmlDeviceGetTemperatureThreshold", 1)),
     (("processes",), _processes),

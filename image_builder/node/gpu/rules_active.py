@@ -29,7 +29,11 @@ def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield good(gpu.uuid)
     elif worker.ended.startswith(("killed", "hung")):
         done = ", ".join(one.id for one in worker.measurements) or "nothing"
-        yield bad("replace", "worker.hung", f"{worker.ended}; it had measured {done}", gpu.uuid)
+        words = f"{worker.ended}; it had measured {done}"
+        if worker.ended.startswith("hung"):
+            yield bad("reboot", "worker.unkillable", words, gpu.uuid)
+        else:
+            yield bad("replace", "worker.late", words, gpu.uuid)
     elif worker.ended.startswith("crashed"):
         yield bad("replace", "worker.crashed", worker.ended, gpu.uuid)
     else:

@@ -32,6 +32,8 @@ _RECOVERY: dict[str, Action] = {
 _RETIRED_FAIL, _RETIRED_WARN = 60, 15
 _CORRECTED_FAIL = 1000
 _REPLAYS_WARN, _REPLAYS_FAIL = 10, 80
+# NVIDIA's DCGM fails a link at this rate of CRC errors, and at the first replay or recovery.
+_CRC_PER_SECOND = 100
 _IDLE_BYTES = 1 << 30
 # Where `used` has what the driver reserved in it (an old NVML), that much more is no process' own.
 _RESERVED_BYTES = 1 << 30
@@ -238,14 +240,32 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield bad("replace", "nvlink.down", words, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
-    delta = _delta(evidence, gpu, "nvlink_errors")
-    if isinstance(delta, Check):
-        yield delta
-    elif delta:
-        words = f"{delta} errors on NVLink under load"
-        yield bad(
-            "replace", "nvlink.errors", words, gpu.uuid, measured=delta, threshold=0, op="==", unit="errors"
-        )
+    yield from _link_errors(evidence, gpu)
+
+
+def _link_errors(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    """Yield what is wrong with the links by their counters. CRC errors are corrected, and a fault only at a rate."""
+    for name in ("nvlink_replays", "nvlink_recoveries", "nvlink_crc_errors"):
+        delta = _delta(evidence, gpu, name)
+        if isinstance(delta, Check):
+            if delta.code == "not-supported":
+                yield doubtful("nvlink.uncounted", delta.detail, gpu.uuid)
+            else:
+                yield delta
+            return
+        kind = name.removeprefix("nvlink_").replace("_", " ").replace("crc", "CRC")
+        words = f"{delta} {kind} on NVLink under load"
+        if name != "nvlink_crc_errors":
+            if delta:
+                numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "==", "unit": "errors"}
+                yield bad("reboot", "nvlink.errors", words, gpu.uuid, **numbers)
+            continue
+        rate = delta / max(evidence.load_seconds, 1.0)
+        numbers = {"measured": round(rate, 2), "threshold": _CRC_PER_SECOND, "op": "<", "unit": "errors/s"}
+        if rate >= _CRC_PER_SECOND:
+            yield bad("reboot", "nvlink.crc", words, gpu.uuid, **numbers)
+        elif delta:
+            yield doubtful("nvlink.crc", words, gpu.uuid, **numbers)
 
 
 def persistence(_: Evidence, gpu: Gpu) -> Iterator[Check]:

@@ -26,6 +26,8 @@ THROTTLES = {
 }
 _MASK = sum(THROTTLES)
 _SUSTAINED_SECONDS = 1.0
+# Twice the time between two looks (fleet.TICK_SECONDS), and some more for the calls of eight GPUs.
+_GAP_SECONDS = 1.5
 _MARGIN_FAIL_C, _MARGIN_WARN_C = 3, 8
 
 
@@ -68,14 +70,19 @@ def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def sustained(samples: Sequence[Sample], mask: int) -> float:
-    """Return the longest time in seconds during which every sample had one of these bits."""
-    longest, since = 0.0, None
+    """Return the longest time in seconds during which every sample had one of these bits.
+
+    Samples that are far apart, as a slow call makes them, say nothing of the time between them.
+    """
+    longest, since, last = 0.0, None, 0.0
     for one in samples:
-        if (one.throttle or 0) & mask:
-            since = one.seconds if since is None else since
-            longest = max(longest, one.seconds - since)
-        else:
+        if not (one.throttle or 0) & mask:
             since = None
+            continue
+        if since is None or one.seconds - last > _GAP_SECONDS:
+            since = one.seconds
+        last = one.seconds
+        longest = max(longest, last - since)
     return longest
 
 
@@ -86,8 +93,9 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         return
     margins = [margin for one in samples if (margin := margin_of(one, gpu)) is not None]
     if not margins:
-        yield not_made(
-            "not-supported", "the GPU tells neither its margin nor its slowdown's threshold", gpu.uuid
+        # Newer GPUs and some virtual machines have neither; slowdown itself is seen by the check throttle.
+        yield doubtful(
+            "temp.hidden", "the GPU tells neither its margin nor its slowdown's threshold", gpu.uuid
         )
         return
     least = min(margins)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from image_builder.node.gpu import xids
@@ -18,7 +18,7 @@ from image_builder.node.gpu.evidence import (
     unanswered,
     without_gpus,
 )
-from image_builder.node.gpu.model import Action, Check
+from image_builder.node.gpu.model import INFINIBAND_MODULES, Action, Check, Port, Xid
 
 _NO_DEVICE = "no GPU is on the PCI bus"
 _DEVICES = ("nvidiactl", "nvidia-uvm")
@@ -122,8 +122,11 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
     if not machine.pci:
         yield absent(_NO_DEVICE)
         return
-    wanted = [*(f"nvidia{n}" for n in range(count or len(machine.pci))), *_DEVICES]
-    missing = [name for name in wanted if name not in machine.nodes]
+    # Their numbers are the driver's minors, which need not begin at 0 or follow each other.
+    numbered = [name for name in machine.nodes if re.fullmatch(r"nvidia\d+", name)]
+    missing = [name for name in _DEVICES if name not in machine.nodes]
+    if len(numbered) < (count or len(machine.pci)):
+        missing.append(f"{(count or len(machine.pci)) - len(numbered)} of the GPUs' own")
     if missing:
         yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
     elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
@@ -199,21 +202,29 @@ def xid_boot(evidence: Evidence) -> Iterator[Check]:
         yield broken("xid.unread", evidence.latest.machine.journal_error)
         return
     by_address = {xids.address(gpu.pci): gpu.uuid for gpu in evidence.gpus}
-    levels: list[str] = []
-    for xid in evidence.latest.xids:
-        known = evidence.catalogue.classify(xid.number)
-        level = known.during if xids.is_during(xid, evidence.began_us) else known.before
-        levels.append(level)
-        gpu = by_address.get(xid.pci, "")
-        words = f"Xid {xid.number} ({known.name}: {known.means}): {xid.raw}"
-        numbers: dict[str, Any] = {"measured": xid.number}
-        if level == "fail":
-            action: Action = known.action  # type: ignore[assignment]
-            yield bad(action, f"xid.{xid.number}", words, gpu, **numbers)
-        elif level == "warn":
-            yield doubtful(f"xid.{xid.number}", words, gpu, **numbers)
-    if not set(levels) & {"fail", "warn"}:
-        yield good(detail=f"{len(levels)} Xids for the record" if levels else "")
+    found = [_xid(evidence, xid, by_address.get(xid.pci, "")) for xid in evidence.latest.xids]
+    told = [check for check in found if check]
+    yield from told
+    if not told:
+        yield good(detail=f"{len(found)} Xids for the record" if found else "")
+
+
+def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
+    """Return what an Xid comes to; None: it is for the record."""
+    if xid.switch:
+        # The driver itself says which are fatal; the others come with every boot.
+        words = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
+        return bad("reboot", f"sxid.{xid.number}", words, measured=xid.number) if xid.fatal else None
+    known = evidence.catalogue.classify(xid.number)
+    level = known.during if xids.is_during(xid, evidence.began_us) else known.before
+    code, words = f"xid.{xid.number}", f"Xid {xid.number} ({known.name}: {known.means}): {xid.raw}"
+    if level == "fail":
+        action: Action = known.action  # type: ignore[assignment]
+        return bad(action, code, words, gpu, measured=xid.number)
+    if level == "unsettled":
+        # A fault of our own program writes it as well. With a wrong answer or a dead worker those checks fail.
+        return broken(code, words, gpu, measured=xid.number)
+    return doubtful(code, words, gpu, measured=xid.number) if level == "warn" else None
 
 
 def fabric(evidence: Evidence) -> Iterator[Check]:
@@ -247,26 +258,37 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
     if not size or not size.infiniband_ports:
         yield absent("no InfiniBand" if size else "the size is not known")
         return
-    ports = [port for port in evidence.before.machine.ports if port.layer == "InfiniBand"]
-    down = [port for port in ports if (port.state, port.physical) != ("ACTIVE", "LinkUp")]
-    slow = [port for port in ports if port not in down and port.rate_gbit < size.infiniband_gbit]
+    machine = evidence.before.machine
+    ports = [port for port in machine.ports if port.layer == "InfiniBand"]
+    down = [port for port in ports if not port.is_up]
+    slow = [port for port in ports if port.is_up and port.rate_gbit < size.infiniband_gbit]
     numbers: dict[str, Any] = {
         "measured": len(ports),
         "threshold": size.infiniband_ports,
         "op": "==",
         "unit": "ports",
     }
-    if len(ports) != size.infiniband_ports:
+    if not ports and not set(INFINIBAND_MODULES) & set(machine.modules):
+        yield bad("reimage", "ib.driver", "no InfiniBand port, and no driver for one is loaded", **numbers)
+    elif len(ports) != size.infiniband_ports:
         words = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
-        yield bad("replace", "ib.count", words, **numbers)
+        yield bad("reboot", "ib.count", words, **numbers)
     elif down:
         words = ", ".join(f"{port.device}/{port.number} {port.state}, {port.physical}" for port in down)
-        yield bad("replace", "ib.down", words)
+        yield _of_the_fabric(down, ports, "ib.down", words)
     elif slow:
         words = ", ".join(f"{port.device}/{port.number} {port.rate_gbit} Gb/s" for port in slow)
-        yield bad("replace", "ib.rate", words, threshold=size.infiniband_gbit, op=">=", unit="Gb/s")
+        more: dict[str, Any] = {"threshold": size.infiniband_gbit, "op": ">=", "unit": "Gb/s"}
+        yield _of_the_fabric(slow, ports, "ib.rate", words, **more)
     else:
         yield good(**numbers)
+
+
+def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, words: str, **more: Any) -> Check:
+    """Return the check of ports that aren't as they should be: where all are so, it is the network and no machine."""
+    if len(some) == len(ports):
+        return broken(code, f"all ports: {words}", **more)
+    return bad("reboot", code, words, **more)
 
 
 def nvme_local(evidence: Evidence) -> Iterator[Check]:

@@ -69,7 +69,10 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class Size:
-    """A VM size: what it has, and the floors. ``local_nvme`` None: not known. ``nvlink_links`` 0: none are used."""
+    """A VM size: what it has, and the floors. ``local_nvme`` None: not known. ``nvlink_links`` 0: none are used.
+
+    ``calibrated``: floors and disks were measured with this test on healthy machines of this size.
+    """
 
     name: str
     gpu: str
@@ -85,6 +88,7 @@ class Size:
     infiniband_gbit: int
     local_nvme: int | None
     memory_gib: int
+    calibrated: bool
     retired: str
     source: str
 

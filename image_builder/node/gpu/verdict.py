@@ -14,7 +14,7 @@ EXIT_CODES: Mapping[int, str] = {
     PASS: "every mandatory check was made, and none failed",
     HARDWARE: "the hardware is faulty: replace the machine",
     REBOOT: "the GPUs need a reset: reboot once, then replace",
-    INCONCLUSIVE: "a mandatory check could not be made: not a pass",
+    INCONCLUSIVE: "a mandatory check could not be made, or the test itself is in doubt: not a pass",
     CONFIGURATION: "the size or the configuration doesn't fit what is there",
     IMAGE: "driver or image are defective: a new machine of this image won't help",
     DEADLINE: "the test itself didn't end in time: not a pass",
@@ -43,7 +43,9 @@ def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
     # What a check needed first, then what was not run because of it.
     gaps = sorted(missing(checks, tier), key=lambda check: check.code == NOT_RUN)
     if gaps:
-        return _made("inconclusive", INCONCLUSIVE, "none", gaps, len(gaps))
+        # A test that is in doubt itself is the image's matter, and comes before what only could not be made.
+        gaps.sort(key=lambda check: check.action != "reimage")
+        return _made("inconclusive", INCONCLUSIVE, gaps[0].action, gaps, len(gaps))
     if not checks:
         return Verdict("inconclusive", INCONCLUSIVE, "none", False, "nothing was checked", "not-run")
     warned = sum(check.status == "warn" for check in checks)

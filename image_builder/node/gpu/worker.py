@@ -13,14 +13,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, cuda, known_answer, memory, reference, tensor
+from image_builder.node.gpu import bandwidth, copies, cuda, known_answer, memory, reference, tensor
 from image_builder.node.gpu.cuda import U64, CudaError, Device, Driver
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker, as_json
 from image_builder.node.gpu.reference import Case
@@ -99,8 +97,6 @@ def run(
         _say(as_json(_tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
         _say(as_json(Worker(uuid, "done", sms=device.sms)))
         return 0
-    with suppress(OSError):
-        _near(device.pci())
     if drill in ("hang", "crash"):
         _misbehave(device, drill)
     summary = try_all(device, plan, seed, lambda one: _say(as_json(one)), drill=drill)
@@ -134,7 +130,6 @@ def _attempts(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
     tensors = plan.tensor_cases(device.capability)
     cases = (*plan.cases, *tensors)
     bad = drill == "copy"
-    link = {"size": plan.link_bytes, "tile": plan.tile}
     return [
         *(
             (name, "mismatches", partial(_known, device, plan, seed, drill, coverage, name, cases))
@@ -146,8 +141,8 @@ def _attempts(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
             "GB/s",
             partial(bandwidth.hbm, device, seed, plan.copies, size=plan.hbm_bytes, corrupt=bad),
         ),
-        ("bw.h2d", "GB/s", partial(bandwidth.to_device, device, seed, plan.copies, corrupt=bad, **link)),
-        ("bw.d2h", "GB/s", partial(bandwidth.to_host, device, seed, plan.copies, corrupt=bad, **link)),
+        ("bw.h2d", "GB/s", partial(_copied, bandwidth.to_device, device, plan, seed, corrupt=bad)),
+        ("bw.d2h", "GB/s", partial(_copied, bandwidth.to_host, device, plan, seed, corrupt=bad)),
         ("mem.pattern", "mismatches", partial(_patterns, device, plan, seed, drill, coverage)),
     ]
 
@@ -187,6 +182,15 @@ def _patterns(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
     return tested.measurement
 
 
+def _copied(
+    copy: Callable[..., Measurement], device: Device, plan: Plan, seed: int, *, corrupt: bool
+) -> Measurement:
+    link: dict[str, Any] = {"size": plan.link_bytes, "tile": plan.tile, "turn": copies.turn}
+    return copies.from_each_node(
+        lambda: copy(device, seed, plan.copies, corrupt=corrupt, **link), copies.numa_nodes()
+    )
+
+
 def _seeds(seed: int) -> list[int]:
     return [seed + number for number in range(SEEDS)]
 
@@ -222,26 +226,6 @@ def _say(value: Mapping[str, Any]) -> None:
 def _end_with_the_parent() -> None:
     """Let the kernel end this process with the one that waits for it: nobody else would."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-# -- the processor next to the GPU -----------------------------------------------------------------------------
-
-
-def _near(pci: str, sys_pci: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Run on the processors next to the GPU, where pinned memory is then taken from. Raises OSError."""
-    near = processors((sys_pci / pci / "local_cpulist").read_text())
-    if usable := near & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, usable)
-
-
-def processors(text: str) -> set[int]:
-    """Return the processors of a list as /sys writes it: ``0-3,8``."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
 
 
 # -- drills ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,11 @@ FORMAT = 1
 _XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\).*?: (\d+)")
 _OFF_THE_BUS = re.compile(r"NVRM: (?:GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+):? )?.*fallen off the bus")
 _FELL_OFF = 79
-_LEVELS = ("info", "warn", "fail")
+_SXID = re.compile(
+    r"(nvidia-nvswitch\d+): SXid \(((?:PCI:)?[0-9a-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)\b", re.IGNORECASE
+)
+# ``unsettled``: neither a fault of the GPU nor none, as our own program may have caused it.
+_LEVELS = ("info", "warn", "unsettled", "fail")
 _ACTIONS = ("none", "reboot", "replace", "reimage", "config")
 
 
@@ -100,7 +104,14 @@ def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
 
 
 def parse_message(text: str, monotonic_us: int) -> Xid | None:
-    """Return the Xid of a kernel message, None where it has none. A GPU that fell off the bus counts as Xid 79."""
+    """Return the Xid or SXid of a kernel message, None where it has none.
+
+    A GPU that fell off the bus counts as Xid 79. Of an SXid's several lines the one with its severity counts.
+    """
+    sxid = _SXID.search(text)
+    if sxid:
+        is_fatal = sxid[4].lower() == "fatal"
+        return Xid(int(sxid[3]), address(sxid[2]), monotonic_us, text, sxid[1], is_fatal)
     xid = _XID.search(text)
     if xid:
         return Xid(int(xid[2]), address(xid[1]), monotonic_us, text)

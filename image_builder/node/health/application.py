@@ -96,7 +96,9 @@ def _preflight(known: Known) -> Iterator[tuple[State, str]]:
     if not found:
         yield "Initializing", "the preflight is not done"
     elif found.get("state") == model.FAILED:
-        yield "Unhealthy", f"preflight: {found.get('code')}"
+        # What the gate holds must not be repaired meanwhile.
+        is_held = found.get("action") == "none"
+        yield "Unknown" if is_held else "Unhealthy", f"preflight: {found.get('code')}"
     elif found.get("state") != model.PASSED:
         yield "Unknown", f"preflight: {found.get('code')}"
 

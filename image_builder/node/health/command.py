@@ -36,6 +36,7 @@ from image_builder.node.health.model import Finding, Look, Outcome, Places, Samp
 from image_builder.node.health.settings import Settings, parse
 
 FORMAT = 1
+LOCK_SECONDS = 20.0
 # A timer is never exact: a check that is almost due is due.
 _SLACK_SECONDS = 5.0
 Check = Callable[[Look], Outcome]
@@ -112,7 +113,8 @@ def run(
     places.run.mkdir(parents=True, exist_ok=True)
     boot_id = status.boot_id(places.proc / status.BOOT_ID.relative_to("/proc"))
     path = places.run / "health-state.json"
-    with lock.held(places.run / "health.lock"):
+    # Less than the unit gives it: another look that is late is no reason for this one to be killed.
+    with lock.held(places.run / "health.lock", LOCK_SECONDS):
         before, trouble = memory.load(path, boot_id)
         if trouble:
             status.tell(f"health: {trouble}")

@@ -83,14 +83,15 @@ def rule(usages: Iterable[Usage], settings: Settings) -> list[Finding]:
             "filesystem.inodes": (one.inodes_used, "out of inodes"),
         }
         for code, (used, words) in parts.items():
-            if severity := _severity(used, settings):
+            if severity := _severity(used, settings, one.mounted.target):
                 detail = f"{one.path} is {used:.0%} {words}"
                 found.append(Finding(code, one.path, severity, detail, patient=True))
     return found
 
 
-def _severity(used: float, settings: Settings) -> Severity | None:
-    if used * 100 >= settings.full_fail_percent:
+def _severity(used: float, settings: Settings, target: str) -> Severity | None:
+    # Without room in / nothing works. Any other filesystem is there for jobs to fill, and the kubelet makes room.
+    if used * 100 >= settings.full_fail_percent and target == "/":
         return "fail"
     return "warn" if used * 100 >= settings.full_warn_percent else None
 

@@ -157,10 +157,15 @@ def find(records: Iterable[Record]) -> list[Trouble]:
 
 
 def trouble(text: str) -> tuple[str, str] | None:
-    """Return code and subject of a line; ``gpu.xid`` has the Xid's number before the GPU's address."""
-    if "NVRM:" in text:
+    """Return code and subject of a line; ``gpu.xid`` and ``gpu.sxid`` have the number before the PCI address.
+
+    Only fatal SXids are trouble: the others come with every boot of a machine with NVSwitches.
+    """
+    if "NVRM:" in text or "SXid" in text:
         xid = xids.parse_message(text, 0)
-        return ("gpu.xid", f"{xid.number} {xid.pci}".rstrip()) if xid else None
+        if xid is None or (xid.switch and not xid.fatal):
+            return None
+        return ("gpu.sxid" if xid.switch else "gpu.xid", f"{xid.number} {xid.pci}".rstrip())
     if not any(word in text for word in ("rror", "Remount", "abort", "Abort", "XFS", "nvme", "failure")):
         return None
     for code, pattern in _TROUBLES:
@@ -182,7 +187,7 @@ def merge(known: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
 def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Judge) -> list[Finding]:
     """Return what is wrong. A device that isn't the node's ``own`` is a volume of some pod's: a warning.
 
-    An Xid counts until the next boot, by its class.
+    An Xid counts until the next boot, by its class, and so does a fatal SXid.
     """
     found = []
     for one in troubles:
@@ -191,6 +196,8 @@ def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Ju
         if one.code == "gpu.xid":
             number = int(one.subject.partition(" ")[0])
             severity, action = judge(number)
+        elif one.code == "gpu.sxid":
+            severity, action = "fail", "reboot"
         elif now - one.last > _HOLD_SECONDS[one.code]:
             continue
         elif one.code != "drive.timeouts" and is_own(one.subject, own):
@@ -217,9 +224,9 @@ def samples(troubles: Iterable[Trouble], lost: int) -> list[Sample]:
     }
     found = [Sample("kernel_log_lost_records_total", lost)]
     for one in troubles:
-        if one.code == "gpu.xid":
-            xid, _, gpu = one.subject.partition(" ")
-            found.append(Sample("gpu_xid_total", one.count, {"xid": xid, "pci": gpu}))
+        if one.code in ("gpu.xid", "gpu.sxid"):
+            xid, _, pci = one.subject.partition(" ")
+            found.append(Sample(f"gpu_{one.code[4:]}_total", one.count, {one.code[4:]: xid, "pci": pci}))
         else:
             found.append(Sample(names[one.code], one.count, {"device": one.subject}))
     return found

@@ -51,6 +51,7 @@ HELP: Mapping[str, str] = {
     "infiniband_local_link_integrity_errors_total": "How often the port's link had too many errors.",
     "gpu_expected": "GPUs on the PCI bus.",
     "gpu_answering": "GPUs that NVML can open.",
+    "gpu_sxid_total": "Fatal SXids in the kernel's log since the boot.",
     "gpu_xid_total": "Xids in the kernel's log since the boot.",
     "gpu_ecc_uncorrected_total": "Uncorrected memory errors since the driver was loaded.",
     "gpu_ecc_corrected_total": "Corrected memory errors since the driver was loaded.",

@@ -11,9 +11,10 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from image_builder.node.health import apart
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.sysfs import text
 
@@ -21,6 +22,8 @@ _NVME_IOCTL_ADMIN_CMD = 0xC0484E41
 _GET_LOG_PAGE, _HEALTH, _LENGTH = 0x02, 0x02, 512
 _EVERY_NAMESPACE = 0xFFFFFFFF
 _TIMEOUT_MS = 5000
+# All drives together; a controller that is being reset keeps a question to itself.
+_SECONDS = 15.0
 # Bits of the critical warning. The read-only one and the first are the end of a drive; heat may pass.
 WARNINGS = {
     0: "spare blocks below the threshold",
@@ -54,12 +57,35 @@ class Drive:
 
 
 def check(look: Look) -> Outcome:
-    """Look at every controller."""
+    """Look at every controller; their pages are read in a process that may hang. Raises NodeError."""
+    states = {
+        entry.name: text(entry / "state") for entry in sorted((look.places.sys / "class/nvme").glob("nvme*"))
+    }
+    if not states:
+        return Outcome()
+    findings: list[Finding] = []
+    pages: dict[str, list[int] | None] = {}
+    process = look.memory.get("hung")
+    if not process or apart.started(process[0], look.places.proc) != process[1]:
+        process = None
+        try:
+            pages = apart.run(lambda: _pages(look.places.dev, states), "an NVMe drive", _SECONDS)
+        except apart.HungError as error:
+            process = list(error.process)
+    if process:
+        detail = f"a drive does not answer: process {process[0]} waits for it"
+        findings.append(Finding("drive.hung", "nvme", "fail", detail, action="reboot"))
     drives = [
-        Drive(entry.name, text(entry / "state"), page(look.places.dev / entry.name))
-        for entry in sorted((look.places.sys / "class/nvme").glob("nvme*"))
+        Drive(name, state, Page(*found) if (found := pages.get(name)) else None)
+        for name, state in states.items()
     ]
-    return Outcome(tuple(rule(drives)), tuple(samples(drives)))
+    memory = {"hung": process} if process else {}
+    return Outcome((*findings, *rule(drives)), tuple(samples(drives)), memory)
+
+
+def _pages(devices: Path, names: Iterable[str]) -> dict[str, list[int] | None]:
+    found = {name: page(devices / name) for name in names}
+    return {name: list(astuple(one)) if one else None for name, one in found.items()}
 
 
 def page(device: Path) -> Page | None:

@@ -41,6 +41,9 @@ CODES: Mapping[int, Code] = {
     21: Code("network", "transient", "this machine does not have the address that the node is to have"),
     22: Code("network", "transient", "the API server's name does not resolve"),
     23: Code("network", "transient", "the API server does not take a connection"),
+    24: Code(
+        "network", "node", "pods are not kept away from the metadata service: the pod guard is not in force"
+    ),
     31: Code("disk", "node", "the local disk failed"),
     32: Code("disk", "node", "nothing is known of the local disk in this boot"),
     41: Code("runtime", "node", "preloaded images are missing"),
@@ -49,6 +52,7 @@ CODES: Mapping[int, Code] = {
     51: Code("gpu", "hardware", "the preflight of this boot failed"),
     52: Code("gpu", "node", "the preflight of this boot could not be settled"),
     53: Code("gpu", "node", "there is no preflight of this boot"),
+    60: Code("credentials", "transient", "no attested document of this machine"),
     61: Code("credentials", "transient", "no token of the managed identity"),
     62: Code("credentials", "transient", "the broker does not answer, or refuses"),
     63: Code("credentials", "configuration", "the broker's answer is not understood"),

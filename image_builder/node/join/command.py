@@ -32,6 +32,9 @@ _BUDGET = 900.0
 _TOKEN_SECONDS = 60.0
 # Nobody has told this node how to join: no failure of a unit, and not joined.
 _NOT_TOLD = 12
+# Exit statuses. The unit is started again after the first; for the second somebody must change something before.
+AGAIN, FINAL = 1, 2
+_FINAL_KINDS = ("configuration", "image")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Places:
     listed: Path = layout.LIST
     firmware: Path = Path("/sys/class/dmi/id/product_uuid")
     restart: tuple[str, ...] = kubelet.RESTART
+    guard: surroundings.PodGuard = surroundings.POD_GUARD
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Joining:
 
 
 def run(places: Places = Places()) -> int:
-    """Join, or see that this node has joined. Return 0 where it has, and where nobody has told it to; else 1.
+    """Join, or see that this node has joined. Return 0 where it has, or was never told to; else AGAIN or FINAL.
 
     Raises OSError where not even the record can be written.
     """
@@ -92,7 +96,9 @@ def run(places: Places = Places()) -> int:
     if joined:
         return 0
     failure = record.failure
-    return 0 if failure and failure.code == _NOT_TOLD else 1
+    if failure and failure.code == _NOT_TOLD:
+        return 0
+    return FINAL if failure and records.kind(failure.code) in _FINAL_KINDS else AGAIN
 
 
 def _phase(name: str, joining: Joining, record: Record) -> Ended:
@@ -147,7 +153,7 @@ def _identity(joining: Joining, deadline: Deadline) -> Done:
 
 
 def _network(joining: Joining, deadline: Deadline) -> Done:
-    return surroundings.network(joining.told, deadline)
+    return surroundings.network(joining.told, joining.places.guard, deadline)
 
 
 def _disk(joining: Joining, deadline: Deadline) -> Done:

@@ -23,6 +23,12 @@ from image_builder.node.join.deadline import Deadline, NotYet, patiently
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 # OpenSSL's words for a certificate that is not valid yet, or not any more (X509_V_ERR_...).
 _OUT_OF_TIME = (9, 10)
+# The metadata service takes no longer one.
+_NONCE = re.compile(r"[0-9]{10}")
+_CODE = re.compile(r"[a-z.]{1,40}")
+# Beside errors of the server: a document that was used, or of another nonce, is followed by one that will do; and asked
+# too often.
+_LATER = frozenset({409, 429})
 # A token that was made this second may not be known to each API server yet.
 _REFUSALS = 3
 
@@ -46,26 +52,57 @@ def from_custom_data(found: Mapping[str, Any]) -> Token:
 
 
 def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadline: Deadline) -> Token:
-    """Ask the broker for a token, as this machine's managed identity. Raises JoinError (61, 62, 63, 65)."""
+    """Ask the broker for a token, as this machine and its managed identity. Raises JoinError (60 to 63).
+
+    The broker gives a nonce, the metadata service signs it, and for that the broker gives the token.
+    """
     wanted = config.credentials
     proof = imds.identity_token(address, wanted.resource, wanted.client_id, deadline)
 
     def once() -> Token:
-        timeout = max(1.0, min(api.TIMEOUT, deadline.left))
-        try:
-            said = api.ask(wanted.url, wanted.ca or config.ca, token=proof, body=who, timeout=timeout)
-        except ssl.SSLCertVerificationError as error:
-            raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
-        except OSError as error:
-            raise NotYet(62, f"the broker does not answer: {error}") from error
-        if said.status == 200:
-            return parse_broker(said.body)
-        what = f"the broker answered {said.status}"
-        if said.status < 500 and said.status != 429:
-            raise JoinError(62, what)
-        raise NotYet(62, what, said.retry_after)
+        nonce = parse_nonce(_asked(config, proof, who, deadline))
+        document = imds.attested_document(address, nonce, deadline)
+        return parse_broker(_asked(config, proof, {**who, "document": document}, deadline))
 
     return patiently(once, deadline)
+
+
+def _asked(config: NodeConfig, proof: str, body: Mapping[str, str], deadline: Deadline) -> bytes:
+    """Return what the broker answers. Raises NotYet, JoinError (62)."""
+    wanted = config.credentials
+    timeout = max(1.0, min(api.TIMEOUT, deadline.left))
+    try:
+        said = api.ask(wanted.url, wanted.ca or config.ca, token=proof, body=body, timeout=timeout)
+    except ssl.SSLCertVerificationError as error:
+        raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
+    except OSError as error:
+        raise NotYet(62, f"the broker does not answer: {error}") from error
+    if said.status == 200:
+        return said.body
+    what = f"the broker answered {said.status}{_code(said.body)}"
+    if said.status < 500 and said.status not in _LATER:
+        raise JoinError(62, what)
+    raise NotYet(62, what, said.retry_after)
+
+
+def _code(body: bytes) -> str:
+    """Return the code of a refusal, which is no secret, in brackets; nothing where there is none."""
+    try:
+        code = json.loads(body)["error"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ""
+    return f" ({code})" if isinstance(code, str) and _CODE.fullmatch(code) else ""
+
+
+def parse_nonce(body: bytes) -> str:
+    """Return the nonce of a broker's answer, ``{"nonce": "0123456789"}``. Raises JoinError (63)."""
+    try:
+        nonce = json.loads(body)["nonce"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise JoinError(63, f"the broker's answer is not understood: {type(error).__name__}") from error
+    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
+        raise JoinError(63, "the broker's answer has no nonce of ten digits")
+    return nonce
 
 
 def parse_broker(body: bytes) -> Token:

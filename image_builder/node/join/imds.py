@@ -1,8 +1,4 @@
-"""What the platform says of this machine, and for it: Azure's instance metadata service.
-
-https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service. It answers five questions a second and
-machine, then 429 with a time to wait; a machine that has just come up may get errors of the server.
-"""
+"""What the platform says of this machine, and for it: Azure's instance metadata service."""
 
 from __future__ import annotations
 
@@ -16,17 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.node import imds
 from image_builder.node.asking import Said
-from image_builder.node.imds import ask
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.deadline import Deadline, NotYet, patiently
+from image_builder.node.join.deadline import Deadline
 
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
+_ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
-# Asked too often, or the service is not up yet; 410 is "being updated, at most 70 seconds".
-_LATER = frozenset({408, 410, 429})
-# Seconds: about five questions a second are answered.
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
 _PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 
 
@@ -113,23 +106,21 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
     return str(token)
 
 
+def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
+    """Return a document (PKCS#7, base64) that proves this machine to whoever gave the nonce. Raises JoinError (60)."""
+    said = _patiently(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
+    try:
+        document = json.loads(said.body)["signature"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise JoinError(
+            60, f"the metadata service's answer is no document: {type(error).__name__}"
+        ) from error
+    return str(document)
+
+
 def _patiently(address: str, path: str, deadline: Deadline, number: int) -> Said:
     """Ask until there is an answer. Raises JoinError with this number."""
-
-    def once() -> Said:
-        try:
-            said = ask(path, address=address)
-        except OSError as error:
-            raise NotYet(number, f"the metadata service does not answer: {error}") from error
-        if said.status == 200:
-            return said
-        what = f"the metadata service answered {said.status}: {_first_words(said.body)}"
-        if said.status < 500 and said.status not in _LATER:
-            raise JoinError(number, what)
-        raise NotYet(number, what, said.retry_after)
-
-    return patiently(once, deadline, base=_FIRST_WAIT, cap=_LONGEST_WAIT)
-
-
-def _first_words(body: bytes) -> str:
-    return " ".join(body[:300].decode(errors="replace").split())
+    try:
+        return imds.answer(path, deadline.left, address=address, clock=deadline.clock, sleep=deadline.sleep)
+    except OSError as error:
+        raise JoinError(number, str(error)) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,27 @@ _POLL = 0.5
 _NETWORK = {"network.dns": 22, "network.tcp": 23}
 
 
-def network(told: Told, deadline: Deadline) -> Done:
-    """See that the address is ours, the API server's name resolves, and it takes connections. Raises JoinError."""
+@dataclass(frozen=True)
+class PodGuard:
+    """The unit that keeps pods away from the metadata service, and what is there while it does (role azure_guest)."""
+
+    unit: Path = Path("/etc/systemd/system/azure-pod-guard.service")
+    mark: Path = Path("/run/azure-pod-guard")
+
+
+POD_GUARD = PodGuard()
+
+
+def network(told: Told, guard: PodGuard, deadline: Deadline) -> Done:
+    """See that pods are kept out, the address is ours, the API server's name resolves, and it takes connections.
+
+    Raises JoinError (21 to 24).
+    """
+    while guard.unit.exists() and not guard.mark.exists():
+        if not deadline.poll(_POLL):
+            raise JoinError(
+                24, f"{guard.unit.name} has not done its work: systemctl status {guard.unit.name}"
+            )
     while told.ip and not _is_ours(told.ip):
         if not deadline.poll(_POLL):
             raise JoinError(21, f"{told.ip} is no address of this machine")

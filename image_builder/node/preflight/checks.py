@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from image_builder.node import programs, status
@@ -41,8 +41,11 @@ def prepared(found: Mapping[str, Any], wanted: Sequence[str]) -> list[Check]:
     return checks
 
 
-def reach(settings: Settings) -> list[Check]:
-    """Resolve the names, connect to the places, ask the engine; all at once, for ``wait_seconds`` at most."""
+def reach(settings: Settings, passed: Container[str] = ()) -> list[Check]:
+    """Resolve the names, connect to the places, ask the engine; all at once, for ``wait_seconds`` at most.
+
+    ``passed`` are the ids of checks that are not made again.
+    """
     probes: dict[str, tuple[str, Probe]] = {
         **{f"dns:{name}": ("network.dns", _resolver(name)) for name in settings.dns},
         **{f"tcp:{place}": ("network.tcp", _connector(place)) for place in settings.tcp},
@@ -51,6 +54,7 @@ def reach(settings: Settings) -> list[Check]:
         probes["engine"] = ("runtime.engine", _asker(settings.engine))
     if not probes:
         return [Check("network", SKIPPED, reason="no endpoint is configured")]
+    probes = {name: probe for name, probe in probes.items() if name not in passed}
     results = _try_all(probes, settings.wait_seconds)
     return [_settled(name, probes[name][0], *results[name]) for name in results]
 

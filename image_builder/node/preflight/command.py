@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from image_builder.node import durable, lock, programs, status
+from image_builder.node import durable, lock, programs, reboots, status
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
-from image_builder.node.preflight import checks, model, report, smoke
+from image_builder.node.preflight import checks, hold, model, report, smoke
+from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings, parse
@@ -29,14 +31,15 @@ class Places:
     boot_id: Path = status.BOOT_ID
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
+    report: Sequence[str] = field(default=("systemctl", "--no-block", "restart", "preflight-report.service"))
     smoke: Callable[[str], Sequence[str]] = smoke.command
+    now: Callable[[], float] = time.time
 
 
 def run(places: Places = Places()) -> int:
-    """Return 0 when this boot has a verdict, with ``hard`` only when it passed. Raises no error that is expected.
+    """Return 0 when this boot has a verdict, and 1 when it has none or is about to end: then nothing is admitted.
 
-    Not 0 means that the kubelet doesn't start: also where the verdict can't be written, since nobody could tell then
-    what this boot was found to be.
+    Raises no error that is expected.
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
@@ -44,12 +47,8 @@ def run(places: Places = Places()) -> int:
             boot_id = status.boot_id(places.boot_id)
             build = files.build_id(places.release)
             _forget(places.run)
-            settings, found = _test(places, boot_id)
-            verdict = settle(
-                judge(found), found, _attempts(places.attempts), build=build, may_reboot=settings.reboot
-            )
-            if verdict.reboot:
-                verdict = _count(places.attempts, verdict, Attempts(build, 1, boot_id))
+            settings, found = examine(places, boot_id)
+            verdict = decide(found, places, settings, build=build, boot_id=boot_id)
             told = model.document(
                 verdict,
                 found,
@@ -58,18 +57,50 @@ def run(places: Places = Places()) -> int:
                 started=started,
                 seconds=time.monotonic() - began,
             )
-            durable.write_json(places.run / model.FILE, told)
-            status.update("preflight", model.section(told), directory=places.run, settings=places.etc)
+            verdicts.write(told, run=places.run, etc=places.etc)
+            status.tell(f"preflight: {model.message(told)}")
+            if verdict.reboot and _start_again(places, boot_id):
+                return 1
+            verdicts.admit(told, run=places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED, there is no verdict: {error}")
-        return 1
-    status.tell(f"preflight: {model.message(told)}")
-    if verdict.reboot and _start_again(places.reboot):
         return 1
     if verdict.state != PASSED:
         # A node that is known already keeps what it was allowed before until somebody hears of this.
         report.try_now(settings, places.run)
-    return 0 if verdict.state == PASSED or not settings.hard else 1
+    return 0
+
+
+def again(places: Places = Places()) -> int:
+    """Test again what was not settled in this boot, and report what changed; return 0.
+
+    The kubelet may run by now, and pods: nothing found here starts the node again. Raises NodeError where there is no
+    verdict of this boot, and OSError.
+    """
+    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    with lock.held(places.run / "preflight.lock"):
+        before = report.verdict_of_this_boot(places.run, places.boot_id)
+        settings = Settings()
+        if before["state"] == INCONCLUSIVE:
+            boot_id, build = str(before["boot_id"]), str(before["image_build"])
+            settings, found = examine(places, boot_id, passed_before(before))
+            verdict = decide(found, places, settings, build=build, boot_id=boot_id, may_reboot=False)
+            is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
+            told = model.document(
+                verdict,
+                found,
+                boot_id=boot_id,
+                image_build=build,
+                # A verdict that stays what it was is not reported again.
+                started=started if is_news else before["started"],
+                seconds=time.monotonic() - began,
+            )
+            verdicts.write(told, run=places.run, etc=places.etc)
+            verdicts.admit(told, run=places.run, hard=settings.hard)
+            status.tell(f"preflight: again: {model.message(told)}")
+            if is_news and settings.kubeconfig:
+                programs.run(places.report)
+    return 0
 
 
 def _forget(directory: Path) -> None:
@@ -78,8 +109,14 @@ def _forget(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _test(places: Places, boot_id: str) -> tuple[Settings, list[Check]]:
-    """Make all checks. Settings that can't be read pass nothing: they are a finding of the image."""
+def passed_before(told: Mapping[str, Any]) -> list[Check]:
+    """Return the checks of a verdict that need not be made again. What the boot prepared is read again, at no cost."""
+    found = [Check(**check) for check in told["checks"]]
+    return [check for check in found if check.state == PASSED and check.id not in status.SECTIONS]
+
+
+def examine(places: Places, boot_id: str, passed: Sequence[Check] = ()) -> tuple[Settings, list[Check]]:
+    """Make all checks but those that passed before. Settings that can't be read are a finding of the image."""
     try:
         settings = parse(files.load("preflight", places.etc))
         expects_gpus = gpu_settings.are_expected(places.etc)
@@ -87,38 +124,74 @@ def _test(places: Places, boot_id: str) -> tuple[Settings, list[Check]]:
     except NodeError as error:
         return Settings(), [Check("settings", INCONCLUSIVE, error.code, error.message, "reimage")]
     found = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
-    found += checks.reach(settings)
-    if expects_gpus:
+    found += passed
+    names = {check.id for check in passed}
+    found += checks.reach(settings, names)
+    if expects_gpus and smoke.ID not in names:
         found.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))
     return settings, found
 
 
+def decide(
+    found: Sequence[Check],
+    places: Places,
+    settings: Settings,
+    *,
+    build: str,
+    boot_id: str,
+    may_reboot: bool = True,
+) -> Verdict:
+    """Judge the checks, and keep account of reboots: one that is to come is written down before, a pass clears them."""
+    attempts, now = _attempts(places.attempts), places.now()
+    verdict = settle(
+        judge(found),
+        found,
+        attempts,
+        build=build,
+        boot_id=boot_id,
+        may_reboot=may_reboot and settings.reboot,
+        now=now,
+    )
+    verdict = hold.asked(verdict, settings)
+    if verdict.reboot and attempts is not None:
+        if problem := _write(places.attempts, attempts.ordered(verdict.code, build, boot_id, now)):
+            # Without the account there would be no end of reboots.
+            return replace(verdict, reason=f"{verdict.reason}; no reboot: {problem}", reboot=False)
+    elif verdict.state == PASSED and attempts != Attempts():
+        # A file that can't be read is replaced here: nothing that it said is wanted any more.
+        problem = _write(places.attempts, (attempts or Attempts()).passed(now))
+        if problem:
+            status.tell(f"preflight: {problem}")
+    return verdict
+
+
 def _attempts(path: Path) -> Attempts | None:
-    """Return the count of reboots; None where it can't be read."""
+    """Return the reboots; None where they can't be read."""
     try:
         return parse_attempts(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return Attempts()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None
 
 
-def _count(path: Path, verdict: Verdict, attempts: Attempts) -> Verdict:
-    """Write the count down before the reboot; where that fails there is none, or there would be no end of them."""
+def _write(path: Path, attempts: Attempts) -> str:
+    """Write the account; return what is wrong where that fails."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        durable.write_json(path, attempts.__dict__)
+        durable.write_json(path, attempts.as_json())
     except OSError as error:
-        reason = f"{verdict.reason}; no reboot: {path} can't be written: {error.strerror}"
-        return Verdict(verdict.state, verdict.code, reason, verdict.action)
-    return verdict
+        return f"{path} can't be written: {error.strerror}"
+    return ""
 
 
-def _start_again(argv: Sequence[str]) -> bool:
-    status.tell("preflight: this node is started again, once")
+def _start_again(places: Places, boot_id: str) -> bool:
+    status.tell("preflight: this node is started again")
     try:
-        programs.run(argv)
-    except ProgramError as error:
-        status.tell(f"preflight: it can't be: {error.message}")
+        # A disk that is missing in this boot and the next is not missing for longer because of this.
+        reboots.record(boot_id, places.attempts.with_name(reboots.PATH.name))
+        programs.run(places.reboot)
+    except (ProgramError, OSError) as error:
+        status.tell(f"preflight: it can't be: {error}")
         return False
     return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from image_builder.node.preflight.model import ACTIONS, FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
@@ -11,24 +11,74 @@ from image_builder.node.preflight.model import ACTIONS, FAILED, INCONCLUSIVE, PA
 REASON_CHARACTERS = 400
 
 
+# A node that was started again so often for one code, within these seconds, is handed over.
+MOST_REBOOTS, REBOOT_WINDOW = 3, 30 * 86400.0
+# Codes of programs, which another machine would run no better: a reboot that did not help asks for another image.
+_OF_PROGRAMS = ("runtime.",)
+# Routine in the life of a GPU's memory: a reset remaps the row, and that alone is no reason to give a machine back.
+_ROUTINE = ("remap.pending", "ecc.uncorrected")
+
+
+@dataclass(frozen=True)
+class Reboot:
+    """A reboot that was ordered: for which code, by which image, in which boot, when (Unix time).
+
+    ``helped``: a later test passed.
+    """
+
+    code: str
+    build: str
+    boot_id: str
+    at: float
+    helped: bool = False
+
+
 @dataclass(frozen=True)
 class Attempts:
-    """How often this image has already been started again because of a failed preflight, and in which boot last."""
+    """The reboots that a failed preflight has ordered on this machine's disk."""
 
-    build: str = ""
-    reboots: int = 0
-    boot_id: str = ""
+    reboots: tuple[Reboot, ...] = ()
+
+    def unhelpful(self, code: str, build: str, boot_id: str) -> bool:
+        """Tell whether an earlier boot of this image was started again for this code, and none has passed since."""
+        return any(
+            (one.code, one.build, one.helped) == (code, build, False) and one.boot_id != boot_id
+            for one in self.reboots
+        )
+
+    def recent(self, code: str, boot_id: str, now: float) -> int:
+        """Return how many earlier boots were started again for this code within the window.
+
+        What lies ahead counts: the clock was set since.
+        """
+        return sum(
+            one.code == code and one.boot_id != boot_id and now - one.at < REBOOT_WINDOW
+            for one in self.reboots
+        )
+
+    def passed(self, now: float) -> Attempts:
+        """Return what is kept when a test passes: each reboot has helped, and the old ones are forgotten."""
+        kept = [one for one in self.reboots if now - one.at < REBOOT_WINDOW]
+        return Attempts(tuple(replace(one, helped=True) for one in kept))
+
+    def ordered(self, code: str, build: str, boot_id: str, now: float) -> Attempts:
+        """Return the reboots with one more; a boot that orders the same again counts once."""
+        others = [one for one in self.reboots if (one.code, one.boot_id) != (code, boot_id)]
+        return Attempts((*others, Reboot(code, build, boot_id, now)))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"reboots": [asdict(one) for one in self.reboots]}
 
 
-def parse_attempts(found: Mapping[str, Any]) -> Attempts:
-    """Return what the counter file says; raises ValueError for one that isn't ours."""
-    made = Attempts(found["build"], found["reboots"], found["boot_id"]) if found.keys() >= _FIELDS else None
-    if made is None or not isinstance(made.reboots, int) or not isinstance(made.build, str):
-        raise ValueError("it holds no count of reboots")
-    return made
-
-
-_FIELDS = {"build", "reboots", "boot_id"}
+def parse_attempts(value: Any) -> Attempts:
+    """Return what the file says; raises ValueError for one that isn't ours."""
+    try:
+        reboots = tuple(Reboot(**one) for one in value["reboots"])
+    except (KeyError, TypeError) as error:
+        raise ValueError("it holds no reboots") from error
+    if any(type(one.at) not in (int, float) or type(one.helped) is not bool for one in reboots):
+        raise ValueError("it holds no reboots")
+    return Attempts(reboots)
 
 
 def judge(checks: Sequence[Check]) -> Verdict:
@@ -51,12 +101,20 @@ def judge(checks: Sequence[Check]) -> Verdict:
 
 
 def settle(
-    verdict: Verdict, checks: Sequence[Check], attempts: Attempts | None, *, build: str, may_reboot: bool
+    verdict: Verdict,
+    checks: Sequence[Check],
+    attempts: Attempts | None,
+    *,
+    build: str,
+    boot_id: str,
+    may_reboot: bool,
+    now: float,
 ) -> Verdict:
-    """Decide about a reboot: once for an image, and only where nothing speaks against it.
+    """Decide about a reboot: one for each code until a test passes, and only where nothing speaks against it.
 
-    ``attempts`` is None where the count can't be read: then a reboot might be one without end, and there is none.
-    After the one reboot the same fault is not the boot's: replace the node.
+    ``attempts`` is None where the file can't be read: then a reboot might be one without end, and there is none. A
+    fault that a reboot did not cure, or that comes back too often, asks for another machine or image; what was
+    never settled asks for neither, it is tested again, and what is routine asks for no more than the reboot.
     """
     if verdict.state == PASSED or verdict.action != "reboot":
         return verdict
@@ -64,6 +122,21 @@ def settle(
         return replace(verdict, action="replace")
     if attempts is None:
         return replace(verdict, reason=f"{verdict.reason}; no reboot: how many there were can't be read")
-    if attempts.build == build and attempts.reboots >= 1:
-        return replace(verdict, action="replace", reason=f"{verdict.reason}; a reboot did not help")
+    if verdict.code in _ROUTINE:
+        if attempts.recent(verdict.code, boot_id, now) < MOST_REBOOTS:
+            return replace(verdict, reboot=may_reboot)
+        return replace(
+            verdict, reason=f"{verdict.reason}; no reboot: {MOST_REBOOTS} in 30 days were for the same"
+        )
+    if attempts.unhelpful(verdict.code, build, boot_id):
+        return _handed_over(verdict, "a reboot did not help")
+    if attempts.recent(verdict.code, boot_id, now) >= MOST_REBOOTS:
+        return _handed_over(verdict, f"{MOST_REBOOTS} reboots in 30 days were for the same")
     return replace(verdict, reboot=may_reboot)
+
+
+def _handed_over(verdict: Verdict, why: str) -> Verdict:
+    action = "none"
+    if verdict.state == FAILED:
+        action = "reimage" if verdict.code.startswith(_OF_PROGRAMS) else "replace"
+    return replace(verdict, action=action, reason=f"{verdict.reason}; {why}")

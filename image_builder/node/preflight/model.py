@@ -12,6 +12,8 @@ from image_builder.node import status
 FORMAT = 1
 FILE = "preflight.json"
 REPORTED = "preflight.reported"
+# Files that units look for: this boot is to be tested again, and the kubelet may start.
+UNSETTLED, ADMITTED = "preflight.unsettled", "kubelet.admitted"
 
 PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
 # What a person or a machine is to do with the node, the mildest first.
@@ -23,6 +25,7 @@ _STATUS = {PASSED: "True", FAILED: "False"}
 WISH, ANSWER = "image-builder/retest-wanted", "image-builder/retest"
 HELD, GRANTED, REFUSED, WITHDRAWN = "held", "granted", "refused", "withdrawn"
 _BOOT = re.compile(r"^boot=([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:\s|$)")
+_FAILURE = re.compile(r"^boot=\S+ (?:retest=\S+ )?image=\S+ failed in \d+ s: (\S+): ")
 _RETEST = re.compile(r"^boot=\S+ retest=([0-9a-f]{16})(?:\s|$)")
 
 
@@ -101,6 +104,12 @@ def message(found: Mapping[str, Any]) -> str:
 def boot_of(message: str) -> str:
     """Return the boot id that a condition's message speaks of; empty where there is none."""
     match = _BOOT.match(message)
+    return match[1] if match else ""
+
+
+def failure_of(message: str) -> str:
+    """Return the code by which the test that a condition's message speaks of failed; empty where it didn't."""
+    match = _FAILURE.match(message)
     return match[1] if match else ""
 
 

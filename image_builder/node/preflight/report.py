@@ -10,14 +10,12 @@ import json
 import os
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, kube, kubeconfig, status
+from image_builder.node import asking, durable, kube, kubeconfig, status
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import Client
@@ -26,6 +24,7 @@ from image_builder.node.preflight.settings import Settings, parse
 
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
 _POLL = 2.0
+_KUBELET_SECONDS = 3600.0
 # The early word of a failure keeps the kubelet from starting for so long at most.
 _EARLY_SECONDS = 10.0
 
@@ -128,18 +127,24 @@ def _refusals(send: Callable[[], None]) -> Callable[[], None]:
 def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
     """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
 
-    A node that nobody has told how to join has no kubeconfig, and nothing to report to.
+    A node that nobody has told how to join has no kubeconfig, and nothing to report to. Raises NodeError
+    (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
     """
-    while not Path(settings.kubeconfig).exists():
+    until = time.monotonic() + _KUBELET_SECONDS
+    while not (Path(settings.kubeconfig).exists() and _answers(settings.healthz)):
+        if time.monotonic() >= until:
+            what = (
+                f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"
+            )
+            raise NodeError("preflight.kubelet", what)
         sleep(_POLL)
-    while True:
-        try:
-            with urllib.request.urlopen(settings.healthz, timeout=_POLL) as answer:  # noqa: S310 (a setting)
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        sleep(_POLL)
+
+
+def _answers(healthz: str) -> bool:
+    try:
+        return asking.ask(healthz, headers={}, seconds=_POLL).status == 200
+    except OSError:
+        return False
 
 
 def _is_reported(directory: Path, found: Mapping[str, Any]) -> bool:

@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, kube, lock, status
+from image_builder.node import kube, lock, status
 from image_builder.node import settings as files
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.kube import KubeError
 from image_builder.node.preflight import model, report, smoke
+from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import judge
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check
 from image_builder.node.preflight.settings import Settings, parse
@@ -68,8 +69,8 @@ def run(places: Places = Places()) -> int:
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(found["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         told = after(found, check, str(wish["nonce"]), started)
-        durable.write_json(places.run / model.FILE, told)
-        status.update("preflight", model.section(told), directory=places.run, settings=places.etc)
+        verdicts.write(told, run=places.run, etc=places.etc)
+        verdicts.admit(told, run=places.run, hard=settings.hard)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
     return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
 

@@ -15,8 +15,9 @@ TIERS = ("boot-quick", "boot-full")
 @dataclass(frozen=True)
 class Settings:
     """``hard``: the kubelet doesn't start on a node that did not pass. ``reboot``: the node may start itself again,
-    once for an image. ``dns`` are names to resolve, ``tcp`` places (``host:port``) to connect to, ``engine`` is who
-    must answer; for all three together ``wait_seconds`` is the most. ``gpu_seconds`` is the smoke test's deadline.
+    once for a fault until a boot passes. ``dns`` are names to resolve, ``tcp`` places (``host:port``) to connect to,
+    ``engine`` is who must answer; for all three together ``wait_seconds`` is the most. ``gpu_seconds`` is the smoke
+    test's deadline.
     ``jitter_seconds`` spreads the reports of nodes that were started together. GPUs whose last test is older than
     ``retest_days`` are to be tested again, where the gate grants it; 0: never.
     """

@@ -24,14 +24,15 @@ _REAP_SECONDS = 10.0
 _KNOWN_ANSWERS = ("kat.", "det.")
 _LIMIT = 8 << 20
 
-# Exit status of the smoke test: (state, code, action). Only 0 passes, and not by itself.
+# Exit status of the smoke test, where its document says the same: (state, code, action). Python itself ends with 1 on a
+# broken import and argparse with 2, so a status alone condemns nobody.
 _ENDINGS: Mapping[int, tuple[str, str, str]] = {
     1: (FAILED, "gpu.hardware", "replace"),
     2: (FAILED, "gpu.reboot", "reboot"),
     3: (INCONCLUSIVE, "gpu.inconclusive", "none"),
     4: (FAILED, "gpu.config", "config"),
     5: (FAILED, "gpu.image", "reimage"),
-    DEADLINE: (FAILED, "gpu.deadline", "reboot"),
+    DEADLINE: (INCONCLUSIVE, "gpu.deadline", "reboot"),
 }
 
 
@@ -57,40 +58,51 @@ def run(argv: Sequence[str], seconds: float, boot_id: str) -> Check:
 def judge(status: int | None, said: bytes, tail: str, boot_id: str) -> Check:
     """Return what an exit status and an output come to. ``status`` None: it was killed, and did not even die.
 
-    A pass needs both: status 0, and a document that says so of this boot.
+    A status counts only with a document of this boot that has the same one. Without it the program is broken, not the
+    hardware, whatever the status; only the deadline, which is this process' own, needs no document.
     """
     if status is None:
         return Check(
             ID, FAILED, "gpu.hung", "the smoke test hangs in the kernel and can't be killed", "reboot"
         )
-    found = _document(said)
-    verdict = found.get("verdict")
-    summary = str(verdict.get("summary", "")) if isinstance(verdict, Mapping) else ""
-    if status == 0:
-        says_so = isinstance(verdict, Mapping) and (verdict.get("status"), verdict.get("exit_code")) == (
-            "pass",
-            0,
-        )
-        if says_so and found.get("boot_id") == boot_id:
-            return Check(ID, PASSED, reason=summary)
-        words = "it ended with 0, but its document does not say that this boot passed"
-        return Check(ID, INCONCLUSIVE, "gpu.output", words, "reimage")
-    ending = _ENDINGS.get(status)
-    if ending is None:
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        return Check(ID, INCONCLUSIVE, "gpu.crashed", f"the smoke test ended with {how}: {tail}", "reboot")
-    state, code, action = ending
-    failed = [check for check in _checks(found) if check.get("status") == "fail"]
+    document = _document(said)
+    verdict = document.get("verdict")
+    if (
+        not isinstance(verdict, Mapping)
+        or document.get("boot_id") != boot_id
+        or verdict.get("exit_code") != status
+    ):
+        return _without_document(status, tail)
+    summary = str(verdict.get("summary", ""))
+    if status == 0 and verdict.get("status") == "pass":
+        return Check(ID, PASSED, reason=summary)
+    if status not in _ENDINGS:
+        return _without_document(status, tail)
+    state, code, action = _ENDINGS[status]
+    if state == INCONCLUSIVE and verdict.get("action") == "reimage":
+        action = "reimage"
+    failed = [check for check in _checks(document) if check.get("status") == "fail"]
     wrong = [check for check in failed if str(check.get("id", "")).startswith(_KNOWN_ANSWERS)]
-    if wrong:
-        state, action = FAILED, "replace"
-    speaking: Mapping[str, Any] = verdict if isinstance(verdict, Mapping) else {}
+    speaking: Mapping[str, Any] = verdict
     reason = summary
     if wrong:
-        speaking = wrong[0]
+        state, action, speaking = FAILED, "replace", wrong[0]
         reason = " ".join(str(speaking[key]) for key in ("id", "gpu_uuid", "detail") if speaking.get(key))
     code = str(speaking.get("reason_code") or code)
     return Check(ID, state, code, reason or tail or f"status {status}", action, final=bool(wrong))
+
+
+def _without_document(status: int, tail: str) -> Check:
+    """Return what an ending comes to that no document of this boot explains."""
+    if status == DEADLINE:
+        reason = f"the smoke test was ended by force and left no document: {tail}"
+        return Check(ID, INCONCLUSIVE, "gpu.deadline", reason, "reboot")
+    if status == 0:
+        reason = "it ended with 0, but its document does not say that this boot passed"
+        return Check(ID, INCONCLUSIVE, "gpu.output", reason, "reimage")
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    reason = f"the smoke test ended with {how} and without a document of this boot: {tail}"
+    return Check(ID, INCONCLUSIVE, "gpu.crashed", reason, "reimage")
 
 
 def _document(said: bytes) -> dict[str, Any]:

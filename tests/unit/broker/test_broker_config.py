@@ -11,12 +11,14 @@ import yaml
 
 from image_builder.broker.config import Config, load
 from image_builder.errors import DefinitionError
+from tests.attested import SUBSCRIPTION
 from tests.builds import REPO
 from tests.identities import AUDIENCE, OBJECT, SCALE_SET, TENANT
 
 LEAST: dict[str, Any] = {
     "listen": {"certificate": "/tls/tls.crt", "key": "/tls/tls.key"},
     "identity": {"tenant": TENANT, "audience": AUDIENCE},
+    "attestation": {"authorities": "/azure.pem", "subscriptions": [SUBSCRIPTION]},
     "pools": [{"name": "h100", "nodes": "vmss-h100-a[0-9a-z]{6}", "resources": [SCALE_SET]}],
 }
 
@@ -34,6 +36,7 @@ def test_what_may_be_left_out(tmp_path: Path) -> None:
         f"https://sts.windows.net/{TENANT}/",
         f"https://login.microsoftonline.com/{TENANT}/v2.0",
     )
+    assert found.attestation.names == ("metadata.azure.com",)
     assert (found.listen.port, found.tokens.seconds, found.tokens.namespace) == (8443, 1800, "kube-system")
 
 
@@ -64,9 +67,22 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a machine by its name": (pool(resources=["vmss-h100-a"]), "pools.0.resources.0"),
     "an identity in capitals": (pool(objects=[OBJECT.upper()]), "pools.0.objects.0"),
     "a group that Kubernetes refuses": (pool(groups=["system:masters"]), "pools.0.groups.0"),
+    "a group that binds a token": (
+        pool(groups=["system:bootstrappers:image-builder:node:0"]),
+        "pools.0.groups.0",
+    ),
+    "no proof of machines": ({**LEAST, "attestation": None}, "attestation"),
+    "machines of nobody": (
+        {**LEAST, "attestation": {**LEAST["attestation"], "subscriptions": []}},
+        "attestation.subscriptions",
+    ),
+    "signers of nobody": (
+        {**LEAST, "attestation": {**LEAST["attestation"], "names": []}},
+        "attestation.names",
+    ),
     "a pool twice": ({**LEAST, "pools": LEAST["pools"] * 2}, "broker"),
     "another namespace": ({**LEAST, "tokens": {"namespace": "default"}}, "tokens.namespace"),
-    "a token for ever": ({**LEAST, "tokens": {"seconds": 10**7}}, "tokens.seconds"),
+    "a token for a day": ({**LEAST, "tokens": {"seconds": 3601}}, "tokens.seconds"),
     "a rate of nothing": ({**LEAST, "limits": {"pool": {"burst": 0, "per_second": 1}}}, "limits.pool.burst"),
 }
 

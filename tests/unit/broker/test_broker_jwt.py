@@ -127,11 +127,13 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "it has no end": (_claims(exp=None), "token.malformed"),
     "its end is no time": (_claims(exp="2100-01-01"), "token.malformed"),
     "its end is true": (_claims(exp=True), "token.malformed"),
+    "it begins before all time": (_claims(nbf=-1), "token.malformed"),
     "its end is beyond all time": (_claims(exp=1e300), "token.malformed"),
     "it is not valid yet": (_claims(nbf=int(NOW) + 61), "token.early"),
     "it was issued tomorrow: a clock is off": (_claims(iat=int(NOW) + 86400), "token.early"),
     "it has no beginning": (_claims(nbf=None), "token.malformed"),
     "an identity that is no text": (_claims(oid=7), "token.malformed"),
+    "an identity that is a long text": (_claims(oid="a" * 1025), "token.malformed"),
     "two parts": (lambda: made().rpartition(".")[0], "token.malformed"),
     "five parts, as if it were encrypted": (lambda: f"{made()}.a.b", "token.malformed"),
     "nothing": (lambda: "", "token.malformed"),
@@ -190,3 +192,24 @@ def test_only_strong_keys_for_rs256_are_taken() -> None:
 def test_what_is_no_jwks(data: bytes) -> None:
     with pytest.raises(ValueError, match="no JWKS|Expecting value"):
         jwt.parse_keys(data)
+
+
+@pytest.mark.parametrize(("bits", "is_taken"), [(2047, False), (2048, True), (8192, True), (8193, False)])
+def test_a_key_has_a_size_that_is_worth_its_arithmetic(bits: int, is_taken: bool) -> None:
+    modulus = (1 << bits - 1) + 1
+    made = {**ids.jwk("one"), "n": ids.segment(modulus.to_bytes((bits + 7) // 8))}
+    assert bool(jwt.parse_keys(json.dumps({"keys": [made]}).encode())) == is_taken
+
+
+@pytest.mark.parametrize(("key_id", "is_looked_up"), [("", False), ("k" * 256, True), ("k" * 257, False)])
+def test_only_the_name_of_a_key_is_looked_up(key_id: str, is_looked_up: bool) -> None:
+    asked: list[str] = []
+    with pytest.raises(RefusedError, match="key"):
+        jwt.verify(ids.token(ids.claims(NOW), header={"kid": key_id}), asked.append, RULES, NOW)
+    assert asked == ([key_id] if is_looked_up else [])
+
+
+def test_times_and_texts_have_their_limits() -> None:
+    assert verify(made(nbf=0, iat=0)) and verify(made(xms_mirid="a" * 1024)).resource == "a" * 1024
+    with pytest.raises(RefusedError, match="`exp` that is a time"):
+        verify(made(exp=1 << 40))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.broker.keys import FIRST_PAUSE, PAUSE, Keys, source
+from image_builder.broker.keys import BUSY_PAUSE, FIRST_PAUSE, LONGEST_WITHOUT, PAUSE, Keys, source
 from image_builder.broker.refusal import RefusedError
 from tests import identities
 
@@ -79,6 +79,48 @@ def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provide
     finally:
         answer.set()
         slow.join()
+
+
+def test_an_unknown_key_waits_for_nobody(provider: Provider) -> None:
+    """While one thread asks the provider, all others answer at once: later, and whom they know."""
+    asked, answer = threading.Event(), threading.Event()
+    names = ["one"]
+
+    def fetch() -> bytes:
+        asked.set()
+        assert answer.wait(10)
+        return identities.jwks(*names)
+
+    keys = Keys(fetch, 1000, tell=provider.told.append, clock=lambda: provider.now)
+    answer.set()
+    assert keys.find("one")
+    asked.clear()
+    answer.clear()
+    provider.now, names = PAUSE, ["one", "two"]
+    slow = threading.Thread(target=keys.find, args=("two",))
+    slow.start()
+    try:
+        assert asked.wait(10)
+        with pytest.raises(RefusedError) as caught:
+            keys.find("two")
+        assert (caught.value.status, caught.value.retry_after) == (503, BUSY_PAUSE)
+        assert keys.find("one")
+    finally:
+        answer.set()
+        slow.join()
+    assert keys.find("two")
+
+
+def test_keys_that_nobody_confirms_end_after_a_day(provider: Provider) -> None:
+    assert provider.keys.find("one")
+    provider.is_up, provider.now = False, 1000 + LONGEST_WITHOUT
+    assert provider.keys.find("one") and provider.keys.is_ready()
+    provider.now += 1
+    with pytest.raises(RefusedError) as caught:
+        provider.keys.find("one")
+    assert caught.value.status == 503 and not provider.keys.is_ready()
+    provider.is_up, provider.now = True, provider.now + FIRST_PAUSE
+    assert provider.keys.find("one")
 
 
 def test_known_keys_serve_on_while_nobody_answers(provider: Provider) -> None:

@@ -76,6 +76,7 @@ BAD: dict[str, Any] = {
     "too many labels": {**GOOD, "node": ".".join(["a" * 60] * 5)},
     "no machine": {**GOOD, "vm_id": "17"},
     "no boot": {**GOOD, "boot_id": 17},
+    "a document that is no text": {**GOOD, "document": {}},
 }
 
 
@@ -88,7 +89,8 @@ def test_a_request_that_is_none(value: Any) -> None:
 
 def test_a_request() -> None:
     assert policy.parse(json.dumps({**GOOD, "of a later agent": 1}).encode()) == asked()
-    for data in (b"", b"\xff", b'{"node": "a", "node": "b"}'):
+    assert policy.parse(json.dumps({**GOOD, "document": "MII="}).encode()).document == "MII="
+    for data in (b"", b"\xff", b'{"node": "a", "node": "b"}', b"[" * policy.MOST_BYTES):
         with pytest.raises(RefusedError, match="no JSON"):
             policy.parse(data)
 

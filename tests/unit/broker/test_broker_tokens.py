@@ -1,69 +1,84 @@
-"""A token as a secret: what is written is what is read, and what is damaged is no token."""
+"""A token as a secret: bound to a machine and a node, and good for one document."""
 
 from __future__ import annotations
 
-import base64
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from image_builder.broker.tokens import TYPE, Wanted, read, secret, token_id
+from image_builder.broker.refusal import RefusedError
+from image_builder.broker.tokens import TYPE, Wanted, issue, secret
+from image_builder.node.join import binding
+from image_builder.node.kube import Client, KubeError
 from tests.joins import VM_ID
 
+NONCE = "0123456789"
 ENDS = 1_800_000_000.0
-WANTED = Wanted(
-    "vmss-h100-a000017", VM_ID, "h100", ("system:bootstrappers:h100", "system:bootstrappers:gpu"), 1800
-)
+WANTED = Wanted("vmss-h100-a000017", VM_ID, NONCE, "h100", ("system:bootstrappers:h100",), 1800)
+# Kubernetes' own rule.
+GROUP = re.compile(r"\Asystem:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]\Z")
 
 
-def stored(**data: str) -> dict[str, Any]:
-    """Return a secret as the API server gives it back; ``data`` replaces some of it, an empty text takes away."""
-    made = secret(WANTED, "k3y1dx", "s3cr3ts3cr3ts3cr", ENDS)
-    values = {**made.pop("stringData"), **{name.replace("_", "-"): text for name, text in data.items()}}
-    return {
-        **made,
-        "data": {name: base64.b64encode(text.encode()).decode() for name, text in values.items() if text},
-    }
+class Api:
+    """An API server that keeps secrets by their names, as the real one does (tests/integration)."""
 
+    def __init__(self) -> None:
+        self.names: set[str] = set()
 
-def test_what_is_written_is_what_is_read() -> None:
-    found = read(stored())
-    assert found and (found.text, found.expires) == ("k3y1dx.s3cr3ts3cr3ts3cr", ENDS)
-    assert found.id == "k3y1dx" and found.is_known and "s3cr3t" not in repr(found)
+    def request(self, _method: str, _path: str, body: dict[str, Any]) -> dict[str, Any]:
+        name = body["metadata"]["name"]
+        if name in self.names:
+            raise KubeError("it is there", 409)
+        self.names.add(name)
+        return body
 
 
 def test_a_secret_is_what_kubernetes_takes_for_a_token() -> None:
-    made = secret(WANTED, "k3y1dx", "s3cr3ts3cr3ts3cr", ENDS)
-    assert (made["type"], made["metadata"]["name"]) == (TYPE, "bootstrap-token-k3y1dx")
-    assert made["metadata"]["namespace"] == "kube-system"
+    made = secret(WANTED, "s3cr3ts3cr3ts3cr", ENDS)
+    assert (made["type"], made["metadata"]["name"]) == (TYPE, f"bootstrap-token-{WANTED.id}")
+    assert made["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", WANTED.id)
     data = made["stringData"]
-    assert data["auth-extra-groups"] == "system:bootstrappers:h100,system:bootstrappers:gpu"
     assert data["expiration"] == "2027-01-15T08:00:00Z"
     # No annotation, label or description has the secret part.
     assert [name for name, text in data.items() if "s3cr3t" in text] == ["token-secret"]
     assert "s3cr3t" not in repr(made["metadata"])
 
 
-DAMAGED: dict[str, dict[str, Any]] = {
-    "no end": stored(expiration=""),
-    "an end that is no time": stored(expiration="tomorrow"),
-    "an end without a zone": stored(expiration="2027-01-15T08:00:00"),
-    "no secret part": stored(token_secret=""),
-    "a short secret part": stored(token_secret="abc"),
-    "another type": {**stored(), "type": "Opaque"},
-    "no data": {**stored(), "data": None},
-    "data that are no base64": {**stored(), "data": {"token-id": "%"}},
-}
+def test_a_token_is_bound_to_its_machine_and_its_node() -> None:
+    groups = secret(WANTED, "s3cr3ts3cr3ts3cr", ENDS)["stringData"]["auth-extra-groups"].split(",")
+    assert groups == [
+        binding.of_machine(VM_ID),
+        binding.of_node("vmss-h100-a000017"),
+        "system:bootstrappers:h100",
+    ]
+    assert all(GROUP.match(group) for group in groups)
+    assert binding.of_machine(VM_ID.upper()) == binding.of_machine(VM_ID)
+    assert binding.of_node("a") != binding.of_node("b") != binding.of_machine("b")
 
 
-@pytest.mark.parametrize("found", DAMAGED.values(), ids=DAMAGED)
-def test_what_is_damaged_is_no_token(found: dict[str, Any]) -> None:
-    assert read(found) is None
+def test_a_document_is_worth_one_token() -> None:
+    api = cast(Client, Api())
+    first = issue(api, WANTED, 1_799_998_200.0)
+    assert first.expires == ENDS
+    assert first.text.partition(".")[2] not in repr(first) and first.id == WANTED.id
+    with pytest.raises(RefusedError) as caught:
+        issue(api, WANTED, 1_799_998_205.0)
+    assert (caught.value.status, caught.value.code) == (409, "document.used")
+    # As long as the same nonce is given out: the next one will do.
+    assert caught.value.retry_after == 55.0
+    others = [
+        Wanted("vmss-h100-a000018", VM_ID, NONCE, "h100", (), 1800),
+        Wanted(WANTED.node, "11111111-2222-4333-8444-555555555555", NONCE, "h100", (), 1800),
+        Wanted(WANTED.node, VM_ID, "0123456780", "h100", (), 1800),
+    ]
+    assert len({issue(api, one, ENDS).id for one in others} | {first.id}) == 4
 
 
-def test_a_nodes_id_is_always_the_same_and_hardly_another_nodes() -> None:
-    names = [f"vmss-h100-a{number:06x}" for number in range(600)]
-    ids = {token_id(name, 0) for name in names}
-    assert len(ids) == len(names) and all(re.fullmatch("[a-z0-9]{6}", one) for one in ids)
-    assert token_id(names[0], 0) in ids and token_id(names[0], 1) not in ids
+def test_a_cluster_that_fails_is_no_used_document() -> None:
+    class Failing(Api):
+        def request(self, *_: Any) -> dict[str, Any]:
+            raise KubeError("no", 500)
+
+    with pytest.raises(KubeError):
+        issue(cast(Client, Failing()), WANTED, ENDS)

@@ -70,6 +70,11 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
         "Unhealthy",
         "gpu.kat-int",
     ),
+    "the preflight's failure is held by the gate": (
+        {"preflight": {**PASSED, "state": "failed", "code": "gpu.kat-int", "action": "none"}},
+        "Unknown",
+        "gpu.kat-int",
+    ),
     "the preflight could not be settled": (
         {"preflight": {**PASSED, "state": "inconclusive", "code": "dns.name"}},
         "Unknown",

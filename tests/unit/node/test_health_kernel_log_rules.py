@@ -29,6 +29,10 @@ LINES = {
         "dm-4",
     ),
     "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus": ("gpu.xid", "79 0000:44:00"),
+    "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up": (
+        "gpu.sxid",
+        "20034 0000:c1:00",
+    ),
     "NVRM: Xid (PCI:0000:01:00): 32, Channel ID 00000000 intr 00004000": ("gpu.xid", "32 0000:01:00"),
 }
 HARMLESS = (
@@ -40,6 +44,9 @@ HARMLESS = (
     "nvme nvme0: 4/0/0 default/read/poll queues",
     "SGI XFS with ACLs, security attributes, no debug enabled",
     "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build",
+    # NVSwitches write such lines at every boot.
+    "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Non-fatal, Link 55 Minion Link DLREQ interrupt",
+    "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Severity 0 Engine instance 55 Sub-engine instance 00",
     "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
 )
 
@@ -107,6 +114,16 @@ def test_xids_are_judged_by_the_catalogue(xid: int, severity: str, action: str |
     (found,) = kernel_log.rule(troubles, 1e7, frozenset(), kernel_log.catalogue())
     assert (found.code, found.severity) == ("gpu.xid", severity)
     assert action is None or found.action == action
+
+
+def test_a_fatal_sxid_counts_until_the_next_boot() -> None:
+    line = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    records, _ = kernel_log.collect([raw(1, line)], -1)
+    troubles = kernel_log.merge([], kernel_log.find(records))
+    (found,) = kernel_log.rule(troubles, 1e7, frozenset(), kernel_log.catalogue())
+    assert (found.code, found.severity, found.action) == ("gpu.sxid", "fail", "reboot")
+    [_, counted] = kernel_log.samples(troubles, 0)
+    assert (counted.name, counted.labels) == ("gpu_sxid_total", {"sxid": "20034", "pci": "0000:c1:00"})
 
 
 def test_xid_for_the_record_is_no_finding() -> None:

@@ -22,13 +22,20 @@ def usage(free: int, inodes: int = 50, *, kind: str = "ext4", read_only: bool = 
     return Usage("/data", mounted("/data", "8:1", kind, read_only=read_only), 100, free, 100, inodes)
 
 
+def of_root(seen: Usage) -> Usage:
+    return replace(seen, path="/", mounted=replace(seen.mounted, target="/"))
+
+
 @pytest.mark.parametrize(
     ("seen", "wanted"),
     [
         (usage(11), []),
         (usage(10), [("filesystem.full", "/data", "warn")]),
-        (usage(3), [("filesystem.full", "/data", "fail")]),
-        (usage(50, 2), [("filesystem.inodes", "/data", "fail")]),
+        # A job that fills its scratch is no reason to give a machine back.
+        (usage(0, 0), [("filesystem.full", "/data", "warn"), ("filesystem.inodes", "/data", "warn")]),
+        (of_root(usage(4)), [("filesystem.full", "/", "warn")]),
+        (of_root(usage(3)), [("filesystem.full", "/", "fail")]),
+        (of_root(usage(50, 2)), [("filesystem.inodes", "/", "fail")]),
         (usage(50, read_only=True), [("filesystem.read-only", "/data", "fail")]),
         (usage(50, kind="erofs", read_only=True), []),
         # btrfs and vfat have no limit of inodes.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from image_builder.node.preflight import checks, model, smoke
-from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
+from image_builder.node.preflight.judge import Attempts, Reboot, judge, parse_attempts, settle
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
 
 BOOT = "11111111-2222-3333-4444-555555555555"
@@ -37,14 +37,56 @@ def test_judgement(found: list[Check], state: str, code: str, action: str) -> No
     assert (verdict.state, verdict.code, verdict.action, verdict.reboot) == (state, code, action, False)
 
 
+NOW, DAY = 1_800_000_000.0, 86400.0
+
+
+def rebooted(*days: float, code: str = "x", build: str = "now", helped: bool = True) -> Attempts:
+    """Return the account of a machine that was started again so many days ago."""
+    return Attempts(
+        tuple(Reboot(code, build, f"boot-{n}", NOW - d * DAY, helped) for n, d in enumerate(days))
+    )
+
+
+def settled(found: list[Check], attempts: Attempts | None, *, may: bool = True, boot: str = BOOT) -> Verdict:
+    return settle(judge(found), found, attempts, build="now", boot_id=boot, may_reboot=may, now=NOW)
+
+
+UNSETTLED = Check("d", INCONCLUSIVE, "x", "why", "reboot")
+
+
 @pytest.mark.parametrize(
     ("found", "attempts", "may", "action", "reboot"),
     [
         pytest.param([failed("reboot")], Attempts(), True, "reboot", True, id="the first time"),
-        pytest.param([failed("reboot")], Attempts("old", 1, "b"), True, "reboot", True, id="another image"),
         pytest.param(
-            [failed("reboot")], Attempts("now", 1, "b"), True, "replace", False, id="it did not help"
+            [failed("reboot")],
+            rebooted(1, build="old", helped=False),
+            True,
+            "reboot",
+            True,
+            id="another image",
         ),
+        pytest.param(
+            [failed("reboot")], rebooted(1, code="y", helped=False), True, "reboot", True, id="another fault"
+        ),
+        pytest.param([failed("reboot")], rebooted(0, helped=False), True, "replace", False, id="no help"),
+        pytest.param(
+            [failed("reboot", "runtime.engine")],
+            rebooted(0, code="runtime.engine", helped=False),
+            True,
+            "reimage",
+            False,
+            id="no help for a program",
+        ),
+        pytest.param([UNSETTLED], rebooted(0, helped=False), True, "none", False, id="still unsettled"),
+        pytest.param(
+            [failed("reboot")], rebooted(90, helped=False), True, "replace", False, id="no help yet"
+        ),
+        pytest.param([failed("reboot")], rebooted(29, 2), True, "reboot", True, id="the third in 30 days"),
+        pytest.param([failed("reboot")], rebooted(29, 9, 1), True, "replace", False, id="too often"),
+        pytest.param([failed("reboot")], rebooted(30, 9, 1), True, "reboot", True, id="one is old"),
+        pytest.param([failed("reboot")], rebooted(-5, 9, 1), True, "replace", False, id="the clock was set"),
+        pytest.param([failed("reboot")], rebooted(3, 2, 1, code="y"), True, "reboot", True, id="all others'"),
         pytest.param([failed("reboot")], Attempts(), False, "reboot", False, id="it may not"),
         pytest.param([failed("reboot")], None, True, "reboot", False, id="unknown how often"),
         pytest.param([failed("replace")], Attempts(), True, "replace", False, id="no use"),
@@ -57,23 +99,63 @@ def test_judgement(found: list[Check], state: str, code: str, action: str) -> No
             id="wrong answer",
         ),
         pytest.param([GOOD], Attempts(), True, "none", False, id="passed"),
+        *(
+            pytest.param([failed("reboot", code)], account, True, "reboot", reboot, id=f"{code}, {name}")
+            for code in ("remap.pending", "ecc.uncorrected")
+            for name, account, reboot in (
+                ("again", rebooted(0, code=code, helped=False), True),
+                ("the third", rebooted(2, 1, code=code, helped=False), True),
+                ("no end of them", rebooted(3, 2, 1, code=code), False),
+            )
+        ),
     ],
 )
-def test_a_reboot_is_tried_once(
+def test_a_reboot_is_tried_once_until_a_boot_passes(
     found: list[Check], attempts: Attempts | None, may: bool, action: str, reboot: bool
 ) -> None:
-    verdict = settle(judge(found), found, attempts, build="now", may_reboot=may)
+    verdict = settled(found, attempts, may=may)
     assert (verdict.action, verdict.reboot) == (action, reboot)
 
 
-@pytest.mark.parametrize("found", [{}, {"build": "a"}, {"build": "a", "reboots": "1", "boot_id": "b"}])
-def test_a_count_that_is_none_is_refused(found: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no count"):
+def test_a_reboot_that_did_not_come_is_ordered_again_and_counts_once() -> None:
+    attempts = Attempts().ordered("x", "now", BOOT, NOW)
+    assert settled([failed("reboot")], attempts).reboot
+    assert attempts.ordered("x", "now", BOOT, NOW + 60).recent("x", "another boot", NOW + 60) == 1
+    assert not settled([failed("reboot")], attempts, boot="the next").reboot
+
+
+def test_a_pass_clears_the_account_and_keeps_a_month_of_it() -> None:
+    found = rebooted(31, 29, helped=False).passed(NOW)
+    assert [(one.at, one.helped) for one in found.reboots] == [(NOW - 29 * DAY, True)]
+    assert parse_attempts(json.loads(json.dumps(found.as_json()))) == found
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        [],
+        {"build": "a", "reboots": 1, "boot_id": "b"},
+        {"reboots": [{"code": "x"}]},
+        {"reboots": [{"code": "x", "build": "", "boot_id": "", "at": "now", "helped": False}]},
+        {"reboots": [{"code": "x", "build": "", "boot_id": "", "at": 1, "helped": "no"}]},
+    ],
+)
+def test_an_account_that_is_none_is_refused(found: Any) -> None:
+    with pytest.raises(ValueError, match="no reboots"):
         parse_attempts(found)
 
 
-def document(said: str = "pass", code: int = 0, boot: str = BOOT, because: str = "", **check: str) -> bytes:
-    verdict = {"status": said, "exit_code": code, "summary": "said", "reason_code": because}
+def document(
+    said: str = "pass", code: int = 0, boot: str = BOOT, because: str = "", action: str = "none", **check: str
+) -> bytes:
+    verdict = {
+        "status": said,
+        "exit_code": code,
+        "summary": "said",
+        "reason_code": because,
+        "action": action,
+    }
     return json.dumps({"boot_id": boot, "verdict": verdict, "checks": [check] if check else []}).encode()
 
 
@@ -89,12 +171,19 @@ def document(said: str = "pass", code: int = 0, boot: str = BOOT, because: str =
         (1, document("fail", 1), FAILED, "gpu.hardware", "replace"),
         (2, document("fail", 2), FAILED, "gpu.reboot", "reboot"),
         (3, document("inconclusive", 3), INCONCLUSIVE, "gpu.inconclusive", "none"),
-        (4, b"", FAILED, "gpu.config", "config"),
-        (5, b"", FAILED, "gpu.image", "reimage"),
-        (124, b"", FAILED, "gpu.deadline", "reboot"),
+        (3, document("inconclusive", 3, action="reimage"), INCONCLUSIVE, "gpu.inconclusive", "reimage"),
+        (3, document("inconclusive", 3, action="replace"), INCONCLUSIVE, "gpu.inconclusive", "none"),
+        (4, document("fail", 4), FAILED, "gpu.config", "config"),
+        (5, document("fail", 5), FAILED, "gpu.image", "reimage"),
+        (124, document("inconclusive", 124), INCONCLUSIVE, "gpu.deadline", "reboot"),
+        (124, b"", INCONCLUSIVE, "gpu.deadline", "reboot"),
         (None, b"", FAILED, "gpu.hung", "reboot"),
-        (-11, b"", INCONCLUSIVE, "gpu.crashed", "reboot"),
-        (70, b"", INCONCLUSIVE, "gpu.crashed", "reboot"),
+        # Nothing of this boot explains the status: the program is broken, and nobody is condemned.
+        *(
+            (status, said, INCONCLUSIVE, "gpu.crashed", "reimage")
+            for status in (1, 2, 3, 4, 5, 70, -11)
+            for said in (b"", b"{", b"{}", b"[]", document("fail", status, boot="another"), document())
+        ),
         (
             2,
             document("fail", 2, because="remap.pending", id="gpu.temp", status="fail", reason_code="hot"),

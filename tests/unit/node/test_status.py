@@ -105,3 +105,11 @@ def test_the_preflights_taint_is_a_setting_and_never_none(tmp_path: Path, settin
     (tmp_path / "preflight.json").write_text(settings)
     status.update("preflight", {"state": "ok"}, directory=tmp_path, settings=tmp_path, wanted=[])
     assert f"--register-with-taints={taint}=pending:NoSchedule\n" in (tmp_path / "kubelet.env").read_text()
+
+
+@pytest.mark.parametrize("text", ["", '{"format": 1, "rea', "[]", "\x00"])
+def test_a_damaged_status_says_nothing_and_is_replaced(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert status.read(tmp_path) == {"format": 1, "ready": False}
+    status.update("seed", {"state": "ok"}, directory=tmp_path, wanted=["seed"])
+    assert status.read(tmp_path)["ready"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, cuda, fleet, memory, reference, tensor, worker
+from image_builder.node.gpu import bandwidth, copies, cuda, fleet, memory, reference, tensor, worker
 from image_builder.node.gpu.model import Measurement, Worker
 from image_builder.node.gpu.reference import Case
 from tests.unit.node.gpu_active import library
@@ -55,11 +55,12 @@ PLAN = worker.Plan(
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Give the tier what an interpreter can do, and leave this process alone."""
     monkeypatch.setitem(worker.PLANS, "boot-quick", PLAN)
     monkeypatch.setattr(worker, "_end_with_the_parent", lambda: None)
     monkeypatch.setattr(worker, "SEEDS", 1)
+    monkeypatch.setattr(copies, "LOCK", tmp_path / "run/copies.lock")
     for module in (memory, bandwidth):
         monkeypatch.setattr(module, "_BLOCKS_PER_SM", 1)
 
@@ -99,6 +100,16 @@ def test_every_drill_is_caught(capsys: pytest.CaptureFixture[str], drill: str, f
     found = _run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB), drill=drill)
     assert {one.id for one in found.measurements if one.status == "failed"} == failing
     assert {one.id for one in found.measurements if one.status == "done"} == set(IDS) - failing
+
+
+def test_copies_wait_for_their_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "TURN_SECONDS", 0.02)
+    with copies.turn():  # another worker's, that doesn't end
+        found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB)))
+    assert {name for name, one in found.items() if one.status == "error"} == {"bw.h2d", "bw.d2h"}
+    assert "another GPU's copies" in found["bw.h2d"].detail
 
 
 def test_a_driver_that_ends_with_an_error_of_the_gpu_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,16 +183,3 @@ def test_the_plans_fit_into_their_tiers(plan: worker.Plan, most: float) -> None:
     spent = 5 * plan.known_answer_seconds + plan.warm_seconds + plan.tensor_seconds + plan.memory_seconds
     assert spent <= most
     assert plan.memory_fraction == (0.25 if most == 40 else 0.95)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("0-3,8\n", {0, 1, 2, 3, 8}), ("7\n", {7}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})],
-)
-def test_processors_near_a_gpu(text: str, found: set[int]) -> None:
-    assert worker.processors(text) == found
-
-
-def test_a_gpu_whose_place_is_not_known_runs_anywhere(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        worker._near("0000:17:00.0", tmp_path)

@@ -112,8 +112,10 @@ class Answering:
         return 0
 
     def _NvLinkErrorCounter(self, out: list[Any]) -> int:  # noqa: N802
-        is_first = out[0].value == 0 and out[1].value == readings.LINK_COUNTERS[0]
-        out[2].value = self.gpu.nvlink_errors or 0 if is_first else 0
+        name = readings.LINK_COUNTERS[out[1].value]
+        # All on the first link; of the two counters that are summed, on the first.
+        is_first = out[0].value == 0 and out[1].value < 3
+        out[2].value = getattr(self.gpu, name) or 0 if is_first else 0
         return 0
 
     def _GpuFabricInfoV(self, out: list[Any]) -> int:  # noqa: N802

@@ -8,6 +8,7 @@ from typing import Any
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.gpu.model import Port
 from tests.unit.node.gpu_passive.recordings import (
+    BEGAN_US,
     Change,
     gpu,
     later,
@@ -59,6 +60,11 @@ XID_79 = "NVRM: Xid (PCI:0002:00:00): 79, pid=1582259, name=nvc:[driver], GPU ha
 XID_154 = (
     "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 )
+# As the open driver writes them, seen in others' logs.
+SXID_FATAL = "nvidia-nvswitch0: SXid (PCI:0000:00:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+SXID = "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error (First)"
+XID_31 = "NVRM: Xid (PCI:0001:00:00): 31, pid=7, name=python3, MMU Fault"
+XID_999 = "NVRM: Xid (PCI:0001:00:00): 999, pid=7"
 OFF = "NVRM: GPU 0000:09:00.0: GPU has fallen off the bus."
 MIG = recorded("a100-sxm4-80gb-mig")[0]
 A100_BUSY = recorded("a100-sxm4-80gb-busy")[0]
@@ -303,7 +309,26 @@ FIELDS: dict[str, tuple[str, Change, str, str, str, int]] = {
     "hidden link": ("H100", samples(0.0, 0.5, 1.0, 1.5, pcie_width=0), "pcie.link", "warn", "pcie.hidden", 0),
     "replays": ("T4", later(0, pcie_replays=81), "pcie.replay", "fail", "pcie.replay", 1),
     "a few replays": ("T4", later(0, pcie_replays=11), "pcie.replay", "warn", "pcie.replay", 0),
-    "errors of links": ("A100", later(3, nvlink_errors=1), "nvlink.active", "fail", "nvlink.errors", 1),
+    "a replay of links": ("A100", later(3, nvlink_replays=1), "nvlink.active", "fail", "nvlink.errors", 2),
+    "a recovery of links": (
+        "A100",
+        later(3, nvlink_recoveries=1),
+        "nvlink.active",
+        "fail",
+        "nvlink.errors",
+        2,
+    ),
+    # The load of these nodes took 1.5 s.
+    "a CRC error of links": ("A100", later(3, nvlink_crc_errors=1), "nvlink.active", "warn", "nvlink.crc", 0),
+    "some CRC errors": ("A100", later(3, nvlink_crc_errors=149), "nvlink.active", "warn", "nvlink.crc", 0),
+    "CRC errors at a rate": (
+        "A100",
+        later(3, nvlink_crc_errors=150),
+        "nvlink.active",
+        "fail",
+        "nvlink.crc",
+        2,
+    ),
     "fabric manager down": (
         "A100",
         machine(fabric_manager="failed"),
@@ -336,8 +361,8 @@ FIELDS: dict[str, tuple[str, Change, str, str, str, int]] = {
     "hot": ("H100", samples(1.0, temperature_margin_c=2), "temp", "fail", "temp.margin", 1),
     "warm": ("H100", samples(1.0, temperature_margin_c=7), "temp", "warn", "temp.margin", 0),
     "hot, by its threshold": ("V100", samples(1.0, temperature_c=85), "temp", "fail", "temp.margin", 1),
-    "hung": ("H100", worker(3, ended="hung: unkillable"), "worker", "fail", "worker.hung", 1),
-    "late": ("H100", worker(3, ended="killed: deadline"), "worker", "fail", "worker.hung", 1),
+    "hung": ("H100", worker(3, ended="hung: unkillable"), "worker", "fail", "worker.unkillable", 2),
+    "late": ("H100", worker(3, ended="killed: deadline"), "worker", "fail", "worker.late", 1),
     "crashed": ("H100", worker(3, ended="crashed: signal 11"), "worker", "fail", "worker.crashed", 1),
     "worker's error": ("H100", worker(3, ended="error: no CUDA"), "worker", "error", "worker.error", 3),
     "an SM unseen": ("H100", worker(3, sms_seen=107), "cover.sms", "error", "coverage.sms", 3),
@@ -371,9 +396,23 @@ FIELDS: dict[str, tuple[str, Change, str, str, str, int]] = {
         1,
     ),
     "slow tensors": ("A100", measured("perf.mma", 1, measured=89.9), "perf.mma", "fail", "below.median", 1),
-    "InfiniBand down": ("H100", port(DOWN), "ib.links", "fail", "ib.down", 1),
-    "InfiniBand slow": ("H100", port(SLOW), "ib.links", "fail", "ib.rate", 1),
-    "InfiniBand missing": ("H100", machine(ports=()), "ib.links", "fail", "ib.count", 1),
+    "InfiniBand down": ("H100", port(DOWN), "ib.links", "fail", "ib.down", 2),
+    "InfiniBand slow": ("H100", port(SLOW), "ib.links", "fail", "ib.rate", 2),
+    "all InfiniBand down": ("H100", machine(ports=(DOWN,) * 8), "ib.links", "error", "ib.down", 3),
+    "all InfiniBand slow": ("H100", machine(ports=(SLOW,) * 8), "ib.links", "error", "ib.rate", 3),
+    "InfiniBand missing": ("H100", machine(ports=()), "ib.links", "fail", "ib.count", 2),
+    "InfiniBand without driver": (
+        "H100",
+        machine(ports=(), modules={"nvidia_uvm": ""}),
+        "ib.links",
+        "fail",
+        "ib.driver",
+        5,
+    ),
+    "fatal SXid": ("H100", xid(SXID_FATAL), "xid.boot", "fail", "sxid.20034", 2),
+    "SXid": ("H100", xid(SXID), "xid.boot", "pass", "", 0),
+    "our own Xid": ("H100", xid(XID_31, BEGAN_US), "xid.boot", "error", "xid.31", 3),
+    "an Xid of tomorrow": ("H100", xid(XID_999, BEGAN_US), "xid.boot", "error", "xid.999", 3),
     "NVMe": ("H100", machine(local_nvme=7), "nvme.local", "fail", "nvme.count", 1),
     "memory of the host": ("H100", machine(memory_bytes=1709 << 30), "mem.host", "fail", "mem.host", 1),
     "some memory missing": ("H100", machine(memory_bytes=1800 << 30), "mem.host", "warn", "mem.host", 0),

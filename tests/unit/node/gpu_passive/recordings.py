@@ -30,6 +30,7 @@ from image_builder.node.gpu.model import (
     Worker,
     from_json,
 )
+from image_builder.node.gpu.readings import LINK_ERRORS
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import Size
 
@@ -67,11 +68,17 @@ def recorded(name: str) -> tuple[Gpu, str]:
     return from_json(Gpu, found["gpus"][0]), found["driver"]
 
 
-def node(model: str, tier: Tier = "boot-full", settings: Settings = Settings()) -> Evidence:  # noqa: B008 (frozen)
-    """Return a healthy node of one of NODES after its load."""
+def node(
+    model: str,
+    tier: Tier = "boot-full",
+    settings: Settings = Settings(mode="enforce"),  # noqa: B008 (frozen)
+    *,
+    calibrated: bool = True,
+) -> Evidence:
+    """Return a healthy node of one of NODES after its load, by default of a size that was calibrated."""
     recording, size_name, changes = NODES[model]
     gpu, driver = recorded(recording)
-    expected = expectation(settings, size_name)
+    expected = replace(expectation(settings, size_name), calibrated=calibrated)
     size = expected.size
     assert size
     gpus = tuple(_numbered(_complete(gpu, size, changes), n) for n in range(size.count))
@@ -86,7 +93,7 @@ def _complete(gpu: Gpu, size: Size, changes: dict[str, Any]) -> Gpu:
     made: dict[str, Any] = {
         "inforom_valid": True,
         "nvlinks": (True,) * size.nvlink_links if size.nvlink_links else None,
-        "nvlink_errors": 0 if size.nvlink_links else None,
+        **dict.fromkeys(LINK_ERRORS, 0 if size.nvlink_links else None),
         "compute_capability": "0.0",
     }
     missing = {name: why for name, why in gpu.missing.items() if made.get(name) is None}
@@ -112,7 +119,7 @@ def _machine(size: Size, driver: str, gpus: tuple[Gpu, ...], recording: str) -> 
         vm_size_from="platform",
         driver_loaded=driver,
         flavour=flavour,
-        modules={"nvidia": driver, "nvidia_uvm": driver},
+        modules={"nvidia": driver, "nvidia_uvm": driver} | ({"mlx5_ib": ""} if size.infiniband_ports else {}),
         libraries=libraries | ({"fabricmanager": driver} if size.nvswitch else {}),
         pci=tuple(PciGpu(gpu.pci[4:].lower(), devices[0], "nvidia") for gpu in gpus),
         nodes=(*(f"nvidia{gpu.index}" for gpu in gpus), "nvidiactl", "nvidia-uvm"),

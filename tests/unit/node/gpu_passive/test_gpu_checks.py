@@ -12,8 +12,8 @@ import pytest
 
 from image_builder.node.gpu.checks import RULES, judge, missing
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
-from image_builder.node.gpu.model import TIERS, Check, Process, Tier
-from image_builder.node.gpu.rules_load import THROTTLES
+from image_builder.node.gpu.model import TIERS, Check, Process, Sample, Tier
+from image_builder.node.gpu.rules_load import THROTTLES, sustained
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.verdict import EXIT_CODES, verdict
 from tests.unit.node.gpu_passive.broken import CASES, XID_63, libraries, unsized
@@ -122,6 +122,21 @@ def test_throttling_must_last() -> None:
     assert statuses(with_a_gap(healthy("H100")), "throttle") == {"pass", "warn"}
 
 
+def test_two_short_slowdowns_around_a_slow_call_are_no_long_one() -> None:
+    far = [Sample("GPU", at, throttle=0x8) for at in (0.0, 0.5, 9.0, 9.5)]
+    assert sustained(far, 0x8) == 0.5
+    near = [Sample("GPU", at, throttle=0x8) for at in (0.0, 1.4, 2.8)]
+    assert sustained(near, 0x8) == 2.8
+
+
+def test_device_nodes_are_counted_and_not_numbered_by_us() -> None:
+    nodes = (*(f"nvidia{n}" for n in range(1, 9)), "nvidiactl", "nvidia-uvm")
+    assert statuses(machine(nodes=nodes)(healthy("H100")), "dev.nodes") == {"pass"}
+    assert statuses(machine(nodes=nodes[1:])(healthy("H100")), "dev.nodes") == {"fail"}
+    caps = (*nodes[1:], "nvidia-caps", "nvidia-modeset")
+    assert statuses(machine(nodes=caps)(healthy("H100")), "dev.nodes") == {"fail"}
+
+
 def test_an_idle_link_is_no_fault() -> None:
     assert statuses(samples(0.0, 1.5, pcie_generation=1)(healthy("H100")), "pcie.link") == {"pass"}
 
@@ -155,7 +170,7 @@ def test_what_is_mandatory() -> None:
 # Fields without which a mandatory check can't be made on the model.
 NEEDED = (
     "ecc_current ecc_volatile_uncorrected ecc_volatile_corrected remap_pending remap_failure pcie_replays nvlinks "
-    "nvlink_errors fabric_state persistence processes memory_used_bytes memory_total_bytes"
+    "fabric_state persistence processes memory_used_bytes memory_total_bytes"
 )
 
 
@@ -286,10 +301,36 @@ def test_an_unknown_size_that_is_let_pass() -> None:
 # -- Xids, processes, waivers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "status"), [(BEGAN_US - 1, "warn"), (BEGAN_US, "fail")])
-def test_an_applications_xid_counts_during_the_test(at: int, status: str) -> None:
+@pytest.mark.parametrize(("at", "status"), [(BEGAN_US - 1, "warn"), (BEGAN_US, "error")])
+def test_an_applications_xid_during_the_test_may_be_our_own(at: int, status: str) -> None:
     words = "NVRM: Xid (PCI:0000:01:00): 31, pid='1234', name='python3', 'Illegal memory access'"
     assert statuses(xid(words, at)(healthy("T4")), "xid.boot") == {status}
+
+
+def test_an_xid_of_our_own_with_a_wrong_answer_is_the_gpus() -> None:
+    during = xid("NVRM: Xid (PCI:0000:01:00): 13, Graphics SM Warp Exception", BEGAN_US)
+    dead, wrong = worker(3, ended="crashed: signal 6"), measured("kat.mma", 3, status="failed", measured=1.0)
+    for change in (dead, wrong):
+        found = verdict(judge(together(during, change)(healthy("H100"))), "boot-full")
+        assert (found.exit_code, found.action) == (1, "replace")
+    assert outcome(during(healthy("H100")))[1] == 3
+
+
+COUNTERS = ("nvlink_replays", "nvlink_recoveries", "nvlink_crc_errors")
+
+
+@pytest.mark.parametrize("field", COUNTERS)
+@pytest.mark.parametrize(("reason", "exit_code"), [("not-supported", 0), ("no-function", 0), ("error: x", 3)])
+def test_links_whose_errors_are_not_counted(field: str, reason: str, exit_code: int) -> None:
+    found, code = outcome(gpu(1, **{field: None, "missing": {field: reason}})(healthy("H100")))
+    assert code == exit_code
+    assert exit_code or "nvlink.uncounted" in {one.code for one in found if one.status == "warn"}
+
+
+def test_a_gpu_that_tells_no_margin_warns() -> None:
+    silent = together(samples(0.0, 0.5, 1.0, 1.5, temperature_margin_c=None, temperature_c=None))
+    found, code = outcome(silent(healthy("H100")))
+    assert code == 0 and "temp.hidden" in {one.code for one in found if one.status == "warn"}
 
 
 def test_a_recorded_xid_63_is_for_the_record() -> None:

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import command, nvml
+from image_builder.node.gpu import command, machine, nvml
 from image_builder.node.gpu.command import System
 from image_builder.node.gpu.model import Gpu, Process, Tier, Worker, Xid
 from tests.unit.node.gpu_passive.answering import Node
@@ -189,6 +189,13 @@ def test_it_fails_closed(name: str, tree: Tree, schema: dict[str, Any]) -> None:
     assert (found, made["verdict"]["reason_code"]) == (code, reason), made["verdict"]
 
 
+def test_gpus_in_parts_are_not_put_under_load(tree: Tree, schema: dict[str, Any]) -> None:
+    code, made = result(tree(MIG, settings={"mig": "enabled"}, load=never), schema)
+    assert code == 0, made["verdict"]
+    told = {one["id"]: one["reason_code"] for one in made["checks"]}
+    assert told["kat.mma"] == told["worker"] == "not-applicable" and told["mig.mode"] == ""
+
+
 def test_an_unknown_tier(tree: Tree, schema: dict[str, Any]) -> None:
     code, made = result(tree(load=never), schema, tier="deep")
     assert (code, made["verdict"]["reason_code"]) == (4, "gpu.tier")
@@ -207,8 +214,13 @@ def test_xids_before_and_during(tree: Tree, schema: dict[str, Any]) -> None:
     early, late = Xid(31, "0001:00:00", 1, words), Xid(31, "0001:00:00", 2**62, words)
     code, made = result(tree(xids=lambda _: (early,)), schema)
     assert code == 0 and [one["during_test"] for one in made["xids"]] == [False]
-    code, made = result(tree(xids=lambda _: (early, late)), schema)
-    assert (code, made["verdict"]["reason_code"]) == (1, "xid.31")
+    enforcing = {"mode": "enforce"}
+    code, made = result(tree(xids=lambda _: (early, late), settings=enforcing), schema)
+    assert (code, made["verdict"]["reason_code"]) == (3, "xid.31")
+    switch = Xid(20034, "0000:00:00", 1, "nvidia-nvswitch0: SXid …", "nvidia-nvswitch0", fatal=True)
+    code, made = result(tree(xids=lambda _: (early, switch)), schema)
+    assert (code, made["verdict"]["reason_code"]) == (2, "sxid.20034")
+    assert made["xids"][1]["class"] == "SXID_FATAL"
 
 
 def test_a_bug_is_no_verdict_on_the_hardware(tree: Tree, schema: dict[str, Any]) -> None:
@@ -249,8 +261,41 @@ def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, An
 def test_a_worker_that_hung_is_a_failure_that_names_the_gpu(tree: Tree, schema: dict[str, Any]) -> None:
     hung = (Worker(T4.gpus[0].uuid, "hung: unkillable"),)
     code, made = result(tree(load=loaded(hung)), schema)
-    assert (code, made["verdict"]["reason_code"]) == (1, "worker.hung")
+    assert (code, made["verdict"]["reason_code"]) == (2, "worker.unkillable")
     assert T4.gpus[0].uuid in made["verdict"]["summary"]
+
+
+WRONG = replace(
+    T4.workers[0],
+    measurements=tuple(
+        replace(one, status="failed", measured=3.0) if one.id == "kat.mma" else one
+        for one in T4.workers[0].measurements
+    ),
+)
+
+
+def test_a_wrong_answer_is_observed_until_a_calibration_is_on_record(
+    tree: Tree, schema: dict[str, Any]
+) -> None:
+    code, made = result(tree(load=loaded((WRONG,))), schema)
+    assert (code, made["expect"]["mode"], made["expect"]["calibrated"]) == (0, "observe", False)
+    [told] = [one for one in made["checks"] if one["id"] == "kat.mma"]
+    assert (told["status"], told["reason_code"], told["action"]) == ("warn", "answer.wrong", "none")
+
+    record = {
+        "size": "standard_nc4as_t4_V3",
+        "driver": made["driver"]["loaded"],
+        "agent": made["tool_version"],
+        "from": "a test",
+    }
+    code, made = result(tree(load=loaded((WRONG,)), settings={"calibrations": [record]}), schema)
+    assert (code, made["expect"]["mode"], made["expect"]["calibrated"]) == (1, "enforce", True)
+    assert (made["verdict"]["reason_code"], made["verdict"]["action"]) == ("answer.wrong", "replace")
+
+    for key in ("size", "driver", "agent"):
+        other = {"calibrations": [record | {key: "another"}]}
+        assert result(tree(load=loaded((WRONG,)), settings=other), schema)[0] == 0, key
+    assert result(tree(load=loaded((WRONG,)), settings={"mode": "enforce"}), schema)[0] == 1
 
 
 def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,22 +324,62 @@ def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (late.exit_code, late.status) == (124, "inconclusive")
 
 
+@pytest.mark.parametrize(
+    ("up_after", "waited"), [(0.0, 0.0), (7.0, 8.0), (1000.0, 120.0)], ids=["up", "late", "never"]
+)
+def test_infiniband_has_its_time(tree: Tree, up_after: float, waited: float) -> None:
+    """Eight ports, of which the subnet manager raises one late; the clock is simulated."""
+    evidence = node("H100")
+    now = [0.0]
+    system = replace(tree(load=never), clock=lambda: now[0])
+
+    def ports() -> None:
+        for port in evidence.before.machine.ports:
+            at = system.places.sys / f"class/infiniband/{port.device}/ports/1"
+            is_up = port.device != "mlx5_3" or now[0] >= up_after
+            put(at / "state", "4: ACTIVE\n" if is_up else "2: INIT\n")
+            put(at / "phys_state", "5: LinkUp\n")
+            put(at / "rate", "400 Gb/sec (4X NDR)\n")
+            put(at / "link_layer", "InfiniBand\n")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        ports()
+
+    ports()
+    seen = replace(evidence.before.machine, ports=machine.ports(system.places.sys))
+    waiting = replace(evidence, before=replace(evidence.before, machine=seen))
+    until = evidence.expected.settings.infiniband_wait_seconds
+    found = command._with_ports(waiting, until, replace(system, sleep=sleep))
+    assert now[0] == waited
+    assert all(port.is_up for port in found.before.machine.ports) == (up_after < 1000)
+    # A size without InfiniBand waits for nothing, nor does one whose time the fabric has used up.
+    assert command._with_ports(T4, until, replace(system, sleep=never)) == T4
+    assert command._with_ports(waiting, now[0], replace(system, sleep=never)) == waiting
+
+
 def test_the_fabric_has_its_time(tree: Tree) -> None:
     """Eight H200 whose fabric is in progress at the first looks."""
     evidence = node("H200")
     waiting = tuple(replace(gpu, fabric_state="in-progress") for gpu in evidence.gpus)
     looks = [waiting, waiting, evidence.gpus]
     slept: list[float] = []
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
 
     class Training(Node):
         def _count(self, out: Any) -> int:
+            now[0] += 8  # a look takes its time, which is part of the wait
             if len(looks) > 1:
                 self.gpus = looks.pop(0)
             else:
                 self.gpus = looks[0]
             return super()._count(out)
 
-    system = replace(tree(load=never), sleep=slept.append)
+    system = replace(tree(load=never), sleep=sleep, clock=lambda: now[0])
     library = nvml.Library(Training(waiting, "550.90.12"))
     expected = evidence.expected
     found = command._settled(
@@ -303,8 +388,10 @@ def test_the_fabric_has_its_time(tree: Tree) -> None:
     assert [gpu.fabric_state for gpu in found.gpus] == ["completed"] * 8
     assert slept == [2, 2]
     looks[:] = [waiting]
+    began = now[0]
     never_ready = command._settled(
         "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
     )
     assert {gpu.fabric_state for gpu in never_ready.gpus} == {"in-progress"}
-    assert sum(slept) == 4 + expected.settings.fabric_wait_seconds
+    wait = expected.settings.fabric_wait_seconds
+    assert wait <= now[0] - began <= wait + 10

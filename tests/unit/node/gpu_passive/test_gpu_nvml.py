@@ -26,6 +26,7 @@ def test_a_structure_is_as_the_vendors(name: str) -> None:
 
 
 def test_constants_are_the_vendors() -> None:
+    counters = tuple(readings.LINK_COUNTERS)
     ours = {
         "NVML_SUCCESS": nvml.SUCCESS,
         "NVML_ERROR_INVALID_ARGUMENT": nvml.INVALID_ARGUMENT,
@@ -49,10 +50,10 @@ def test_constants_are_the_vendors() -> None:
         "NVML_FI_DEV_RETIRED_DBE": readings.FI_RETIRED_DBE,
         "NVML_FI_DEV_RETIRED_PENDING": readings.FI_RETIRED_PENDING,
         "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": readings.FI_RECOVERY_ACTION,
-        "NVML_NVLINK_ERROR_DL_REPLAY": readings.LINK_COUNTERS[0],
-        "NVML_NVLINK_ERROR_DL_RECOVERY": readings.LINK_COUNTERS[1],
-        "NVML_NVLINK_ERROR_DL_CRC_FLIT": readings.LINK_COUNTERS[2],
-        "NVML_NVLINK_ERROR_DL_CRC_DATA": readings.LINK_COUNTERS[3],
+        "NVML_NVLINK_ERROR_DL_REPLAY": counters[0],
+        "NVML_NVLINK_ERROR_DL_RECOVERY": counters[1],
+        "NVML_NVLINK_ERROR_DL_CRC_FLIT": counters[2],
+        "NVML_NVLINK_ERROR_DL_CRC_DATA": counters[3],
         "nvmlMemory_v2": nvml.versioned(nvml.MemoryV2, 2).version,
         "nvmlEccSramErrorStatus_v1": nvml.versioned(nvml.SramStatus, 1).version,
         "nvmlGpuFabricInfo_v2": nvml.versioned(nvml.FabricInfo, 2).version,
@@ -86,7 +87,10 @@ FULL = replace(
     recorded("h100-sxm5-80gb")[0],
     inforom_valid=True,
     nvlinks=(True,) * 17 + (False,),
-    nvlink_errors=3,
+    nvlink_errors=6,
+    nvlink_replays=1,
+    nvlink_recoveries=2,
+    nvlink_crc_errors=3,
     compute_capability="9.0",
     recovery_action="drain-and-reset",
     unrepairable_memory=True,

@@ -23,7 +23,10 @@ HEAD = """\
 [how to use it](../how-to/test-a-gpu-node.md).
 
 The decisions are tested on recorded answers of real GPUs. The floors below are other people's measurements or
-judgement, not this test's own: none was calibrated with this test's kernels yet.
+judgement, not this test's own: none was calibrated with this test's kernels yet. So by default the test observes: what
+the GPUs compute and how fast they are only warns, until [a calibration is on record](#settings) for size, driver and
+program. Missing GPUs, a fabric that is not up, remapping failures, uncorrected errors and fatal Xids hold the
+node back in any mode.
 
 The result is one JSON document ([schema](gpu-smoke.schema.json)) in `/run/node/gpu.json`, with `--json` also on
 standard output; people get the same in lines. While a test runs there is no such file.
@@ -37,7 +40,7 @@ TIERS = """\
 | `boot-full`, `periodic` | 330 s | 95 % |
 
 The seed is another one each time and stands in the document; `--seed` repeats a run. What the driver never returns from
-is given up after that time, the wait for the NVLink fabric and 90 s.
+is given up after that time, a minute for the platform, the wait for the NVLink fabric and 90 s.
 """
 SETTINGS = """\
 ## Settings
@@ -50,11 +53,24 @@ SETTINGS = """\
 | `vm_size` | | asked of the platform's metadata where it is empty |
 | `count`, `allow_unknown_size` | | let a size pass that isn't in the table, with so many GPUs and without floors |
 | `driver_version`, `driver_flavour`, `kernel` | | what was baked; compared where given |
-| `mig` | `disabled` | the policy |
+| `mig` | `disabled` | the policy; `enabled`: such GPUs are not put under load, all else is checked |
 | `overrides` | `{}` | a floor by its key: `{"hbm_floor_gbps": {"value": 2400, "from": "why"}}`; judged as the table's |
 | `waived` | `{}` | a check by its id, with the reason: its failure warns. Not for answers, memory, ECC, Xids, GPUs |
 | `own_processes` | `["nvidia-persistenced"]` | may be on a GPU before the test |
 | `fabric_wait_seconds` | 180 | how long the NVLink fabric may take to come up |
+| `infiniband_wait_seconds` | 120 | how long all InfiniBand ports may take to come up, counted from the same moment |
+| `mode` | `observe` | `enforce`: what the GPUs compute gates the node without a calibration, floors still warn |
+| `calibrations` | `[]` | records that healthy machines passed: `size`, `driver`, `agent` (`tool_version`), `from` |
+
+A floor counts where the table calls its size calibrated, where a record is about this size, driver and program, or
+where it is the pool's own (`overrides`); any other one warns.
+
+## The same finding on several GPUs
+
+A wrong answer that two or more GPUs give alike, one check that is wrong on all of several GPUs, and a signal that ends
+two or more workers are rather this test's fault than the GPUs': `answer.common` and `worker.common` are inconclusive
+(exit 3) with the action `reimage`, and never `replace`. So are workers that are all late, with no action: the machine
+may be busy.
 """
 FOOT = """\
 ## What is not known
@@ -95,9 +111,12 @@ def codes() -> Iterator[str]:
             found.setdefault(code, set()).add(action)
         for kind, code in re.findall(r'\b(doubtful|broken|not_made)\(\s*"([\w.-]+)"', text):
             found.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
+    found["answer.common"] = found["worker.common"] = {"not made"}
     found["gpu.recovery-action"] = {"as the driver says"}
     found["not-run"] = {"not made"}
     found["xid.NUMBER"] = {"by its class"}
+    found["sxid.NUMBER"] = {"reboot"}
+    found["ib.down"] = found["ib.rate"] = {"reboot", "not made"}
     for code in sorted(found):
         yield f"| `{code}` | {', '.join(sorted(found[code]))} |"
     yield "\nOf the whole run: `gpu.settings`, `gpu.sizes`, `gpu.xids`, `gpu.tier` (exit 4), `gpu.unexpected` (a GPU"
@@ -145,7 +164,9 @@ def _size(size: Size) -> str:
 def classes() -> Iterator[str]:
     found = xids.load()
     yield f"## Xids\n\nTable version {found.version}, from NVIDIA's catalogue (`image_builder/node/gpu/xids.json`)."
-    yield "Only this boot's are read, from the journal. An Xid that isn't listed is `UNKNOWN`.\n"
+    yield "Only this boot's are read, from the journal. An Xid that isn't listed is `UNKNOWN`. `unsettled` is"
+    yield "inconclusive, unless a wrong answer or a dead worker comes with it: our own program may have caused it."
+    yield "Of NVSwitches' SXids those count that the driver itself calls fatal.\n"
     yield "| class | Xids | before the test | during it | action |\n|---|---|---|---|---|"
     for one in found.classes.values():
         numbers = sorted(number for number, name in found.xids.items() if name == one.name)

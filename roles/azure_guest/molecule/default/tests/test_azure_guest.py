@@ -30,6 +30,7 @@ def test_pod_guard_makes_and_removes_its_rule(host: Host) -> None:
     assert (
         "-A FORWARD -d 168.63.129.16/32 -p tcp -m multiport --dports 80,32526" in made and "-j DROP" in made
     )
+    assert "-A FORWARD -d 169.254.169.254/32 -p tcp -m multiport --dports 80 " in made
     assert "DROP" not in removed
 
 

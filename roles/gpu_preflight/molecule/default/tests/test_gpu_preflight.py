@@ -17,9 +17,9 @@ def test_settings_are_what_the_agent_reads(host: Host) -> None:
     assert found["dns"] == [] and found["tcp"] == [] and found["jitter_seconds"] == 30
 
 
-@pytest.mark.parametrize("unit", ["preflight", "preflight-report"])
+@pytest.mark.parametrize("unit", ["preflight.service", "preflight-report.service", "preflight-again.timer"])
 def test_units_are_enabled(host: Host, unit: str) -> None:
-    assert host.service(f"{unit}.service").is_enabled
+    assert host.service(unit).is_enabled
 
 
 def test_every_boot_is_tested_before_the_kubelet_starts(host: Host) -> None:
@@ -28,7 +28,14 @@ def test_every_boot_is_tested_before_the_kubelet_starts(host: Host) -> None:
     assert {"Type=oneshot", "RemainAfterExit=yes", "Before=kubelet.service"} <= set(lines)
     assert not [line for line in lines if line.startswith("Condition")]
     waits = host.file(f"{UNITS}/kubelet.service.d/20-preflight.conf").content_string.splitlines()
-    assert {"Requires=preflight.service", "After=preflight.service"} <= set(waits)
+    assert {"Wants=preflight.service", "After=preflight.service"} <= set(waits)
+    assert [line for line in waits if line.startswith("ExecStartPre=/usr/bin/timeout ")]
+
+
+def test_systemd_takes_the_units(host: Host) -> None:
+    names = ["preflight.service", "preflight-again.service", "preflight-again.timer"]
+    done = host.run("systemd-analyze verify --man=no " + " ".join(f"{UNITS}/{name}" for name in names))
+    assert (done.rc, done.stderr) == (0, "")
 
 
 def test_nothing_waits_for_the_report(host: Host) -> None:

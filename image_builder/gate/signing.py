@@ -1,0 +1,181 @@
+"""Which signing request is that of a node's first kubelet, on the machine that its token is for. Without any I/O.
+
+What a request says of itself (its subject) is compared with what the API server wrote into it: whose token it was, and
+what that token is bound to. https://kubernetes.io/docs/reference/access-authn-authz/certificate-signing-requests/.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from image_builder.node.join import binding
+
+SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
+# The kubelet's, with RSA keys and with others.
+_USAGES = (
+    frozenset({"digital signature", "key encipherment", "client auth"}),
+    frozenset({"digital signature", "client auth"}),
+)
+_USER = re.compile(r"system:bootstrap:[a-z0-9]{6}")
+_GROUPS = frozenset({"system:bootstrappers", "system:authenticated"})
+_NODES, _NODE = "system:nodes", "system:node:"
+_PATH = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that nobody has decided about. ``groups`` and ``user`` are what the API server wrote."""
+
+    name: str
+    version: str
+    signer: str
+    user: str
+    groups: frozenset[str]
+    usages: tuple[str, ...]
+    request: bytes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A request that may be approved: for this node, and the machine (as a group of ``binding``)."""
+
+    node: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A Node object: its name, whether it is Ready, and the machine, in each way in which firmware writes its id."""
+
+    name: str
+    is_ready: bool
+    machines: frozenset[str]
+
+
+class UnboundError(Exception):
+    """A request is not one that the gate may approve. It stays as it is: somebody else may decide about it."""
+
+
+def pending_from(found: Mapping[str, Any]) -> Pending | None:
+    """Return what counts of a CertificateSigningRequest; None for one that is decided about."""
+    spec, status = found.get("spec") or {}, found.get("status") or {}
+    if status.get("conditions") or status.get("certificate"):
+        return None
+    try:
+        request = base64.b64decode(spec.get("request") or "", validate=True)
+    except binascii.Error:
+        request = b""
+    return Pending(
+        found["metadata"]["name"],
+        str(found["metadata"].get("resourceVersion", "")),
+        str(spec.get("signerName", "")),
+        str(spec.get("username", "")),
+        frozenset(map(str, spec.get("groups") or ())),
+        tuple(map(str, spec.get("usages") or ())),
+        request,
+    )
+
+
+def member_from(found: Mapping[str, Any]) -> Member:
+    """Return what counts of a Node object."""
+    status = found.get("status") or {}
+    is_ready = any(
+        one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or []
+    )
+    return Member(
+        found["metadata"]["name"],
+        is_ready,
+        _machines(str((status.get("nodeInfo") or {}).get("systemUUID", ""))),
+    )
+
+
+def _machines(system_uuid: str) -> frozenset[str]:
+    """Return the groups of a machine's tokens. Older firmware has the id's first three parts the other way round."""
+    try:
+        known = uuid.UUID(system_uuid)
+    except ValueError:
+        return frozenset()
+    return frozenset(binding.of_machine(str(one)) for one in (known, uuid.UUID(bytes=known.bytes_le)))
+
+
+def check(pending: Pending) -> Bound:
+    """Return whom a request is for. Raises UnboundError with the reason why it is not the gate's to approve."""
+    if pending.signer != SIGNER:
+        raise UnboundError(f"it is for the signer {pending.signer}")
+    if not _USER.fullmatch(pending.user) or not pending.groups >= _GROUPS:
+        raise UnboundError(f"{pending.user} is no bootstrap token")
+    machines, nodes = (
+        [group for group in pending.groups if group.startswith(prefix)]
+        for prefix in (binding.MACHINE, binding.NODE)
+    )
+    if len(machines) != 1 or len(nodes) != 1:
+        raise UnboundError("its token is not bound to one machine and one node")
+    if len(set(pending.usages)) != len(pending.usages) or frozenset(pending.usages) not in _USAGES:
+        raise UnboundError(f"its usages are not a kubelet's: {', '.join(pending.usages)}")
+    name = _subject(pending.request)
+    if binding.of_node(name) != nodes[0]:
+        raise UnboundError(f"its token is not for the node {name}")
+    return Bound(name, machines[0])
+
+
+def _subject(request: bytes) -> str:
+    """Return the node that a request (PEM) names. Raises UnboundError."""
+    try:
+        found = x509.load_pem_x509_csr(request)
+        is_signed, extensions = found.is_signature_valid, list(found.extensions)
+        subject = [(one.oid, one.value) for one in found.subject]
+    except (ValueError, TypeError, x509.DuplicateExtension) as error:
+        raise UnboundError("it holds no certificate request") from error
+    if not is_signed:
+        raise UnboundError("it is not signed with its own key")
+    # Further names are extensions; a kubelet asks for none at all.
+    if extensions:
+        raise UnboundError("it asks for extensions")
+    named = [value for oid, value in subject if oid == NameOID.COMMON_NAME]
+    groups = [value for oid, value in subject if oid == NameOID.ORGANIZATION_NAME]
+    if len(subject) != 2 or groups != [_NODES] or len(named) != 1:
+        raise UnboundError("its subject is not a node's")
+    name = str(named[0])
+    if not name.startswith(_NODE) or name == _NODE:
+        raise UnboundError("its subject is not a node's")
+    return name.removeprefix(_NODE)
+
+
+def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
+    """Return why a request can't be approved as long as these nodes are there; empty where it can."""
+    for member in members:
+        if member.name == bound.node and member.is_ready:
+            return f"the node {bound.node} is Ready"
+        if member.name != bound.node and bound.machine in member.machines:
+            return f"its machine is the node {member.name}"
+    return ""
+
+
+def path_of(name: str = "") -> str:
+    """Return where the API server has signing requests, or the approval of one of them."""
+    return f"{_PATH}/{name}/approval" if name else _PATH
+
+
+def approval(pending: Pending, bound: Bound, now: str) -> dict[str, Any]:
+    """Return the merge patch that approves a request, provided that it still is what was looked at."""
+    condition = {
+        "type": "Approved",
+        "status": "True",
+        "reason": "BoundToken",
+        "message": f"{pending.user} is bound to the node {bound.node} and its machine",
+        "lastUpdateTime": now,
+        "lastTransitionTime": now,
+    }
+    return {
+        "metadata": {"resourceVersion": pending.version},
+        "status": {"conditions": [condition]},
+    }

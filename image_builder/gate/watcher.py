@@ -1,0 +1,134 @@
+"""One list and one watch over the objects of a kind: what the API server knows, kept up to date."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from image_builder.node.kube import Client, KubeError, backoff
+
+# A watch is ended by the server after some minutes; its silence is broken by bookmarks every minute.
+_WATCH_SECONDS = 300
+_IDLE_SECONDS = 90.0
+_GONE = 410
+_chance: Callable[[], float] = random.random
+
+T = TypeVar("T")
+
+
+class GoneError(Exception):
+    """What was watched from is no longer known: list again."""
+
+
+class Watcher(Generic[T]):
+    """Keeps ``known`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
+
+    ``path`` is what is listed and watched, ``query`` its selectors. ``read`` makes of an object what counts of it, None
+    for one that doesn't count. A list with resourceVersion=0 is served from the API server's memory, and a watch goes
+    on where it broke off.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        path: str,
+        query: Mapping[str, str],
+        read: Callable[[Mapping[str, Any]], T | None],
+        changed: Callable[[T], None],
+        removed: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.known: dict[str, T] = {}
+        self.synced = threading.Event()
+        self._client, self._path, self._query, self._read = client, path, dict(query), read
+        self._changed, self._removed, self._tell = changed, removed, tell
+        self._version = ""
+
+    def run(self, stop: threading.Event) -> None:
+        """List and watch until ``stop`` is set; what goes wrong is waited out."""
+        with self._client:
+            self._run(stop)
+
+    def interrupt(self) -> None:
+        """End the wait for the next change: ``stop`` is set."""
+        self._client.interrupt()
+
+    def _run(self, stop: threading.Event) -> None:
+        failures = 0
+        while not stop.is_set():
+            try:
+                if not self._version:
+                    self._list()
+                self._watch(stop)
+                failures = 0
+            except GoneError:
+                self._version = ""
+            except KubeError as error:
+                if error.status == _GONE:
+                    self._version = ""
+                wait = backoff(failures, retry_after=error.retry_after, cap=30.0, chance=_chance)
+                if not stop.is_set():
+                    self._tell(f"{error.message}; again in {wait:.1f} s")
+                failures += 1
+                stop.wait(wait)
+
+    def _url(self, **more: str) -> str:
+        return f"{self._path}?{urllib.parse.urlencode({**self._query, **more})}"
+
+    def _list(self) -> None:
+        listed = set()
+
+        def take(item: Mapping[str, Any]) -> None:
+            listed.add(item["metadata"]["name"])
+            self._take(item)
+
+        version = self._client.each(self._url(resourceVersion="0"), take)
+        for name in self.known.keys() - listed:
+            self._drop(name)
+        self._version = version
+        self.synced.set()
+
+    def _watch(self, stop: threading.Event) -> None:
+        url = self._url(
+            watch="1",
+            resourceVersion=self._version,
+            allowWatchBookmarks="true",
+            timeoutSeconds=str(int(_WATCH_SECONDS + 60 * _chance())),
+        )
+        began = time.monotonic()
+        for event in self._client.watch(url, idle=_IDLE_SECONDS):
+            self._event(event)
+            if stop.is_set():
+                return
+        # One that the server ends at once is no watch: don't ask at the speed of the network.
+        if time.monotonic() - began < 1:
+            stop.wait(1 + _chance())
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        kind, found = event["type"], event["object"]
+        if kind == "ERROR":
+            if found.get("code") == _GONE:
+                raise GoneError
+            raise KubeError(f"the watch says: {found.get('message')}", int(found.get("code") or 0))
+        self._version = found["metadata"]["resourceVersion"]
+        if kind == "DELETED":
+            self._drop(found["metadata"]["name"])
+        elif kind in ("ADDED", "MODIFIED"):
+            self._take(found)
+
+    def _take(self, item: Mapping[str, Any]) -> None:
+        name, value = item["metadata"]["name"], self._read(item)
+        if value is None:
+            self._drop(name)
+        # Most changes of an object are none of what counts here: a node's heartbeats.
+        elif self.known.get(name) != value:
+            self.known[name] = value
+            self._changed(value)
+
+    def _drop(self, name: str) -> None:
+        if self.known.pop(name, None) is not None:
+            self._removed(name)

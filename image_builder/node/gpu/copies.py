@@ -1,0 +1,98 @@
+"""Copies between host and GPU, measured so that a sound link shows its speed.
+
+GPUs share PCIe switches (two of them behind one port of an ND A100 v4), and what a copy reaches depends on which NUMA
+node its host memory is of, which virtual machines state wrongly or not at all. So the timed copies of a node's GPUs
+take turns, and are made from each NUMA node; the best counts, as the floors come from tools that choose the right one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from image_builder.node import status
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
+
+LOCK = status.DIRECTORY / "gpu-copies.lock"
+# A turn takes a tenth of a second to a second. Who waits for longer waits for a worker that hangs.
+TURN_SECONDS = 20.0
+_POLL_SECONDS = 0.01
+_NODES = Path("/sys/devices/system/node")
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Wait until no other GPU of this machine copies. Raises NodeError (``gpu.turn``): it did not come."""
+    try:
+        LOCK.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise NodeError("gpu.turn", f"{LOCK}: {error.strerror}") from error
+    try:
+        end = time.monotonic() + TURN_SECONDS
+        while not _is_taken(fd):
+            if time.monotonic() >= end:
+                raise NodeError("gpu.turn", f"another GPU's copies did not end within {TURN_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def from_each_node(measure: Callable[[], Measurement], nodes: Mapping[int, set[int]]) -> Measurement:
+    """Measure from the processors of each NUMA node; return the best, or the first that isn't done.
+
+    Pinned memory is of the node that it is allocated on. ``nodes`` are processors by the node's number.
+    """
+    if len(nodes) < 2:
+        return measure()
+    everywhere = os.sched_getaffinity(0)
+    found: dict[int, Measurement] = {}
+    try:
+        for number, processors in nodes.items():
+            os.sched_setaffinity(0, processors)
+            found[number] = measure()
+            if found[number].status != "done":
+                break
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    chosen = max(found, key=lambda n: (found[n].status != "done", found[n].measured or 0.0))
+    speeds = ", ".join(f"{one.measured:g} from {n}" for n, one in found.items() if one.measured is not None)
+    words = f"from NUMA node {chosen} ({speeds or 'nothing measured'}): {found[chosen].detail}"
+    spent = round(sum(one.seconds for one in found.values()), 3)
+    return replace(found[chosen], detail=words[:DETAIL_CHARACTERS], seconds=spent)
+
+
+def numa_nodes(directory: Path = _NODES) -> dict[int, set[int]]:
+    """Return the processors of each NUMA node that this process may use; empty where the kernel tells none."""
+    usable = os.sched_getaffinity(0)
+    found = {}
+    for path in sorted(directory.glob("node[0-9]*/cpulist")):
+        near = processors(path.read_text()) & usable
+        if near:
+            found[int(path.parent.name.removeprefix("node"))] = near
+    return found
+
+
+def processors(text: str) -> set[int]:
+    """Return the processors of a list as /sys writes it: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

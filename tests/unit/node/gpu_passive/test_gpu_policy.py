@@ -1,0 +1,237 @@
+"""What a finding may do to a node: the same on many GPUs condemns none of them, what was never tried warns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import calibration
+from image_builder.node.gpu import settings as gpu_settings
+from image_builder.node.gpu.checks import RULES, judge
+from image_builder.node.gpu.command import idle_reason
+from image_builder.node.gpu.evidence import Evidence
+from image_builder.node.gpu.model import Verdict
+from image_builder.node.gpu.settings import Settings
+from image_builder.node.gpu.sizes import Floor
+from image_builder.node.gpu.verdict import verdict
+from tests.unit.node.gpu_passive.broken import CASES, XID_79
+from tests.unit.node.gpu_passive.recordings import (
+    Change,
+    gpu,
+    library,
+    machine,
+    measured,
+    node,
+    together,
+    worker,
+    xid,
+)
+
+ALL = range(8)
+
+
+def outcome(evidence: Evidence) -> Verdict:
+    return verdict(judge(evidence), evidence.tier)
+
+
+def wrong(numbers: Sequence[int], id: str = "kat.mma", found: str = "") -> Change:
+    """The answer of these GPUs is wrong: on each another SM, and the same value unless ``found`` has a place for it."""
+    return together(
+        *(
+            measured(
+                id,
+                n,
+                status="failed",
+                measured=1.0,
+                detail=f"SM {n}, lane 3: expected 0x0a, found {found.format(n) or '0x0b'}",
+            )
+            for n in numbers
+        )
+    )
+
+
+# -- one finding on several GPUs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", ["kat.int", "kat.mma", "det.fp32", "mem.pattern", "bw.h2d", "perf.mma"])
+@pytest.mark.parametrize("numbers", [[2, 5], ALL], ids=["two", "all"])
+def test_the_same_wrong_answer_on_several_gpus_is_the_tests(id: str, numbers: Sequence[int]) -> None:
+    found = outcome(wrong(numbers, id)(node("H100")))
+    assert (found.status, found.exit_code, found.action) == ("inconclusive", 3, "reimage")
+    assert found.code == "answer.common"
+
+
+def test_one_gpu_that_is_wrong_is_replaced() -> None:
+    found = outcome(wrong([4])(node("H100")))
+    assert (found.exit_code, found.action, found.code) == (1, "replace", "answer.wrong")
+
+
+def test_two_gpus_that_are_wrong_in_their_own_ways_are_replaced() -> None:
+    found = outcome(wrong([2, 5], found="0x{:02x}")(node("H100")))
+    assert (found.exit_code, found.action) == (1, "replace")
+
+
+def test_all_gpus_that_are_wrong_in_one_check_condemn_none_of_them() -> None:
+    found = outcome(wrong(ALL, found="0x{:02x}")(node("H100")))
+    assert (found.exit_code, found.action) == (3, "reimage")
+
+
+def test_what_only_one_gpu_has_beside_it_still_counts() -> None:
+    found = outcome(together(wrong([2, 5]), wrong([5], "kat.int"))(node("H100")))
+    assert (found.exit_code, found.action) == (1, "replace")
+
+
+def ended(numbers: Sequence[int], words: str) -> Change:
+    return together(*(worker(n, ended=words) for n in numbers))
+
+
+def test_a_signal_that_ends_several_workers_is_our_own() -> None:
+    found = outcome(ended([1, 6], "crashed: signal 11")(node("H100")))
+    assert (found.exit_code, found.action, found.code) == (3, "reimage", "worker.common")
+    assert outcome(ended([1], "crashed: signal 11")(node("H100"))).action == "replace"
+
+
+@pytest.mark.parametrize(("model", "numbers"), [("H100", ALL), ("T4", [0])])
+def test_all_workers_late_are_a_busy_machine(model: str, numbers: Sequence[int]) -> None:
+    late = ended(numbers, "killed: deadline")(node(model))
+    silent = together(*(worker(n, measurements=()) for n in numbers))(late)
+    found = outcome(silent)
+    assert (found.exit_code, found.action) == (3, "none")
+    assert {one.code for one in judge(silent) if one.id == "worker"} == {"worker.common"}
+
+
+def test_some_workers_late_are_their_gpus() -> None:
+    late = together(*(worker(n, ended="killed: deadline", measurements=()) for n in range(7)))
+    found = outcome(late(node("H100")))
+    assert (found.exit_code, found.action, found.code) == (1, "replace", "worker.late")
+
+
+def test_all_that_tried_their_links_late_are_a_busy_machine() -> None:
+    """The eighth GPU didn't get so far; it is not what makes the others late."""
+    first = worker(0, ended="error: no CUDA", measurements=())
+    late = together(first, *(measured("bw.p2p", n, status="error", measured=None) for n in range(1, 8)))(
+        node("H100")
+    )
+    late = ended(range(1, 8), "killed: deadline")(late)
+    assert outcome(late).exit_code == 3
+    assert outcome(worker(3, ended="done")(late)).action == "replace"
+
+
+# -- what was never tried --------------------------------------------------------------------------------------
+
+# What holds a node back whatever its mode: missing GPUs, the fabric, memory that can't be repaired, fatal Xids.
+ALWAYS: dict[str, tuple[Change, str]] = {
+    "lost": (library(lost={"7": "the GPU is lost (15)"}), "reboot"),
+    "seven": (library(count=7), "reboot"),
+    "fabric": (gpu(2, fabric_state="in-progress"), "reboot"),
+    "fabric manager": (machine(fabric_manager="failed"), "reboot"),
+    "remapping": (gpu(4, remap_failure=True), "replace"),
+    "Xid 79": (xid(XID_79), "replace"),
+    "ECC": (gpu(4, ecc_volatile_uncorrected=1), "reboot"),
+    "driver": (machine(driver_loaded=""), "reimage"),
+    "unkillable": (worker(3, ended="hung: unkillable"), "reboot"),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_what_holds_a_node_in_any_mode(name: str) -> None:
+    change, action = ALWAYS[name]
+    for mode in ("observe", "enforce"):
+        found = outcome(change(node("H100", settings=Settings(mode=mode), calibrated=False)))
+        assert (found.status, found.action) == ("fail", action)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if RULES[case[2]].active and name != "hung"]
+)
+def test_what_is_computed_and_measured_is_only_observed(name: str) -> None:
+    model, change, check, _, code, _ = CASES[name]
+    evidence = change(node(model, settings=Settings(), calibrated=False))
+    told = [one for one in judge(evidence) if one.id == check and one.code == code]
+    assert {(one.status, one.action) for one in told} == {("warn", "none")}
+    assert outcome(evidence).exit_code == 0
+
+
+FLOORS = ["slow HBM", "HBM below the median", "slow h2d", "slow d2h", "slow p2p", "slow tensors", "NVMe"]
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_number_that_nobody_measured_warns(name: str) -> None:
+    model, change, check, _, code, _ = CASES[name]
+    evidence = change(node(model, calibrated=False))
+    assert outcome(evidence).exit_code == 0
+    assert {(one.status, one.code) for one in judge(evidence) if one.id == check} >= {("warn", code)}
+    assert outcome(change(node(model))).action == "replace"
+
+
+def test_a_floor_of_the_pools_own_counts() -> None:
+    own = Settings(mode="enforce", overrides={"h2d_floor_gbps": Floor(50, "64 nodes")})
+    evidence = measured("bw.h2d", 3, measured=49.9)(node("H100", settings=own, calibrated=False))
+    assert outcome(evidence).action == "replace"
+    assert outcome(measured("bw.d2h", 3, measured=47.9)(evidence)).code == "bandwidth.low"
+    alone = measured("bw.d2h", 3, measured=47.9)(node("H100", settings=own, calibrated=False))
+    assert outcome(alone).exit_code == 0
+
+
+def test_a_pool_with_mig_passes_without_a_load() -> None:
+    whole = node("A100", settings=Settings(mode="enforce", mig="enabled"))
+    mig = together(*(gpu(n, mig_current=True, mig_pending=True) for n in ALL))(whole)
+    idle = replace(mig, after=None, samples=(), workers=(), began_us=None, idle_by_policy=True)
+    idle = replace(idle, idle_why=idle_reason(idle))
+    assert idle.idle_why
+    assert outcome(idle).exit_code == 0
+    # What needs no load is still asked.
+    assert outcome(gpu(4, remap_failure=True)(idle)).action == "replace"
+    assert outcome(gpu(4, mig_current=False)(idle)).action == "config"
+    assert outcome(replace(idle, idle_by_policy=False)).exit_code == 3
+
+
+# -- records ---------------------------------------------------------------------------------------------------
+
+RECORD = {
+    "size": "Standard_ND96isr_H100_v5",
+    "driver": "580.159.04",
+    "agent": "0123456789ab",
+    "from": "16 nodes",
+}
+
+
+def test_a_record_is_read() -> None:
+    [made] = gpu_settings.parse({"calibrations": [RECORD]}).calibrations
+    assert (made.size, made.agent, made.source) == (RECORD["size"], RECORD["agent"], "16 nodes")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"mode": "dry-run"},
+        {"mode": True},
+        {"calibrations": [RECORD | {"driver": ""}]},
+        {"calibrations": [{"size": "x"}]},
+        {"calibrations": ["x"]},
+        {"calibrations": [RECORD | {"driver": 580}]},
+    ],
+)
+def test_a_record_or_mode_that_is_none_is_refused(found: dict[str, object]) -> None:
+    with pytest.raises(NodeError, match=r"gpu\.json: .*(mode|calibrations)"):
+        gpu_settings.parse(found)
+
+
+def test_the_program_of_a_record_is_all_that_a_gpu_runs() -> None:
+    """A kernel or module that a worker imports, and that the digest leaves out, would keep an old calibration."""
+    from pathlib import Path
+
+    package = Path(calibration.__file__).parent
+    kernels = {f"kernels/{path.name}" for path in (package / "kernels").glob("*.ptx")}
+    assert kernels <= set(calibration.PROGRAM)
+    imported = {
+        f"{word}.py"
+        for line in (package / "worker.py").read_text().splitlines()
+        if line.startswith("from image_builder.node.gpu import")
+        for word in line.partition(" import ")[2].split(", ")
+    }
+    assert imported and imported <= set(calibration.PROGRAM)
+    assert len(calibration.agent()) == 12

@@ -1,0 +1,72 @@
+"""The patience with the metadata service: what is asked again, for how long, and with what pauses."""
+
+from __future__ import annotations
+
+import pytest
+
+from image_builder.node import imds
+from image_builder.node.asking import Said
+
+
+class Service:
+    """A metadata service with prepared answers, and a clock that only waiting moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | Said) -> None:
+        self.now, self.asked = 0.0, 0
+        self.pauses: list[float] = []
+        self._answers = list(answers)
+        monkeypatch.setattr(imds, "ask", self._ask)
+
+    def _ask(self, _path: str, *, address: str, seconds: float) -> Said:
+        assert address == imds.ADDRESS and 0 < seconds <= 5
+        self.asked += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if answer == 0:
+            raise ConnectionRefusedError("refused")
+        return answer if isinstance(answer, Said) else Said(answer, b"busy")
+
+    def _sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def answer(self, seconds: float = 60.0) -> Said:
+        return imds.answer("/x", seconds, clock=lambda: self.now, sleep=self._sleep, chance=lambda: 0.999)
+
+
+@pytest.mark.parametrize("first", [0, 408, 410, 429, 500, 503])
+def test_what_may_pass_is_asked_again_after_a_pause(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    service = Service(monkeypatch, first, first, 200)
+    assert service.answer().status == 200
+    assert service.asked == 3 and [round(pause) for pause in service.pauses] == [0, 1]
+    assert all(pause > 0.4 for pause in service.pauses), "refused three times within a millisecond"
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 405])
+def test_what_it_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    service = Service(monkeypatch, status)
+    with pytest.raises(imds.RefusedError, match=f"answered {status}: busy"):
+        service.answer()
+    assert service.asked == 1
+
+
+def test_an_update_of_seventy_seconds_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers 410 for as long, by its documentation."""
+    service = Service(monkeypatch, *[410] * 14, 200)
+    assert service.answer(120).status == 200
+    assert 70 <= service.now <= 120 and max(service.pauses) <= 8
+
+
+def test_time_that_is_over_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch, 0)
+    with pytest.raises(OSError, match="does not answer: refused"):
+        service.answer(20)
+    assert 10 < service.now < 20
+
+
+def test_what_it_asks_for_is_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch, Said(429, b"", retry_after=7.0), 200)
+    assert service.answer().status == 200 and 7 <= service.pauses[0] < 8
+    service = Service(monkeypatch, Said(429, b"", retry_after=90.0), 200)
+    with pytest.raises(OSError, match="429"):
+        service.answer()
+    assert service.pauses == []

@@ -1,0 +1,39 @@
+"""What is reported of a boot, and how long it waits for somebody to report to."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from image_builder.node import asking
+from image_builder.node.asking import Said
+from image_builder.node.errors import NodeError
+from image_builder.node.preflight import report
+from image_builder.node.preflight.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("has_kubeconfig", "answer"), [(False, 200), (True, 503), (True, 0)], ids=["not joined", "ill", "down"]
+)
+def test_a_kubelet_that_never_answers_is_not_waited_for_without_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kubeconfig: bool, answer: int
+) -> None:
+    hours = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(hours) * 600.0)
+
+    def ask(_url: str, **_: object) -> Said:
+        if not answer:
+            raise ConnectionRefusedError("down")
+        return Said(answer, b"")
+
+    monkeypatch.setattr(asking, "ask", ask)
+    kubeconfig = tmp_path / "kubelet.conf"
+    if has_kubeconfig:
+        kubeconfig.touch()
+    slept: list[float] = []
+    with pytest.raises(NodeError, match="did not answer within 3600 s"):
+        report._await_kubelet(Settings(kubeconfig=str(kubeconfig)), slept.append)
+    assert len(slept) == 5

@@ -1,0 +1,123 @@
+"""What the role gpu_preflight writes: the kubelet waits and is never stopped, and what ends badly is tried again."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
+
+from image_builder.node import status
+from image_builder.node.gpu import command as gpu
+from image_builder.node.gpu import machine
+from image_builder.node.gpu.settings import Settings as GpuSettings
+from image_builder.node.preflight import model
+from image_builder.node.preflight.settings import Settings, parse
+
+ROLE = Path(__file__).resolve().parents[3] / "roles" / "gpu_preflight"
+NODE_JOIN = ROLE.parent / "node_join"
+ADMITTED = f"test -e {status.DIRECTORY / model.ADMITTED}"
+
+
+@cache
+def role_file(role: Path, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = DataLoader().load_from_file(str(role / name), trusted_as_template=True)
+    return loaded
+
+
+def templar(role: Path, **variables: Any) -> Templar:
+    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest first."""
+    scope = {**role_file(role, "defaults/main.yml"), **variables, **role_file(role, "vars/main.yml")}
+    return Templar(DataLoader(), scope)
+
+
+def rendered(name: str, role: Path = ROLE, **variables: Any) -> str:
+    source = role / "templates" / name
+    engine = templar(role, **variables)
+    extra = generate_ansible_template_vars(name, str(source))
+    engine.available_variables = {**engine.available_variables, **extra}
+    return str(engine.template(trust_as_template(source.read_text()), overrides={"trim_blocks": True}))
+
+
+def unit(name: str, role: Path = ROLE, **variables: Any) -> list[str]:
+    """Return the statements of a unit file."""
+    lines = rendered(name, role, **variables).splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def value(lines: list[str], name: str) -> str:
+    (found,) = [line.partition("=")[2] for line in lines if line.startswith(f"{name}=")]
+    return found
+
+
+def problems(**variables: Any) -> list[str]:
+    found: list[str] = json.loads(
+        str(
+            templar(ROLE, **variables).template(trust_as_template("{{ __gpu_preflight_problems | to_json }}"))
+        )
+    )
+    return found
+
+
+def test_agent_takes_what_the_role_writes() -> None:
+    assert parse(json.loads(rendered("preflight.json.j2"))) == Settings(engine="docker")
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_kubelet_waits_for_a_file_and_requires_no_unit(hard: bool) -> None:
+    """A required unit stops the kubelet when it is restarted, and keeps it down for good when it fails once."""
+    lines = unit("kubelet.conf.j2", gpu_preflight_hard=hard)
+    assert {"Wants=preflight.service", "After=preflight.service"} <= set(lines)
+    assert not [line for line in lines if line.startswith(("Requires", "Requisite", "BindsTo", "PartOf"))]
+    waits = value(lines, "ExecStartPre")
+    assert ADMITTED in waits
+    # Any verdict will do, unless only a pass does.
+    assert (f"test -e {status.DIRECTORY / model.FILE}" in waits) is not hard
+    words = waits.split()
+    assert words[0] == "/usr/bin/timeout" and 0 < int(words[1]) < 90, "longer than systemd lets it start"
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("preflight.service.j2", ROLE), ("node-join.service.j2", NODE_JOIN)]
+)
+def test_what_failed_is_started_again(name: str, role: Path) -> None:
+    lines = unit(name, role)
+    assert value(lines, "Restart") == "on-failure" and 10 <= int(value(lines, "RestartSec")) <= 300
+    section = lines.index("[Service]")
+    assert "StartLimitIntervalSec=0" in lines[:section], "after five failures it would give up"
+
+
+def test_unsettled_boot_is_tested_again_after_2_5_15_and_30_minutes() -> None:
+    timer = unit("preflight-again.timer.j2")
+    elapsed = [line.partition("=")[2] for line in timer if line.startswith("OnActiveSec=")]
+    minutes = [0, *(int(text.removesuffix("min")) for text in elapsed)]
+    assert [b - a for a, b in pairwise(minutes)] == [2, 5, 15, 30]
+    assert value(timer, "OnUnitInactiveSec") == "30min"
+    assert value(timer, "After") == "preflight.service", "it counts from the verdict"
+    service = unit("preflight-again.service.j2")
+    assert value(service, "ConditionPathExists") == str(status.DIRECTORY / model.UNSETTLED)
+    assert value(service, "ExecStart").endswith("node-agent preflight --again")
+    units = templar(ROLE).template(trust_as_template("{{ __gpu_preflight_units | to_json }}"))
+    assert "preflight-again.timer" in json.loads(str(units))
+
+
+def test_longest_test_of_the_gpus_ends_by_itself() -> None:
+    needed = gpu.longest_seconds(GpuSettings())
+    assert needed == 330 + machine.PLATFORM_SECONDS + 90 + 180
+    assert problems() == [] and Settings().gpu_seconds >= needed
+    assert problems(gpu_preflight_gpu_seconds=needed - 1)
+    assert problems(gpu_preflight_gpu={"fabric_wait_seconds": 600})
+    assert problems(gpu_preflight_gpu={"infiniband_wait_seconds": 181})
+    assert not problems(gpu_preflight_gpu={"fabric_wait_seconds": 600}, gpu_preflight_gpu_seconds=1080)
+
+
+@pytest.mark.parametrize("name", ["preflight.service.j2", "preflight-again.service.j2"])
+def test_tests_have_the_rights_that_they_need(name: str) -> None:
+    lines = unit(name)
+    assert {"ProtectSystem=full", "NoNewPrivileges=yes", "RestrictSUIDSGID=yes"} <= set(lines)
+    assert not [line for line in lines if line.startswith(("PrivateDevices", "MemoryDenyWriteExecute"))]
