@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 import ansible_runner
 
+from image_builder.environment import environment
 from image_builder.errors import CommandError
 from image_builder.plan.model import JSON
-from image_builder.process import environment
+from image_builder.sandbox import BOUNDED
 
 _PLUGINS = Path(__file__).parent / "plugins"
 
@@ -26,6 +27,10 @@ class PlayResult:
 
     ok: int
     changed: int
+
+
+# Roles and packages' scripts make no devices: the number of the host's disk is enough to write to it.
+_ENTER = ("setpriv", "--bounding-set", "-mknod", "--", *BOUNDED)
 
 
 def play(
@@ -77,6 +82,7 @@ def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str,
     return {
         "ansible_connection": "sandbox",
         "ansible_sandbox_root": os.fspath(root),
+        "ansible_sandbox_enter": list(_ENTER),
         "ansible_sandbox_environment": [f"{k}={v}" for k, v in sorted(environment_in_root.items())],
         "ansible_python_interpreter": "/usr/bin/python3",
         "ansible_remote_tmp": "/tmp/.ansible",

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder import process
+from image_builder import apt_auth, process
 from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.lock import LockedFile, LockedPackage
 
 _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
+_RELEASE_FIELD = re.compile(r"^(Origin|Label|Suite|Codename|Date):[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 # How mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
 _MMDEBSTRAP = Path("/usr/bin/mmdebstrap")
 _DEFAULTS = {
@@ -83,29 +84,50 @@ class Apt:
                 hint="check the mirror (image_base.mirror, or the host's own Debian source) and this host's clock",
             ) from error
 
-    def release_date(self) -> int:
-        """Return the newest Date of the Release files, in seconds since 1970."""
-        dates = []
-        for path in (self.path / "lists").glob("*Release"):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                if line.startswith("Date:"):
-                    dates.append(int(email.utils.parsedate_to_datetime(line[5:].strip()).timestamp()))
-        return max(dates)
+    def release_dates(self) -> dict[str, int]:
+        """Return the Date of each Release file, in seconds since 1970.
+
+        By what the repository calls itself and the suite, which all its mirrors agree on; else by its file's name.
+        """
+        dates: dict[str, int] = {}
+        for path in sorted((self.path / "lists").glob("*Release")):
+            fields = dict(_RELEASE_FIELD.findall(path.read_text(encoding="utf-8", errors="replace")))
+            if "Date" in fields:
+                repository = fields.get("Label") or fields.get("Origin")
+                suite = fields.get("Codename") or fields.get("Suite")
+                name = f"{repository} {suite}" if repository and suite else path.name
+                date = int(email.utils.parsedate_to_datetime(fields["Date"]).timestamp())
+                dates[name] = min(date, dates.get(name, date))
+        return dates
 
     def install(self, names: Iterable[str]) -> list[LockedPackage]:
         """Return what installing ``names`` would add to what was installed so far, and pretend it was.
 
         Raises LockError when apt can't satisfy them.
         """
-        argv = ["apt-get", "install", "--print-uris", "--yes", "-qq", "--no-install-recommends", *names]
+        # Quieter, apt keeps to itself which package lacks what.
+        argv = ["apt-get", "install", "--print-uris", "--yes", "-q", "--no-install-recommends", *names]
         try:
             output = self._run(argv)
         except CommandError as error:
-            reason = "\n  ".join(line for line in error.tail.splitlines() if line.strip())
-            raise LockError(f"apt finds no way to install the packages:\n  {reason}") from error
+            raise LockError(f"apt finds no way to install the packages:\n  {_explanation(error)}") from error
         packages = [self._package(m) for line in output.splitlines() if (m := _URI.match(line))]
         self._mark_installed(packages)
         return sorted(packages, key=lambda p: (p.name, p.architecture))
+
+    def prefer(self, packages: Iterable[LockedPackage]) -> None:
+        """Choose these versions where the indices still have them."""
+        pins = (f"Package: {p.name}\nPin: version {p.version}\nPin-Priority: 1000\n" for p in packages)
+        (self.path / "etc/preferences.d/known").write_text("\n".join(pins), encoding="utf-8")
+
+    def mark_installed(self, packages: Sequence[LockedPackage], controls: Path) -> None:
+        """Pretend that packages of an earlier lock are installed.
+
+        ``controls`` holds the control files of those that were fetched by SHA-256; the indices may know others.
+        """
+        stanzas = {p.sha256: _text(controls / f"{p.sha256}.control").strip() for p in packages}
+        self._write_status([stanza for stanza in stanzas.values() if stanza])
+        self._mark_installed([p for p in packages if not stanzas[p.sha256]])
 
     def files(self, names: Iterable[str]) -> list[LockedPackage]:
         """Return the packages ``names`` themselves, without what they depend on. Raises LockError."""
@@ -162,10 +184,21 @@ class Apt:
             return
         names = [f"{p.name}:{p.architecture}={p.version}" for p in packages]
         names = [n.replace(":all=", "=") for n in names]
-        stanzas = self._run(["apt-cache", "show", "--no-all-versions", *names]).strip().split("\n\n")
+        self._write_status(
+            self._run(["apt-cache", "show", "--no-all-versions", *names]).strip().split("\n\n")
+        )
+
+    def _write_status(self, stanzas: Sequence[str]) -> None:
         with (self.path / "status").open("a", encoding="utf-8") as status:
             for stanza in stanzas:
                 status.write(f"{stanza}\nStatus: install ok installed\n\n")
+
+
+def _explanation(error: CommandError) -> str:
+    """Return what apt says of packages that it can't install: each with what it lacks, then the errors."""
+    lines = [line for line in error.tail.splitlines() if line.strip()]
+    unmet = next((n for n, line in enumerate(lines) if "unmet dependencies" in line), 0)
+    return "\n  ".join(lines[unmet:])
 
 
 def _configuration(path: Path, architecture: str) -> str:
@@ -179,6 +212,7 @@ def _configuration(path: Path, architecture: str) -> str:
         'APT::Install-Recommends "false";\nAPT::Sandbox::User "root";\nAcquire::Languages "none";\n'
         'Acquire::ForceHash "SHA256";\nAcquire::Retries "3";\nAcquire::http::Timeout "30";\n'
         'Acquire::Check-Valid-Until "true";\nAPT::Get::AllowUnauthenticated "false";\n'
+        f"{apt_auth.configuration()}"
     )
 
 

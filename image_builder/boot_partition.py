@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from image_builder.errors import CommandError, ImageBuilderError
+from image_builder.errors import ImageBuilderError
+from image_builder.firmware_authorities import FIRMWARE_AUTHORITIES
 from image_builder.formats import pe
+from image_builder.process import Completed
 from image_builder.sandbox import Root
 
 SHIM, GRUB = PurePosixPath("EFI/BOOT/BOOTX64.EFI"), PurePosixPath("EFI/BOOT/grubx64.efi")
@@ -36,7 +38,6 @@ _LOADERS: Mapping[PurePosixPath, str] = {
     PurePosixPath("EFI/BOOT/mmx64.efi"): "usr/lib/shim/mmx64.efi.signed",
     GRUB: "usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed",
 }
-_FIRMWARE_AUTHORITY = "Microsoft"
 _GRUB_CONFIG = """\
 # Written by image-builder; it never changes. The kernel's update replaces the files named here.
 set timeout=0
@@ -66,7 +67,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SecureBootProof:
-    """Who signed what firmware starts, and that the kernel in shim accepts GRUB and kernel."""
+    """Whose signatures firmware finds on shim, and that the key in shim accepts GRUB and kernel."""
 
     firmware_authorities: tuple[str, ...]
     shim_sha256: str
@@ -134,27 +135,31 @@ def prove_secure_boot(
 ) -> SecureBootProof:
     """Prove that firmware with Microsoft's keys starts shim, and shim starts GRUB and the kernel.
 
-    Each program's signature must speak of exactly its bytes; shim's must be issued by Microsoft, and those of
-    GRUB and kernel must verify with the certificate that is built into this shim. Not proven, since it is
-    not in the files: that the firmware hasn't revoked them (dbx, SBAT). ``esp`` is seen as ``mounted`` in
-    ``tools``, and ``work`` holds what is seen there as ``certificate_at``. Raises ImageBuilderError.
+    Each program's signature must speak of exactly its bytes; one of shim's must verify with a certificate of
+    Microsoft's, and those of GRUB and kernel with the certificate that is built into this shim. Not proven, since it
+    is not in the files: which of Microsoft's certificates a firmware has, and that it hasn't revoked the programs (dbx,
+    SBAT). ``esp`` is seen as ``mounted`` in ``tools``, and ``work`` holds what is seen there as ``certificate_at``.
+    Raises ImageBuilderError.
     """
     programs = {name: _parse_signed(name, esp / path) for name, path in _CHAIN.items()}
-    authorities = _issuers(tools, f"{mounted}/{SHIM}")
-    if not any(_FIRMWARE_AUTHORITY in name for name in authorities):
-        raise _refusal("shim", f"is signed by {', '.join(authorities)}, not by {_FIRMWARE_AUTHORITY}")
+    authorities = tuple(
+        name
+        for name, pem in FIRMWARE_AUTHORITIES.items()
+        if _verifies(tools, f"{mounted}/{SHIM}", pem, work, certificate_at).returncode == 0
+    )
+    if not authorities:
+        issuers = ", ".join(_issuers(tools, f"{mounted}/{SHIM}")) or "nobody"
+        raise _refusal("shim", f"is signed by {issuers}, which no certificate of Microsoft's confirms")
     try:
         certificate = pe.vendor_certificate(programs["shim"])
     except pe.PeError as error:
         raise _refusal("shim", f"carries no key to check GRUB and the kernel with: {error}") from error
     encoded = base64.encodebytes(certificate).decode("ascii")
     pem = f"-----BEGIN CERTIFICATE-----\n{encoded}-----END CERTIFICATE-----\n"
-    (work / "vendor.pem").write_text(pem, encoding="ascii")
     for name in ("grub", "kernel"):
-        try:
-            tools.run(["sbverify", "--cert", f"{certificate_at}/vendor.pem", f"{mounted}/{_CHAIN[name]}"])
-        except CommandError as error:
-            raise _refusal(name, f"is not signed with the key that shim carries: {error.tail}") from error
+        checked = _verifies(tools, f"{mounted}/{_CHAIN[name]}", pem, work, certificate_at)
+        if checked.returncode:
+            raise _refusal(name, f"is not signed with the key that shim carries: {checked.stderr.strip()}")
     return SecureBootProof(
         authorities, programs["shim"].digest, programs["grub"].digest, programs["kernel"].digest
     )
@@ -179,6 +184,12 @@ def _parse_signed(name: str, path: Path) -> pe.Program:
         what = "bears a signature of other bytes" if program.signatures else "is not signed"
         raise _refusal(name, what)
     return program
+
+
+def _verifies(tools: Root, path: str, pem: str, work: Path, certificate_at: str) -> Completed:
+    """Return how sbverify ended: 0 if a signature of the program is by that certificate, or one that it signed."""
+    (work / "authority.pem").write_text(pem, encoding="ascii")
+    return tools.run(["sbverify", "--cert", f"{certificate_at}/authority.pem", path], ok=(0, 1))
 
 
 def _issuers(tools: Root, path: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,7 @@ from image_builder.lock import Lock, LockedImage
 from image_builder.plan.model import StagePlan
 from image_builder.plan.resolve import lab_plan, resolve
 from image_builder.pull.registry import Endpoint, Endpoints
-from image_builder.requirements import LAB_IMAGES, requirements, uses_lab
+from image_builder.requirements import LAB_IMAGES, registry_mirrors, requirements, uses_lab
 from image_builder.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.sandbox import Root
 from image_builder.settings import Settings
@@ -57,7 +57,8 @@ def obtain_lock(
     """Return the lock to build with: packages, archives and container images, the lab's own where it knows them.
 
     ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
-    one. Raises LockError when ``file`` doesn't fit.
+    one, which differs from that as little as the definition does. Raises LockError when ``file`` doesn't fit, or a
+    lock is damaged.
     """
     needs = requirements(definition)
     if file:
@@ -71,14 +72,16 @@ def obtain_lock(
                 hint="make a new one: image-builder lock",
             )
         return lock
-    remembered = remembered_lock(settings, definition.name)
-    known: Lock | None = None
-    with suppress(LockError):  # none yet, or one of an older version of this program
-        known = Lock.load(remembered)
+    remembered = remembered_lock(settings, definition.record_name)
+    try:
+        _adopt(definition, settings, monitor)
+        known = Lock.remembered(remembered)
+    except PermissionError:  # `plan` as an ordinary user
+        known = Lock.remembered(remembered) or Lock.remembered(remembered_lock(settings, definition.name))
     if known and not needs.misfit(known):
         lock = known
     else:
-        lock = resolve_lock(definition, settings, monitor)
+        lock = resolve_lock(definition, settings, monitor, known)
         if known:  # another package is no reason to ask anew what a tag means
             images = _still_meant(known, lock)
             lock = lock.model_copy(update={"images": images, "left_out": known.left_out})
@@ -95,6 +98,12 @@ def obtain_lock(
     )
 
 
+def _adopt(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> None:
+    if Store(settings.store).adopt(definition.record_name):
+        inventory = os.fspath(definition.inventory_paths[0])
+        monitor.note(f"the lock and the builds remembered of {definition.name} are now those of {inventory}")
+
+
 def _still_meant(known: Lock, lock: Lock) -> list[LockedImage]:
     """Return the known images; the lab's are made of packages, and new ones make new images."""
     same = known.groups.get(LAB_IMAGES) == lock.groups.get(LAB_IMAGES)
@@ -105,6 +114,7 @@ def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor)
     """Resolve everything anew, container images too; runs in the namespace, since the lab may have to serve."""
     store = Store(settings.store)
     store.prepare()
+    _adopt(definition, settings, monitor)
     lock = resolve_lock(definition, settings, monitor)
     if not definition.preload:
         return lock
@@ -201,8 +211,10 @@ def build(
         _keep_temporary_files_in(staging)
         if requirements(definition).unlocked_images(lock):
             lock = lock_images(definition, lock, lab.endpoints(), monitor)
-            lock.save(remembered_lock(settings, definition.name))
+            lock.save(remembered_lock(settings, definition.record_name))
         plan = resolve(definition, lock, settings.repo_root)
+        for warning in plan.warnings:
+            monitor.note(f"warning: {warning}")
         names = [s.name for s in plan.stages]
         if stop_after and stop_after not in names:
             raise UsageError(
@@ -217,16 +229,18 @@ def build(
         space.check(lock, todo, store, settings, definition)
         fetch_locked(work, todo)
         if any(s.kind == "preload" for s in todo):
-            work = replace(work, endpoints=lab.endpoints())
+            work = replace(work, endpoints=lab.endpoints(), mirrors=registry_mirrors(definition))
         run_all(work, todo)
         if not stop_after:
-            store.record(definition.name, [s.id for s in plan.stages if store.has(s.id)])
+            store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
         artefact = (
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
-    saved = artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.name)
+    saved = (
+        artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.record_name)
+    )
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
 

@@ -1,29 +1,90 @@
-"""The control groups of a bake's containers: below one directory of our own, taken away afterwards.
+"""The control groups of a bake's containers: below one of the process's own, taken away afterwards.
 
-Namespaces don't clean control groups. Those of a killed bake are empty and are removed by the next one.
+Namespaces don't clean control groups. Those of a killed bake are empty and are removed by the next one. Those that a
+runtime has just made are empty as well, so their process holds a lock, which the kernel releases when it ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-PARENT = "/image-builder"
+_PREFIX = "image-builder-"
+_NAME = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+# Of this process, and of those that it forks.
+PARENT = f"/{_NAME}"
 _MOUNT = Path("/sys/fs/cgroup")
+_LOCKS = Path("/run/image-builder-cgroups")
 
 
-def reap(mount: Path = _MOUNT) -> None:
-    """Remove the empty control groups below ``PARENT``, in every hierarchy; those in use stay."""
-    for top in _hierarchies(mount):
-        ours = top / PARENT.lstrip("/")
-        if not ours.is_dir():
-            continue
-        for folder, _, _ in os.walk(ours, topdown=False):
-            try:
-                os.rmdir(folder)
-            except OSError:  # a container of a running bake
-                continue
+@contextmanager
+def held(mount: Path = _MOUNT, locks: Path = _LOCKS) -> Iterator[None]:
+    """Keep what is made below ``PARENT`` from being reaped, by whomever; at the end it is."""
+    locks.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with _lock(locks / _NAME):
+            yield
+    finally:
+        reap(mount, locks)
+
+
+def reap(mount: Path = _MOUNT, locks: Path = _LOCKS) -> None:
+    """Remove the empty control groups that nobody holds, in every hierarchy."""
+    tops = list(_hierarchies(mount))
+    names = {group.name for top in tops for group in top.glob(f"{_PREFIX}*")}
+    names |= set(os.listdir(locks)) if locks.is_dir() else set()
+    for name in names:
+        with _unheld(locks / name) as dead:
+            for group in (top / name for top in tops if dead):
+                _remove(group)
+
+
+def _remove(group: Path) -> None:
+    for folder, _, _ in os.walk(group, topdown=False):
+        with suppress(OSError):  # its container is still ending
+            os.rmdir(folder)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock that others may hold, too."""
+    while True:
+        with path.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH)
+            if _is(path, stream):
+                yield
+                return
+
+
+def _is(path: Path, stream: IO[bytes]) -> bool:
+    """Tell whether nobody removed the file between its opening and its locking."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _unheld(path: Path) -> Iterator[bool]:
+    """Tell whether nobody holds a lock, and let nobody take it meanwhile; it is removed then."""
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        yield True
+        return
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        path.unlink(missing_ok=True)
 
 
 def _hierarchies(mount: Path) -> Iterator[Path]:

@@ -151,6 +151,12 @@ def gc(
     keep: Annotated[
         int, typer.Option("--keep", metavar="N", min=0, help="keep the last N builds of each image")
     ],
+    downloads: Annotated[
+        bool,
+        typer.Option(
+            "--downloads", help="also remove downloads that the lock of no image's last build names"
+        ),
+    ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -164,15 +170,17 @@ def gc(
     def told() -> None:
         print("waiting for what uses the store: builds, and the lab until `lab down`", file=sys.stderr)
 
-    removed, freed = _existing_store(store).gc(keep, told)
-    text = f"{len(removed)} stages removed, {render.human_bytes(freed)} freed"
-    show({"removed": removed, "bytes": freed}, text, as_json=as_json)
+    removed = _existing_store(store).gc(keep, told, downloads=downloads)
+    files = f" and {len(removed.downloads)} downloads" if downloads else ""
+    text = f"{len(removed.stages)} stages{files} removed, {render.human_bytes(removed.bytes)} freed"
+    result = {"removed": removed.stages, "downloads": removed.downloads, "bytes": removed.bytes}
+    show(result, text, as_json=as_json)
     return 0
 
 
 @register(store_app, name="verify")
 def store_verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
-    """Hash everything in the store and name what is damaged.
+    """Hash everything in the store and name what is damaged. Control files of packages are repaired.
 
     Example:
 
@@ -180,13 +188,16 @@ def store_verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> in
     """
     kept = _existing_store(store)
     damages = kept.verify()
-    rows = [(d.name, d.id[:12], d.what) for d in damages]
+    rows = [(d.name, d.id[:12], d.what + (", and is repaired" if d.repaired else "")) for d in damages]
     text = render.columns(rows) or f"{len(kept.ids())} stages, no damage"
     result = {"stages": len(kept.ids()), "damages": [dataclasses.asdict(d) for d in damages]}
     show(result, text, as_json=as_json)
     if damages:
         print(f"error: {len({d.id for d in damages})} things are damaged in {store}", file=sys.stderr)
-        print("hint: remove what is named and build again", file=sys.stderr)
+        if all(d.repaired for d in damages):
+            print("hint: all of it was repaired; is the disk sound?", file=sys.stderr)
+        else:
+            print("hint: remove what is named and build again", file=sys.stderr)
         return StoreError.exit_code
     return 0
 
@@ -205,6 +216,9 @@ def test(
     fast: Annotated[
         bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="what is too long for every commit as well: some hours")
+    ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -218,4 +232,6 @@ def test(
     """
     from image_builder import selftest
 
-    return selftest.run(context.args, fast=fast, store=store.absolute(), as_json=as_json)
+    if fast and everything:
+        raise UsageError("--fast and --all contradict each other")
+    return selftest.run(context.args, fast=fast, store=store.absolute(), as_json=as_json, nightly=everything)

@@ -117,7 +117,14 @@ def validate(
     chosen = found.select(names or ())
     if problems := found.problems(chosen):
         raise DefinitionError(problems)
-    show({"images": list(chosen), "problems": []}, f"{', '.join(chosen)}: no problems", as_json=as_json)
+    warnings = [str(warning) for warning in found.warnings(chosen)]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    show(
+        {"images": list(chosen), "problems": [], "warnings": warnings},
+        f"{', '.join(chosen)}: no problems",
+        as_json=as_json,
+    )
     return 0
 
 
@@ -155,7 +162,7 @@ def lock(
     with render.monitor(f"lock {image}") as monitor:
         made = make_lock(definition, settings, monitor)
     made.save(path)
-    made.save(remembered_lock(settings, image))
+    made.save(remembered_lock(settings, definition.record_name))
     changes = _changed_packages(before, made) if before else []
     packages = sum(len(g.packages) for g in made.groups.values())
     images = f", {len(made.images)} container images" if made.images else ""
@@ -216,17 +223,25 @@ def plan(
     definition = _load(inventory, vault_password_file).define(image)
     with render.monitor(f"plan {image}") as monitor:
         resolved = resolve(definition, obtain_lock(definition, settings, monitor, locked), settings.repo_root)
-    stored = Store(settings.store)
+        for warning in resolved.warnings:
+            monitor.note(f"warning: {warning}")
+    kept_stages = Store(settings.store)
+    stored = {s.id for s in resolved.stages if kept_stages.has(s.id)}
     rows = [("stage", "id", "state")]
-    rows += [(s.name, s.id[:12], "there already" if stored.has(s.id) else "to do") for s in resolved.stages]
+    rows += [(s.name, s.id[:12], "there already" if s.id in stored else "to do") for s in resolved.stages]
     text, result = [render.columns(rows)], resolved.as_json()
-    result["stored"] = [s.name for s in resolved.stages if stored.has(s.id)]
+    result["stored"] = [s.name for s in resolved.stages if s.id in stored]
     if explain:
-        why = reasons(resolved, stored.last_build(image))
+        before = kept_stages.last_build(definition.record_name)
+        why = reasons(resolved, before, stored)
         result["reasons"] = {r.stage: list(r.changes) for r in why}
         text += ["", *(f"{r.stage}: {c}" for r in why for c in r.changes)]
         if not why:
-            text.append("nothing changed since the last build")
+            text.append(
+                "nothing changed since the last build"
+                if before
+                else "this image was never built; other builds have made its stages"
+            )
     show(result, "\n".join(text), as_json=as_json)
     return 0
 

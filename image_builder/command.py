@@ -40,17 +40,12 @@ def register(
             )
 
             def work() -> int:
-                failure.end_on_sigterm()
                 return guard(lambda: function(*args, **options))
 
-            def isolated_work() -> int:
-                from image_builder import host, namespace
-
-                host.check_root()
-                return namespace.run_isolated(work)
-
-            alone = isolated(**options) if callable(isolated) else isolated
-            raise typer.Exit(guard(isolated_work) if alone else work())
+            if isolated(**options) if callable(isolated) else isolated:
+                raise typer.Exit(guard(lambda: _run_isolated(work, options.get("store"))))
+            failure.end_on_sigterm()
+            raise typer.Exit(work())
 
         app.command(
             name or function.__name__,
@@ -61,6 +56,19 @@ def register(
         return run
 
     return decorate
+
+
+def _run_isolated(work: Callable[[], int], store: Any) -> int:
+    """Run a command's work in namespaces of its own, and clear away what it could not when a signal ended it."""
+    from image_builder import cgroups, host, namespace
+    from image_builder.store import Store
+
+    host.check_root()
+    status = namespace.run_isolated(work)
+    if status > 128 and isinstance(store, Path):
+        Store(store).reap()
+        cgroups.reap()
+    return status
 
 
 def _with_examples_kept(text: str) -> str:
@@ -78,4 +86,8 @@ def show(result: Any, text: str, *, as_json: bool) -> None:
 
 def host_settings(store: Path, **more: Any) -> Settings:
     """Return this host's settings; options that were not given keep their defaults."""
-    return Settings(store=store.absolute(), **{k: v for k, v in more.items() if v is not None})
+    given = {name: value for name, value in more.items() if value is not None}
+    if password_file := given.get("vault_password_file"):
+        # Ansible runs in another directory, and the shell expands no `~` of an environment variable.
+        given["vault_password_file"] = password_file.expanduser().absolute()
+    return Settings(store=store.absolute(), **given)

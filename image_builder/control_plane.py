@@ -65,7 +65,8 @@ def obtain(
 ) -> ControlPlane:
     """Return the control plane, made first where the store lacks it; runs in the namespace.
 
-    Takes some 10 minutes of a processor the first time, and for CONTROLLERS five. Raises what a build raises.
+    Takes some 10 minutes of a processor the first time, and for CONTROLLERS five. Without ``programs`` only the tree
+    with etcd is made, in a minute, for a caller that has an API server of its own. Raises what a build raises.
     """
     store = Store(settings.store)
     store.prepare()
@@ -73,7 +74,8 @@ def obtain(
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
         plan = control_plane_plan(definition, lock, settings.repo_root, programs)
-        todo = missing(plan, store, [s.name for s in plan.stages[-2:]])
+        wanted = plan.stages[-2:] if programs else plan.stages[-1:]
+        todo = missing(plan, store, [s.name for s in wanted])
         space.check(lock, todo, store, settings, definition)
         work = Build(definition, lock, plan, settings, store, monitor, staging, None)
         fetch_locked(work, todo)

@@ -23,6 +23,7 @@ from image_builder.events import Monitor
 from image_builder.fetch import Wanted, fetch
 from image_builder.lock import Lock
 from image_builder.plan.model import Plan, StagePlan
+from image_builder.pull.mirrors import Mirrors
 from image_builder.pull.registry import Endpoints
 from image_builder.repository import write_repository
 from image_builder.resolve import addresses
@@ -35,6 +36,8 @@ from image_builder.store import Store, remove_tree
 _FROM_SOURCE = ("kubelet_build", "control_plane_build")
 # Preload is a branch beside the layers: its stages wait for the network, and for nothing that a layer makes.
 _BESIDE = ("preload", "preload_store", "rehearsal")
+# Documents that a stage leaves when it fails, too.
+_REPORTS = {"verify": ("junit.xml", "verify.json")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Build:
     staging: Path
     shell: Callable[[Root], None] | None
     endpoints: Endpoints = field(default_factory=dict)
+    mirrors: Mirrors = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
@@ -177,6 +181,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
             monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = _cause(error, store)
             enterable = stage.kind in ("layer", "seal")
+            _keep_reports(work, stage)
             raise StageError(
                 stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
             ) from error
@@ -199,10 +204,20 @@ def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderErro
 
 def _keep_log(work: Build, stage: StagePlan, log: Path) -> str | None:
     """Move the log of a failed stage out of the staging area; return where it is now."""
-    if not log.exists():
-        return None
-    kept = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}.log"
-    log.rename(kept)
+    return _keep(work, stage, log, ".log") if log.exists() else None
+
+
+def _keep_reports(work: Build, stage: StagePlan) -> None:
+    """Move what a failed stage reported to where its log will be, and say where that is."""
+    product = work.staging / stage.name / "object" / "product"
+    for report in (product / name for name in _REPORTS.get(stage.kind, ())):
+        if report.exists():
+            work.monitor.note(f"{report.name}: {_keep(work, stage, report, f'-{report.name}')}")
+
+
+def _keep(work: Build, stage: StagePlan, path: Path, suffix: str) -> str:
+    kept = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}{suffix}"
+    path.rename(kept)
     return os.fspath(kept)
 
 
@@ -245,6 +260,7 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         settings=work.settings,
         shell=work.shell,
         endpoints=work.endpoints,
+        mirrors=work.mirrors,
         previous=_previous(store, stage) if stage.kind == "preload" else None,
         stop=work.stop,
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 from image_builder.errors import HostError, SpaceError, StoreError
+from image_builder.node import mounts
+from image_builder.node.mounts import Mount
 
 _MIB = 1 << 20
 # Below this no build ends well; what a given build needs is estimated by ``space.py`` once its plan is known.
@@ -70,10 +73,10 @@ def check_kernel(
             raise HostError(f"the kernel {platform.release()} of this host has no {name} filesystem")
 
 
-def check_store(store: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+def check_store(store: Path, proc: Path = Path("/proc")) -> None:
     """Raise StoreError for a store on an unsuitable filesystem, SpaceError where almost nothing is free."""
     below = nearest_existing(store)
-    kind = filesystem_of(below, mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    kind = filesystem_of(below, mounts.listed(proc))
     if kind in _UNSUITABLE or kind.startswith("fuse"):
         raise StoreError(
             f"the store {store} is on {kind}, which can't hold the upper layer of an overlay",
@@ -97,15 +100,12 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
-def filesystem_of(path: Path, mountinfo: str) -> str:
+def filesystem_of(path: Path, mounted: Iterable[Mount]) -> str:
     """Return the type of the filesystem that holds ``path`` (absolute, without links): ``ext4``, ``overlay``."""
     best, kind = "", ""
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        # Octal escapes stand for spaces, tabs, newlines and backslashes (proc(5)).
-        mounted = before.split(" ")[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
-        holds = mounted == "/" or os.fspath(path) == mounted or os.fspath(path).startswith(f"{mounted}/")
+    for mount in mounted:
+        holds = mount.target == "/" or path.is_relative_to(mount.target)
         # The last of several mounts at one place is the one in sight.
-        if holds and len(mounted) >= len(best):
-            best, kind = mounted, after.split(" ")[0]
+        if holds and len(mount.target) >= len(best):
+            best, kind = mount.target, mount.filesystem
     return kind

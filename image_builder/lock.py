@@ -6,18 +6,24 @@ it, except for repositories of third parties, whose address tells which bytes ar
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from image_builder.errors import LockError
+from image_builder.node import durable
 from image_builder.plan.model import JSON, digest
 
 FORMAT: Final = 1
+# The ids of Debian's own repositories; those of third parties have their own names.
+DEBIAN, SECURITY = "debian", "debian-security"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -102,6 +108,25 @@ class LockedGroup(Question):
         """Return the SHA-256 over the packages' own digests; order and origin don't count."""
         return digest(sorted(p.sha256 for p in self.packages))
 
+    def differences(self, asked: Question) -> list[str]:
+        """Tell why this doesn't answer a question: one sentence a difference."""
+        reasons = []
+        if asked.suite != self.suite:
+            reasons.append(f"locked for {self.suite}, not for {asked.suite}")
+        for what, wanted, got in (
+            ("components", asked.components, self.components),
+            ("repositories", asked.repositories, self.repositories),
+        ):
+            if sorted(wanted) != sorted(got):
+                reasons.append(
+                    f"{what}: locked {', '.join(got) or 'none'}, asked for {', '.join(wanted) or 'none'}"
+                )
+        if added := sorted(set(asked.requested) - set(self.requested)):
+            reasons.append(f"not locked: {', '.join(added)}")
+        if gone := sorted(set(self.requested) - set(asked.requested)):
+            reasons.append(f"no longer asked for: {', '.join(gone)}")
+        return reasons
+
 
 class LockedSource(_Frozen):
     """A source package: its .dsc and the files that this names."""
@@ -112,13 +137,18 @@ class LockedSource(_Frozen):
 
 
 class Lock(_Frozen):
-    """``source_date_epoch`` (seconds since 1970, UTC) is the date of the suite's Release file."""
+    """``source_date_epoch`` (seconds since 1970, UTC) is the date that a build's files bear.
+
+    It is the newest of ``release_dates``, those of the Release files that were read, or of the last lock with the same
+    base.
+    """
 
     format: Literal[1] = FORMAT
     image: str
     source_date_epoch: int = Field(ge=0)
     repositories: dict[str, str | None]
     groups: dict[str, LockedGroup]
+    release_dates: dict[str, int] = {}
     sources: dict[str, LockedSource] = {}
     archives: list[LockedArchive] = []
     images: list[LockedImage] = []
@@ -156,13 +186,33 @@ class Lock(_Frozen):
             elif name not in self.groups:
                 reasons.append(f"{name}: not locked")
             else:
-                reasons += [f"{name}: {what}" for what in _differences(questions[name], self.groups[name])]
+                reasons += [f"{name}: {what}" for what in self.groups[name].differences(questions[name])]
         locked = {name: source.suite for name, source in self.sources.items()}
         if locked != dict(sources):
             reasons.append(f"source packages: locked {_pairs(locked)}, asked for {_pairs(sources)}")
         missing = {(a.url, a.sha256) for a in archives} - {(a.url, a.sha256) for a in self.archives}
         reasons += [f"archive not locked: {url}" for url, _ in sorted(missing)]
         return reasons
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what an operator ought to know of an image of this lock: one sentence each."""
+        base = self.groups.get("base")
+        if base and DEBIAN in self.repositories and SECURITY not in self.repositories:
+            return (f"{base.suite} was locked without its security updates: the mirror in use has none",)
+        return ()
+
+    def older_than(self, before: Lock) -> list[str]:
+        """Return which Release files are older than those of an earlier lock: one sentence each.
+
+        Debian's stable ones never expire, so apt takes a mirror's old state for the newest.
+        """
+        return [
+            f"{name} is of {_date(date)} here, and was of {_date(earlier)} when it was locked before: "
+            "the mirror in use has an old state"
+            for name, date in sorted(self.release_dates.items())
+            if date < (earlier := before.release_dates.get(name, date))
+        ]
 
     def as_json(self) -> JSON:
         """Return the lock as JSON values."""
@@ -174,12 +224,24 @@ class Lock(_Frozen):
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
         text = json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n"
         try:
-            partial.write_text(text, encoding="utf-8")
+            with partial.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
             partial.rename(path)
+            durable.sync_directory(path.parent)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise LockError(f"can't write the lock {path}: {error.strerror}") from error
         finally:
             partial.unlink(missing_ok=True)
+
+    @classmethod
+    def remembered(cls, path: Path) -> Lock | None:
+        """Read a lock that may not be there, or be one of another format of lock: None. Raises LockError."""
+        with suppress(OSError, ValueError, AttributeError):
+            if json.loads(path.read_bytes()).get("format", FORMAT) != FORMAT:
+                return None
+        return cls.load(path) if path.exists() else None
 
     @classmethod
     def load(cls, path: Path) -> Lock:
@@ -197,23 +259,8 @@ class Lock(_Frozen):
             ) from error
 
 
-def _differences(asked: Question, locked: LockedGroup) -> list[str]:
-    found = []
-    if asked.suite != locked.suite:
-        found.append(f"locked for {locked.suite}, not for {asked.suite}")
-    for what, wanted, got in (
-        ("components", asked.components, locked.components),
-        ("repositories", asked.repositories, locked.repositories),
-    ):
-        if sorted(wanted) != sorted(got):
-            found.append(
-                f"{what}: locked {', '.join(got) or 'none'}, asked for {', '.join(wanted) or 'none'}"
-            )
-    if added := sorted(set(asked.requested) - set(locked.requested)):
-        found.append(f"not locked: {', '.join(added)}")
-    if gone := sorted(set(locked.requested) - set(asked.requested)):
-        found.append(f"no longer asked for: {', '.join(gone)}")
-    return found
+def _date(seconds: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M}"
 
 
 def _pairs(suites: Mapping[str, str]) -> str:

@@ -87,7 +87,9 @@ class Partition(_Frozen):
 class SecureBoot(_Frozen):
     """What the build proved: each digest is the Authenticode SHA-256 that a signature was checked for."""
 
-    firmware_authorities: tuple[str, ...] = Field(description="Issuers of the signatures on shim.")
+    firmware_authorities: tuple[str, ...] = Field(
+        description="Microsoft's certificates that verify shim. Firmware that has none of them doesn't start it."
+    )
     shim_sha256: Sha256
     grub_sha256: Sha256
     kernel_sha256: Sha256
@@ -139,7 +141,10 @@ class Manifest(_Frozen):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     image: str
-    build_id: Sha256 = Field(description="Id of the sealed tree: same id, same tree.")
+    build_id: Sha256 = Field(
+        description="Id of the sealed tree: same id, same tree, but for what the container engine drew at random or "
+        "dated in its own records of the preloaded images."
+    )
     created: str = Field(description="When this was published, UTC, to the second.")
     source_date_epoch: Count = Field(
         description="The date that the build's files bear, in seconds since 1970: that of the newest Release "
@@ -156,6 +161,7 @@ class Manifest(_Frozen):
     verification: Verification
     stages: tuple[Stage, ...]
     packages: tuple[Package, ...]
+    warnings: tuple[str, ...] = Field((), description="What an operator ought to know of the image.")
     tools: Mapping[str, str] = Field(description="Programs that took part, and their versions.")
 
     def render(self) -> bytes:

@@ -16,41 +16,33 @@ import ctypes
 import os
 import select
 import signal
-import stat
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from image_builder import environment
 from image_builder.errors import EXIT_BUG, EXIT_INTERRUPTED, HostError
 from image_builder.node import mounts
-from image_builder.process import die_with_parent
+from image_builder.process import die_with_parent, refuse_new
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWIPC = 0x08000000
 _CLONE_NEWPID = 0x20000000
 _MS_REC, _MS_PRIVATE, _MS_REMOUNT = 16384, 1 << 18, 32
-
-_DEV_NODES = {
-    "null": (1, 3),
-    "zero": (1, 5),
-    "full": (1, 7),
-    "random": (1, 8),
-    "urandom": (1, 9),
-    "tty": (5, 0),
-}
-_DEV_LINKS = {
-    "fd": "/proc/self/fd",
-    "stdin": "/proc/self/fd/0",
-    "stdout": "/proc/self/fd/1",
-    "stderr": "/proc/self/fd/2",
-    "ptmx": "pts/ptmx",
-}
+_MNT_DETACH = 2
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
+# What a worker that was told to end has for clearing away; the kernel and the next start clear away the rest.
+_GRACE_SECONDS = 3.0
+# A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
+_ECHO_SECONDS = 1.0
 _Mask = set[signal.Signals | int]
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,27 +66,15 @@ def make_read_only(target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Unmount; raises OSError (EBUSY when something still uses it)."""
-    mounts.unmount(target)
+    """Unmount; raises OSError (EBUSY when something still uses it).
 
-
-def mount_dev(target: str) -> list[str]:
-    """Mount a /dev of its own at ``target``: a tmpfs with the nodes that programs need, none of the host's.
-
-    Returns what was mounted, in order.
+    When the work was told to end, what a killed program left mounted below goes along.
     """
-    mounted = [target, f"{target}/pts", f"{target}/shm"]
-    mount("tmpfs", "tmpfs", target, "mode=755,size=4m")
-    for name, (major, minor) in _DEV_NODES.items():
-        os.mknod(f"{target}/{name}", stat.S_IFCHR | 0o666, os.makedev(major, minor))
-        os.chmod(f"{target}/{name}", 0o666)
-    for name, link in _DEV_LINKS.items():
-        os.symlink(link, f"{target}/{name}")
-    for path in mounted[1:]:
-        os.mkdir(path)
-    mount("devpts", "devpts", mounted[1], "newinstance,ptmxmode=0666,mode=620,gid=5")
-    mount("tmpfs", "tmpfs", mounted[2], "mode=1777")
-    return mounted
+    if _end.number is None:
+        mounts.unmount(target)
+    elif _libc.umount2(os.fsencode(target), _MNT_DETACH) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"umount: {os.strerror(code)}", target)
 
 
 def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
@@ -103,10 +83,8 @@ def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
     A host has one cgroup2 mount there, or a tmpfs with a mount for each controller of version 1.
     """
     source = "/sys/fs/cgroup"
-    with open("/proc/self/mountinfo", encoding="utf-8") as stream:
-        places = [line.split(" ")[4] for line in stream]
     mounted = []
-    for place in places:
+    for place in [mount.target for mount in mounts.listed()]:
         if place == source or place.startswith(f"{source}/"):
             where = target + place.removeprefix(source)
             bind(place, where, read_only=read_only)
@@ -180,12 +158,14 @@ def _wait_for(child: int, *, orphans: bool = False) -> int:
     """Pass SIGINT, SIGTERM and SIGHUP on to ``child`` and return its exit status; reap ``orphans`` on the way.
 
     A Ctrl-C comes from the terminal to every process of the foreground group, the worker among them, and is not
-    passed on.
+    passed on. A child that took too long to end (``_end_work``) has the status of the signal that it was sent.
     """
+    last = signal.SIGALRM
     while True:
         # The time limit is for a caller with threads after all: one of them may swallow the SIGCHLD.
         told = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1)
         if told and told.si_signo != signal.SIGCHLD:
+            last = signal.Signals(told.si_signo)
             if not (told.si_signo == signal.SIGINT and told.si_code == _SI_KERNEL):
                 os.kill(child, told.si_signo)
             continue
@@ -193,12 +173,8 @@ def _wait_for(child: int, *, orphans: bool = False) -> int:
         while pid:
             pid, status = os.waitpid(-1 if orphans else child, os.WNOHANG)
             if pid == child:
-                return _exit_status(status)
-
-
-def _exit_status(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 + (last if code == -signal.SIGALRM else -code)
 
 
 def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
@@ -210,7 +186,8 @@ def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -
             os._exit(code)
         mounts.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
         mounts.mount("proc", "/proc", "proc", mounts.NOSUID | mounts.NODEV | mounts.NOEXEC)
-        mount_dev("/dev")
+        environment.mount_dev("/dev")
+        assert os.getpid() == 1  # the worker may kill all that it sees
         worker = os.fork()
         if worker == 0:
             _run_worker(work, mask)
@@ -221,19 +198,44 @@ def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -
         os._exit(code)
 
 
-def _interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
-    """End the work; a second SIGINT (as of who signals the whole group) must not interrupt the clearing away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+@dataclass
+class _End:
+    """The signal that ends the worker, and when it came (monotonic)."""
+
+    number: int | None = None
+    when: float = 0.0
+
+
+_end = _End()
+
+
+def _end_work(number: int, _frame: FrameType | None) -> None:
+    """End the work within ``_GRACE_SECONDS``: its programs at once, itself by unwinding; at once when asked again.
+
+    Threads and what they wait for don't hear of a signal, so all processes of this PID namespace are killed (all but
+    its PID 1 and this one), and the kernel's SIGALRM, which nothing here handles, ends what goes on nevertheless.
+    """
+    if _end.number is not None:
+        if time.monotonic() - _end.when > _ECHO_SECONDS:
+            os._exit(128 + number)
+        return
+    _end.number, _end.when = number, time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+    refuse_new()
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
 def _run_worker(work: Callable[[], int], mask: _Mask) -> NoReturn:
     code = EXIT_BUG
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, _interrupt_once)
+        for number in _FORWARDED:
+            signal.signal(number, _end_work)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.umask(environment.UMASK)
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -244,4 +246,5 @@ def _run_worker(work: Callable[[], int], mask: _Mask) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        # Whatever failed on the way out, it was the signal that ended the work.
+        os._exit(code if _end.number is None else 128 + _end.number)

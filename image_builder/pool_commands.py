@@ -74,6 +74,7 @@ def plan(
         "digest": made.digest,
         "inventory": made.inventory.digest,
         "hosts": len(made.hosts),
+        "skipped": {state: list(names) for state, names in fleet.skipped.items()},
         "pools": {pool.name: pool.hosts for pool in made.pools},
         "waves": [
             {"name": w.name, "hosts": len(w.hosts), "slices": len(w.slices), "budget": w.budget}
@@ -82,7 +83,7 @@ def plan(
         "budget": made.budget,
         "max_unavailable": made.max_unavailable,
     }
-    show(result, _plan_text(out, made), as_json=as_json)
+    show(result, "\n".join([*fleet.warnings, _plan_text(out, made)]), as_json=as_json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from image_builder.pool.hostkeys import HostKeys
-    from image_builder.pool.rollout import Options
+    from image_builder.pool.rollout import Options, Ready
 
 # The same group of commands.
 app = pool_commands.app
@@ -226,6 +227,7 @@ def verify(
         vault_password_file=vault_password_file,
     )
     ready = rollout.prepare_verification(options, given=plan)
+    _warn(ready)
     return _show(*rollout.verify(ready), f"what each of them failed is in {reports}", as_json=as_json)
 
 
@@ -264,14 +266,20 @@ def _options(plan: Path, login: Login, reports: Path | None, **more: Any) -> Opt
 def _drive(options: Options, *, as_json: bool) -> int:
     from image_builder.pool import rollout
 
-    told, number = rollout.drive(rollout.prepare(options))
+    ready = rollout.prepare(options)
+    _warn(ready)
+    told, number = rollout.drive(ready)
     return _show(told, number, _hint(told["counts"]), as_json=as_json)
+
+
+def _warn(ready: Ready) -> None:
+    for line in ready.warnings:
+        sys.stderr.write(f"{line}\n")
 
 
 def _show(told: dict[str, Any], signal_number: int, hint: str, *, as_json: bool) -> int:
     """Print a report; return the status of it: 0 where every host is fine."""
     import signal
-    import sys
 
     from image_builder import failure
     from image_builder.pool.report import text

@@ -22,14 +22,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.environment import environment
 from image_builder.errors import CommandError
 
 TAIL_LINES = 20
-_PASSED_ON = ("http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Arg = str | os.PathLike[str]
+_refusing = threading.Event()
+
+
+def refuse_new() -> None:
+    """Start no program any more: this process is about to end. From then on CommandError tells that."""
+    _refusing.set()
+
+
+def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program with an environment built from nothing; raises CommandError."""
+    if _refusing.is_set():
+        raise CommandError(f"not started, the work is to end: {shlex.join(args)}", argv=tuple(args))
+    try:
+        return subprocess.Popen(args, **options)
+    except OSError as error:
+        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=tuple(args)) from error
 
 
 @dataclass(frozen=True)
@@ -41,20 +57,6 @@ class Completed:
     stdout: str
     stderr: str
     seconds: float
-
-
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment: a fixed base, the proxy and certificate settings, and ``extra``."""
-    env = {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "LANG": "C.UTF-8",
-        "LC_ALL": "C.UTF-8",
-        "HOME": "/root",
-        "TZ": "UTC",
-    }
-    env.update({name: os.environ[name] for name in _PASSED_ON if name in os.environ})
-    env.update(extra or {})
-    return env
 
 
 def die_with_parent() -> None:
@@ -84,21 +86,18 @@ def run(
     shown = shlex.join(args)
     streaming = log is not None or on_line is not None
     started = time.monotonic()
-    try:
-        child = subprocess.Popen(
-            args,
-            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if streaming else subprocess.PIPE,
-            env=environment(env),
-            cwd=cwd,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            process_group=0,
-        )
-    except OSError as error:
-        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+    child = _start(
+        args,
+        stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if streaming else subprocess.PIPE,
+        env=environment(env),
+        cwd=cwd,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,
+    )
     try:
         if streaming:
             out, err = _stream(child, shown, input, timeout, log, on_line), ""
@@ -184,19 +183,16 @@ def background(
     """
     args = [os.fspath(a) for a in argv]
     with log.open("ab") as sink:
-        try:
-            child = subprocess.Popen(
-                args,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=environment(env),
-                cwd=cwd,
-                preexec_fn=die_with_parent,
-                process_group=0 if with_all else None,
-            )
-        except OSError as error:
-            raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+        child = _start(
+            args,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment(env),
+            cwd=cwd,
+            preexec_fn=die_with_parent,
+            process_group=0 if with_all else None,
+        )
     try:
         yield child
     finally:
@@ -221,20 +217,17 @@ def conversation(
     Raises CommandError for a program that isn't there.
     """
     args = [os.fspath(a) for a in argv]
-    try:
-        child = subprocess.Popen(
-            args,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment(env),
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            process_group=0,
-        )
-    except OSError as error:
-        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+    child = _start(
+        args,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(env),
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,
+    )
     assert child.stdout
     try:
         yield child
@@ -256,11 +249,12 @@ def tail(log: Path) -> str:
 def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
     """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
     with log.open("ab") as sink:
-        return subprocess.Popen(
+        return _start(
             [os.fspath(a) for a in argv],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
+            env=environment(),
             start_new_session=True,
         )
 

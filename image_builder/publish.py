@@ -105,6 +105,7 @@ def publish(
             for s in stages
         ),
         packages=manifests.installed(lock, json.loads(documents["facts.json"])["packages"]),
+        warnings=lock.warnings,
         tools=manifests.tool_versions(plan, lock),
     )
     done = publish_files(made, store.product(converted), documents, settings.output, monitor)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from debian.arfile import ArError
-from debian.debfile import DebError, DebFile
-
 from image_builder.errors import FetchError
+from image_builder.formats import deb
 from image_builder.lock import LockedPackage
 
 # Where stages find it, and the configuration that makes apt see nothing else.
@@ -60,14 +59,17 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
 def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
     """Return a package's control stanza, from the cache when it was read before."""
     cached = cache / f"{package.sha256}.control"
-    if cached.exists():
-        return cached.read_text(encoding="utf-8")
+    with suppress(FileNotFoundError):
+        if text := cached.read_text(encoding="utf-8"):
+            return text
     try:
-        with DebFile(filename=os.fspath(cache / package.sha256)) as deb:
-            text = str(deb.debcontrol().dump())
-    except (DebError, ArError, OSError) as error:
+        text = deb.read_control(cache / package.sha256)
+    except (deb.NotAPackageError, OSError) as error:
         raise FetchError(f"{package.name} {package.version} is no Debian package: {error}") from error
     partial = scratch / cached.name
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     partial.rename(cached)
     return text

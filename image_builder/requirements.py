@@ -10,6 +10,7 @@ from pathlib import Path
 from image_builder.definition import ImageDefinition, Repository, layer_needs, resolved_variables
 from image_builder.lab import large, pause
 from image_builder.lock import Lock, LockedArchive, Question
+from image_builder.pull.mirrors import Mirror, Mirrors
 from image_builder.stages import base, kubelet_build, module_build, tools
 
 # The stage that makes the lab's images, and the group of the packages that they are made of.
@@ -114,6 +115,18 @@ def requirements(definition: ImageDefinition) -> Requirements:
         )
     preload = tuple(image.ref for image in definition.preload)
     return Requirements(groups, sources, archives, preload)
+
+
+def registry_mirrors(definition: ImageDefinition) -> Mirrors:
+    """Return the mirrors that the nodes have of each registry: a bake may have no other way either."""
+    declared = resolved_variables(definition).get("container_runtime_registry_mirrors")
+    if not isinstance(declared, Mapping):
+        return {}
+    return {
+        str(registry): [Mirror.declared(mirror) for mirror in mirrors if isinstance(mirror, Mapping)]
+        for registry, mirrors in declared.items()
+        if isinstance(mirrors, list)
+    }
 
 
 def uses_lab(definition: ImageDefinition) -> bool:

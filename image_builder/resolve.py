@@ -6,21 +6,27 @@ The one place that asks what is newest.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from image_builder.apt import Apt, Source, debian_sources
 from image_builder.definition import ImageDefinition
 from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
 from image_builder.events import Monitor
-from image_builder.lock import Lock, LockedGroup, LockedPackage, LockedSource
+from image_builder.lock import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.pull.registry import Endpoints, locate
-from image_builder.requirements import Group, Requirements, keyring, requirements
+from image_builder.requirements import Group, Requirements, keyring, registry_mirrors, requirements
 from image_builder.settings import Settings
 from image_builder.store import Store
 
 
-def resolve_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> Lock:
-    """Resolve everything that ``definition`` needs. Raises FetchError, LockError, HostError."""
+def resolve_lock(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, known: Lock | None = None
+) -> Lock:
+    """Resolve everything that ``definition`` needs. Raises FetchError, LockError, HostError.
+
+    What ``known`` answers stays as it is: a package more is no reason to upgrade the others.
+    """
     if definition.base.distribution != "debian":
         raise DefinitionError(
             [Problem("", "image_base.distribution", "only `debian` can be baked so far")],
@@ -32,12 +38,15 @@ def resolve_lock(definition: ImageDefinition, settings: Settings, monitor: Monit
     monitor.stage_started("lock")
     try:
         with store.staging() as staging:
-            lock = _resolve(definition, needs, settings, monitor, staging)
+            lock = _resolve(definition, needs, settings, monitor, staging, known)
     except ImageBuilderError:
         monitor.stage_failed("lock", time.monotonic() - started)
         raise
     monitor.stage_finished("lock", time.monotonic() - started, cached=False)
-    return _unless_the_same(lock, remembered_lock(settings, definition.name))
+    remembered = remembered_lock(settings, definition.record_name)
+    for warning in (*lock.warnings, *_older_than(lock, remembered)):
+        monitor.note(f"warning: {warning}")
+    return _with_the_date_of(lock, remembered)
 
 
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
@@ -46,6 +55,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     Raises PullError for a required image that can't be had; any other is left out, and told.
     """
     images, left_out = [], []
+    mirrors = registry_mirrors(definition)
     started = time.monotonic()
     monitor.stage_started("lock")
     try:
@@ -54,7 +64,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
             if locked is None or locked.platform != wanted.platform:
                 monitor.stage_doing("lock", f"asking for {wanted.ref}")
                 try:
-                    locked = locate(wanted.ref, wanted.platform, endpoints)
+                    locked = locate(wanted.ref, wanted.platform, endpoints, mirrors)
                 except PullError as error:
                     if wanted.required:
                         raise
@@ -69,63 +79,118 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     return lock.model_copy(update={"images": images, "left_out": left_out})
 
 
-def remembered_lock(settings: Settings, image: str) -> Path:
-    """Return where the store keeps the lock of an image's last build."""
-    return settings.store / "locks" / f"{image}.lock.json"
+def remembered_lock(settings: Settings, name: str) -> Path:
+    """Return where the store keeps the lock of the last build of an image, by its definition's ``record_name``."""
+    return settings.store / "locks" / f"{name}.lock.json"
 
 
-def _unless_the_same(lock: Lock, remembered: Path) -> Lock:
-    """Return the remembered lock when only the archive's date moved on: the same bytes, the same ids."""
+def _older_than(lock: Lock, remembered: Path) -> list[str]:
+    try:
+        return lock.older_than(Lock.load(remembered))
+    except LockError:  # none yet; or a damaged one, which this one replaces
+        return []
+
+
+def _with_the_date_of(lock: Lock, remembered: Path) -> Lock:
+    """Return a lock with the date of the remembered one while the base is the same.
+
+    All files of a build bear that date, and the archive's moves several times a day: a newer one would make every layer
+    anew, whatever became of its packages.
+    """
     try:
         before = Lock.load(remembered)
-    except LockError:
+        same = before.group("base").digest == lock.group("base").digest
+    except LockError:  # none yet; or a damaged one, which this one replaces
         return lock
-    same = before == lock.model_copy(
-        update={
-            "source_date_epoch": before.source_date_epoch,
-            "images": before.images,
-            "left_out": before.left_out,
-        }
-    )
-    epoch = before.source_date_epoch if same else lock.source_date_epoch
-    return lock.model_copy(update={"source_date_epoch": epoch})
+    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch}) if same else lock
 
 
 def _resolve(
-    definition: ImageDefinition, needs: Requirements, settings: Settings, monitor: Monitor, staging: Path
+    definition: ImageDefinition,
+    needs: Requirements,
+    settings: Settings,
+    monitor: Monitor,
+    staging: Path,
+    known: Lock | None,
 ) -> Lock:
     groups: dict[str, LockedGroup] = {}
     sources: dict[str, LockedSource] = {}
     repositories: dict[str, str | None] = {}
-    epoch = 0
+    epoch = known.source_date_epoch if known else 0
+    dates = dict(known.release_dates) if known else {}
     for chain in _chains(needs):
         first = needs.groups[chain[0]]
-        source_packages = [name for name, suite in needs.sources.items() if suite == first.suite]
+        wanted = [
+            n for n, suite in needs.sources.items() if suite == first.suite and chain[0] == "build_root"
+        ]
+        kept = _kept(chain, needs, known)
+        if known and len(kept) == len(chain) and all(name in known.sources for name in wanted):
+            groups |= kept
+            sources |= {name: known.sources[name] for name in wanted}
+            repositories |= _repositories(known, kept)
+            continue
         monitor.stage_doing("lock", f"reading the package indices of {first.suite}")
         apt = Apt(
             staging / f"apt-{chain[0]}",
-            _sources(definition, settings, needs.groups[chain[-1]], bool(source_packages)),
+            _sources(definition, settings, needs.groups[chain[-1]], bool(wanted)),
             definition.base.architecture,
         )
         apt.update()
+        read = apt.release_dates()
+        dates |= read
+        if known:
+            apt.prefer(p for name in chain if name in known.groups for p in known.groups[name].packages)
         for name in chain:
-            monitor.stage_doing("lock", f"resolving the packages of {name}")
-            groups[name] = _group(apt, needs.groups[name])
-        if chain[0] == "build_root":
-            for name in source_packages:
-                version, files = apt.source(name)
-                sources[name] = LockedSource(suite=first.suite, version=version, files=files)
-        if chain[0] == "base":
-            epoch = apt.release_date()
+            if name in kept:
+                apt.mark_installed(kept[name].packages, settings.store / "debs")
+                groups[name] = kept[name]
+            else:
+                monitor.stage_doing("lock", f"resolving the packages of {name}")
+                groups[name] = _group(apt, needs.groups[name])
+        for name in wanted:
+            version, files = apt.source(name)
+            sources[name] = LockedSource(suite=first.suite, version=version, files=files)
+        if chain[0] == "base" and "base" not in kept:
+            _require_debians(groups["base"])
+            epoch = max(read.values())
         repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
     return Lock(
         image=definition.name,
         source_date_epoch=epoch,
         repositories=repositories,
         groups=groups,
+        release_dates=dates,
         sources=sources,
         archives=list(needs.all_archives),
     )
+
+
+def _kept(chain: list[str], needs: Requirements, known: Lock | None) -> dict[str, LockedGroup]:
+    """Return what a lock answers of a chain already, up to the first group that is asked for in another way."""
+    kept: dict[str, LockedGroup] = {}
+    for name in chain:
+        group = known.groups.get(name) if known else None
+        if group is None or group.differences(needs.groups[name].question):
+            break
+        kept[name] = group
+    return kept
+
+
+def _repositories(known: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:
+    """Return the repositories that groups of a lock are of, and Debian's."""
+    used = {DEBIAN, SECURITY, *(p.repository for group in groups.values() for p in group.packages)}
+    return {name: uri for name, uri in known.repositories.items() if name in used}
+
+
+def _require_debians(base: LockedGroup) -> None:
+    """Raise LockError where a third party's repository, there for a layer, would replace a package of the base."""
+    foreign = [p for p in base.packages if p.repository not in (DEBIAN, SECURITY)]
+    if foreign:
+        named = ", ".join(f"{p.name} {p.version} of {p.repository}" for p in foreign)
+        raise LockError(
+            f"packages of the base would not be Debian's: {named}",
+            hint="take the repository out, or use one that doesn't have newer versions of Debian's own packages",
+        )
 
 
 def _chains(needs: Requirements) -> list[list[str]]:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder import namespace, process
+from image_builder import environment, namespace, process
 from image_builder.errors import StoreError
 from image_builder.process import Arg, Completed
 
@@ -23,6 +23,11 @@ from image_builder.process import Arg, Completed
 _OVERLAY = "index=off,metacopy=off,redirect_dir=off,xino=off,volatile"
 # Mount points that a root must offer; made in the upper layer when a tree lacks them.
 _MOUNT_POINTS = ("proc", "sys", "dev", "run", "tmp")
+
+# A role that sets sysctls live would set the build host's.
+_READ_ONLY_PROC = ("sys", "sysrq-trigger")
+# What nothing in a bake needs: the host's modules, memory and ports, clock, power. Root in a bake is root nevertheless.
+BOUNDED = ("setpriv", "--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -43,12 +48,22 @@ class Root:
     environment: Mapping[str, str]
     network: bool = False
 
-    def argv(self, argv: Sequence[Arg], env: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command that runs ``argv`` in this root: a clean environment, no network by default."""
+    def argv(
+        self, argv: Sequence[Arg], env: Mapping[str, str] | None = None, *, proxies: bool = False
+    ) -> list[str]:
+        """Return the command that runs ``argv`` in this root: a clean environment, no network by default.
+
+        ``env`` is in the argument list, where all of the host can read it. With ``proxies`` the program keeps the
+        proxies' addresses, which may hold a password, from the environment that ``process`` gives it.
+        """
         variables = {**self.environment, **(env or {})}
+        kept = {*environment.PROXIES, *variables}
+        dropped = sorted(environment.environment().keys() - kept) if proxies else []
         return [
+            *BOUNDED,
             *(() if self.network else ("unshare", "--net", "--")),
-            *("chroot", os.fspath(self.path), "/usr/bin/env", "-i"),
+            *("chroot", os.fspath(self.path), "/usr/bin/env"),
+            *([f"--unset={name}" for name in dropped] if proxies else ["-i"]),
             *(f"{name}={value}" for name, value in variables.items()),
             *(os.fspath(a) for a in argv),
         ]
@@ -96,6 +111,10 @@ def open_root(
         for name in _MOUNT_POINTS:
             (merged / name).mkdir(mode=0o1777 if name == "tmp" else 0o755, exist_ok=True)
         _mount(mounts, "proc", merged / "proc")
+        for path in (merged / "proc" / name for name in _READ_ONLY_PROC):
+            # A container engine sets those of its containers' networks; and not every kernel has a SysRq key.
+            if not network and path.exists():
+                _bind(mounts, path, path, read_only=True)
         _mount(mounts, "sysfs", merged / "sys")
         namespace.make_read_only(os.fspath(merged / "sys"))
         if network:
@@ -103,7 +122,7 @@ def open_root(
                 os.fspath(merged / "sys/fs/cgroup"), read_only=not writable_cgroups
             ):
                 mounts.callback(namespace.unmount, mounted)
-        for mounted in namespace.mount_dev(os.fspath(merged / "dev")):
+        for mounted in environment.mount_dev(os.fspath(merged / "dev")):
             mounts.callback(namespace.unmount, mounted)
         _mount(mounts, "tmpfs", merged / "run", "mode=755")
         _mount(mounts, "tmpfs", merged / "tmp", "mode=1777")

@@ -1,6 +1,6 @@
 """The store: finished stages by id, staging areas of running builds, downloads by digest.
 
-    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed
+    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed; product for root only
     staging/<build>/                                  scratch of a running build, held by a lock
     debs/, files/                                     downloads by SHA-256
     locks/, logs/
@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -24,15 +25,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from image_builder import sparse
 from image_builder.errors import StoreError
-from image_builder.node import durable
+from image_builder.formats import deb
+from image_builder.node import durable, mounts
 from image_builder.plan.model import JSON, StagePlan
 
 # Who waits for another build looks this often whether it has ended.
 _LOOK_SECONDS = 0.2
+# A stage's claim has this much of its id for a name.
+_CLAIM = 32
+# What may be in a store's path beside letters and digits, of any alphabet.
+_IN_PATHS = "/._-+@=~"
+# Trees hold setuid programs of every release that was ever baked. `plan` needs no more than the records beside them.
+_CLOSED = 0o700
+# Extended attributes that belong to the host or to where a tree lies, not to the tree.
+_ATTRIBUTES_OF_PLACE = frozenset(
+    ["security.selinux", *(f"trusted.overlay.{name}" for name in ("origin", "impure", "uuid", "nlink"))]
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,15 @@ class Damage:
     id: str
     name: str
     what: str
+    repaired: bool = False
+
+
+class Collected(NamedTuple):
+    """What ``Store.gc`` removed: ids of stages, the bytes freed, names of downloads."""
+
+    stages: list[str]
+    bytes: int
+    downloads: list[str]
 
 
 class Store:
@@ -53,10 +74,24 @@ class Store:
     # -- layout ------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the store's directories."""
+        """Make the store's directories, open to all users but for what stages made.
+
+        Raises StoreError for a path that some program of a bake can't read: apt's sources, or an overlay's options.
+        """
+        if unfit := sorted({c for c in os.path.abspath(self.path) if not (c.isalnum() or c in _IN_PATHS)}):
+            shown = ", ".join(ascii(c) for c in unfit)
+            raise StoreError(
+                f"the path of the store {os.fspath(self.path)!a} has characters that can't be in it: {shown}",
+                hint=f"letters, digits and {_IN_PATHS} are fine: --store DIR, or IMAGE_BUILDER_STORE=DIR",
+            )
         for name in ("objects", "staging", "debs", "files", "locks", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o755)
+        (self.path / "staging").chmod(_CLOSED)
+        for stage_id in os.listdir(self.path / "objects"):
+            with suppress(FileNotFoundError):  # gc took it away meanwhile
+                if stat.S_IMODE(self.product(stage_id).stat().st_mode) != _CLOSED:
+                    self.product(stage_id).chmod(_CLOSED)
 
     def object(self, stage_id: str) -> Path:
         return self.path / "objects" / stage_id
@@ -97,7 +132,7 @@ class Store:
 
         ``on_wait`` is called once where that takes time; StoreError ends the waiting when ``stop`` is set.
         """
-        with _flock(self.path / "locks" / stage_id[:32], fcntl.LOCK_EX, on_wait, stop):
+        with _flock(self.path / "locks" / stage_id[:_CLAIM], fcntl.LOCK_EX, on_wait, stop):
             yield
 
     # -- writing -----------------------------------------------------------------------------------------
@@ -119,8 +154,9 @@ class Store:
 
     def reap(self) -> None:
         """Remove the staging areas of builds that are no more: nobody holds their lock."""
-        with self._staging_alone():
-            self._reap()
+        if (self.path / "staging").is_dir():
+            with self._staging_alone():
+                self._reap()
 
     def _reap(self) -> None:
         for path in (self.path / "staging").iterdir():
@@ -146,6 +182,8 @@ class Store:
         ``name`` and ``sha256``. Returns the stage's meta.
         """
         started = time.monotonic()
+        for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
+            path.chmod(mode)
         hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
         entries, size = _write_manifest(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
@@ -171,7 +209,7 @@ class Store:
     # -- reading -----------------------------------------------------------------------------------------
 
     def check(self, stage_id: str) -> None:
-        """Compare a stage with its manifest by ``stat`` (names, types, modes, owners, sizes, times).
+        """Compare a stage with its manifest by ``stat`` (names, types, modes, owners, sizes, times, attributes).
 
         Raises StoreError naming the first difference. Content is compared by ``verify``.
         """
@@ -187,7 +225,10 @@ class Store:
         return sorted(p.name for p in objects.iterdir() if self.has(p.name)) if objects.exists() else []
 
     def verify(self) -> list[Damage]:
-        """Hash every object against its manifest and every download against its name."""
+        """Hash every object against its manifest and every download against its name.
+
+        What was read of packages' control files is compared with the packages, and written anew where it differs.
+        """
         with self.in_use():
             return self._damages()
 
@@ -204,34 +245,60 @@ class Store:
             ]
         for folder in ("debs", "files"):
             for path in sorted((self.path / folder).iterdir()):
-                sha256 = path.name.split(".")[0]
-                if not path.name.endswith(".control") and _sha256(path) != sha256:
-                    damages.append(Damage(sha256, folder, "its bytes are not the ones of its name"))
+                if path.suffix != ".control" and _sha256(path) != path.name:
+                    damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
+        damages += [
+            Damage(path.stem, "debs", "its control file was damaged", repaired=True)
+            for path in sorted((self.path / "debs").glob("*.control"))
+            if _repair_control(path)
+        ]
         return damages
 
     # -- garbage -----------------------------------------------------------------------------------------
 
     def record(self, image: str, ids: list[str]) -> None:
-        """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image."""
+        """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image.
+
+        ``image`` is a definition's ``record_name``, or the name of something that no inventory has.
+        """
         path = self.path / "locks" / f"{image}.builds"
         # No image's name makes this one of the store's own locks, which whoever calls may hold.
         with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
             builds = [b for b in _builds(path) if b != ids] + [ids]
             durable.write(path, json.dumps(builds[-50:]).encode())
 
+    def adopt(self, name: str) -> bool:
+        """Give an image what was remembered by its name only, as it was before inventories counted.
+
+        ``name`` is a definition's ``record_name``. Who comes first has it; what is remembered of it already stays.
+        """
+        locks, image = self.path / "locks", name.partition("@")[0]
+        adopted = False
+        for suffix in (".lock.json", ".builds"):
+            with suppress(FileNotFoundError, FileExistsError):
+                durable.rename_new(locks / f"{image}{suffix}", locks / f"{name}{suffix}")
+                adopted = True
+        if adopted:
+            durable.sync_directory(locks)
+        return adopted
+
     def last_build(self, image: str) -> dict[str, dict[str, Any]]:
         """Return the meta of the stages of an image's last build, by name; without those collected since."""
         last = _builds(self.path / "locks" / f"{image}.builds")[-1:]
         return {meta["name"]: meta for ids in last for meta in (self.meta(i) for i in ids if self.has(i))}
 
-    def gc(self, keep: int, on_wait: Callable[[], None] | None = None) -> tuple[list[str], int]:
-        """Remove what the last ``keep`` builds of every image don't need; return (removed ids, bytes).
+    def gc(
+        self, keep: int, on_wait: Callable[[], None] | None = None, *, downloads: bool = False
+    ) -> Collected:
+        """Remove what the last ``keep`` builds of every image don't need.
 
-        Downloads that no kept stage names are left: they are small beside stages and save the mirror. ``on_wait`` is
-        called once where builds have to end first.
+        With ``downloads`` also those that no remembered lock names; StoreError where one of these can't be read. Else
+        they stay: small beside stages, and where a mirror has newer versions only, all that a kept lock can be built
+        from. ``on_wait`` is called once where builds have to end first.
         """
         with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX, on_wait):
             self.reap()
+            doomed_downloads = self._unnamed_downloads() if downloads else []
             kept: set[str] = set()
             for path in (self.path / "locks").glob("*.builds"):
                 builds = _builds(path)
@@ -243,8 +310,41 @@ class Store:
                     freed += int(self.meta(stage_id)["bytes"])
                 doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
                 self.object(stage_id).rename(doomed)
+            for path in doomed_downloads:
+                freed += path.stat().st_blocks * 512
+                path.unlink()
             self.reap()
-            return removed, freed
+            self._remove_unused_claims()
+            return Collected(removed, freed, [path.name for path in doomed_downloads])
+
+    def _unnamed_downloads(self) -> list[Path]:
+        named: set[str] = set()
+        for path in (self.path / "locks").glob("*.lock.json"):
+            try:
+                named |= set(_digests(json.loads(path.read_bytes())))
+            except ValueError as error:
+                raise StoreError(
+                    f"{path} can't be read: {error}", hint="remove it: image-builder lock makes a new one"
+                ) from error
+        folders = (self.path / name for name in ("debs", "files"))
+        present = [path for folder in folders for path in sorted(folder.iterdir())]
+        return [path for path in present if path.name.split(".")[0] not in named]
+
+    def _remove_unused_claims(self) -> None:
+        """Remove the claims' locks of stages that aren't there; nobody waits at one, all builds have ended."""
+        kept = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
+        for path in (self.path / "locks").iterdir():
+            if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in kept:
+                path.unlink()
+
+
+def _digests(value: JSON) -> Iterator[str]:
+    """Yield every ``sha256`` of a lock, whatever its format."""
+    if isinstance(value, Mapping):
+        yield from (str(item) for name, item in value.items() if name == "sha256")
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _digests(item)
 
 
 def _builds(path: Path) -> list[list[str]]:
@@ -264,23 +364,11 @@ def _builds(path: Path) -> list[list[str]]:
 # -- trees -----------------------------------------------------------------------------------------------
 
 
-def mounts_below(path: Path) -> list[str]:
-    """Return the mount points at or below ``path``, as this process sees them."""
-    top = os.path.realpath(path)
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
-        for line in stream:
-            where = line.split(" ")[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
-            if where == top or where.startswith(f"{top}/"):
-                found.append(where)
-    return found
-
-
 def remove_tree(path: Path) -> None:
     """Delete a directory tree. Refuses, before it touches anything, when something is mounted in it."""
     if not os.path.lexists(path):
         return
-    mounted = mounts_below(path)
+    mounted = mounts.below(path)
     if mounted:
         raise StoreError(
             f"not deleting {path}: {', '.join(mounted)} is mounted there", hint="unmount it first"
@@ -304,6 +392,12 @@ def _line(path: str, info: os.stat_result, content: str) -> list[JSON]:
     return [path, info.st_mode, info.st_uid, info.st_gid, size, mtime, device, content]
 
 
+def _attributes(full: Path) -> str:
+    """Return the extended attributes of an entry as text, sorted: a file's capabilities, an overlay's marks."""
+    names = sorted(set(os.listxattr(full, follow_symlinks=False)) - _ATTRIBUTES_OF_PLACE)
+    return " ".join(f"{name}={os.getxattr(full, name, follow_symlinks=False).hex()}" for name in names)
+
+
 def _content(full: Path, info: os.stat_result) -> str:
     if stat.S_ISREG(info.st_mode):
         # A disk image is mostly holes; reading them would fill the page cache with zeros.
@@ -325,7 +419,8 @@ def _write_manifest(root: Path, target: Path, hashed: Mapping[str, str]) -> tupl
     with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
         for path, info in _entries(root):
             content = hashed.get(path) or _content(root / path, info)
-            out.write(json.dumps(_line(path, info, content)).encode() + b"\n")
+            line = [*_line(path, info, content), _attributes(root / path)]
+            out.write(json.dumps(line).encode() + b"\n")
             count += 1
             size += info.st_blocks * 512
     return count, size
@@ -351,6 +446,9 @@ def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
             found.append(f"{path} is missing")
         elif _line(path, info, "")[:7] != line[:7]:
             found.append(f"{path} was changed")
+        # Manifests of before extended attributes were recorded have no such column.
+        elif line[8:] and _attributes(root / path) != line[8]:
+            found.append(f"the extended attributes of {path} were changed")
         elif contents and _content(root / path, info) != line[7]:
             found.append(f"the content of {path} was changed")
         if len(found) >= limit:
@@ -362,6 +460,21 @@ def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _repair_control(path: Path) -> bool:
+    """Write a control file that isn't its package's anew, or remove it without one; tell whether it was so."""
+    kept = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        control = deb.read_control(path.with_suffix(""))
+    except (deb.NotAPackageError, FileNotFoundError):
+        if not kept:
+            path.unlink()
+        return not kept
+    if kept == deb.fields(control):
+        return False
+    durable.write(path, control.encode())
+    return True
 
 
 def _sync_file(path: Path) -> None:

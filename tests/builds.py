@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from image_builder.resolve import remembered_lock
-from image_builder.settings import Settings
+from image_builder.definition.record import record_name
 from image_builder.store import Store
 
 REPO = Path(__file__).resolve().parents[1]
@@ -72,7 +71,17 @@ class Workplace:
     @property
     def lock(self) -> Path:
         """Return the lock of the last build, as the store remembers it."""
-        return remembered_lock(Settings(store=self.store), self.image)
+        return self.record(".lock.json")
+
+    def record(self, suffix: str) -> Path:
+        """Return what the store remembers of the image: for the lab's inventory, or for whoever took it over.
+
+        A copy of a store has it under the image's name until the first build there, of any inventory.
+        """
+        locks = self.store / "locks"
+        names = (record_name(self.image, [REPO / "inventories/lab"], REPO), self.image)
+        known = [locks / f"{name}{suffix}" for name in names]
+        return next((p for p in (*known, *locks.glob(f"{self.image}@*{suffix}")) if p.exists()), known[0])
 
     def start(self, *argv: str | Path) -> subprocess.Popen[str]:
         """Start a build; its lines on stderr are for ``wait_for_line``."""
@@ -117,7 +126,7 @@ class Workplace:
 
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""
-        builds: list[list[str]] = json.loads((self.store / "locks" / f"{self.image}.builds").read_text())
+        builds: list[list[str]] = json.loads(self.record(".builds").read_text())
         for path in (self.store / "objects" / stage_id for stage_id in builds[-1]):
             if path.exists() and json.loads((path / "meta.json").read_text())["name"] == name:
                 return path

@@ -74,8 +74,9 @@ def _copy(original: Workplace, store: Path) -> None:
         (store / name).mkdir()
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", store / folder], check=True)
-    records = source / "locks" / f"{original.image}.builds"
-    for path in (records, original.lock):
-        shutil.copyfile(path, store / "locks" / path.name)
+    # Under the image's name: the first build there takes it over, of whatever inventory.
+    records = original.record(".builds")
+    shutil.copyfile(records, store / "locks" / f"{original.image}.builds")
+    shutil.copyfile(original.lock, store / "locks" / f"{original.image}.lock.json")
     for stage_id in json.loads(records.read_text())[-1]:
         subprocess.run(["cp", "-al", source / "objects" / stage_id, store / "objects" / stage_id], check=True)

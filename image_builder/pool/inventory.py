@@ -8,6 +8,7 @@ A pool is a group of the inventory. A scale set is a group in it (or the pool it
     pool_capacity   how many hosts there must be; without it nobody counts
     pool_scale_set  the scale set's name, where it isn't the group's
     pool_vm_id      Azure's id of the instance
+    pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,38 @@ from image_builder.pool.plan import PlannedFrom, named
 from image_builder.pool.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
 
-_TEXTS = ("pool_image", "pool_vm_size", "pool_zone", "pool_scale_set", "pool_vm_id", "ansible_host")
+_TEXTS = (
+    "pool_image",
+    "pool_vm_size",
+    "pool_zone",
+    "pool_scale_set",
+    "pool_vm_id",
+    "pool_power_state",
+    "ansible_host",
+)
 _READ = (*_TEXTS, "pool_capacity", "ansible_port")
+# Nobody answers there: such hosts would time out, and spend what may fail.
+_OFF = ("stopping", "stopped", "deallocating", "deallocated")
 _REQUIRED = ("pool_image", "pool_vm_size")
 _VARIABLES_BESIDE = ("group_vars", "host_vars")
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The pools that were asked for, as an inventory has them now."""
+    """The pools that were asked for, as an inventory has them now.
+
+    ``skipped`` are hosts that are off, by their power state; capacities count them, ``hosts`` doesn't have them.
+    """
 
     inventory: PlannedFrom
     pools: tuple[Pool, ...]
     hosts: tuple[Host, ...]
+    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a line for each power state that hosts are left out for."""
+        return [f"skipped: {state}: {named(names)}" for state, names in self.skipped.items()]
 
 
 @dataclass
@@ -57,6 +77,8 @@ class _Reading:
     capacities: dict[tuple[str, str], dict[JSON, list[str]]] = field(default_factory=dict)
     addresses: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     ids: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    # power state -> the hosts that are off
+    skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def read_fleet(
@@ -81,6 +103,10 @@ def read_fleet(
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
         made = _pools(reading, dict.fromkeys(pools))
         reading.problems += _doubles(reading)
+        skipped = {state: tuple(sorted(names)) for state, names in sorted(reading.skipped.items())}
+        if skipped and not hosts:
+            states = "; ".join(f"{state}: {named(names)}" for state, names in skipped.items())
+            reading.problems.append(Problem(reading.here, "pool_power_state", f"no host runs: {states}"))
         reading.problems += [
             Problem(where(source, names[0], variable), variable, f"{what}: {named(names)}")
             for (variable, what), names in reading.faults.items()
@@ -88,7 +114,8 @@ def read_fleet(
     if reading.problems:
         raise DefinitionError(reading.problems)
     digest = inventory_digest(absolute, hosts)
-    return Fleet(PlannedFrom(paths=tuple(str(p) for p in paths), digest=digest), made, tuple(hosts))
+    planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=digest)
+    return Fleet(planned_from, made, tuple(hosts), skipped)
 
 
 def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
@@ -136,7 +163,7 @@ def _scale_set_groups(reading: _Reading, pool: Any) -> dict[str, list[str]]:
 
 
 def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | None:
-    """Return a host, or None where what it needs is missing or wrong, which is noted."""
+    """Return a host, or None where it is off or what it needs is missing or wrong, which is noted."""
     values, wrong = _values(reading, name)
 
     def fault(variable: str, what: str) -> None:
@@ -173,6 +200,9 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
     told = reading.capacities.setdefault((pool, scale_set), {})
     told.setdefault(_hashable(values.get("pool_capacity")), []).append(name)
     if wrong:
+        return None
+    if (state := texts.get("pool_power_state", "").lower()) in _OFF:
+        reading.skipped[state].append(name)
         return None
     return Host(
         name=name,

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from pydantic import ValidationError
 from image_builder.errors import ImageBuilderError, SpaceError
 from image_builder.node import durable
 from image_builder.pool.records import RECORD, Record, must_last
+
+# A look at a lock takes some microseconds.
+_LOOK_SECONDS = 0.5
 
 
 def real_plan(plan: Path) -> Path:
@@ -160,12 +164,19 @@ def _read(fd: int) -> bytes:
 
 
 def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise
-        raise ImageBuilderError(
-            f"another process writes {path}",
-            hint="a run has one driver: wait for it or end it, then resume",
-        ) from None
+    """Take the lock; who only looks whether somebody has it (``in_use``) holds it for a moment, and is waited for."""
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise
+            if time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS / 50)
+                continue
+            raise ImageBuilderError(
+                f"another process writes {path}",
+                hint="a run has one driver: wait for it or end it, then resume",
+            ) from None
+        return

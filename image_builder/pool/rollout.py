@@ -72,6 +72,7 @@ class Ready:
     suite: Suite | None
     configurations: Mapping[str, Path]
     workers: tuple[Worker, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(options: Options) -> Ready:
@@ -99,16 +100,18 @@ def prepare(options: Options) -> Ready:
     )
     faults.report()
     assert control_plane is not None
-    return Ready(options, plan, hosts, control_plane, suite, configurations, workers or ())
+    warnings = tuple(found.warnings) if found else ()
+    return Ready(options, plan, hosts, control_plane, suite, configurations, workers or (), warnings)
 
 
 def prepare_verification(options: Options, given: Path | None) -> Ready:
     """Return a verification of all hosts of a plan, or of pools; raises DefinitionError with every problem."""
     faults = Faults()
-    plan = faults.collect("plan" if given else "inventory", lambda: _verified(options, given))
-    if plan is None:
+    verified = faults.collect("plan" if given else "inventory", lambda: _verified(options, given))
+    if verified is None:
         _check_access(faults, options.access, ())
         raise faults.all()
+    plan, warnings = verified
     deadlines = plan.policy.deadlines
     policy = Policy(
         mode="check",
@@ -128,15 +131,15 @@ def prepare_verification(options: Options, given: Path | None) -> Ready:
     _check_access(faults, options.access, plan.hosts)
     suite = _suite(faults, options, plan.hosts)
     faults.report()
-    return Ready(options, plan, plan.hosts, Unwatched(), suite, {})
+    return Ready(options, plan, plan.hosts, Unwatched(), suite, {}, warnings=warnings)
 
 
-def _verified(options: Options, given: Path | None) -> Plan:
-    """Return a plan of the hosts that are to be verified."""
+def _verified(options: Options, given: Path | None) -> tuple[Plan, tuple[str, ...]]:
+    """Return a plan of the hosts that are to be verified, and who is left out."""
     if given:
-        return plans.load(given)
+        return plans.load(given), ()
     found = read_fleet(options.inventories, options.pools, options.vault_password_file)
-    return make_plan(found.inventory, found.pools, found.hosts, Policy())
+    return make_plan(found.inventory, found.pools, found.hosts, Policy()), tuple(found.warnings)
 
 
 def _inventory(options: Options, plan: Plan) -> Found:

@@ -59,9 +59,9 @@ def values_of(source: Any, host: str, wanted: Callable[[str], bool]) -> Values:
     templates = [name for name, value in values.items() if is_template(value)]
     if not templates:
         return Values(values, {})
-    evaluated, failures = engine.evaluate_all(_all_plain(merged, host), templates)
+    made = engine.evaluate_all(_all_plain(merged, host), templates, any_lookup=True)
     kept = {name: value for name, value in values.items() if name not in templates}
-    return Values(kept | evaluated, failures)
+    return Values(kept | dict(made.values), dict(made.failures))
 
 
 def where(source: Any, host: str, variable: str) -> str:

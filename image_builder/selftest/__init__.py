@@ -38,11 +38,12 @@ PARTS = {
 }
 
 
-def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool) -> int:
+def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nightly: bool = False) -> int:
     """Run the checks and return the exit status: 0 when all passed.
 
-    With ``arguments`` (for pytest) only pytest runs, once. ``fast`` leaves out what needs root. Everything is told
-    on standard output, or on standard error when ``as_json`` wants that for the result.
+    With ``arguments`` (for pytest) only pytest runs, once. ``fast`` leaves out what needs root, ``nightly`` takes along
+    what is too long for every commit. Everything is told on standard output, or on standard error when ``as_json``
+    wants that for the result.
     """
     if not fast and os.geteuid() != 0:
         raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool) -> 
             minutes["fast"] = (time.monotonic() - started) / 60
             if not fast:
                 if clean and not any(lane.status for lane in ended):
-                    ended += lanes.rest(surroundings)
+                    ended += lanes.rest(surroundings, nightly=nightly)
                 else:
                     write("what needs root is not run")
     for lane in ended:

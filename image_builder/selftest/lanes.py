@@ -25,6 +25,8 @@ from image_builder.settings import REPO_ROOT
 UNIT = "not root and not boot and not gpu"
 ROOT = "root and not boot and not gpu"
 BOOT = "boot and not gpu"
+# What takes too long to be run on every commit.
+NOT_NIGHTLY = " and not nightly"
 # Of the unit tests, those that take as long as the others.
 _HALF = ("tests/unit/node", "tests/unit/pool")
 _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no tests ran).* in [\d.:]+")
@@ -67,9 +69,10 @@ def unit(surroundings: Surroundings) -> list[Lane]:
     )
 
 
-def rest(surroundings: Surroundings) -> list[Lane]:
-    """Run all other tests but those that need a GPU."""
-    return _side_by_side(("root", ROOT, ()), ("boot", BOOT, ()), surroundings)
+def rest(surroundings: Surroundings, *, nightly: bool = False) -> list[Lane]:
+    """Run the other tests, but not those that need a GPU; ``nightly`` takes those along that are for the night."""
+    left_out = "" if nightly else NOT_NIGHTLY
+    return _side_by_side(("root", ROOT + left_out, ()), ("boot", BOOT + left_out, ()), surroundings)
 
 
 def closing_line(lanes: Sequence[Lane], seconds: float) -> str:

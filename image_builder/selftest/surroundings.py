@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from image_builder import process
+from image_builder.environment import environment as bare_environment
 
 # Every exit status that a child can have: what one says is told, not raised.
 ANY = tuple(range(-64, 256))
@@ -32,7 +32,7 @@ def environment(cache: Path) -> dict[str, str]:
         "ANSIBLE_HOME": os.fspath(cache / "ansible"),
         # A bake's tree doesn't belong on a tmpfs, which /tmp often is.
         "TMPDIR": os.environ.get("TMPDIR", "/var/tmp"),
-        "PATH": f"{Path(sys.executable).parent}:{process.environment()['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{bare_environment()['PATH']}",
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from image_builder.events import Monitor
 from image_builder.plan.model import JSON, StagePlan
+from image_builder.pull.mirrors import Mirrors
 from image_builder.pull.registry import Endpoints
 from image_builder.sandbox import Root
 from image_builder.settings import Settings
@@ -28,9 +29,9 @@ class StageContext:
     an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
     locked packages that this stage may install, ``archives`` a directory of locked files by SHA-256 and
     ``inputs["sources"]`` one of source files by name. ``shell``, when set, gives the terminal a shell in a root
-    in which something failed. ``endpoints`` tells where registries are reached that no DNS knows, ``previous``
-    is the product of the last finished stage of this kind that it may take over from, and ``stop`` is set when
-    the build is to end.
+    in which something failed. ``endpoints`` tells where registries are reached that no DNS knows, ``mirrors`` who else
+    has their images, ``previous`` is the product of the last finished stage of this kind that it may take over
+    from, and ``stop`` is set when the build is to end.
     """
 
     plan: StagePlan
@@ -47,6 +48,7 @@ class StageContext:
     settings: Settings
     shell: Callable[[Root], None] | None = None
     endpoints: Endpoints = field(default_factory=dict)
+    mirrors: Mirrors = field(default_factory=dict)
     previous: Path | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -42,7 +42,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     stored = json.loads(_manifest(ctx).read_bytes())["images"]
     images = {image["ref"] for image in stored if image["mode"] != "archive"}
     locked = [image for image in locked_images(options["images"]) if image.ref in images]
-    seeds: dict[str, JSON] = {}
+    seeds: dict[str, dict[str, JSON]] = {}
     seconds: dict[str, dict[str, JSON]] = {image.ref: {} for image in locked}
     read: dict[str, list[str]] = {image.ref: [] for image in locked}
     for name in options["engines"]:
@@ -51,11 +51,16 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         for image in locked:
             seconds[image.ref][name] = done.seconds[image.ref]
             read[image.ref] += [layer for layer in done.read[image.ref] if layer not in read[image.ref]]
+    # What took how long is in the stage's facts: the image is the same whenever it is baked.
     found: dict[str, JSON] = {
         "format": FORMAT,
-        "seed": seeds,
+        "seed": {name: {key: seed[key] for key in ("layers", "files")} for name, seed in seeds.items()},
         "images": [
-            {"ref": image.ref, "seconds": seconds[image.ref], "read": list(read[image.ref])}
+            {
+                "ref": image.ref,
+                "started": {name: took is not None for name, took in seconds[image.ref].items()},
+                "read": list(read[image.ref]),
+            }
             for image in locked
         ],
     }
@@ -98,10 +103,9 @@ def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> Rehear
         try:
             seeded = _seed(root, name)
             # An engine takes a data root for its own that is a mount, and leaves it mounted.
-            with _bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/")):
+            with cgroups.held(), _bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/")):
                 seconds, read = _start_all(ctx, name, root, images)
         finally:
-            cgroups.reap()
             if os.path.ismount(_store(root)):
                 namespace.unmount(os.fspath(_store(root)))
     return Rehearsed(seeded, seconds, read)

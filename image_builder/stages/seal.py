@@ -7,7 +7,9 @@ name the build.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from image_builder import identity
 from image_builder.errors import ImageBuilderError
 from image_builder.plan.model import JSON
+from image_builder.pull.credentials import credentials_for
 from image_builder.sandbox import open_root
 from image_builder.stages import StageContext
 from image_builder.stages.layer import play
@@ -56,8 +59,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             removed += 1
         ctx.doing("searching for traces of the bake")
         if found := list(find_traces(root.path, _traces(ctx))):
-            shown = "\n  ".join(f"{path}: {trace!r}" for path, trace in found[:10])
-            raise ImageBuilderError(f"{len(found)} files name the place of the bake:\n  {shown}")
+            shown = "\n  ".join(f"{path}: {trace}" for path, trace in found[:10])
+            raise ImageBuilderError(f"{len(found)} files hold what is the bake's own:\n  {shown}")
         _write_identity(ctx, root.path)
     return {"tasks_changed": result.changed, "scrubbed": removed}
 
@@ -77,15 +80,27 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _traces(ctx: StageContext) -> tuple[str, ...]:
-    """Return the words that only this host's bake could have put into a file."""
+def _traces(ctx: StageContext) -> dict[str, str]:
+    """Return the words that only this host's bake could have put into a file, and how each is shown."""
     words = {
         _unmistakable(ctx.settings.store, "staging"),
         _unmistakable(ctx.settings.repo_root, "roles"),
         os.fspath(ctx.work.parent.parent.name),
         ctx.settings.mirror or "",
     }
-    return tuple(sorted(word for word in words if len(word) >= _SHORTEST_TRACE))
+    traces = {word: word for word in sorted(words)} | _secrets(ctx)
+    return {word: shown for word, shown in traces.items() if len(word) >= _SHORTEST_TRACE}
+
+
+def _secrets(ctx: StageContext) -> dict[str, str]:
+    """Return what registries are told by the bake, as it may stand in a file, and what it is: never shown itself."""
+    secrets = {}
+    for registry in {image.ref.partition("/")[0] for image in ctx.definition.preload}:
+        if known := credentials_for(registry):
+            pair = f"{known.username}:{known.password}".encode()
+            for word in (known.password, known.token, base64.b64encode(pair).decode()):
+                secrets[word] = f"the credentials for {registry}"
+    return secrets
 
 
 def _unmistakable(place: Path, inside: str) -> str:
@@ -93,12 +108,12 @@ def _unmistakable(place: Path, inside: str) -> str:
     return os.fspath(place if len(place.parts) > 2 else place / inside)
 
 
-def find_traces(root: Path, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds).
+def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds, as it is shown).
 
     A configuration file as its package ships it is none of the bake's: cloud-init's names Debian's mirror.
     """
-    wanted = [(trace, trace.encode()) for trace in traces]
+    wanted = [(shown, word.encode()) for word, shown in traces.items()]
     shipped = _shipped(root)
     for name in _SEARCHED:
         for folder, _, files in os.walk(root / name):
@@ -109,10 +124,23 @@ def find_traces(root: Path, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
                 where = os.fspath(path.relative_to(root))
                 if where in _FOREIGN:
                     continue
-                data = path.read_bytes()
-                found = [trace for trace, word in wanted if word in data]
-                if found and shipped.get(where) != hashlib.md5(data, usedforsecurity=False).hexdigest():
+                found = _held(path, wanted)
+                if found and shipped.get(where) != _md5(path):
                     yield from ((where, trace) for trace in found)
+
+
+def _held(path: Path, wanted: Sequence[tuple[str, bytes]]) -> list[str]:
+    """Return which words a file holds. It is mapped, not read: a model's weights may be larger than memory."""
+    if not path.stat().st_size:
+        return []
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return [shown for shown, word in wanted if data.find(word) >= 0]
+
+
+def _md5(path: Path) -> str:
+    """Return the digest that dpkg keeps of its configuration files."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _shipped(root: Path) -> dict[str, str]:

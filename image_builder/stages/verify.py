@@ -66,15 +66,16 @@ def definition_facts(
     """Return what the suite is driven by, for an image that was built with ``build_id``.
 
     ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` are the items
-    of ``image_preload`` that the lock has; others were left out.
+    of ``image_preload`` that the lock has; others were left out. Of the variables only those that a role or the
+    builder owns are told, and nothing secret: the file is published.
     """
-    from image_builder.definition import resolved_variables
+    from image_builder.definition import published_variables
 
     return {
         "image": definition.name,
         "build_id": build_id,
         "variables": {
-            **resolved_variables(definition),
+            **published_variables(definition),
             "image_preload": preload,
         },
         "packages": packages,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from image_builder import process
+from image_builder.environment import environment
 from image_builder.errors import HostError
 from image_builder.target import monitor, qemu
 from image_builder.target.qemu import Accelerator
@@ -34,7 +35,7 @@ def works(accel: Accelerator, seconds: float = _SECONDS) -> bool:
 
     Raises HostError when QEMU or the firmware isn't there.
     """
-    if shutil.which(qemu.PROGRAM, path=process.environment()["PATH"]) is None:
+    if shutil.which(qemu.PROGRAM, path=environment()["PATH"]) is None:
         raise HostError(f"{qemu.PROGRAM} is missing", hint="install the package qemu-system-x86")
     code, template = qemu.find_firmware()
     with tempfile.TemporaryDirectory(prefix="image-builder-probe-") as directory:

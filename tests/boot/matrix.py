@@ -26,6 +26,7 @@ from typing import Any
 from image_builder.errors import ImageBuilderError
 from image_builder.settings import REPO_ROOT
 from image_builder.target.accelerator import accelerator
+from tests import provenance
 from tests.boot import page
 from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
@@ -118,7 +119,8 @@ def _tell(outcome: Outcome) -> None:
 def _keep(outcome: Outcome) -> None:
     found = json.loads(RECORD.read_bytes()) if RECORD.exists() else {"rows": {}}
     found["machine"] = machine()
-    found["rows"][outcome.name] = {key: value for key, value in asdict(outcome).items() if key != "name"}
+    kept = {key: value for key, value in asdict(outcome).items() if key != "name"}
+    found["rows"][outcome.name] = {**kept, "code": provenance.digest(provenance.LOCAL_DISK)}
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     page.PAGE.write_text(page.text(found), encoding="utf-8")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
+from tests import provenance
 from tests.boot.rows import CI, ROWS, Row
 
 PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
@@ -31,7 +32,8 @@ mutation) and `tests/boot/test_local_disk.py`: {ci}.
 
 ## Last results
 
-On {machine}; seconds are of the whole row, boots included.
+On {machine}; seconds are of the whole row, boots included. *Earlier* code: what decides the result has changed since,
+and the row was not run again.
 """
 
 
@@ -40,8 +42,8 @@ def text(record: Mapping[str, Any]) -> str:
     ci = "; ".join(row.name for row in CI)
     lines = [_HEAD.format(ci=ci, machine=record.get("machine", "no machine yet"))]
     lines += [
-        "| row | what is done | what happened | seconds | date | verdict |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| row | what is done | what happened | seconds | date | code | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [_line(row, record.get("rows", {}).get(row.name)) for row in ROWS]
     return "\n".join(lines) + "\n"
@@ -49,11 +51,12 @@ def text(record: Mapping[str, Any]) -> str:
 
 def _line(row: Row, found: Mapping[str, Any] | None) -> str:
     if found is None:
-        return f"| {row.name} | {row.what} | | | | not run yet |"
+        return f"| {row.name} | {row.what} | | | | | not run yet |"
     verdict = "**failed**" if found["wrong"] else "passed"
     happened = "; ".join(found["wrong"]) or "; ".join(_told(found["facts"]))
     cells = (row.name, row.what, happened.replace("|", "\\|").replace("\n", " "))
-    return f"| {' | '.join(cells)} | {found['seconds']:.0f} | {found['date']} | {verdict} |"
+    code = "this" if provenance.is_current(found, provenance.LOCAL_DISK) else "earlier"
+    return f"| {' | '.join(cells)} | {found['seconds']:.0f} | {found['date']} | {code} | {verdict} |"
 
 
 _WORDS = {

@@ -313,6 +313,15 @@ def prefer(place: Place) -> Facts:
     return {}
 
 
+def rebuild(place: Place) -> Facts:
+    """Let the settings say that an array that lacks members, or that others are added to, is made anew."""
+    place.node.shell(
+        'sed -i \'s/"incomplete_array": "keep"/"incomplete_array": "rebuild"/\' /etc/node-agent/disk.json\n'
+        "sync\ngrep -q rebuild /etc/node-agent/disk.json"
+    )
+    return {}
+
+
 def be_another_image(place: Place) -> Facts:
     """Give the OS disk another build's id and its preload store another id, so that the stale disk is another's."""
     place.node.shell(

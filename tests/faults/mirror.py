@@ -70,8 +70,8 @@ class Repository:
         target.write_bytes(deb.read_bytes())
         return target
 
-    def publish(self, *, valid_for: float = 3600.0) -> None:
-        """Write the indices and sign them; ``valid_for`` seconds from now, negative for an expired Release."""
+    def publish(self, *, valid_for: float = 3600.0, age: float = 86400.0) -> None:
+        """Write the indices and sign them, ``age`` seconds ago; ``valid_for`` seconds from now, negative: expired."""
         index = ""
         for deb in sorted((self.path / "pool").glob("*.deb")):
             control = subprocess.run(
@@ -83,9 +83,9 @@ class Repository:
                 f"SHA256: {hashlib.sha256(data).hexdigest()}\n\n"
             )
         for suite in (SUITE, f"{SUITE}-updates", f"{SUITE}-security"):
-            self._publish_suite(suite, index if suite == SUITE else "", valid_for)
+            self._publish_suite(suite, index if suite == SUITE else "", valid_for, age)
 
-    def _publish_suite(self, suite: str, index: str, valid_for: float) -> None:
+    def _publish_suite(self, suite: str, index: str, valid_for: float, age: float) -> None:
         folder = self.path / "dists" / suite
         binary = folder / "main/binary-amd64"
         binary.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class Repository:
         now = time.time()
         (folder / "Release").write_text(
             f"Origin: Lab\nSuite: {suite}\nCodename: {suite}\nArchitectures: amd64\nComponents: main\n"
-            f"Date: {formatdate(now - 86400, usegmt=True)}\nValid-Until: {formatdate(now + valid_for, usegmt=True)}\n"
+            f"Date: {formatdate(now - age, usegmt=True)}\nValid-Until: {formatdate(now + valid_for, usegmt=True)}\n"
             "SHA256:\n" + "\n".join(lines) + "\n"
         )
         (folder / "InRelease").unlink(missing_ok=True)

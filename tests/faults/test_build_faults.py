@@ -60,7 +60,7 @@ def _assert_refused(done: Ended, workplace: Workplace, before: dict[str, str], c
 
 
 def test_the_mirror_is_down(workplace: Workplace, published: dict[str, str]) -> None:
-    (workplace.store / "locks" / f"{IMAGE}.lock.json").unlink()
+    workplace.lock.unlink()
     done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
     _assert_refused(done, workplace, published, errors.FetchError.exit_code, "127.0.0.1", "hint:")
 
@@ -68,7 +68,7 @@ def test_the_mirror_is_down(workplace: Workplace, published: dict[str, str]) -> 
 def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, published: dict[str, str]) -> None:
     workplace.forget("base")
     workplace.forget("system", "seal", "verify", "disk", "convert")
-    lock = json.loads((workplace.store / "locks" / f"{IMAGE}.lock.json").read_text())
+    lock = json.loads(workplace.lock.read_text())
     package = lock["groups"]["base"]["packages"][0]
     (workplace.store / "debs" / package["sha256"]).unlink()
     done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
@@ -152,7 +152,7 @@ def test_a_package_whose_postinst_fails(
     data = deb.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
     (workplace.store / "debs" / sha256).write_bytes(data)
-    lock = json.loads((workplace.store / "locks" / f"{IMAGE}.lock.json").read_text())
+    lock = json.loads(workplace.lock.read_text())
     lock["groups"]["system"]["requested"].append("broken-package")
     lock["groups"]["system"]["packages"].append(
         {

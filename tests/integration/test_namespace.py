@@ -148,3 +148,89 @@ def test_a_second_interrupt_does_not_stop_the_clearing_away(tmp_path: Path) -> N
             time.sleep(0.1)
         assert child.wait(timeout=30) == 130
     assert (tmp_path / "cleared").exists()
+
+
+_BESIDE = """
+import hashlib, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from image_builder import namespace, process
+from image_builder.errors import CommandError
+folder = Path(sys.argv[1])
+namespace._GRACE_SECONDS = float(sys.argv[3])
+def waits():
+    process.run(["sh", "-c", "setsid sleep 300 & wait"])
+def computes():
+    while True:
+        hashlib.sha256(bytes(1 << 20))
+def mounts():
+    namespace.mount("tmpfs", "tmpfs", str(folder))
+    process.run(["sh", "-c", f"mkdir {folder}/inner; mount -t tmpfs x {folder}/inner; sleep 300"])
+def work():
+    try:
+        go_on()
+    finally:
+        print("ended by itself", flush=True)
+def go_on():
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(globals()[sys.argv[2]])
+        time.sleep(0.5)
+        try:
+            print("ready", flush=True)
+            beside.result()
+        finally:
+            if sys.argv[2] == "mounts":
+                namespace.unmount(str(folder))
+            try:
+                process.run(["true"])
+            except CommandError as error:
+                print(error.message, flush=True)
+sys.exit(namespace.run_isolated(work))
+"""
+
+
+def _beside(
+    tmp_path: Path, what: str, *signals: tuple[float, int], grace: float = 60
+) -> tuple[int, float, str]:
+    """Send signals, each some seconds after the last, to work that has a thread; return status, seconds, output."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _BESIDE, str(tmp_path), what, str(grace)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        started = time.monotonic()
+        for seconds, number in signals:
+            time.sleep(seconds)
+            child.send_signal(number)
+        status = child.wait(timeout=50)
+        return status, time.monotonic() - started, child.stdout.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_a_thread_waits_for(tmp_path: Path, number: int) -> None:
+    """And what that started, in whatever session; what would begin then doesn't."""
+    status, _, said = _beside(tmp_path, "waits", (0, number))
+    assert status == 128 + number
+    assert said.splitlines() == ["not started, the work is to end: true", "ended by itself"]
+
+
+def test_a_signal_ends_a_thread_that_hears_of_nothing(tmp_path: Path) -> None:
+    status, seconds, said = _beside(tmp_path, "computes", (0, signal.SIGTERM), grace=1)
+    assert status == 128 + signal.SIGTERM
+    assert seconds >= 1 and "ended by itself" not in said, "the kernel ended it when its time was over"
+
+
+def test_a_second_signal_ends_the_work_at_once(tmp_path: Path) -> None:
+    status, _, said = _beside(tmp_path, "computes", (0, signal.SIGINT), (1.3, signal.SIGINT))
+    assert status == 130
+    assert "ended by itself" not in said
+
+
+def test_what_a_killed_program_left_mounted_goes_with_the_mount_below_it(tmp_path: Path) -> None:
+    status, _, said = _beside(tmp_path, "mounts", (0, signal.SIGTERM))
+    assert status == 128 + signal.SIGTERM
+    assert "not started" in said, "unmounting did not fail"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ _SETUP = """
 import os, sys, json
 from pathlib import Path
 from image_builder import namespace, sandbox, store
+from image_builder.node import mounts
 base = Path(sys.argv[1])
 HOST = {f"/{d}": Path(f"/{d}") for d in ("usr", "etc")}
 def lower():
@@ -72,6 +74,58 @@ def test_there_is_no_network_and_no_inherited_environment(tmp_path: Path) -> Non
     assert "SECRET_TOKEN" not in out
 
 
+def test_checks_run_in_a_root_whose_path_is_not_ascii(tmp_path: Path) -> None:
+    base = tmp_path / "büro"
+    base.mkdir()
+    out = _run(
+        base,
+        "sys.path[:0] = ['tests/image']\n"
+        "from targets import enter\n"
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    print(enter(root.path).check_output('echo %s', 'größe'))\n",
+    )
+    assert out.split() == ["größe"]
+
+
+def test_the_hosts_kernel_is_not_set_from_inside(tmp_path: Path) -> None:
+    """Neither by a sysctl, nor by what a root's own programs may ask the kernel for."""
+    out = _run(
+        tmp_path,
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    print(root.run(['sh', '-c', 'cat /proc/sys/kernel/panic > /proc/sys/kernel/panic'], ok=(1, 2)).stderr)\n"
+        "    print(root.run(['sh', '-c', 'grep CapBnd /proc/self/status']).stdout)\n",
+    )
+    assert "Read-only file system" in out
+    bounding = int(out.split("CapBnd:")[1], 16)
+    for capability in (16, 17, 22, 25):  # SYS_MODULE, SYS_RAWIO, SYS_BOOT, SYS_TIME (linux/capability.h)
+        assert not bounding & 1 << capability, capability
+    assert bounding & 1 << 21, "SYS_ADMIN is left to container engines"
+
+
+def test_a_play_makes_no_devices(tmp_path: Path) -> None:
+    """The number of the host's disk would be enough to write to it."""
+    (tmp_path / "hosts.yml").write_text("images: {hosts: {mine: }}\n")
+    (tmp_path / "play.yml").write_text(
+        "- hosts: images\n  gather_facts: false\n  tasks:\n"
+        "    - ansible.builtin.command: mknod /data/pipe p\n"
+        "    - ansible.builtin.command: mknod /data/disk b 8 0\n"
+    )
+    out = _run(
+        tmp_path,
+        "from image_builder import ansible, errors\n"
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    try:\n"
+        "        ansible.play(base / 'play.yml', 'mine', inventories=[base / 'hosts.yml'], root=root.path,\n"
+        "            environment_in_root=root.environment, variables={}, work=base / 'ansible', log=base / 'log',\n"
+        "            roles=Path('roles').absolute(), doing=print, python=Path(sys.executable))\n"
+        "    except errors.CommandError as error:\n"
+        "        print(error.tail)\n"
+        "    print(sorted(os.listdir(root.path / 'data')))\n",
+    )
+    assert "mknod: /data/disk: Operation not permitted" in out
+    assert out.splitlines()[-1] == "['file', 'pipe']"
+
+
 def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
     _run(
         tmp_path,
@@ -81,7 +135,7 @@ def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
         "    assert len(left) == 3, left\n"
         "left = [p for p in os.listdir('/proc') if p.isdigit()]\n"
         "assert len(left) == 2, left\n"
-        "assert store.mounts_below(base) == [], store.mounts_below(base)\n",
+        "assert mounts.below(base) == [], mounts.below(base)\n",
     )
 
 
@@ -93,13 +147,14 @@ def test_a_failure_inside_leaves_no_mount(tmp_path: Path) -> None:
         "        raise RuntimeError\n"
         "except RuntimeError:\n"
         "    pass\n"
-        "assert store.mounts_below(base) == [], store.mounts_below(base)\n",
+        "assert mounts.below(base) == [], mounts.below(base)\n",
     )
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "bind", "nested"])
 def test_a_tree_that_holds_a_mount_is_not_deleted(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "canary").mkdir()
+    tmp_path = tmp_path / "büro"  # the kernel's list of mounts escapes a blank, and no letter
+    (tmp_path / "canary").mkdir(parents=True)
     (tmp_path / "canary/alive").write_text("alive")
     _run(
         tmp_path,
@@ -118,3 +173,26 @@ def test_a_tree_that_holds_a_mount_is_not_deleted(tmp_path: Path, kind: str) -> 
         "assert (tree / 'file').read_text() == 'x'\n",
     )
     assert (tmp_path / "canary/alive").read_text() == "alive"
+
+
+def test_the_callers_umask_decides_no_mode(tmp_path: Path) -> None:
+    """Neither of what the builder makes, nor of what programs make in a root."""
+    modes = []
+    for umask in (0o022, 0o077):
+        base = tmp_path / f"{umask:o}"
+        base.mkdir()
+        before = os.umask(umask)
+        try:
+            out = _run(
+                base,
+                "product = base / 'product'; product.mkdir()\n"
+                "with sandbox.open_root([lower()], base / 'work', upper=product, binds=HOST) as root:\n"
+                "    root.run(['sh', '-c', 'mkdir /opt; echo x > /opt/file'])\n"
+                "for path in (product, *sorted(product.rglob('*'))):\n"
+                "    print(path.relative_to(base), oct(path.lstat().st_mode))\n",
+            )
+        finally:
+            os.umask(before)
+        modes.append(out)
+    assert modes[0] == modes[1]
+    assert "product/opt 0o40755" in modes[0]

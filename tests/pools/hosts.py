@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from image_builder import namespace
+from image_builder import environment, namespace
 from image_builder.store import Store
 from tests.pools.fleet import (
     ANSWERED,
@@ -170,7 +170,7 @@ def _overlay(told: Told, name: str) -> Path:
     options = f"lowerdir={':'.join(told.trees) or _image(told)},upperdir={base}/upper,workdir={base}/work"
     root = os.fspath(base / "root")
     namespace.mount("overlay", "overlay", root, options)
-    namespace.mount_dev(f"{root}/dev")
+    environment.mount_dev(f"{root}/dev")
     namespace.mount("proc", "proc", f"{root}/proc")
     if told.site:
         Path(f"{root}{SITE}").mkdir(parents=True, exist_ok=True)

@@ -111,3 +111,16 @@ def test_the_default_is_mmdebstraps_own(tmp_path: Path) -> None:
 def test_security_lies_beside_a_named_mirror(etc: Path, mirror: str) -> None:
     sources = apt.debian_sources("trixie", ("main",), etc / "os-release", mirror)
     assert [s.uri for s in sources] == ["http://one.example/debian", "http://one.example/debian-security"]
+
+
+def test_the_dates_of_releases_are_known_by_what_all_mirrors_call_them(tmp_path: Path) -> None:
+    asked = apt.Apt(tmp_path, [], "amd64")
+    signed = "-----BEGIN PGP SIGNED MESSAGE-----\nHash: SHA256\n\n"
+    header = "Origin: Debian\nLabel: Debian-Security\nSuite: stable-security\nCodename: trixie-security\n"
+    date = "Date: Tue, 14 Nov 2023 22:13:20 UTC\n"
+    (tmp_path / "lists/one.example_dists_trixie-security_InRelease").write_text(signed + header + date)
+    (tmp_path / "lists/vendor.example_Release").write_text(date)
+    assert asked.release_dates() == {
+        "Debian-Security trixie-security": 1_700_000_000,
+        "vendor.example_Release": 1_700_000_000,
+    }

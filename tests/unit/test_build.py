@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from image_builder import build as building
 from image_builder import cgroups
-from image_builder.definition import load_inventory
+from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.definition.record import record_name
 from image_builder.events import NullMonitor
-from image_builder.lock import Lock, LockedGroup
+from image_builder.lock import Lock, LockedGroup, LockedPackage
 from image_builder.plan.resolve import resolve
 from image_builder.requirements import requirements
 from image_builder.resolve import remembered_lock
@@ -33,10 +35,75 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
     with store.staging() as staging:
         (staging / "object/product").mkdir(parents=True)
         store.commit(tools, staging / "object", 1.0, {})
-    path = tmp_path / "given.json" if given else remembered_lock(settings, "minimal")
+    path = tmp_path / "given.json" if given else remembered_lock(settings, definition.record_name)
     lock.save(path)
     done = building.build(
         definition, settings, NullMonitor(), locked=path if given else None, stop_after="tools"
     )
     assert [stage["cached"] for stage in done.stages] == [True]
     assert done.lock == path
+
+
+def _minimal(inventory: Path) -> ImageDefinition:
+    if inventory != REPO_ROOT / "inventories/lab":
+        shutil.copytree(REPO_ROOT / "inventories/lab", inventory)
+    return load_inventory([inventory]).define("minimal")
+
+
+def _fitting(definition: ImageDefinition, version: str) -> Lock:
+    package = LockedPackage(
+        name="p", sha256="a" * 64, size=1, path="p", repository="debian", version=version, architecture="all"
+    )
+    needs = requirements(definition)
+    groups = {n: LockedGroup(**g.question.model_dump(), packages=[package]) for n, g in needs.groups.items()}
+    return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
+
+
+def _version(definition: ImageDefinition, settings: Settings) -> str:
+    lock = building.obtain_lock(definition, settings, NullMonitor())
+    return lock.group("base").packages[0].version
+
+
+def test_each_inventory_has_locks_of_its_own(tmp_path: Path) -> None:
+    """Their images may have one name; what is newest for one was not asked for by the other."""
+    settings = Settings(store=tmp_path / "store")
+    Store(settings.store).prepare()
+    mine, other = _minimal(tmp_path / "mine/lab"), _minimal(tmp_path / "other/lab")
+    for definition, version in ((mine, "1"), (other, "2")):
+        _fitting(definition, version).save(remembered_lock(settings, definition.record_name))
+    assert (_version(mine, settings), _version(other, settings)) == ("1", "2")
+
+
+def test_the_projects_inventories_are_the_same_in_every_checkout(tmp_path: Path) -> None:
+    here = _minimal(REPO_ROOT / "inventories/lab").record_name
+    checkout = tmp_path / "checkout"
+    (checkout / "inventories/lab").mkdir(parents=True)
+    assert record_name("minimal", [checkout / "inventories/lab"], checkout) == here
+    (tmp_path / "link").symlink_to(checkout / "inventories/lab")
+    assert record_name("minimal", [tmp_path / "link"], checkout) == here
+    assert record_name("minimal", [tmp_path / "link"], REPO_ROOT) != here
+    assert record_name("minimal", [checkout / "inventories/lab", tmp_path], checkout) != here
+
+
+def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(store=tmp_path / "store")
+    Store(settings.store).prepare()
+    definition = _minimal(tmp_path / "mine/lab")
+    older = settings.store / "locks/minimal.lock.json"
+    _fitting(definition, "1").save(older)
+    notes: list[str] = []
+    monitor = NullMonitor()
+    monkeypatch.setattr(monitor, "note", notes.append)
+    with monkeypatch.context() as ordinary_user:
+        ordinary_user.setattr(Store, "adopt", _refuse)
+        assert _version(definition, settings) == "1" and older.exists()
+    lock = building.obtain_lock(definition, settings, monitor)
+    assert lock.group("base").packages[0].version == "1" and not older.exists()
+    assert notes == [f"the lock and the builds remembered of minimal are now those of {tmp_path}/mine/lab"]
+    assert _version(definition, settings) == "1"
+
+
+def _refuse(*_: object) -> bool:
+    raise PermissionError

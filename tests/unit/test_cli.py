@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from image_builder import errors, failure
 from image_builder.cli import app
+from tests.attested import SUBSCRIPTION
 
 COMMANDS = [
     ("images",),
@@ -27,6 +28,7 @@ COMMANDS = [
     ("lab", "status"),
     ("gate", "run"),
     ("gate", "admit"),
+    ("gate", "release"),
     ("gate", "status"),
     ("pool", "snapshot"),
     ("pool", "slice"),
@@ -141,7 +143,7 @@ def test_an_empty_store_is_sound(tmp_path: Path) -> None:
     status, out, _ = _run("store", "verify", "--json", "--store", str(tmp_path))
     assert (status, json.loads(out)) == (0, {"stages": 0, "damages": []})
     status, out, _ = _run("store", "gc", "--keep", "0", "--json", "--store", str(tmp_path))
-    assert (status, json.loads(out)) == (0, {"removed": [], "bytes": 0})
+    assert (status, json.loads(out)) == (0, {"removed": [], "downloads": [], "bytes": 0})
 
 
 def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
@@ -149,7 +151,8 @@ def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
     tls = "listen: {certificate: /tls/tls.crt, key: /tls/tls.key}"
     identity = "identity: {tenant: 3d2f1b8e-7c55-4f8b-9a55-1d6a0c9e4b11, audience: api://node-broker}"
     pool = "pools: [{name: h100, nodes: 'h100-[0-9]+', objects: [9b1f6c1e-52a3-4b55-8a0e-6f2f3d1f7a01]}]"
-    path.write_text("\n".join([tls, identity, pool]))
+    proof = f"attestation: {{authorities: /azure.pem, subscriptions: [{SUBSCRIPTION}]}}"
+    path.write_text("\n".join([tls, identity, proof, pool]))
     status, out, _ = _run("pool", "broker", "--config", str(path), "--check", "--json")
     assert (status, json.loads(out)) == (0, {"pools": ["h100"], "audience": "api://node-broker"})
     path.write_text("pools: []")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.errors import StageError, VerifyError
 from image_builder.events import NullMonitor
-from image_builder.executor import Build, _context
+from image_builder.executor import Build, _context, _run_stage
 from image_builder.plan.model import JSON, StagePlan
 from image_builder.settings import Settings
-from image_builder.stages import StageContext
+from image_builder.stages import StageContext, verify
 from image_builder.store import Store
 
 
@@ -34,11 +35,15 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
-def _given(store: Store, stage: StagePlan, staging: Path) -> StageContext:
+def _work(store: Store, staging: Path) -> Build:
     lock: Any = SimpleNamespace(groups={}, sources={})
+    definition: Any = SimpleNamespace(name="worker")
     nothing: Any = None
-    work = Build(nothing, lock, nothing, Settings(store=store.path), store, NullMonitor(), staging, None)
-    return _context(work, stage, staging / "log")
+    return Build(definition, lock, nothing, Settings(store=store.path), store, NullMonitor(), staging, None)
+
+
+def _given(store: Store, stage: StagePlan, staging: Path) -> StageContext:
+    return _context(_work(store, staging), stage, staging / "log")
 
 
 def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
@@ -54,3 +59,28 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
     (store.product(before.id) / "state/layer").write_text("of another")
     with store.staging() as staging:
         assert _given(store, _preload("sha256:1", "sha256:2"), staging).previous is None
+
+
+def test_checks_that_fail_leave_their_reports(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product goes with the failed stage; who has to tell why an image wasn't published needs them."""
+
+    def run(ctx: StageContext) -> None:
+        for name in ("junit.xml", "verify.json", "facts.json"):
+            (ctx.product / name).write_text(name)
+        ctx.log.write_text("a check is red")
+        raise VerifyError("1 of 2 checks failed")
+
+    monkeypatch.setattr(verify, "run", run)
+    stage = StagePlan("verify", "verify")
+    with store.staging() as staging, pytest.raises(StageError) as failed:
+        _run_stage(_work(store, staging), stage)
+    logs = store.path / "logs"
+    start = f"worker-verify-{stage.id[:12]}"
+    kept = {path.name: path.read_text() for path in logs.iterdir()}
+    assert kept == {
+        f"{start}.log": "a check is red",
+        f"{start}-junit.xml": "junit.xml",
+        f"{start}-verify.json": "verify.json",
+    }
+    assert failed.value.log == str(logs / f"{start}.log")
+    assert not store.has(stage.id)

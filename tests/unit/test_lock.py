@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,6 +88,44 @@ def test_a_malformed_lock_is_refused(tmp_path: Path, text: str, told: str) -> No
     assert "remove it" in (caught.value.hint or "")
 
 
+def test_a_remembered_lock_that_is_damaged_is_no_new_one(tmp_path: Path) -> None:
+    """It would be made of what is newest, without a word."""
+    path = tmp_path / "lock.json"
+    assert Lock.remembered(path) is None
+    path.write_text('{"format": 2}')  # another version of this program wrote it
+    assert Lock.remembered(path) is None
+    lock = _lock(base=["dbus"])
+    lock.save(path)
+    assert Lock.remembered(path) == lock
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"[]"):
+        path.write_bytes(damaged)
+        with pytest.raises(LockError, match="is not a lock") as caught:
+            Lock.remembered(path)
+        assert "remove it" in (caught.value.hint or "")
+
+
+def test_a_lock_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "lock.json", []
+
+    def note(fd: int) -> None:
+        synced.append((os.fstat(fd).st_size > 0, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    _lock(base=["dbus"]).save(path)
+    assert synced[0] == (True, False) and synced[1][1], "the file, then its directory"
+
+
+def test_a_base_without_security_updates_is_a_warning() -> None:
+    lock = _lock(base=["dbus"])
+    known = {"debian": None, "debian-security": None}
+    assert lock.model_copy(update={"repositories": known}).warnings == ()
+    (warning,) = lock.model_copy(update={"repositories": {"debian": None}}).warnings
+    assert "without its security updates" in warning
+
+
 def test_a_missing_lock_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LockError, match="can't read the lock"):
         Lock.load(tmp_path / "none.json")
@@ -135,3 +174,20 @@ def test_a_group_digest_is_about_bytes_alone() -> None:
     two = _group([], [_package("b", "2" * 64), _package("a", "1" * 64)])
     assert one.digest == two.digest
     assert _group(["a"], [_package("a", "3" * 64)]).digest != one.digest
+
+
+def test_an_older_archive_than_before_is_named() -> None:
+    """Only where both are known: an archive that is new is older than nothing."""
+    before = _lock(base=["dbus"]).model_copy(
+        update={"release_dates": {"Debian trixie": 1_700_000_000, "Debian-Security trixie-security": 10}}
+    )
+    now = before.model_copy(
+        update={
+            "release_dates": {"Debian trixie": 1_699_990_000, "Debian-Security trixie-security": 11, "v x": 1}
+        }
+    )
+    (warning,) = now.older_than(before)
+    assert warning.startswith(
+        "Debian trixie is of 2023-11-14 19:26 here, and was of 2023-11-14 22:13 when it was locked before"
+    )
+    assert before.older_than(before) == before.older_than(_lock(base=["dbus"])) == []

@@ -27,6 +27,10 @@ def build(
     struct.pack_into("<I", data, 0x3C, _PE)
     struct.pack_into("<4sHHIIIHH", data, _PE, b"PE\0\0", 0x8664, 1, 0, 0, 0, 240, 0)
     struct.pack_into("<H", data, _OPTIONAL, 0x20B)
+    # What sbsign goes by: the alignments, the sizes of image and headers, the number of directories.
+    struct.pack_into("<II", data, _OPTIONAL + 32, 0x1000, start)
+    struct.pack_into("<II", data, _OPTIONAL + 56, 0x2000, start)
+    struct.pack_into("<I", data, _OPTIONAL + 108, 16)
     struct.pack_into("<8sIIII", data, _TABLE, section, len(body), 0x1000, len(body), start)
     data += body + bytes(-len(body) % 8)
     table = b"".join(struct.pack("<IHH", 8 + len(s), 0x200, 2) + s + bytes(-len(s) % 8) for s in signatures)

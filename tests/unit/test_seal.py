@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from image_builder.settings import Settings
 from image_builder.stages.seal import _traces, find_traces
@@ -28,10 +33,11 @@ def _tree(tmp_path: Path, cloud: str = CLOUD) -> Path:
     return tmp_path
 
 
-def _words(store: str) -> tuple[str, ...]:
+def _words(store: str, *refs: str) -> dict[str, str]:
     context: Any = SimpleNamespace(
         settings=Settings(store=Path(store), repo_root=Path("/srv/checkout"), mirror=MIRROR),
         work=Path(store, "staging/0123456789ab/seal/work"),
+        definition=SimpleNamespace(preload=[SimpleNamespace(ref=ref) for ref in refs]),
     )
     return _traces(context)
 
@@ -53,3 +59,35 @@ def test_what_the_bake_wrote_is_found(tmp_path: Path) -> None:
     (tree / "etc/mine.conf").write_text("/var/lib/image-builder/debs\n")
     found = dict(find_traces(tree, _words("/var/lib/image-builder")))
     assert found["etc/mine.conf"] == "/var/lib/image-builder"
+
+
+def test_a_registrys_password_in_the_image_is_found_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"registry.example": {"username": "robot", "password": "s3cret-word"}}
+    monkeypatch.setenv("IMAGE_BUILDER_REGISTRY_AUTH", json.dumps(known))
+    words = _words("/store", "registry.example/team/app:1")
+    tree = _tree(tmp_path)
+    assert list(find_traces(tree, words)) == []
+    (tree / "etc/mine.conf").write_text("password = s3cret-word\n")
+    (tree / "etc/docker.json").write_text(base64.b64encode(b"robot:s3cret-word").decode())
+    assert sorted(find_traces(tree, words)) == [
+        ("etc/docker.json", "the credentials for registry.example"),
+        ("etc/mine.conf", "the credentials for registry.example"),
+    ]
+
+
+def test_a_file_larger_than_memory_is_searched(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    with (tree / "opt/weights").open("wb") as stream:
+        stream.truncate(256 << 20)
+        stream.seek(200 << 20)
+        stream.write(b"/store/staging/x")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    taken = int(status["VmData"].split()[0]) << 10
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + (64 << 20), before[1]))
+    try:
+        assert list(find_traces(tree, {"/store/staging": "the store"})) == [("opt/weights", "the store")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

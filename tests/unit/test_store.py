@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
+import stat
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from image_builder.errors import StoreError
 from image_builder.plan.model import StagePlan
-from image_builder.store import Store, mounts_below, remove_tree
+from image_builder.store import Store, remove_tree
 
 
 def _commit(store: Store, name: str = "base", option: str = "a") -> StagePlan:
@@ -67,6 +70,63 @@ def test_a_changed_stage_is_refused_when_it_is_read(store: Store, damage: object
     damage(store.product(plan.id) / "tree")  # type: ignore[operator]
     with pytest.raises(StoreError, match=told):
         store.check(plan.id)
+
+
+def test_a_changed_extended_attribute_is_refused_when_it_is_read(store: Store) -> None:
+    plan = _commit(store)
+    file = store.product(plan.id) / "tree/etc/file"
+    os.setxattr(file, "user.mark", b"y")
+    with pytest.raises(StoreError, match="extended attributes of tree/etc/file were changed"):
+        store.check(plan.id)
+    assert [d.what for d in store.verify()] == ["the extended attributes of tree/etc/file were changed"]
+    os.removexattr(file, "user.mark")
+    store.check(plan.id)
+
+
+def test_a_stage_of_before_attributes_were_recorded_is_still_sound(store: Store) -> None:
+    plan = _commit(store)
+    obj = store.object(plan.id)
+    lines = gzip.decompress((obj / "manifest.gz").read_bytes()).splitlines()
+    shorter = b"".join(json.dumps(json.loads(line)[:8]).encode() + b"\n" for line in lines)
+    (obj / "manifest.gz").write_bytes(gzip.compress(shorter))
+    meta = store.meta(plan.id)
+    meta["manifest_sha256"] = hashlib.sha256((obj / "manifest.gz").read_bytes()).hexdigest()
+    (obj / "meta.json").write_text(json.dumps(meta))
+    store.check(plan.id)
+    assert store.verify() == []
+
+
+def test_trees_are_closed_to_other_users_and_records_are_not(store: Store) -> None:
+    """A tree may hold setuid programs; `plan` reads the records without being root."""
+    plan = _commit(store)
+
+    def others(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode) & 0o077
+
+    assert others(store.product(plan.id)) == others(store.path / "staging") == 0
+    for path in (store.path, store.path / "objects", store.path / "locks", store.object(plan.id)):
+        assert others(path) == 0o055, path
+    assert others(store.object(plan.id) / "meta.json") == 0o044
+
+
+@pytest.mark.parametrize("name", ["a store", "a:b", "a,b", "a\\b", "a\udcffb", 'a"b', "a%b"])
+def test_a_path_that_a_bake_can_not_use_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError, match="characters that can't be in it"):
+        Store(tmp_path / name).prepare()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_may_have_letters_of_any_alphabet(tmp_path: Path) -> None:
+    Store(tmp_path / "büro/печь-1.0_a+b").prepare()
+
+
+def test_an_older_store_is_closed_on_its_next_use(store: Store) -> None:
+    plan = _commit(store)
+    store.product(plan.id).chmod(0o755)
+    (store.path / "staging").chmod(0o755)
+    store.prepare()
+    assert stat.S_IMODE(store.product(plan.id).stat().st_mode) == 0o700
+    assert stat.S_IMODE((store.path / "staging").stat().st_mode) == 0o700
 
 
 def test_verify_finds_a_changed_byte_that_stat_does_not_show(store: Store) -> None:
@@ -132,7 +192,7 @@ def test_gc_keeps_the_last_builds_of_every_image(store: Store) -> None:
     store.record("worker", [old.id])
     store.record("worker", [new.id])
     store.record("minimal", [other.id])
-    removed, freed = store.gc(keep=1)
+    removed, freed, _ = store.gc(keep=1)
     assert removed == [old.id]
     assert freed > 0
     assert sorted(store.ids()) == sorted([new.id, other.id])
@@ -142,9 +202,26 @@ def test_gc_is_not_held_up_by_a_record_that_can_not_be_read(store: Store) -> Non
     damaged, old, new = (_commit(store, option=name) for name in ("damaged", "old", "new"))
     (store.object(damaged.id) / "meta.json").write_text("{")
     store.record("worker", [new.id])
-    removed, freed = store.gc(keep=1)
+    removed, freed, _ = store.gc(keep=1)
     assert sorted(removed) == sorted([damaged.id, old.id]) and freed > 0
     assert store.ids() == [new.id]
+
+
+def test_an_image_takes_over_what_was_remembered_by_its_name_only(store: Store) -> None:
+    """The first inventory of those that have such an image does; nothing of its own is replaced."""
+    shared, mine = (_commit(store, option=name) for name in ("shared", "mine"))
+    store.record("worker", [shared.id])
+    (store.path / "locks/worker.lock.json").write_text("{}")
+    assert store.adopt("worker@lab-1b9d6bcd")
+    assert list(store.last_build("worker@lab-1b9d6bcd")) == ["base"]
+    names = ("worker@lab-1b9d6bcd.builds", "worker@lab-1b9d6bcd.lock.json")
+    assert tuple(sorted(p.name for p in store.path.glob("locks/worker*"))) == names
+    assert not store.adopt("worker@mine-5c1e0d7a") and not store.adopt("worker@lab-1b9d6bcd")
+    store.record("worker@mine-5c1e0d7a", [mine.id])
+    store.record("worker", [shared.id])  # an older version of this program
+    assert not store.adopt("worker@mine-5c1e0d7a")
+    assert store.gc(keep=1)[0] == []
+    assert {i["id"] for i in store.last_build("worker@mine-5c1e0d7a").values()} == {mine.id}
 
 
 @pytest.mark.parametrize("image", ["store", "staging"])
@@ -157,6 +234,44 @@ def test_an_image_may_be_called_as_the_stores_own_locks(store: Store, image: str
         assert not waiting.is_alive()
     assert list(store.last_build(image)) == ["base"]
     assert store.gc(1)[0] == []
+
+
+def test_gc_removes_downloads_of_no_lock_only_where_it_is_told_to(store: Store) -> None:
+    """What a kept lock names may be nowhere else: a security update replaces a version in its archive."""
+    package, archive, loose = "a" * 64, "b" * 64, "c" * 64
+    lock = {"groups": {"base": {"packages": [{"sha256": package}]}}, "archives": [{"sha256": archive}]}
+    (store.path / "locks/worker@lab-1b9d6bcd.lock.json").write_text(json.dumps(lock))
+    names = [f"debs/{package}", f"debs/{package}.control", f"files/{archive}"]
+    unnamed = [f"debs/{loose}", f"debs/{loose}.control", f"files/{loose}"]
+    for name in (*names, *unnamed):
+        (store.path / name).write_text("bytes")
+
+    def present() -> list[str]:
+        return sorted(f"{f}/{p.name}" for f in ("debs", "files") for p in (store.path / f).iterdir())
+
+    assert store.gc(keep=1).downloads == [] and present() == sorted([*names, *unnamed])
+    cut = store.path / "locks/minimal@lab-77aa77aa.lock.json"
+    cut.write_text("{")
+    with pytest.raises(StoreError, match="minimal@lab-77aa77aa.lock.json can't be read"):
+        store.gc(keep=1, downloads=True)
+    assert present() == sorted([*names, *unnamed])
+    cut.unlink()
+    collected = store.gc(keep=1, downloads=True)
+    assert collected.downloads == [name.partition("/")[2] for name in unnamed] and collected.bytes > 0
+    assert present() == names
+
+
+def test_gc_removes_the_claims_of_stages_that_are_gone(store: Store) -> None:
+    old, new = (_commit(store, option=name) for name in ("old", "new"))
+    for plan in (old, new):
+        with store.claim(plan.id):
+            pass
+    with store.claim("f" * 64):  # one that failed
+        pass
+    store.record("worker", [new.id])
+    store.gc(keep=1)
+    claims = {path.name for path in (store.path / "locks").iterdir() if "." not in path.name}
+    assert claims == {new.id[:32]}
 
 
 def test_gc_tells_that_it_waits_for_a_build(store: Store) -> None:
@@ -182,15 +297,10 @@ def test_a_build_that_ends_does_not_wait_for_another_ones_stage(store: Store) ->
             assert stop.is_set()  # nobody has it, so nothing is told
 
 
-def test_mount_points_are_found_with_their_escapes(tmp_path: Path) -> None:
-    assert mounts_below(Path("/proc")) != []
-    assert mounts_below(tmp_path) == []
-
-
 def test_a_tree_with_a_mount_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/canary").write_text("alive")
-    monkeypatch.setattr("image_builder.store.mounts_below", lambda path: [f"{path}/mnt"])
+    monkeypatch.setattr("image_builder.store.mounts.below", lambda path: [f"{path}/mnt"])
     with pytest.raises(StoreError, match="is mounted there"):
         remove_tree(tmp_path / "tree")
     assert (tmp_path / "tree/canary").read_text() == "alive"

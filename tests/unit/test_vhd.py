@@ -90,9 +90,10 @@ def test_a_whole_file_is_read() -> None:
     assert vhd.read(_file()).current_size == 2 * vhd.MIB
 
 
-def test_a_file_of_another_length_than_its_footer_says_is_refused() -> None:
+@pytest.mark.parametrize("size", [vhd.MIB, 3 * vhd.MIB], ids=["longer", "shorter"])
+def test_a_file_of_another_length_than_its_footer_says_is_refused(size: int) -> None:
     with pytest.raises(vhd.VhdError, match="the file holds"):
-        vhd.read(_file(footer=vhd.build_footer(3 * vhd.MIB, EPOCH, UNIQUE)))
+        vhd.read(_file(footer=vhd.build_footer(size, EPOCH, UNIQUE)))
 
 
 def test_a_file_that_is_not_whole_mib_is_refused() -> None:

@@ -28,6 +28,13 @@ DOCUMENTATION = """
             required: true
             vars:
                 - name: ansible_sandbox_root
+        enter:
+            description: Command line that the one which enters the root is appended to.
+            type: list
+            elements: str
+            default: []
+            vars:
+                - name: ansible_sandbox_enter
         environment:
             description: Environment of every command, as NAME=VALUE items.
             type: list
@@ -56,8 +63,8 @@ class Connection(ConnectionBase):
         self, cmd: str, in_data: bytes | None = None, sudoable: bool = True
     ) -> tuple[int, bytes, bytes]:
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
-        argv = ["unshare", "--net", "--", "chroot", self.get_option("root"), "/usr/bin/env", "-i"]
-        argv += self.get_option("environment")
+        argv = [*self.get_option("enter"), "unshare", "--net", "--", "chroot", self.get_option("root")]
+        argv += ["/usr/bin/env", "-i", *self.get_option("environment")]
         argv += ["/bin/sh", "-c", cmd]
         done = subprocess.run(argv, input=in_data or b"", capture_output=True, check=False)
         return done.returncode, done.stdout, done.stderr

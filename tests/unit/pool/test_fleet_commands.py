@@ -169,6 +169,19 @@ def test_what_hosts_there_are_is_not_needed_to_tell_the_rest(place: Place, tmp_p
             assert told in err, (words, told, err)
 
 
+def test_who_is_off_is_named_before_the_others_are_touched(place: Place) -> None:
+    off = "ansible_host: 10.0.0.2, pool_power_state: deallocated"
+    place.hosts.write_text(HOSTS.format(capacity=2).replace("ansible_host: 10.0.0.2", off))
+    assert "plan: is older than the inventory: 1 gone" in place.run("--facts", str(place.facts))[1]
+    facts = ("--facts", str(place.facts))
+    verify = ("verify", "-i", str(place.hosts), "--pool", "cpu")
+    assert call("plan", "-i", str(place.hosts), "cpu", "--out", str(place.plan))[0] == 0
+    for words in (("run", str(place.plan), "-i", str(place.hosts)), verify):
+        _, _, err = call(*words, *place.access(), *facts)
+        assert err.startswith("skipped: deallocated: cpu-1\n"), err
+        assert "hosts are touched" in err and "name='cpu-1'" not in err
+
+
 def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> None:
     facts = ("--facts", str(place.facts))
     resume = ("resume", str(place.plan), *place.access(), *facts)

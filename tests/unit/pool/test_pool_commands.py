@@ -50,6 +50,19 @@ def test_a_plan_is_written_and_told(hosts: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
+def test_a_plan_says_who_is_skipped(hosts: Path, tmp_path: Path) -> None:
+    """Deallocated hosts would time out, and spend the budget."""
+    off = "ansible_host: 10.0.0.3, pool_power_state: deallocated"
+    hosts.write_text(HOSTS.replace("ansible_host: 10.0.0.3", off))
+    out = tmp_path / "p.json"
+    words = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
+    status, told, _ = _run(*words)
+    assert status == 0 and told.splitlines()[0].startswith("skipped: deallocated: ")
+    plan = plans.load(out)
+    (skipped,) = json.loads(_run(*words, "--json")[1])["skipped"]["deallocated"]
+    assert len(plan.hosts) == 2 and skipped not in plan.host
+
+
 def test_the_plan_of_a_run_that_has_begun_is_not_replaced(hosts: Path, tmp_path: Path) -> None:
     """Only with it the run can be taken up again."""
     out = tmp_path / "p.json"

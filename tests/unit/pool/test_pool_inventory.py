@@ -54,6 +54,28 @@ def _problems(write: Write, text: str, *pools: str) -> list[str]:
     ]
 
 
+def test_who_is_off_is_left_out_and_named(write: Write) -> None:
+    """They count for the capacity; the rest may be up soon, or nobody knows."""
+    off = GOOD.replace("ansible_host: 10.0.0.1", "ansible_host: 10.0.0.1, pool_power_state: deallocated")
+    off = off.replace("ansible_host: 10.0.1.1", "ansible_host: 10.0.1.1, pool_power_state: Stopped")
+    off = off.replace("ansible_host: 10.0.1.2", "ansible_host: 10.0.1.2, pool_power_state: starting")
+    fleet = read_fleet([write(off)], ["pools"])
+    assert [host.name for host in fleet.hosts] == ["cpu-1", "gpu-b-0"]
+    assert fleet.skipped == {"deallocated": ("cpu-0",), "stopped": ("gpu-a-0",)}
+    assert fleet.warnings == ["skipped: deallocated: cpu-0", "skipped: stopped: gpu-a-0"]
+    running = read_fleet(
+        [write(off.replace("deallocated", "running").replace("Stopped", "running"))], ["pools"]
+    )
+    assert len(running.hosts) == 4 and running.warnings == []
+
+
+def test_a_pool_in_which_nobody_is_on_is_refused(write: Write) -> None:
+    off = GOOD.replace("pool_capacity: 2}", "pool_capacity: 2, pool_power_state: deallocated}")
+    assert _problems(write, off, "cpu") == [
+        "inventory pool_power_state: no host runs: deallocated: cpu-0, cpu-1"
+    ]
+
+
 def test_a_pool_is_a_group_and_its_scale_sets_are_the_groups_in_it(write: Write) -> None:
     fleet = read_fleet([write(GOOD)], ["gpu", "cpu"])
     assert [pool.name for pool in fleet.pools] == ["gpu", "cpu"]

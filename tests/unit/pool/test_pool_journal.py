@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,19 @@ def test_it_has_one_writer(path: Path) -> None:
             pass
         assert read_journal(path) == []
     assert not in_use(path)
+
+
+def test_who_looks_whether_a_run_goes_on_keeps_nobody_from_starting_it(path: Path) -> None:
+    """A look is a shared lock for a moment: `pool status` beside `pool run`."""
+    with open_journal(path):
+        pass
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    looked = threading.Timer(0.1, os.close, (fd,))
+    looked.start()
+    with open_journal(path) as journal:
+        assert journal.records == ()
+    looked.join()
 
 
 def test_what_could_not_be_written_leaves_no_half_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""Credentials for package repositories: apt's own files (apt_auth.conf(5)), for apt and for what is fetched beside it.
+
+They are read where they lie, each time, and copied nowhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import netrc
+import os
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+from image_builder.errors import FetchError
+
+# A file like /etc/apt/auth.conf, instead of the host's own.
+VARIABLE = "IMAGE_BUILDER_APT_AUTH"
+_FILE, _FOLDER = Path("/etc/apt/auth.conf"), Path("/etc/apt/auth.conf.d")
+HINT = f"credentials belong into /etc/apt/auth.conf.d, or into a file like those that {VARIABLE} names"
+
+
+def configuration() -> str:
+    """Return the lines of apt.conf by which a private apt finds them."""
+    if given := os.environ.get(VARIABLE):
+        return f'Dir::Etc::netrc "{os.path.abspath(given)}";\nDir::Etc::netrcparts "/dev/null";\n'
+    return f'Dir::Etc::netrc "{_FILE}";\nDir::Etc::netrcparts "{_FOLDER}";\n'
+
+
+def header(url: str) -> dict[str, str]:
+    """Return the header with which ``url`` is asked for: what apt would send. Raises FetchError for a broken file."""
+    parts = urllib.parse.urlsplit(url)
+    for path in _files():
+        try:
+            machines = netrc.netrc(os.fspath(path)).hosts
+        except netrc.NetrcParseError as error:
+            raise FetchError(f"{path}:{error.lineno}: is no entry of a netrc file") from None
+        except OSError as error:
+            raise FetchError(f"can't read the credentials {path}: {error.strerror}") from error
+        for machine, (login, _, password) in machines.items():
+            if _is_meant(machine, parts):
+                basic = base64.b64encode(f"{login}:{password}".encode()).decode("ascii")
+                return {"Authorization": f"Basic {basic}"}
+    return {}
+
+
+def _files() -> Iterator[Path]:
+    if given := os.environ.get(VARIABLE):
+        yield Path(given)
+        return
+    if _FILE.exists():
+        yield _FILE
+    yield from sorted(_FOLDER.glob("*.conf"))
+
+
+def _is_meant(machine: str, url: urllib.parse.SplitResult) -> bool:
+    """Tell whether an entry is for an address: ``[scheme://]host[:port][/path]``; without a scheme for https alone."""
+    scheme, _, place = machine.rpartition("://")
+    if (scheme or "https") != url.scheme:
+        return False
+    host, slash, path = place.partition("/")
+    ours = url.netloc if ":" in host else url.hostname or ""
+    return host.lower() == ours.lower() and f"{url.path}/".startswith(f"/{path}" if slash else "/")

@@ -1,0 +1,207 @@
+"""When a run stops, and when a wave is over: the limits themselves, and what lies one host on either side of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from image_builder.pool import budgets
+from image_builder.pool.model import OK, Outcome
+from image_builder.pool.plan import Plan
+from image_builder.pool.policy import Policy
+from image_builder.pool.progress import begin
+from image_builder.pool.state import Progress, State
+from tests.unit.pool.simulation import make
+
+NOW = 10_000.0
+BROKEN = Outcome(kind="failed", phase="disk", code=31)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Two waves of 100 hosts, without canaries: 8 may fail in each, 10 in all; 6 alike in a wave, 9 in all."""
+    made = make(
+        200, Policy(waves=("100", "100"), canaries=1, budget="5%", same_share="4.5%", straggler_factor=2.0)
+    )
+    names = [host.name for host in made.hosts]
+    first = made.waves[0]
+    waves = tuple(
+        first.model_copy(
+            update={
+                "name": f"wave-{n}",
+                "slices": (tuple(part),),
+                "verify": tuple(part),
+                "budget": 8,
+                "same": 6,
+            }
+        )
+        for n, part in enumerate((names[:100], names[100:]), 1)
+    )
+    return made.model_copy(update={"waves": waves})
+
+
+@pytest.fixture
+def progress(plan: Plan) -> Progress:
+    """The first wave has begun, and its hosts were reached at 0."""
+    made = begin(plan)
+    made.began = 1
+    made.waves[0].began = 0.0
+    return made
+
+
+def move(progress: Progress, names: Sequence[str], state: State, *, seconds: float | None = None) -> None:
+    """Put hosts into a state; those in work have been there for ``seconds``, those that ended took so long."""
+    for name in names:
+        host = progress.hosts[name]
+        at = progress.waves[host.wave].at
+        at[host.state].pop(name)
+        at.setdefault(state, {})[name] = None
+        host.state, host.started = state, 0.0
+        if seconds is not None:
+            host.since = NOW - seconds
+        if state == "ended":
+            host.outcome, host.seconds = OK, {"bootstrap": seconds or 0.0}
+
+
+def wave(progress: Progress, number: int = 0) -> list[str]:
+    return list(progress.waves[number].wave.hosts)
+
+
+def slow(
+    progress: Progress, left: int, *, durations: Sequence[float], seconds: float, state: State = "joining"
+) -> list[str]:
+    """End all hosts of the first wave but some, which are in a state for so long; return their names."""
+    names = wave(progress)
+    done, rest = names[: len(names) - left], names[len(names) - left :]
+    for number, name in enumerate(done):
+        move(progress, [name], "ended", seconds=durations[number % len(durations)])
+    move(progress, rest, "joining", seconds=seconds)
+    return rest
+
+
+# -- the run stops ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("failed", "stops"), [(10, False), (11, True)])
+def test_the_runs_budget(progress: Progress, failed: int, stops: bool) -> None:
+    progress.failed = failed
+    assert (f"{failed} hosts failed, the run's budget is 10" == budgets.stop_reason(progress, NOW)) is stops
+
+
+@pytest.mark.parametrize(("failed", "stops"), [(8, False), (9, True)])
+def test_a_waves_budget(progress: Progress, failed: int, stops: bool) -> None:
+    progress.waves[0].failed = failed
+    assert ("budget is 8" in budgets.stop_reason(progress, NOW)) is stops
+
+
+@pytest.mark.parametrize(("alike", "stops"), [(8, False), (9, True)])
+def test_identical_failures_of_the_run(progress: Progress, alike: int, stops: bool) -> None:
+    progress.signatures[BROKEN.signature] = alike
+    assert ("hosts failed alike: failed disk 31" in budgets.stop_reason(progress, NOW)) is stops
+
+
+@pytest.mark.parametrize(("alike", "stops"), [(5, False), (6, True)])
+def test_identical_failures_of_a_wave(progress: Progress, alike: int, stops: bool) -> None:
+    progress.waves[0].signatures[BROKEN.signature] = alike
+    assert ("hosts of wave-1 failed alike: failed disk 31" in budgets.stop_reason(progress, NOW)) is stops
+
+
+def test_a_wave_that_has_not_begun_stops_nothing(progress: Progress) -> None:
+    progress.waves[1].failed = 99
+    assert budgets.stop_reason(progress, NOW) == ""
+
+
+# -- a wave is over without its stragglers ---------------------------------------------------------------------
+
+
+def test_a_wave_is_over_when_all_its_hosts_ended(progress: Progress) -> None:
+    move(progress, wave(progress), "ended", seconds=10.0)
+    passed = budgets.decide(progress, 0, NOW)
+    assert passed is not None and (passed.wave, passed.failed, passed.stragglers) == (0, 0, 0)
+
+
+def test_stragglers_are_not_waited_for(progress: Progress) -> None:
+    """95 % took up to 20 s, so twice that is the limit."""
+    slow(progress, 4, durations=[20.0], seconds=40.1)
+    passed = budgets.decide(progress, 0, NOW)
+    assert passed is not None and passed.stragglers == 4
+
+
+def test_who_is_not_yet_slow_enough_is_waited_for(progress: Progress) -> None:
+    slow(progress, 4, durations=[20.0], seconds=39.9)
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_one_host_that_is_not_slow_holds_the_wave(progress: Progress) -> None:
+    rest = slow(progress, 4, durations=[20.0], seconds=100.0)
+    progress.hosts[rest[0]].since = NOW - 1
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_the_limit_is_of_the_95th_percentile_and_not_of_the_median(progress: Progress) -> None:
+    """One in ten took 60 s: the 95th percentile. Of the median, 10 s, 50 s would be too long."""
+    slow(progress, 4, durations=[10.0] * 9 + [60.0], seconds=50.0)
+    assert budgets.straggler_seconds(progress, progress.waves[0], "bootstrap") == 120.0
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_the_slot_before_a_join_is_no_time_of_the_hosts(progress: Progress) -> None:
+    rest = slow(progress, 4, durations=[20.0], seconds=60.0)
+    for name in rest:
+        progress.hosts[name].delay = 30.0
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+@pytest.mark.parametrize(("ended", "limit"), [(9, None), (10, 40.0)])
+def test_of_fewer_than_ten_durations_nothing_follows(
+    progress: Progress, ended: int, limit: float | None
+) -> None:
+    move(progress, wave(progress)[:ended], "ended", seconds=20.0)
+    assert budgets.straggler_seconds(progress, progress.waves[0], "bootstrap") == limit
+
+
+def test_how_long_failed_hosts_took_does_not_count(progress: Progress) -> None:
+    names = wave(progress)
+    move(progress, names[:20], "ended", seconds=20.0)
+    move(progress, names[20:40], "ended", seconds=900.0)
+    for name in names[20:40]:
+        progress.hosts[name].outcome = BROKEN
+    assert budgets.straggler_seconds(progress, progress.waves[0], "bootstrap") == 40.0
+
+
+def test_stragglers_must_fit_into_the_waves_budget(progress: Progress) -> None:
+    """All that are left may fail: six are left, two have failed, eight may."""
+    slow(progress, 6, durations=[20.0], seconds=100.0)
+    progress.waves[0].failed = 2
+    assert budgets.decide(progress, 0, NOW) is not None
+    progress.waves[0].failed = 3
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_stragglers_must_fit_into_the_runs_budget(progress: Progress) -> None:
+    """Those of earlier waves are still out: the run can't afford all of them."""
+    slow(progress, 6, durations=[20.0], seconds=100.0)
+    progress.failed = 4
+    assert budgets.decide(progress, 0, NOW) is not None
+    progress.failed = 5
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+@pytest.mark.parametrize("state", ["ready", "joined"])
+def test_a_host_that_nobody_has_told_or_verified_keeps_the_wave(progress: Progress, state: State) -> None:
+    rest = slow(progress, 4, durations=[20.0], seconds=100.0)
+    move(progress, rest[:1], state, seconds=100.0)
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_a_host_that_nothing_was_begun_on_keeps_the_wave(progress: Progress) -> None:
+    rest = slow(progress, 4, durations=[20.0], seconds=100.0)
+    progress.hosts[rest[0]].started = None
+    assert budgets.decide(progress, 0, NOW) is None
+
+
+def test_a_host_that_is_to_be_repeated_straggles(progress: Progress) -> None:
+    rest = slow(progress, 4, durations=[20.0], seconds=100.0)
+    move(progress, rest[:1], "waiting", seconds=1.0)
+    assert budgets.decide(progress, 0, NOW) is not None
