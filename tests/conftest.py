@@ -71,6 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's job in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(_Parts(config), "image-builder-parts")
     config.pluginmanager.register(_Skips(), "image-builder-skips")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from image_builder.boot import SUITE_SECONDS
 from image_builder.namespace import run_isolated
 from image_builder.report.verification import SuiteResult, from_json
 from image_builder.sandbox import open_root
-from image_builder.stages.verify import observe_suite
+from image_builder.stages.verify import SUITE, observe_suite
 
 
 def observe(
@@ -51,6 +55,43 @@ def blind(mutants: SuiteResult) -> dict[str, str]:
         for check in mutants.checks
         if (check.outcome, check.exception) != ("failed", "AssertionError")
     }
+
+
+def observe_broken(ssh_url: str, facts: Path, work: Path, select: tuple[str, ...]) -> SuiteResult:
+    """Ask a running machine each of the selected checks twice: as it is, and broken by the check's own mutation.
+
+    It is of no use afterwards. ``work`` is a directory for the records.
+    """
+    python, log = Path(sys.executable), work / "log"
+    return observe_suite(
+        f"broken:{ssh_url}",
+        facts,
+        work,
+        marker="booted",
+        python=python,
+        log=log,
+        select=select,
+        timeout=SUITE_SECONDS,
+    )
+
+
+def unproven(result: SuiteResult) -> dict[str, str]:
+    """Return the checks of ``observe_broken`` that did not pass before and turn red by their own assertion after."""
+    broken, sound = (
+        [c for c in result.checks if c.name.endswith(f"[{state}]")] for state in ("broken", "sound")
+    )
+    told = {c.name: f"{c.outcome} {c.exception}: {c.message}" for c in (*broken, *sound)}
+    right = {c.name for c in sound if c.outcome == "passed"} | {
+        c.name for c in broken if (c.outcome, c.exception) == ("failed", "AssertionError")
+    }
+    return {name: said for name, said in told.items() if name not in right}
+
+
+def booted_mutations() -> frozenset[str]:
+    """Return the checks for which a mutation of a running machine is recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUITE))
+        return frozenset(importlib.import_module("mutations_booted").ordered())
 
 
 def names(result: SuiteResult) -> set[str]:

@@ -91,7 +91,7 @@ def seed_store(source: Path, image: str, work: Path) -> Lock:
             subprocess.run(["cp", "-al", kept.object(stage_id), store.object(stage_id)], check=True)
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", target / folder], check=True)
-    lock = target / "locks" / f"{image}.lock.json"
+    lock = work / "lock.json"
     subprocess.run(
         [REPO / "image-builder", "lock", image, "-o", lock, "--store", target, "-i", work / "inventory"],
         stdout=subprocess.DEVNULL,

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from image_builder import failure, namespace
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT, Settings
 from image_builder.store import Store
+from tests import provenance
 
 
 def say(text: str) -> None:
@@ -56,8 +57,13 @@ def build(image: str, inventory: Path, settings: Settings) -> Path:
     return Path(json.loads(done.stdout)["artefact"])
 
 
-def measure(name: str, settings: Settings, play: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Call ``play`` in namespaces of its own, with a staging directory of the store; return the record of it."""
+def measure(
+    name: str, settings: Settings, about: Sequence[str], play: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Call ``play`` in namespaces of its own, with a staging directory of the store; return the record of it.
+
+    ``about`` are the files and folders that decide what comes out.
+    """
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         out = Path(folder, "record.json")
 
@@ -76,6 +82,7 @@ def measure(name: str, settings: Settings, play: Callable[[Path], dict[str, Any]
         if status := namespace.run_isolated(lambda: failure.guard(work, json_wanted=False, command=name)):
             raise SystemExit(status)
         return {
+            "code": provenance.digest(about),
             "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
             "minutes": round((time.monotonic() - started) / 60, 1),
             "cores": os.cpu_count(),

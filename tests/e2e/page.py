@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
+from tests import provenance
 from tests.e2e.facts import stories
 from tests.e2e.pods import PODS, STALLED, Story
 
@@ -54,6 +55,7 @@ def results(record: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
+            *provenance.note(ours, provenance.PENDING_PODS),
             f"Measured {ours['date']}: QEMU machines of 2 cores{emulated} on a host of {before['cores']}; a link of "
             f"{rates[0]}, {rates[1]} for each connection. Until all was started, *before* took "
             f"{before['booted_seconds']:.0f} s and *ours* {ours['booted_seconds']:.0f} s.",

@@ -24,6 +24,7 @@ from image_builder.events import NullMonitor
 from image_builder.plan.resolve import lab_plan
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.store import Store
+from tests import provenance
 from tests.e2e import command, page
 from tests.e2e.facts import broken
 from tests.e2e.machine import observe
@@ -64,7 +65,7 @@ def measure(name: str, artefact: Path, settings: Settings) -> dict[str, Any]:
 
     command.say(f"== {name}: {artefact}")
     rates = {"link_bytes_per_second": LINK_RATE, "connection_bytes_per_second": CONNECTION_RATE}
-    return {**command.measure("pending-pods", settings, play), **rates}
+    return {**command.measure("pending-pods", settings, provenance.PENDING_PODS, play), **rates}
 
 
 def main() -> int:

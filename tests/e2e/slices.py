@@ -20,6 +20,7 @@ from typing import Any
 from image_builder import process
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.target.accelerator import accelerator
+from tests import provenance
 from tests.boot.node import Instance, read_image
 from tests.builds import Workplace
 from tests.e2e import command, slices_image, slices_page, slices_run
@@ -77,7 +78,9 @@ def main() -> int:
 
     def measured() -> dict[str, Any]:
         artefact = (told.artefact or command.build(IMAGE, REPO_ROOT / "inventories/lab", settings)).resolve()
-        return command.measure("slices", settings, lambda staging: play(settings, artefact, staging))
+        return command.measure(
+            "slices", settings, provenance.SLICES, lambda staging: play(settings, artefact, staging)
+        )
 
     record = command.kept(RECORD) if told.render else measured()
     return command.conclude(

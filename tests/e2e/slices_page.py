@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
+from tests import provenance
 from tests.e2e.results import held, machine
 from tests.e2e.slices_facts import facts
 
@@ -38,6 +39,7 @@ def results(record: Mapping[str, Any]) -> str:
     """Return the results in Markdown."""
     return "\n".join(
         [
+            *provenance.note(record, provenance.SLICES),
             _machine(record),
             "",
             "| slice | hosts | Job | status of its pod | stream there | stream back |",

@@ -23,6 +23,7 @@ CONFIGURATIONS = (
     "systemd/system/containerd.service",
     "systemd/system/cri-docker.service",
     "systemd/system/docker.service",
+    "systemd/system/docker.socket",
     "systemd/system/kubelet.service",
     "systemd/system/network-accounting.service",
     "systemd/system/ssh-host-keys.service",

@@ -49,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     # Most checks ask for the target: a fixture that need not look at who asks is had in half the time.
-    config.pluginmanager.import_plugin("mutant" if config.stash[TARGET].kind == "mutant" else "whole")
+    kind = config.stash[TARGET].kind
+    config.pluginmanager.import_plugin(kind if kind in ("mutant", "broken") else "whole")
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
         config.stash[_REPORT] = _Report(Path(config.option.report))

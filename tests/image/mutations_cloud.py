@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mutations import Mutation, append, both, change, chmod, chown, given, link, mkdir, record, remove, write
-from mutations_booted import record_booted
+from mutations_booted import edited, record_booted
 
 SSHD = "/etc/ssh/sshd_config.d/10-hardening.conf"
 CLOUD = "/etc/cloud/cloud.cfg.d/95_image.cfg"
 FIRST_BOOT = "/etc/systemd/system/first-boot"
 GUARD = "/etc/systemd/system/azure-pod-guard.service"
+GUARDED = "/etc/systemd/system/kubelet.service.d/15-pod-guard.conf"
 ACCOUNTING = "/etc/systemd/system/network-accounting.service"
 
 
@@ -154,6 +155,15 @@ record(
     change(GUARD, r"--destination \S+", "--destination 192.0.2.1"),
 )
 record(
+    "test_kubelet_waits_for_the_pod_guard",
+    remove(GUARDED),
+    change(GUARDED, "^ExecStartPre=.*$", "ExecStartPre=-/usr/bin/false"),
+    change(GUARDED, "^After=.*$", ""),
+    change(GUARD, "^ExecStartPost=.*$", ""),
+    change(GUARD, "^ExecStartPost=", "ExecStartPre="),
+    change(GUARD, "^Restart=.*$", ""),
+)
+record(
     "test_traffic_will_be_counted",
     remove("/etc/systemd/system/multi-user.target.wants/network-accounting.service"),
     change(ACCOUNTING, "^StandardInputText=.*traffic=internal-out.*\n", ""),
@@ -161,19 +171,34 @@ record(
 )
 
 record_booted("test_hardening_sysctls_are_live", "sysctl --write net.ipv4.conf.all.send_redirects=1")
-record_booted("test_denied_modules_stay_out", "rm /etc/modprobe.d/80-hardening.conf")
+record_booted(
+    "test_denied_modules_stay_out",
+    "mv /etc/modprobe.d/80-hardening.conf /run/mutation-modules",
+    mend="mv /run/mutation-modules /etc/modprobe.d/80-hardening.conf",
+)
 record_booted(
     "test_cloud_init_is_done",
-    r"sed -i 's/\"errors\": \[\]/\"errors\": [\"mutation\"]/' /run/cloud-init/status.json",
+    **edited("/run/cloud-init/status.json", r"s/\"errors\": \[\]/\"errors\": [\"mutation\"]/"),
 )
 record_booted("test_first_boot_is_on_the_disk", "rm /var/lib/cloud/instance/first-boot-is-on-disk")
 record_booted(
     "test_fstab_is_the_images",
     "echo '/dev/disk/cloud/azure_resource-part1 /mnt auto defaults,nofail 0 2' >> /etc/fstab",
+    mend="sed -i '$d' /etc/fstab",
 )
-record_booted("test_pod_guard_is_in_force", "systemctl stop azure-pod-guard.service")
-record_booted("test_traffic_is_counted", "systemctl stop network-accounting.service")
 record_booted(
-    "test_containerd_answers", "mv /run/containerd/containerd.sock /run/containerd/moved.sock", turn=3
+    "test_pod_guard_is_in_force",
+    "systemctl stop azure-pod-guard.service",
+    mend="systemctl start azure-pod-guard.service",
 )
-record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8", turn=1)
+record_booted(
+    "test_traffic_is_counted",
+    "systemctl stop network-accounting.service",
+    mend="systemctl start network-accounting.service",
+)
+record_booted(
+    "test_containerd_answers",
+    "mv /run/containerd/containerd.sock /run/containerd/moved.sock",
+    mend="mv /run/containerd/moved.sock /run/containerd/containerd.sock",
+)
+record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8", turn=4)

@@ -79,7 +79,12 @@ record(
 )
 record(
     "test_docker_listens_on_its_socket_alone",
-    append(DOCKER_DROPIN, "[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H tcp://0.0.0.0:2375\n"),
+    append(
+        DOCKER_DROPIN, "[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// -H tcp://0.0.0.0:2375\n"
+    ),
+    append(DOCKER_DROPIN, "[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// -H 0.0.0.0:2375\n"),
+    append(DOCKER_DROPIN, "[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// --host=:2375\n"),
+    write("/etc/systemd/system/docker.socket.d/99-mutation.conf", "[Socket]\nListenStream=2375\n"),
     change("/etc/group", r"^(docker:[^:]*:[^:]*:).*", r"\1build"),
 )
 record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mutations import append, change, chmod, given, link, record, remove, uninstall, write
+from mutations import append, change, chmod, given, link, outside, record, remove, uninstall, write
 from mutations_booted import record_booted
 
 HOOK = "/etc/kernel/postinst.d/zz-image-esp"
@@ -16,6 +16,14 @@ def _half_an_initramfs(root: Path, _variables: dict[str, Any]) -> None:
     image = next((root / "boot").glob("initrd.img-*"))
     content = image.read_bytes()
     image.write_bytes(content[: len(content) // 2])
+
+
+def _other_code(root: Path, _variables: dict[str, Any]) -> None:
+    """Change a byte in the middle of GRUB, of whose bytes the signature no longer is."""
+    grub = outside(root, "/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed")
+    content = bytearray(grub.read_bytes())
+    content[len(content) // 2] ^= 0x55
+    grub.write_bytes(content)
 
 
 def _first_sysctl(variables: dict[str, Any]) -> str:
@@ -49,6 +57,8 @@ record(
     "test_boot_loader_is_signed",
     remove("/usr/lib/shim/shimx64.efi.signed"),
     write("/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed"),
+    write("/usr/lib/shim/shimx64.efi.signed", "\0" * 200_000),
+    _other_code,
 )
 record(
     "test_esp_follows_the_kernel",
@@ -129,16 +139,17 @@ record_booted(
     "test_modules_are_loaded",
     # Nothing has to be unloaded: another table is read instead.
     "grep -v '^br_netfilter ' /proc/modules > /run/modules; mount --bind /run/modules /proc/modules",
-)
-record_booted("test_running_kernel_is_the_images", "mv /boot/vmlinuz-* /boot/vmlinuz-1.2.3-mutation")
-record_booted(
-    "test_esp_has_the_images_kernel",
-    "mountpoint -q /boot/efi && truncate --size=-1 /boot/efi/EFI/image/vmlinuz; true",
+    mend="umount /proc/modules",
 )
 record_booted(
-    "test_sessions_have_the_limits", "echo '* - memlock 64' > /etc/security/limits.d/99-mutation.conf"
+    "test_running_kernel_is_the_images",
+    "mv /boot/vmlinuz-* /boot/vmlinuz-1.2.3-mutation",
+    mend="mv /boot/vmlinuz-1.2.3-mutation /boot/vmlinuz-$(uname -r)",
 )
+record_booted("test_esp_has_the_images_kernel", "truncate --size=-1 /boot/efi/EFI/image/vmlinuz")
 record_booted(
-    "test_journal_is_persistent",
-    "journalctl --relinquish-var",
+    "test_sessions_have_the_limits",
+    "echo '* - memlock 64' > /etc/security/limits.d/99-mutation.conf",
+    mend="rm /etc/security/limits.d/99-mutation.conf",
 )
+record_booted("test_journal_is_persistent", "journalctl --relinquish-var", mend="journalctl --flush")

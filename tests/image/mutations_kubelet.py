@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mutations import Mutation, append, change, chmod, chown, given, mkdir, record, remove, write
-from mutations_booted import record_booted
+from mutations_booted import await_port, record_booted
 
 CONFIG = "/etc/kubernetes/kubelet.yaml"
 UNIT = "/etc/systemd/system/kubelet.service"
@@ -43,6 +43,9 @@ def _other_engine(variables: dict[str, Any]) -> Mutation:
     return field("containerRuntimeEndpoint", "unix:///run/other.sock")
 
 
+OPEN_FLAGS = "--anonymous-auth=true --authorization-mode=AlwaysAllow --read-only-port=10255 --address=0.0.0.0"
+# Flags win over the file's fields, wherever they stand.
+OPEN_KUBELET = change(UNIT, r"(--config=\S+)", rf"\1 {OPEN_FLAGS}")
 OTHER_COMMAND = "[Service]\nExecStart=\nExecStart=/usr/local/bin/kubelet --v=2\n"
 
 record(
@@ -77,6 +80,7 @@ record(
     change(UNIT, r" \\\n +\$NODE_AGENT_KUBELET_ARGS", ""),
     change(UNIT, r"^EnvironmentFile=-/run/node/kubelet.env\n", ""),
     write("/etc/node-agent/kubelet.json", '{"taints": ["a=b:NoExecute"]}\n'),
+    OPEN_KUBELET,
 )
 record(
     "test_kubelet_registers_with_taints",
@@ -93,6 +97,7 @@ record(
     field("authentication", "{anonymous: {enabled: true}}"),
     field("readOnlyPort", "10255"),
     without("readOnlyPort"),
+    OPEN_KUBELET,
 )
 record("test_kubelet_speaks_modern_tls", field("tlsMinVersion", "VersionTLS10"), without("tlsCipherSuites"))
 record(
@@ -105,6 +110,8 @@ record(
     append(CONFIG, "enableServer: false\n"),
     write(CONFIG, "["),
     remove(CONFIG),
+    OPEN_KUBELET,
+    flag("config", "/etc/kubernetes/other.yaml"),
 )
 record(
     "test_kubelet_starts_at_boot",
@@ -142,11 +149,19 @@ record(
 
 record_booted(
     "test_kubelet_runs",
-    "systemctl kill --signal=KILL kubelet.service; sleep 2; systemctl stop kubelet.service",
+    "systemctl stop kubelet.service",
+    mend=f"systemctl start kubelet.service; {await_port(10250)}",
+)
+record_booted(
+    "test_kubelet_answers_no_stranger",
+    f"echo 'KUBELET_EXTRA_ARGS={OPEN_FLAGS}' >> /etc/kubernetes/node.env; systemctl restart kubelet.service; "
+    + await_port(10255),
+    mend=f"sed -i '$d' /etc/kubernetes/node.env; systemctl restart kubelet.service; {await_port(10250)}",
 )
 record_booted(
     "test_static_pods_run",
-    "if command -v docker >/dev/null; "
+    "systemctl stop kubelet.service; if command -v docker >/dev/null; "
     "then docker ps --quiet --filter label=io.kubernetes.pod.name | xargs docker kill; "
     "else ctr -n k8s.io tasks list --quiet | xargs -n1 ctr -n k8s.io tasks kill --signal KILL; fi",
+    mend="systemctl start kubelet.service",
 )

@@ -2,8 +2,9 @@
 
 A machine of a pool is asked by a socket: whoever holds the connection to it runs each command.
 
-``mutant:`` is for the test of the suite itself (``mutations.py``): each check gets a fresh overlay of the
-image's trees on which that check's mutation was applied.
+Two are for the tests of the suite itself. ``mutant:``: each check gets a fresh overlay of the image's trees on which
+that check's mutation was applied (``mutations.py``). ``broken:`` before an address of SSH: each check is asked of the
+machine as it is, and then of the broken one (``mutations_booted.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _COMMAND_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Target:
-    """``kind`` is sandbox, ssh, asked or mutant; ``path`` a root (mutant: lower trees, topmost first, by colons)."""
+    """``kind`` is sandbox, ssh, asked, broken or mutant.
+
+    ``path`` is a root (mutant: lower trees, topmost first, by colons).
+    """
 
     kind: str
     path: str = ""
@@ -49,7 +53,7 @@ class Target:
 
     @property
     def booted(self) -> bool:
-        return self.kind in ("ssh", "asked")
+        return self.kind in ("ssh", "asked", "broken")
 
 
 def parse_target(url: str) -> Target:
@@ -60,13 +64,13 @@ def parse_target(url: str) -> Target:
     if kind == "mutant":
         trees, _, options = rest.partition("?")
         return Target("mutant", path=trees, work=parse_qs(options)["work"][0])
-    if kind == "ssh":
-        parts = urlsplit(url)
+    if kind in ("ssh", "broken"):
+        parts = urlsplit(url.removeprefix("broken:"))
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         unknown = set(query) - {"key", "known_hosts"}
-        if parts.hostname and not unknown and "known_hosts" in query:
+        if parts.scheme == "ssh" and parts.hostname and not unknown and "known_hosts" in query:
             return Target(
-                "ssh",
+                kind,
                 user=parts.username or "root",
                 address=parts.hostname,
                 port=parts.port or 22,
@@ -91,7 +95,10 @@ def open_target(target: Target) -> Host:
 
 def enter(path: str | Path) -> Host:
     """Return testinfra's host for a root that is mounted somewhere."""
-    return testinfra.get_host(os.fspath(path), connection="chroot")
+    host = testinfra.get_host(os.fspath(path), connection="chroot")
+    # Else it asks an interpreter in there, and to ask it needs to know, where the root's path isn't ASCII.
+    host.backend._encoding = "utf-8"
+    return host
 
 
 class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]

@@ -210,6 +210,18 @@ def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> 
         assert any(words in rule and ports in rule for rule in rules), f"{target} is not blocked"
 
 
+@offline
+@booted
+@needs("system", azure_guest_blocked_for_pods=bool)
+def test_kubelet_waits_for_the_pod_guard(host: Host) -> None:
+    """No pod starts before the rules are there, and both try again by themselves."""
+    guard = statements(read(host, "/etc/systemd/system/azure-pod-guard.service"))
+    assert "ExecStartPost=/usr/bin/touch /run/azure-pod-guard" in guard and "Restart=on-failure" in guard
+    waits = statements(read(host, "/etc/systemd/system/kubelet.service.d/15-pod-guard.conf"))
+    for line in ("After=azure-pod-guard.service", "ExecStartPre=/usr/bin/test -e /run/azure-pod-guard"):
+        assert line in waits, f"{line} is not there"
+
+
 @booted
 @with_cloud_init
 def test_cloud_init_is_done(host: Host) -> None:
@@ -239,11 +251,11 @@ def test_fstab_is_the_images(host: Host) -> None:
 @booted
 @needs("system", azure_guest_blocked_for_pods=bool)
 def test_pod_guard_is_in_force(host: Host, v: V) -> None:
-    """The kernel drops forwarded packets to every declared address."""
-    rules = output_once(host, RULES).splitlines()
-    drops = [rule for rule in rules if rule.startswith("-A FORWARD ") and rule.endswith("-j DROP")]
-    nothing(
-        t["address"]
-        for t in v["azure_guest_blocked_for_pods"]
-        if not any(f"-d {t['address']}/32" in d for d in drops)
-    )
+    """The kernel drops forwarded packets to every declared address and port, and lets none of them by before."""
+    rules = [rule for rule in output_once(host, RULES).splitlines() if rule.startswith("-A FORWARD ")]
+    for target in v["azure_guest_blocked_for_pods"]:
+        ports = ",".join(map(str, target["ports"]))
+        wanted = f"-A FORWARD -d {target['address']}/32 -p tcp -m multiport --dports {ports} "
+        numbers = [n for n, rule in enumerate(rules) if rule.startswith(wanted) and rule.endswith("-j DROP")]
+        assert numbers, f"{target} is not dropped: {rules}"
+        nothing(rule for rule in rules[: numbers[0]] if rule.endswith(("-j ACCEPT", "-j RETURN")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from asked import merged
@@ -152,7 +153,13 @@ def test_docker_listens_on_its_socket_alone(host: Host) -> None:
     """Nobody gets root's rights over TCP, nor as a member of the group docker."""
     unit = merged(host, "systemd/system/docker.service")
     starts = [line for line in unit.splitlines() if line.startswith("ExecStart=/")]
-    assert len(starts) == 1 and "tcp://" not in starts[0], f"{starts}"
+    assert len(starts) == 1, f"{starts}"
+    sockets = re.findall(r"^Listen\w+=(.*)", merged(host, "systemd/system/docker.socket"), re.MULTILINE)
+    # An address without a scheme is TCP's, for the daemon and for systemd.
+    addresses = re.findall(r"(?:\s-H|\s--host)[= ]?(\S+)", starts[0])
+    nothing(a for a in addresses if not a.startswith(("fd://", "unix://")))
+    nothing(s for s in sockets if not s.startswith("/"))
+    assert addresses and sockets, "the daemon has no socket"
     members = output(host, "getent group docker").split(":")[3]
     assert members == "", f"in group docker: {members}"
 

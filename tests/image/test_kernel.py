@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from alike import alike
 from asked import packages
 from kept import files, in_folder, output_once
 from suite import booted, needs, nothing, offline, output, read, statements
 from testinfra.host import Host
 from tree import Tree
+
+from image_builder.formats import pe
 
 V = dict[str, Any]
 
@@ -94,10 +97,15 @@ def test_initramfs_waits_for_no_swap(host: Host) -> None:
 @offline
 @booted
 @bootable
-def test_boot_loader_is_signed(tree: Tree) -> None:
-    """What the ESP is filled from: the signed shim and the signed GRUB."""
+def test_boot_loader_is_signed(host: Host, tree: Tree) -> None:
+    """What the ESP is filled from: a shim and a GRUB whose signatures are of exactly their bytes."""
     for path in ("/usr/lib/shim/shimx64.efi.signed", "/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed"):
         assert tree[path].size > 100_000, path
+        try:
+            signed = alike(host, f"cat {path}", lambda program: pe.parse(program).signed)
+        except pe.PeError as error:
+            raise AssertionError(f"{path}: {error}") from error
+        assert signed, f"{path} has no signature of its bytes"
 
 
 @offline

@@ -42,12 +42,28 @@ def _unit(host: Host) -> str:
     return merged(host, "systemd/system/kubelet.service").replace("\\\n", " ")
 
 
-def _flags(host: Host) -> dict[str, str]:
-    """Return the flags on the kubelet's command line."""
+def _command(host: Host) -> list[str]:
+    """Return the words of the kubelet's command line."""
     starts = [line.partition("=")[2] for line in _unit(host).splitlines() if re.match("ExecStart=.", line)]
     assert len(starts) == 1, f"the kubelet has {len(starts)} command lines"
-    words = [word.lstrip("-").partition("=") for word in shlex.split(starts[0])[1:]]
+    return shlex.split(starts[0])
+
+
+def _flags(host: Host) -> dict[str, str]:
+    """Return the flags on the kubelet's command line."""
+    words = [word.lstrip("-").partition("=") for word in _command(host)[1:]]
     return {name: value for name, _, value in words}
+
+
+def _require_declared_command(host: Host, v: V) -> None:
+    """Fail unless the command line is the declared one: a flag wins over the same field of the configuration."""
+    wanted = shlex.split(" ".join((v["__kubelet_binary"].strip(), *v["__kubelet_flags"])))
+    actual = _command(host)
+    nothing(
+        [f"undeclared {word}" for word in actual if word not in wanted]
+        + [f"missing {word}" for word in wanted if word not in actual]
+    )
+    assert actual == wanted, f"{actual}"
 
 
 def _same(host: Host, v: V, **fields: str) -> None:
@@ -202,8 +218,8 @@ def test_kubelet_registers_with_taints(host: Host, v: V) -> None:
 @with_kubelet
 def test_kubelet_heeds_the_node_agent(host: Host, v: V) -> None:
     """The node agent's arguments come last, and it knows the taints that its own flag would replace."""
-    starts = [line for line in _unit(host).splitlines() if re.match("ExecStart=.", line)]
-    assert starts[-1].split()[-1] == "$NODE_AGENT_KUBELET_ARGS", starts
+    _require_declared_command(host, v)
+    assert _command(host)[-1] == "$NODE_AGENT_KUBELET_ARGS", _command(host)
     assert "EnvironmentFile=-/run/node/kubelet.env" in _unit(host).splitlines()
     nothing(differences({"taints": v["__kubelet_taints"]}, load(host, "/etc/node-agent/kubelet.json")))
 
@@ -213,6 +229,7 @@ def test_kubelet_heeds_the_node_agent(host: Host, v: V) -> None:
 @with_kubelet
 def test_kubelet_lets_no_stranger_in(host: Host, v: V) -> None:
     """No anonymous requests, no open read-only port; without an API server not even a port to the network."""
+    _require_declared_command(host, v)
     config = _config(host)
     nothing(differences({"readOnlyPort": 0}, config))
     nothing(differences({"anonymous": {"enabled": False}}, config.get("authentication", {})))
@@ -244,7 +261,9 @@ def test_kubelet_checks_the_kernel(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_has_no_other_settings(host: Host, v: V) -> None:
-    """The whole configuration is the resolved one, field by field."""
+    """Configuration and command line are the declared ones, field by field and flag by flag."""
+    assert _flags(host).get("config") == CONFIG, _flags(host)
+    _require_declared_command(host, v)
     found, wanted = _config(host), v["__kubelet_config"]
     nothing(differences(wanted, found) + [f"undeclared {name}" for name in sorted(set(found) - set(wanted))])
 
@@ -326,7 +345,8 @@ def test_credential_providers(host: Host, v: V) -> None:
         for provider in load(host, "/etc/kubernetes/credential-providers.yaml")["providers"]
     }
     for provider in v["kubelet_image_credential_providers"]:
-        assert found[provider["name"]]["matchImages"] == provider["match_images"]
+        configured = found.get(provider["name"], {}).get("matchImages")
+        assert configured == provider["match_images"], f"{provider['name']} is for {configured}"
         output(host, "test -x %s", f"{v['kubelet_image_credential_provider_bin_dir']}/{provider['name']}")
     assert (
         _flags(host).get("image-credential-provider-bin-dir")

@@ -21,6 +21,34 @@ def test_kubelet_runs(host: Host) -> None:
     assert output(host, "python3 -c %s http://127.0.0.1:10248/healthz", ask) == "ok"
 
 
+# Asks without credentials a server whose certificate nobody knows; prints the HTTP status, or that nobody listens.
+_STATUS = """
+import ssl, sys, urllib.error, urllib.request
+try:
+    answer = urllib.request.urlopen(sys.argv[1], timeout=20, context=ssl._create_unverified_context())
+    print(answer.status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except urllib.error.URLError as error:
+    print("refused" if isinstance(error.reason, ConnectionRefusedError) else error.reason)
+"""
+
+
+@booted
+@needs("kubernetes")
+def test_kubelet_answers_no_stranger(host: Host) -> None:
+    """Who has no credentials gets nothing from the kubelet's API, and there is no read-only port."""
+    running = output(host, "systemctl show -p ActiveState --value kubelet.service") == "active"
+    wanted = {
+        "https://127.0.0.1:10250/pods": ("401", "403") if running else ("refused",),
+        "http://127.0.0.1:10255/pods": ("refused",),
+    }
+    answers = {address: output(host, "python3 -c %s %s", _STATUS, address) for address in wanted}
+    nothing(
+        f"{address}: {answers[address]}" for address, good in wanted.items() if answers[address] not in good
+    )
+
+
 @booted
 @needs("kubernetes", kubelet_mode="standalone")
 def test_static_pods_run(host: Host, v: V) -> None:

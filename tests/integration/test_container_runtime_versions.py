@@ -17,10 +17,11 @@ import pytest
 
 from image_builder import process
 from image_builder.apt import Apt, debian_sources
+from image_builder.environment import environment
 from image_builder.errors import CommandError
 from image_builder.fetch import Wanted, fetch
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "container_runtime"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -53,7 +54,7 @@ class Engines:
 
     @property
     def env(self) -> dict[str, str]:
-        base = process.environment()["PATH"]
+        base = environment()["PATH"]
         return {"PATH": f"{self.tree}/usr/sbin:{self.tree}/usr/bin:{base}"}
 
     @property

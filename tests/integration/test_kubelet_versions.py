@@ -18,7 +18,7 @@ import pytest
 from image_builder import process
 from tests.builds import Workplace
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
 PROGRAMS: list[Path | None] = [Path(p) for p in os.environ.get("KUBELET_PROGRAMS", "").split(":") if p]

@@ -19,10 +19,10 @@ import pytest
 from image_builder import repository
 from image_builder.lock import Lock
 from image_builder.store import Store
-from tests import toolkits
+from tests import toolkits, variants
 from tests.builds import Workplace
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 ROLES = os.environ.get("IMAGE_BUILDER_MOLECULE", "network_accounting").split(",")
 
@@ -44,7 +44,7 @@ def surroundings(request: pytest.FixtureRequest, role: str, tmp_path: Path) -> I
     locked = Lock.load(built.lock).group("gpu")
     with store.staging() as staging:
         (cache := staging / "debs").mkdir()
-        packages = [*locked.packages, *toolkits.stand_ins(cache)]
+        packages = [*locked.packages, *variants.build_packages(toolkits.DECLARATION.packages, cache)]
         for package in locked.packages:
             os.link(built.store / "debs" / package.sha256, cache / package.sha256)
         repository.write_repository(packages, locked.suite, cache, staging / "repo")

@@ -17,7 +17,7 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--parts")
     pathlib.Path(path).write_text(json.dumps({session.config.getoption("-m"): 1.0}))
 """
-MARKS = '[tool.pytest.ini_options]\nmarkers = ["root", "boot", "gpu"]\n'
+MARKS = '[tool.pytest.ini_options]\nmarkers = ["root", "boot", "gpu", "nightly"]\n'
 # What runs beside the other waits until that one has begun, and the other until it has seen it.
 MEET = """
 import pathlib, time, pytest
@@ -91,10 +91,25 @@ def _rest(project: Path, *, boot: bool) -> tuple[list[lanes.Lane], list[str]]:
 def test_both_lanes_run_at_once_and_each_tells_its_parts(project: Path) -> None:
     ended, told = _rest(project, boot=True)
     assert [lane.status for lane in ended] == [0, 0], told
-    assert [dict(lane.parts) for lane in ended] == [{lanes.ROOT: 1.0}, {lanes.BOOT: 1.0}]
+    assert [dict(lane.parts) for lane in ended] == [
+        {lanes.ROOT + lanes.NOT_NIGHTLY: 1.0},
+        {lanes.BOOT + lanes.NOT_NIGHTLY: 1.0},
+    ]
     assert " 2 passed in " in lanes.closing_line(ended, 2)
     # What it makes is not where a test of what is left behind looks.
     assert Path((project / "temporary").read_text()).parent.parent.parent == project / "tmp"
+
+
+def test_what_is_for_the_night_runs_when_it_is_asked_for(project: Path) -> None:
+    (project / "test_all.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.root\ndef test_root(): pass\n"
+        "@pytest.mark.boot\ndef test_boot(): pass\n"
+        "@pytest.mark.root\n@pytest.mark.nightly\ndef test_long(): pass\n"
+    )
+    surroundings, _ = _surroundings(project)
+    assert " 2 passed" in lanes.closing_line(lanes.rest(surroundings), 1)
+    assert " 3 passed" in lanes.closing_line(lanes.rest(surroundings, nightly=True), 1)
 
 
 def test_a_failure_beside_the_rest_fails_the_run_and_is_shown(project: Path) -> None:

@@ -138,6 +138,29 @@ TABLE: dict[str, tuple[list[Seen], float, Limits, tuple[str, str, str, float] | 
         PROGRESS,
         (stalled, A, "downloading, 5 B of 80 B", 101),
     ),
+    "not the layer that moved last and waits for one below it, but the one that comes": (
+        [a(0, "downloading", 5, 80), b(1, "downloading", 5, 80), b(2, "downloaded")],
+        103,
+        PROGRESS,
+        (stalled, A, "downloading, 5 B of 80 B", 101),
+    ),
+    "what has all its bytes and is checked isn't slow": (
+        [a(0, "downloading", 0, 30_000), a(1, "downloading", 30_000, 30_000)],
+        60.5,
+        RATE,
+        None,
+    ),
+    "a layer that is told of as downloaded brought its rest, not its whole once more": (
+        [
+            a(0, "downloading", 0, 50_000),
+            a(1, "downloading", 40_000, 50_000),
+            a(2, "downloaded"),
+            *[b(at, "downloading", 10 * (at - 2), 10**9) for at in range(2, 61)],
+        ],
+        61,
+        RATE,
+        (slow, B, "downloading, 580 B of 1 GB at 843 B/s", 61),
+    ),
     "leaving the queue without a byte is no progress": (
         [a(90, "waiting"), a(90, "downloading", 0, 80)],
         101,
