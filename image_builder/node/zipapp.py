@@ -30,7 +30,7 @@ _UNCHECKED_HASH = 0b01
 def archive(package: Path | None = None) -> bytes:
     """Return the agent as one executable file, nothing compiled. ``package`` is this package's directory."""
     root = package or Path(__file__).parent
-    return _SHEBANG + _zip(_sources(root))
+    return packed(_sources(root))
 
 
 def compiled(source: bytes) -> bytes:
@@ -38,7 +38,7 @@ def compiled(source: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(source)) as found:
         files = [(name, found.read(name)) for name in found.namelist() if not name.endswith(".pyc")]
     more = [(f"{name}c", _compile(name, text)) for name, text in files if name.endswith(".py")]
-    return _SHEBANG + _zip([*files, *more])
+    return packed([*files, *more])
 
 
 def install(source: Path, target: Path) -> bool:
@@ -70,7 +70,8 @@ def _compile(name: str, text: bytes) -> bytes:
     return head + importlib.util.source_hash(text) + marshal.dumps(code)
 
 
-def _zip(files: list[tuple[str, bytes]]) -> bytes:
+def packed(files: list[tuple[str, bytes]]) -> bytes:
+    """Return files, by their names, as an archive that Python runs: the same bytes everywhere."""
     target = io.BytesIO()
     # Stored: the file lies on a disk with room, and is read at each start.
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as made:
@@ -78,4 +79,4 @@ def _zip(files: list[tuple[str, bytes]]) -> bytes:
             entry = zipfile.ZipInfo(name, _DATE)
             entry.external_attr = 0o644 << 16
             made.writestr(entry, data)
-    return target.getvalue()
+    return _SHEBANG + target.getvalue()

@@ -1,6 +1,10 @@
 """How near the GPU smoke test comes to what a GPU can do, and whether it catches what goes wrong.
 
     .venv/bin/python tests/bench/gpu.py [--rounds N] [--json]
+    python3 tests/bench/gpu.py --first-contact OUT | --propose OUT | --pack FILE
+
+``--first-contact`` learns all that a machine with GPUs can teach in nine minutes; it needs Python 3.11 and the driver
+(``first_contact``; more options: ``--first-contact --help``). What follows is about the first line.
 
 Needs a GPU and its driver; where there is none it says so, measures nothing and ends with 4. Everything is measured
 on the first GPU that CUDA shows, in one run, beside the GPU's own ceiling.
@@ -45,9 +49,10 @@ LARGE = 1 << 30
 SIDE = 8192
 SECONDS = 5.0  # of the tensor test
 DEADLINE, HUNG_DEADLINE = 90.0, 20.0
+KILL_AFTER_SECONDS = 4.0
 _CUDA_R_16F, _CUBLAS_COMPUTE_32F, _CUBLAS_GEMM_DEFAULT, _CUBLAS_OP_N = 2, 68, -1, 0
 _CUBLAS = ("libcublas.so.13", "libcublas.so.12", "libcublas.so.11")
-_GOALS = {
+GOALS = {
     "hbm_ratio": (">=", 0.85),
     "h2d_ratio": (">=", 0.9),
     "d2h_ratio": (">=", 0.9),
@@ -55,7 +60,7 @@ _GOALS = {
     "boot_quick_seconds": ("<=", 30.0),
 }
 # What must be seen of each kind of drill.
-_DRILLS: dict[str, Callable[[Worker], bool]] = {
+CAUGHT: dict[str, Callable[[Worker], bool]] = {
     "result": lambda found: _failed(found) >= {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"},
     "memory": lambda found: "mem.pattern" in _failed(found),
     "copy": lambda found: _failed(found) >= {"bw.hbm", "bw.h2d", "bw.d2h"},
@@ -73,14 +78,14 @@ def _failed(found: Worker) -> set[str]:
 # -- ceilings --------------------------------------------------------------------------------------------------
 
 
-def speeds(device: cuda.Device) -> Found:
-    """Measure ours and the ceiling of each copy, in GB/s."""
+def speeds(device: cuda.Device, large: int = LARGE) -> Found:
+    """Measure ours and the ceiling of each copy, in GB/s; the pinned one of ``large`` bytes."""
     ours = {
         "hbm": bandwidth.hbm(device, 1, COPIES),
-        "h2d": bandwidth.to_device(device, 1, COPIES),
-        "d2h": bandwidth.to_host(device, 1, COPIES),
+        "h2d": bandwidth.to_device(device, 1, COPIES, size=min(bandwidth.LINK_BYTES, large)),
+        "d2h": bandwidth.to_host(device, 1, COPIES, size=min(bandwidth.LINK_BYTES, large)),
     }
-    theirs = {"hbm": _device_copy(device), **_pinned_copies(device)}
+    theirs = {"hbm": _device_copy(device), **_pinned_copies(device, large)}
     found: Found = {}
     for name, one in ours.items():
         if one.measured is None:
@@ -104,11 +109,11 @@ def _device_copy(device: cuda.Device) -> float:
         return 2 * size / _best(device, lambda: device.copy(target, source, size)) / 1e9
 
 
-def _pinned_copies(device: cuda.Device) -> dict[str, float]:
-    with _memory(device, LARGE) as (address,), device.pinned(LARGE) as view:
+def _pinned_copies(device: cuda.Device, large: int) -> dict[str, float]:
+    with _memory(device, large) as (address,), device.pinned(large) as view:
         return {
-            "h2d": LARGE / _best(device, lambda: device.from_pinned(address, view)) / 1e9,
-            "d2h": LARGE / _best(device, lambda: device.to_pinned(view, address)) / 1e9,
+            "h2d": large / _best(device, lambda: device.from_pinned(address, view)) / 1e9,
+            "d2h": large / _best(device, lambda: device.to_pinned(view, address)) / 1e9,
         }
 
 
@@ -122,10 +127,10 @@ def _memory(device: cuda.Device, *sizes: int) -> Iterator[tuple[int, ...]]:
             device.free(address)
 
 
-def tensors(device: cuda.Device) -> Found:
+def tensors(device: cuda.Device, seconds: float = SECONDS) -> Found:
     """Measure our tensor kernel and cuBLAS, in TFLOP/s."""
     case = tensor.cases(device.capability)[0]
-    ours = known_answer.rate(device, case, 1, SECONDS)
+    ours = known_answer.rate(device, case, 1, seconds)
     if ours.measured is None:
         raise RuntimeError(f"perf.mma: {ours.status}: {ours.detail}")
     found: Found = {"mma_ours": ours.measured}
@@ -204,20 +209,30 @@ def boot_quick(uuids: Sequence[str]) -> Found:
 def drills(uuid: str, rounds: int) -> Found:
     """Let each kind of thing go wrong so many times; count how often it was caught."""
     found: Found = {}
-    for kind, is_caught in _DRILLS.items():
-        caught = sum(is_caught(_drill(uuid, kind, number)) for number in range(rounds))
+    for kind, is_caught in CAUGHT.items():
+        deadline = HUNG_DEADLINE if kind == "hang" else DEADLINE
+        caught = sum(is_caught(drill(uuid, kind, number, deadline)) for number in range(rounds))
         found[f"caught_{kind}"] = caught
     return {**found, "rounds": rounds}
 
 
-def _drill(uuid: str, kind: str, seed: int) -> Worker:
+def drill(
+    uuid: str,
+    kind: str,
+    seed: int,
+    deadline: float,
+    *,
+    command: fleet.Argv = fleet.worker_argv,
+    kill_after: float = KILL_AFTER_SECONDS,
+) -> Worker:
+    """Let one kind of thing go wrong in a GPU's worker; return what became of it."""
+
     def argv(gpu: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
         more = [] if kind == "killed" else ["--drill", kind]
-        return [*fleet.worker_argv(gpu, tier, seed, peers), *more]
+        return [*command(gpu, tier, seed, peers), *more]
 
     if kind == "killed":
-        threading.Timer(4, _kill_workers, [uuid]).start()
-    deadline = HUNG_DEADLINE if kind == "hang" else DEADLINE
+        threading.Timer(kill_after, _kill_workers, [uuid]).start()
     return fleet.run([uuid], "boot-quick", seed, deadline, argv=argv)[0]
 
 
@@ -259,10 +274,10 @@ def measure(driver: cuda.Driver, devices: Sequence[cuda.Device], rounds: int) ->
 def is_met(found: Found) -> bool:
     met = [
         found[key] >= goal if sign == ">=" else found[key] <= goal
-        for key, (sign, goal) in _GOALS.items()
+        for key, (sign, goal) in GOALS.items()
         if key in found
     ]
-    return all(met) and all(found[f"caught_{kind}"] == found["rounds"] for kind in _DRILLS)
+    return all(met) and all(found[f"caught_{kind}"] == found["rounds"] for kind in CAUGHT)
 
 
 def show(found: Found) -> None:
@@ -270,18 +285,24 @@ def show(found: Found) -> None:
     print(f"{'name':22}{'ours':>12}{'reference':>12}{'ratio':>8}{'goal':>10}")
     units = {"hbm": "GB/s", "h2d": "GB/s", "d2h": "GB/s", "mma": "TFLOP/s"}
     for name, unit in units.items():
-        goal = " ".join(map(str, _GOALS[f"{name}_ratio"]))
+        goal = " ".join(map(str, GOALS[f"{name}_ratio"]))
         reference, ratio = found.get(f"{name}_reference", "-"), found.get(f"{name}_ratio", "-")
         print(f"{f'{name}, {unit}':22}{found[f'{name}_ours']:>12}{reference:>12}{ratio:>8}{goal:>10}")
     print(f"{'boot-quick, s':22}{found['boot_quick_seconds']:>12}{'-':>12}{'-':>8}{'<= 30':>10}")
-    for kind in _DRILLS:
+    for kind in CAUGHT:
         print(f"{f'caught: {kind}':22}{found[f'caught_{kind}']:>12}{found['rounds']:>12}{'-':>8}{'all':>10}")
     if "mma_missing" in found:
         print(found["mma_missing"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    if sys.argv[1:2] and sys.argv[1] in ("--first-contact", "--propose", "--pack"):
+        from tests.bench.first_contact.__main__ import main as first_contact
+
+        return first_contact([sys.argv[1].removeprefix("--"), *sys.argv[2:]])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

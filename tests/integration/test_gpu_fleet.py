@@ -376,7 +376,7 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
 def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     worker = (
-        "import os, time\nfrom image_builder.node.gpu import worker\nworker._end_with_the_parent()\n"
+        "import os, time\nfrom image_builder.node.gpu import worker\nworker.end_with_the_parent()\n"
         f"open({os.fspath(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.gpu import reference, tensor
+from tests.bench.first_contact.worker import FAULT
 
 KERNELS = Path(reference.__file__).with_name("kernels")
 TARGETS = ("70", "75", "80", "86", "89", "90", "100", "103", "120")
@@ -55,6 +56,14 @@ def test_a_module_is_assembled_for_every_target(module: str, ptxas: Path, tmp_pa
         assert len(registers) == entries and max(registers) <= 64, done.stderr
         assert "warning" not in done.stderr
         assert not re.search(r"[1-9]\d* bytes spill", done.stderr), done.stderr
+
+
+def test_the_kernel_that_provokes_xids_is_assembled(ptxas: Path, tmp_path: Path) -> None:
+    text = tmp_path / "fault.ptx"
+    text.write_bytes(FAULT.rstrip(b"\0"))
+    for target in TARGETS:
+        done = _assemble(ptxas, text, target, tmp_path / f"fault.sm_{target}.cubin")
+        assert (done.returncode, "warning" in done.stderr) == (0, False), f"sm_{target}: {done.stderr}"
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,13 @@ def run(
     """
     if tier not in PLANS or drill not in ("", *DRILLS):
         raise NodeError("gpu.usage", f"the tiers are {', '.join(PLANS)}; the drills {', '.join(DRILLS)}")
-    _end_with_the_parent()
+    end_with_the_parent()
     found = cuda.devices(driver or Driver())
     device = _of(found, uuid)
     plan = PLANS[tier]
     if peers:
         others = [_of(found, one) for one in peers]
-        _say(as_json(_tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
+        _say(as_json(tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
         _say(as_json(Worker(uuid, "done", sms=device.sms)))
         return 0
     if drill in ("hang", "crash"):
@@ -122,7 +122,7 @@ def try_all(
     """Make all measurements of one GPU, tell each, and return the summary."""
     coverage = Coverage(device.sms)
     for name, unit, work in _attempts(device, plan, seed, drill, coverage):
-        tell(_tried(device, name, unit, seed, work))
+        tell(tried(device, name, unit, seed, work))
     return Worker(device.uuid, "done", (), device.sms, coverage.sms, coverage.free, coverage.tested)
 
 
@@ -199,7 +199,7 @@ def _peer(device: Device, peers: list[Device], plan: Plan, seed: int) -> Measure
     return bandwidth.peer(device, peers, seed, plan.copies, size=plan.link_bytes)
 
 
-def _tried(device: Device, name: str, unit: str, seed: int, work: Callable[[], Measurement]) -> Measurement:
+def tried(device: Device, name: str, unit: str, seed: int, work: Callable[[], Measurement]) -> Measurement:
     """Return a measurement, also where the driver ended it."""
     try:
         return work()
@@ -223,7 +223,7 @@ def _say(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _end_with_the_parent() -> None:
+def end_with_the_parent() -> None:
     """Let the kernel end this process with the one that waits for it: nobody else would."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -58,7 +58,7 @@ PLAN = worker.Plan(
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Give the tier what an interpreter can do, and leave this process alone."""
     monkeypatch.setitem(worker.PLANS, "boot-quick", PLAN)
-    monkeypatch.setattr(worker, "_end_with_the_parent", lambda: None)
+    monkeypatch.setattr(worker, "end_with_the_parent", lambda: None)
     monkeypatch.setattr(worker, "SEEDS", 1)
     monkeypatch.setattr(copies, "LOCK", tmp_path / "run/copies.lock")
     for module in (memory, bandwidth):

@@ -1,0 +1,106 @@
+"""What goes wrong on purpose, and whether it is noticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from image_builder.node.gpu import fleet
+from image_builder.node.gpu.model import as_json
+from tests.bench import gpu as bench
+from tests.bench.first_contact import facts, smoke
+from tests.bench.first_contact.context import Context, worker_argv
+from tests.bench.first_contact.measuring import together
+from tests.bench.first_contact.smoke import SEED, gpus
+
+_HOLD_SECONDS = 15.0
+_HUNG_SECONDS = 6.0  # until a worker that hangs is given up, however short the run
+_LOG_SECONDS = 2.0  # until the kernel's log has what a kernel of ours provoked
+
+
+def step(kind: str) -> Callable[[Context], dict[str, Any]]:
+    """Return the step that lets one kind of thing go wrong in a worker of the first GPU."""
+
+    def work(context: Context) -> dict[str, Any]:
+        hung = max(_HUNG_SECONDS, bench.HUNG_DEADLINE * context.pace)
+        seconds = context.left(hung if kind == "hang" else bench.DEADLINE) - 2
+        began = time.monotonic()
+        found = bench.drill(
+            gpus(context)[0],
+            kind,
+            SEED,
+            seconds,
+            command=lambda gpu, tier, seed, _: worker_argv(context, gpu, seed, tier=tier),
+            kill_after=bench.KILL_AFTER_SECONDS * context.pace,
+        )
+        return {
+            "kind": kind,
+            "caught": bench.CAUGHT[kind](found),
+            "seconds": round(time.monotonic() - began, 3),
+            "worker": as_json(found),
+        }
+
+    return work
+
+
+@contextmanager
+def _held(context: Context, percent: float) -> Iterator[dict[str, Any]]:
+    """Hold some of the first GPU's free memory by a process of its own, until the block ends."""
+    gpu, seed = gpus(context)[0], SEED + int(percent)
+    argv = worker_argv(context, gpu, seed, "--mode", "hold", "--percent", str(percent))
+    mark = context.out / "scratch" / f"held-{seed}"
+    mark.unlink(missing_ok=True)
+    end = time.monotonic() + context.left(_HOLD_SECONDS)
+    with fleet.Fleet() as running:
+        running.start(gpu, argv, fleet.environment(gpu, ()), time.monotonic() + context.left())
+        while not mark.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        yield {"gpu": gpu, "percent": percent, "held": mark.exists()}
+
+
+def nearly_full(context: Context) -> dict[str, Any]:
+    """Test a GPU whose memory somebody else has nearly all of: no crash, and no wrong answer."""
+    with _held(context, 97) as found:
+        gpu = found["gpu"]
+        worker = together(context, {gpu: worker_argv(context, gpu, SEED)}, context.left() * 0.9)[gpu]
+    wrong = [one.id for one in worker.measurements if one.status == "failed"]
+    return {
+        **found,
+        "worker": as_json(worker),
+        "caught": found["held"] and worker.ended == "done" and not wrong,
+    }
+
+
+def in_use(context: Context) -> dict[str, Any]:
+    """Run the smoke test while a process uses a GPU: it must see that, and test nothing."""
+    with _held(context, 1) as found:
+        tested = smoke.tested(context, "boot-quick", "enforce")
+    procs = [one for one in tested["document"].get("checks", ()) if one["id"] == "procs"]
+    caught = tested["exit_status"] == 3 and any(one["status"] == "skip" for one in procs)
+    return {**found, **tested, "procs": procs, "caught": found["held"] and caught}
+
+
+def provoked(number: int, mode: str) -> Callable[[Context], dict[str, Any]]:
+    """Return the step in which a kernel of ours provokes an Xid."""
+
+    def work(context: Context) -> dict[str, Any]:
+        gpu = gpus(context)[0]
+        before = facts.kernel(context)
+        worker = together(
+            context, {gpu: worker_argv(context, gpu, SEED, "--mode", mode)}, context.left() - 4
+        )[gpu]
+        time.sleep(context.left(_LOG_SECONDS * context.pace))
+        after = facts.kernel(context)
+        new = (after["xids"] or [])[len(before["xids"] or []) :]
+        said = next((one.detail for one in worker.measurements if one.id == mode), worker.ended)
+        return {
+            "wanted": number,
+            "cuda": said,
+            "xids": new,
+            "kernel_log": after.get("kernel_log", ""),
+            "caught": [one["number"] for one in new] == [number],
+        }
+
+    return work

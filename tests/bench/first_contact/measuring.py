@@ -1,0 +1,167 @@
+"""How fast, how alike from run to run, and beside what: the numbers that floors and ratios are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median, stdev
+from typing import Any
+
+from image_builder.node.gpu import cuda, fleet
+from image_builder.node.gpu.model import Worker, as_json
+from tests.bench import gpu as bench
+from tests.bench.first_contact.context import Context, peers, worker_argv
+from tests.bench.first_contact.smoke import SEED, gpus
+
+_CACHE_MODES = ("without a cache", "cold", "warm")
+
+
+def together(
+    context: Context,
+    commands: Mapping[str, Sequence[str]],
+    seconds: float,
+    others: Mapping[str, Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Worker]:
+    """Run one worker for each of these GPUs, side by side; return what became of each."""
+    end = time.monotonic() + context.left(seconds)
+    with fleet.Fleet() as running:
+        for gpu, argv in commands.items():
+            seen = fleet.environment(gpu, (others or {}).get(gpu, ()))
+            running.start(gpu, argv, {**seen, **(environment or {})}, end)
+        return {worker.gpu: worker for worker in running.wait()}
+
+
+def told(workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
+    """Return workers as JSON has them."""
+    return [as_json(worker) for worker in workers.values()]
+
+
+def spread(context: Context) -> dict[str, Any]:
+    """Run every measurement ten times on all GPUs side by side, then every link."""
+    names = gpus(context)
+    links = len(names) > 1
+    alone = together(
+        context,
+        {gpu: worker_argv(context, gpu, SEED + 100, "--mode", "repeat") for gpu in names},
+        context.left() * (0.8 if links else 0.97),
+    )
+    found = {"workers": told(alone), "spread": spreads(alone.values())}
+    if links:
+        others = {gpu: [*names[at + 1 :], *names[:at]] for at, gpu in enumerate(names)}
+        linked = together(
+            context,
+            {
+                gpu: worker_argv(context, gpu, SEED + 200, "--mode", "repeat", *peers(others[gpu]))
+                for gpu in names
+            },
+            context.left() * 0.9,
+            others,
+        )
+        found |= {"links": told(linked), "spread": [*found["spread"], *spreads(linked.values())]}
+    return found
+
+
+def spreads(workers: Any) -> list[dict[str, Any]]:
+    """Return for each GPU and measurement: how many runs, lowest, median, highest, standard deviation, failures."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for worker in workers:
+        for one in worker.measurements:
+            found.setdefault((one.gpu, one.id), []).append(one)
+    made = []
+    for (gpu, name), runs in found.items():
+        values = [one.measured for one in runs if one.status == "done" and one.measured is not None]
+        row: dict[str, Any] = {
+            "gpu": gpu,
+            "id": name,
+            "unit": runs[0].unit,
+            "runs": len(runs),
+            "done": len(values),
+        }
+        row["not_done"] = sorted({f"{one.status}: {one.detail}" for one in runs if one.status != "done"})[:3]
+        if values:
+            row |= {"low": min(values), "median": median(values), "high": max(values)}
+            row["deviation"] = round(stdev(values), 4) if len(values) > 1 else None
+            row["seconds"] = round(median(one.seconds for one in runs), 3)
+        made.append(row)
+    return made
+
+
+def copies(context: Context) -> dict[str, Any]:
+    """Copy to and from each GPU alone, from each NUMA node, then all GPUs side by side."""
+    names = gpus(context)
+    found: dict[str, Any] = {"alone": [], "together": []}
+    for number, gpu in enumerate(names):
+        argv = worker_argv(context, gpu, SEED + number, "--mode", "copies")
+        share = context.left() / (len(names) - number + 2)
+        found["alone"] += told(together(context, {gpu: argv}, share))
+    count = ("--count", str(len(names)))
+    if len(names) > 1:
+        commands = {gpu: worker_argv(context, gpu, SEED + 50, "--mode", "copies", *count) for gpu in names}
+        found["together"] = told(together(context, commands, context.left() * 0.95))
+    return found
+
+
+def coverage(context: Context) -> dict[str, Any]:
+    """Count the SMs that blocks are seen on."""
+    commands = {gpu: worker_argv(context, gpu, SEED, "--mode", "cover") for gpu in gpus(context)}
+    return {"workers": told(together(context, commands, context.left() * 0.95))}
+
+
+def compiling(context: Context) -> dict[str, Any]:
+    """Time the driver's compiler: without its cache as at boot, with an empty one, with a full one."""
+    gpu = gpus(context)[0]
+    cache = context.directory / "cache"
+    argv = worker_argv(context, gpu, SEED, "--mode", "jit")
+    found = {}
+    for name in _CACHE_MODES:
+        more = {} if name == _CACHE_MODES[0] else {"CUDA_CACHE_DISABLE": "0", "CUDA_CACHE_PATH": str(cache)}
+        found[name] = told(together(context, {gpu: argv}, context.left() / 2, environment=more))
+    return {"gpu": gpu, "workers": found, "cache_bytes": sum(p.stat().st_size for p in cache.rglob("*"))}
+
+
+def devices(context: Context) -> dict[str, Any]:
+    """Return what CUDA says of all GPUs, each pair's links, and the time until the first of them is at hand."""
+    del context
+    began = time.monotonic()
+    driver = cuda.Driver()
+    first = round(time.monotonic() - began, 3)
+    version = driver.number("cuDriverGetVersion")
+    known = cuda.devices(driver)
+    found = [
+        {
+            "uuid": one.uuid,
+            "name": one.name,
+            "pci": one.pci(),
+            "sms": one.sms,
+            "capability": list(one.capability),
+            "memory": dict(zip(("free", "total"), one.memory(), strict=True)),
+            "linked": [one.is_linked(other) for other in known if other is not one],
+        }
+        for one in known
+    ]
+    return {
+        "cuda": version,
+        "init_seconds": first,
+        "seconds": round(time.monotonic() - began, 3),
+        "gpus": found,
+    }
+
+
+def references(context: Context) -> dict[str, Any]:
+    """Measure ours beside the driver's own copies and cuBLAS, on the first GPU."""
+    _, found = bench.find()
+    device = next((one for one in found if one.uuid == gpus(context)[0]), found[0])
+    large = max(16 << 20, int(bench.LARGE * context.pace) >> 20 << 20)
+    made: dict[str, Any] = {"gpu": device.uuid, "large_bytes": large}
+    measures: dict[str, Callable[[], bench.Found]] = {
+        "copies": partial(bench.speeds, device, large),
+        "tensors": partial(bench.tensors, device, bench.SECONDS * context.pace),
+    }
+    for name, measure in measures.items():
+        try:
+            made |= measure()
+        except Exception as error:  # whatever it is: the other one is measured, and this is told
+            made[f"{name}_error"] = f"{type(error).__name__}: {error}"
+    return made

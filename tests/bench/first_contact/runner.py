@@ -1,0 +1,240 @@
+"""Runs the steps one by one, each as a process with a deadline, and writes down how each ended.
+
+Nothing here waits for longer than was said: a step that the driver keeps is left behind. Each outcome is on the disk
+before the next step begins, so that whatever ends this process leaves all that is known by then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from image_builder.node import durable
+from image_builder.node.gpu import calibration
+from tests.bench.first_contact.context import Context, checkout, step_argv
+
+FORMAT = 1
+SUMMARY = "summary.json"
+REAP_SECONDS = 3.0
+_POLL_SECONDS = 0.02
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+# Exit statuses: all steps were done; some weren't; the command was used wrongly; no GPU.
+DONE, PARTLY, USAGE, NO_GPU = 0, 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. ``seconds`` is its deadline; with less than ``least`` it isn't begun.
+
+    So much is kept for it whatever comes before it, unless it is ``spare``.
+    """
+
+    name: str
+    teaches: str
+    work: Callable[[Context], dict[str, Any]]
+    seconds: float
+    least: float
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended.
+
+    ``state``: planned, running, done, failed (it said why), died (of a signal), late (killed at its deadline),
+    unkillable (at its deadline, and it is still there), skipped, interrupted.
+    """
+
+    step: str
+    state: str = "planned"
+    why: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    deadline_seconds: float = 0.0
+    exit_status: int | None = None
+    signal: int | None = None
+
+
+class _InterruptedError(Exception):
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Log:
+    """The outcomes of all steps, on the disk."""
+
+    def __init__(self, context: Context, steps: Sequence[Step]) -> None:
+        self._out = context.out
+        self._began = time.monotonic()
+        self._head = {
+            "format": FORMAT,
+            "agent": calibration.agent(),
+            "python": sys.version.split()[0],
+            "started": _now(),
+            "total_seconds": round(context.left(), 1),
+            "pace": round(context.pace, 4),
+            "argv": sys.argv,
+        }
+        self.outcomes = {step.name: Outcome(step.name) for step in steps}
+        for step in steps:
+            (self._out / "steps" / step.name).mkdir(parents=True)
+            self._write(step.name)
+        self._summarise()
+
+    def set(self, outcome: Outcome) -> None:
+        """Write a step's outcome, and the summary."""
+        self.outcomes[outcome.step] = outcome
+        self._write(outcome.step)
+        self._summarise()
+
+    def _write(self, name: str) -> None:
+        durable.write_json(self._out / "steps" / name / "outcome.json", asdict(self.outcomes[name]))
+
+    def _summarise(self) -> None:
+        spent = {"seconds": round(time.monotonic() - self._began, 3)}
+        steps = [asdict(one) for one in self.outcomes.values()]
+        durable.write_json(self._out / SUMMARY, {**self._head, **spent, "steps": steps})
+
+
+def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[str], None]) -> int:
+    """Run all steps within the context's time; return the exit status. Raises OSError: OUT can't be written.
+
+    ``share`` is the part of the usual deadlines that each step has.
+    """
+    # Whoever started this may go away, as a session over SSH does; the rest of the ten minutes is worth more.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for ending in _ENDINGS:
+        signal.signal(ending, _interrupt)
+    log = Log(context, steps)
+    ended_by = 0
+    for number, step in enumerate(steps):
+        kept = sum(later.least for later in steps[number + 1 :] if not later.spare) * share
+        left = context.left() - kept - REAP_SECONDS
+        if ended_by:
+            outcome = Outcome(step.name, "skipped", f"interrupted by {signal.Signals(ended_by).name}")
+        elif left < step.least * share:
+            outcome = Outcome(step.name, "skipped", f"no time: {max(left, 0):.1f} s were left")
+        else:
+            seconds = min(step.seconds * share, left)
+            here = replace(context, name=step.name, end=time.monotonic() + seconds)
+            say(f"{step.name}: {step.teaches} (at most {seconds:.0f} s)")
+            try:
+                outcome = _one(here, seconds, log)
+            except _InterruptedError as error:
+                ended_by = error.number
+                outcome = replace(log.outcomes[step.name], state="interrupted", why=str(error))
+        log.set(outcome)
+        say(f"  {outcome.state} after {outcome.seconds:.1f} s {outcome.why}".rstrip())
+    if ended_by:
+        return 128 + ended_by
+    return DONE if all(one.state == "done" for one in log.outcomes.values()) else PARTLY
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise _InterruptedError(number)
+
+
+def _one(context: Context, seconds: float, log: Log) -> Outcome:
+    """Run one step to its end or its deadline; return the outcome."""
+    outcome = Outcome(context.name, "running", "", _now(), deadline_seconds=round(seconds, 1))
+    log.set(outcome)
+    began = time.monotonic()
+    with (
+        (context.directory / "stdout").open("wb") as output,
+        (context.directory / "stderr").open("wb") as errors,
+    ):
+        try:
+            child = subprocess.Popen(
+                step_argv(context),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                cwd=checkout(),
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return replace(outcome, state="failed", why=f"it could not be started: {error.strerror}")
+        try:
+            status = _ended(child, began + seconds)
+        finally:
+            _kill(child)
+    spent = round(time.monotonic() - began, 3)
+    return replace(outcome, seconds=spent, **_ending(context, child, status))
+
+
+def _environment() -> dict[str, str]:
+    # No compiled kernel of an earlier run may be met, and GPUs are counted as NVML does.
+    fixed = {"CUDA_CACHE_DISABLE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, **fixed}
+
+
+def _ended(child: subprocess.Popen[bytes], end: float) -> int | None:
+    """Wait for a step; return its status, None at its deadline."""
+    while time.monotonic() < end:
+        if child.poll() is not None:
+            return child.returncode
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End what is left of a step; its workers go with it. What can't be killed isn't waited for."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    end = time.monotonic() + REAP_SECONDS
+    while child.poll() is None and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    if child.poll() is None:
+        child.returncode = -int(signal.SIGKILL)  # or Python would complain that nobody waited for it
+
+
+def _ending(context: Context, child: subprocess.Popen[bytes], status: int | None) -> dict[str, Any]:
+    if status is None:
+        is_there = Path("/proc", str(child.pid)).exists()
+        return {"state": "unkillable" if is_there else "late", "why": "it did not end in time"}
+    if status < 0:
+        return {"state": "died", "signal": -status, "why": f"signal {-status}"}
+    if status:
+        return {"state": "failed", "exit_status": status, "why": _last_line(context.directory / "stderr")}
+    return {"state": "done", "exit_status": 0}
+
+
+def _last_line(path: Path) -> str:
+    said = path.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+    return said[-1][:300] if said else "it said nothing"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def teller(stream: Any) -> Callable[[str], None]:
+    """Return what says a line to people. That nobody listens any more is no reason to end."""
+
+    def say(words: str) -> None:
+        with suppress(OSError, ValueError):
+            stream.write(words + "\n")
+            stream.flush()
+
+    return say
+
+
+def shown(summary: dict[str, Any]) -> str:
+    """Return a run's summary for people."""
+    rows = [
+        f"{one['step']:24}{one['state']:12}{one['seconds']:>8.1f} s  {one['why']}"
+        for one in summary.get("steps", [])
+    ]
+    return "\n".join([f"{summary.get('seconds', 0):.0f} s of {summary.get('total_seconds', 0):.0f} s", *rows])
