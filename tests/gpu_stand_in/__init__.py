@@ -27,7 +27,7 @@ MIB = 128  # a GPU's memory, as CUDA shows it: what is tested has to be written
 SMS = 6
 # Functions that nvml.c has written out.
 _WRITTEN = {"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetFieldValues"}
-HANGS, ENDS = -1, -2
+HANGS = -1
 Record = dict[str, Any]
 
 

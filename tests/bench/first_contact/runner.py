@@ -28,8 +28,8 @@ SUMMARY = "summary.json"
 REAP_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 _ENDINGS = (signal.SIGINT, signal.SIGTERM)
-# Exit statuses: all steps were done; some weren't; the command was used wrongly; no GPU.
-DONE, PARTLY, USAGE, NO_GPU = 0, 1, 2, 4
+# Exit statuses: all steps were done; some weren't; the command was used wrongly.
+DONE, PARTLY, USAGE = 0, 1, 2
 
 
 @dataclass(frozen=True)
