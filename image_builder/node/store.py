@@ -90,7 +90,7 @@ def read_manifest(path: Path = MANIFEST) -> Store:
     try:
         return parse_manifest(json.loads(path.read_bytes()))
     except OSError as error:
-        raise _lost(error, "store.manifest", f"{path}: {error.strerror}") from error
+        raise unreadable(error, "store.manifest", f"{path}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NodeError(
             "store.manifest", f"{path} is no manifest of a preload store: {type(error).__name__}: {error}"
@@ -137,7 +137,7 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
         try:
             size = store.file.stat().st_size
         except OSError as error:
-            raise _lost(error, "store.truncated", f"{store.file}: {error.strerror}") from error
+            raise unreadable(error, "store.truncated", f"{store.file}: {error.strerror}") from error
         if size != store.bytes:
             raise NodeError("store.truncated", f"{store.file} has {size} bytes, not {store.bytes}")
         if store.verity and size <= store.verity.hash_offset:
@@ -196,7 +196,7 @@ def _mount_mapping(file: Path, at: Path) -> None:
         mounts.mount(f"/dev/mapper/{MAPPING}", at, "erofs", mounts.RDONLY | mounts.NODEV)
     except OSError as error:
         run(["dmsetup", "remove", "--retry", MAPPING], ok=range(256))
-        raise _lost(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
+        raise unreadable(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
 
 
 def _mount_file(file: Path, at: Path) -> None:
@@ -216,15 +216,15 @@ def _compare(store: Store, at: Path) -> None:
         layers = {f"sha256:{name}" for name in os.listdir(at / LAYERS)}
         engines = {name for name in os.listdir(at) if name != LAYERS}
     except OSError as error:
-        raise _lost(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
+        raise unreadable(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
     # What nodes load from the archive is listed, and is not in the store.
     wanted = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
     if layers != set(store.layers) or not wanted <= layers or engines != set(store.engines):
         raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
 
 
-def _lost(error: OSError, code: str, message: str) -> NodeError:
-    """Return an error of the store: ``code``, or ``store.io`` where the same may be well a moment later."""
+def unreadable(error: OSError, code: str, message: str) -> NodeError:
+    """Return the error of a store that can't be read: ``code``, or ``store.io`` where a retry may succeed."""
     return NodeError("store.io" if error.errno in _FOR_NOW else code, message)
 
 

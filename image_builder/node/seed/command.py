@@ -18,7 +18,14 @@ from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.seed.files import directory
-from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through
+from image_builder.node.store import (
+    Store,
+    close_store,
+    open_store,
+    read_manifest,
+    read_through,
+    unreadable,
+)
 
 FORMAT = 1
 
@@ -73,7 +80,7 @@ def _attempt(settings: Preload, manifest: Path) -> dict[str, Any]:
 def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
     """Return what an attempt before the engine's start came to, where that was a failure: it still explains more."""
     earlier = status.read(directory).get("seed", {})
-    if earlier.get("code") not in ("seed.disk", "seed.version", "seed.engine"):
+    if earlier.get("code") not in {*_FOR_NOW, "seed.version", "seed.engine"}:
         return busy
     return {**earlier, "busy": busy["reason"]}
 
@@ -173,13 +180,13 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a layer whole, for images with the mode ``copy``."""
+    """Copy a layer whole, for images with the mode ``copy``. Raises OSError, NodeError (``store``)."""
     from image_builder.node.promote.copy import SourceError, copy_tree
 
     try:
         copy_tree(source, target)
     except SourceError as error:
-        raise NodeError("store.damaged", str(error)) from error
+        raise unreadable(OSError(error.code, ""), "store.damaged", str(error)) from error
 
 
 def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[str, Any]:

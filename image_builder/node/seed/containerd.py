@@ -48,7 +48,7 @@ def fill(
 ) -> Filled:
     """Fill a blank root. Layers whose diff ids are in ``copied`` come by ``copy(source, target)``.
 
-    Raises OSError, and NodeError (``store.damaged``).
+    Raises OSError, and NodeError (``store.damaged``, ``store.io``).
     """
     source = store / SOURCE
     baked = records.read(source)

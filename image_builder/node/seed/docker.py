@@ -72,7 +72,7 @@ def fill(
 
     An image with the mode ``copy`` gets its layers by ``copy(source, target)``. ``store`` is where the store is
     mounted. ``aside``: the root is empty and not in its place yet, so that nothing in it need be looked for, or be
-    there whole or not at all. Raises OSError, and NodeError (``store.damaged``).
+    there whole or not at all. Raises OSError, and NodeError (``store.damaged``, ``store.io``).
     """
     baked = records_of.read(store / SOURCE)
     named = _baked_names(baked)
@@ -129,7 +129,7 @@ def _directories(root: Path) -> None:
 def _has_layer(root: str | Path, layer: Layer) -> bool:
     """Tell whether a layer is recorded and its files are where the record says, also through a link.
 
-    Raises NodeError (``store.damaged``).
+    Raises NodeError (``store.damaged``, ``store.io``).
     """
     try:
         cache = Path(root, _record(layer.chain), "cache-id").read_text()

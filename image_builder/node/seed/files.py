@@ -1,4 +1,4 @@
-"""Small files and links of a data root, made from the store. Whatever can't be read there is the store's damage."""
+"""Small files and links of a data root, made from the store."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
+from image_builder.node.store import unreadable
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Make an error while the store is read one that can't be taken for the disk's (``store.damaged``)."""
+    """Make an error while the store is read one that can't be taken for the disk's.
+
+    Raises NodeError: ``store.io`` where a retry may succeed, else ``store.damaged``.
+    """
     try:
         yield
     except OSError as error:
-        raise NodeError("store.damaged", f"{path}: {error.strerror}") from error
+        raise unreadable(error, "store.damaged", f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise NodeError("store.damaged", f"{path}: {error}") from error
 

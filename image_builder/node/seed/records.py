@@ -63,7 +63,10 @@ class Records:
 
 
 def read(source: Path) -> Records:
-    """Read an engine's records; ``source`` is its directory in the store. Raises NodeError (``store.damaged``)."""
+    """Read an engine's records; ``source`` is its directory in the store.
+
+    Raises NodeError (``store.damaged``, ``store.io``).
+    """
     with reading(source / NAME):
         found = json.loads((source / NAME).read_bytes())
         try:

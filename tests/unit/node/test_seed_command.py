@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from image_builder.node import mounts, status
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
-from image_builder.node.seed import command, lost
+from image_builder.node.promote import copy
+from image_builder.node.seed import command, docker, lost, records
 from image_builder.node.seed.command import (
     _marker,
     check_version,
@@ -26,7 +28,7 @@ from image_builder.node.seed.command import (
 from image_builder.node.seed.docker import chain
 from image_builder.node.seed.use import _LOCKED, user
 from image_builder.node.store import Store, parse_manifest
-from tests.unit.node.stores import manifest
+from tests.unit.node.stores import docker_store, manifest, stored
 
 
 @pytest.fixture
@@ -164,6 +166,83 @@ def test_an_error_of_the_disk_takes_nothing_out_of_a_data_root_in_use(
     assert section["reason"] == f"here: {os.strerror(number)}"
     assert _tree(settings.data_root) == before and settings.marker.exists()
     assert not (settings.state / "trash").exists()
+
+
+def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a store with Docker's records where the seed looks for it; return its manifest."""
+    store, binary, path = tmp_path / "store", tmp_path / "dockerd", tmp_path / "store.json"
+    docker_store(store, [stored("one", "base", "a"), stored("two", "base", "b")])
+    binary.write_bytes(bytes(10))
+    path.write_text(json.dumps(_document(binary)))
+    monkeypatch.setattr(command, "open_store", lambda *_, **__: None)
+    monkeypatch.setattr(command, "close_store", lambda: None)
+    monkeypatch.setattr(docker, "fill", functools.partial(docker.fill, store=store))
+    return path
+
+
+def _reads(monkeypatch: pytest.MonkeyPatch, name: str, *failures: int) -> None:
+    """Let the first reads of files with a name fail by these numbers."""
+    read, left = Path.read_bytes, list(failures)
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == name and left:
+            number = left.pop(0)
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+
+
+def test_a_store_that_can_not_be_read_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    _reads(monkeypatch, records.NAME, errno.EIO)
+    code, section = _run(settings, path)
+    assert (code, section["state"], section["action"], section["layers"]) == (0, "ok", "seeded", 3)
+    assert settings.marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "exit_status"),
+    [(errno.EIO, "store.io", 1), (errno.ENOMEM, "store.io", 1), (errno.EUCLEAN, "store.damaged", 0)],
+)
+def test_of_a_store_that_stays_unreadable_nothing_is_made(
+    number: int, expected: str, exit_status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    _reads(monkeypatch, records.NAME, number, number, number)
+    code, section = _run(settings, path)
+    assert (code, section["code"]) == (exit_status, expected), "1: the unit starts again"
+    assert os.strerror(number) in section["reason"]
+    assert not settings.data_root.exists() and not settings.marker.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, "store.io"), (errno.EUCLEAN, "store.damaged")])
+def test_a_layer_that_can_not_be_copied_now_is_no_damage(
+    number: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: Path, _target: Path) -> None:
+        raise copy.SourceError(number, f"{source}/usr/file")
+
+    monkeypatch.setattr(copy, "copy_tree", fail)
+    with pytest.raises(NodeError) as caught:
+        command._copy(Path("/store/layers/abc"), tmp_path / "copy")
+    assert caught.value.code == code and "/store/layers/abc/usr/file" in caught.value.message
+
+
+def test_what_kept_the_seed_from_working_is_told_until_the_next_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    _reads(monkeypatch, records.NAME, *[errno.EIO] * 3)
+    assert _run(settings, path)[0] == 1
+    (settings.data_root / "volumes").mkdir(parents=True)
+    with (settings.data_root / "volumes/metadata.db").open("w") as database:
+        fcntl.flock(database, fcntl.LOCK_EX)
+        code, section = _run(settings, path)
+    assert (code, section["code"]) == (0, "store.io"), "the engine runs by now, on a root of its own"
+    assert "docker runs on it" in section["busy"]
 
 
 def test_of_a_store_that_is_lost_the_seeded_layers_alone_are_taken_out(tmp_path: Path) -> None:
