@@ -32,7 +32,7 @@ FORMAT = 1
 
 # A failure of a disk may be over a moment later; what it says of a store or an engine's version stays so.
 _FOR_NOW = frozenset(["seed.disk", "store.io", "store.verity"])
-_LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "store.mount"])
+_LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "store.mount", "store.damaged"])
 _ATTEMPTS = 3
 
 
@@ -130,7 +130,11 @@ def _forget(settings: Preload) -> None:
 
 
 def _open(settings: Preload, store: Store) -> None:
-    """Mount the store. Where an earlier boot found it damaged, look again: it may have been the disk, for a moment."""
+    """Mount the store. Where an earlier boot found it damaged, look again: it may have been the disk, for a moment.
+
+    One that is damaged is closed: links that lead nowhere are replaced, those into it would be I/O errors in pods.
+    Raises NodeError.
+    """
     open_store(store, verity=settings.verity)
     mark = settings.state / "store-damaged.json"
     if (known := _object(mark)).get("store") != store.id:
@@ -139,6 +143,8 @@ def _open(settings: Preload, store: Store) -> None:
         read_through(Path(str(known.get("path") or layer_path(str(known.get("layer"))))))
     except OSError as error:
         reason = known.get("reason", "damaged")
+        if not use.user(settings.engine, settings.data_root):
+            close_store()
         raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
     mark.unlink()
 
@@ -326,7 +332,7 @@ def _minor(version: str) -> tuple[str, ...]:
 def describe(section: Mapping[str, Any]) -> str:
     """Return the outcome as one line for people."""
     if section["state"] != status.OK:
-        what = {"seed.busy": "nothing was done"}.get(section["code"], "images come from the archive")
+        what = {"seed.busy": "nothing was done"}.get(section["code"], "missing images come from the archive")
         return f"seed: {section['code']}: {section['reason']}; {what}"
     what = f"{section['engine']}: {section['action']}"
     if "layers" in section:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -16,7 +15,8 @@ import pytest
 from image_builder.node import mounts, status
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
-from image_builder.node.promote import copy
+from image_builder.node.promote import copy, links
+from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
 from image_builder.node.seed.command import (
     _marker,
@@ -74,8 +74,8 @@ def test_a_program_that_is_gone_is_told(tmp_path: Path) -> None:
     assert caught.value.code == "seed.engine" and "No such file" in caught.value.message
 
 
-def _settings(tmp_path: Path) -> Preload:
-    document = {"engine": "docker", "data_root": str(tmp_path / "docker"), "mount_point": str(tmp_path)}
+def _settings(tmp_path: Path, engine: str = "docker") -> Preload:
+    document = {"engine": engine, "data_root": str(tmp_path / engine), "mount_point": str(tmp_path)}
     (tmp_path / "preload.json").write_text(json.dumps(document))
     return preload_settings(tmp_path)
 
@@ -121,10 +121,10 @@ def _layer(settings: Preload, name: str, parent: str = "", target: Path | None =
     return files
 
 
-def _used(settings: Preload) -> None:
+def _used(settings: Preload, store: Path = MOUNT_POINT) -> None:
     """Make a data root of Docker's in use: seeded layers, one pulled, one pulled above a seeded one, a volume."""
-    _layer(settings, "seeded", target=MOUNT_POINT / "layers/abc")
-    _layer(settings, "second", "seeded", target=MOUNT_POINT / "layers/def")
+    _layer(settings, "seeded", target=store / "layers/abc")
+    _layer(settings, "second", "seeded", target=store / "layers/def")
     _layer(settings, "pulled")
     _layer(settings, "above", "second")
     volume = settings.data_root / "volumes/mine/_data"
@@ -265,6 +265,71 @@ def test_of_a_store_that_is_lost_the_seeded_layers_alone_are_taken_out(tmp_path:
     assert again["action"] == "none"
 
 
+def _mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a store that is a directory while it is mounted; an earlier boot could not read one of its layers."""
+    store = tmp_path / "store"
+    for name in ("abc", "def"):
+        (store / "layers" / name).mkdir(parents=True)
+        (store / "layers" / name / "file").write_text(name)
+    for function in (links.find, lost.caches, lost.take_out):
+        monkeypatch.setattr(function, "__defaults__", (store,))
+    monkeypatch.setattr(command, "open_store", lambda *_, **__: None)
+    monkeypatch.setattr(command, "close_store", lambda: store.rename(tmp_path / "closed"))
+    (tmp_path / "store.json").write_text(json.dumps(manifest(id="x")))
+    mark = {"store": "x", "layer": "sha256:abc", "path": f"{store}/layers/abc", "reason": "a bad block"}
+    (tmp_path / ".node").mkdir(exist_ok=True)
+    (tmp_path / ".node/store-damaged.json").write_text(json.dumps(mark))
+    return store
+
+
+def test_a_store_that_is_damaged_for_good_is_closed_and_its_layers_are_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, store = _settings(tmp_path), _mounted(tmp_path, monkeypatch)
+    _used(settings, store)
+    (store / "layers/abc/file").unlink()
+    (store / "layers/abc").rmdir()
+    with (settings.data_root / "volumes/metadata.db").open("w") as database:
+        fcntl.flock(database, fcntl.LOCK_EX)
+        section = _run(settings, tmp_path / "store.json")[1]
+        assert (section["code"], section["action"]) == ("store.damaged", "none"), "the engine runs"
+        assert store.exists()
+    code, section = _run(settings, tmp_path / "store.json")
+    assert (code, section["code"], section["action"]) == (0, "store.damaged", "lost layers taken out")
+    assert section["reason"] == "a bad block; read again: No such file or directory"
+    assert not store.exists()
+    assert os.listdir(settings.data_root / "image/overlay2/layerdb/sha256") == ["pulled"]
+    assert (settings.data_root / "volumes/mine/_data/precious").read_text() == "precious"
+
+
+def test_containerds_links_into_a_damaged_store_lead_nowhere_when_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, store = _settings(tmp_path, "containerd"), _mounted(tmp_path, monkeypatch)
+    snapshots = settings.data_root / "io.containerd.snapshotter.v1.overlayfs/snapshots"
+    for number, layer in enumerate(("abc", "def")):
+        (snapshots / str(number)).mkdir(parents=True)
+        (snapshots / str(number) / "fs").symlink_to(store / "layers" / layer)
+    (store / "layers/abc/file").unlink()
+    (store / "layers/abc").rmdir()
+    code, section = _run(settings, tmp_path / "store.json")
+    assert (code, section["code"], section["engine"]) == (0, "store.damaged", "containerd")
+    assert scan(settings.data_root, "containerd").broken == {"abc", "def"}, "so preload has them loaded"
+
+
+def test_a_store_that_reads_well_again_is_used_and_no_longer_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, store = _settings(tmp_path, "containerd"), _mounted(tmp_path, monkeypatch)
+    snapshot = settings.data_root / "io.containerd.snapshotter.v1.overlayfs/snapshots/1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "fs").symlink_to(store / "layers/abc")
+    code, section = _run(settings, tmp_path / "store.json")
+    assert (code, section["state"], section["action"]) == (0, "ok", "current")
+    assert not (settings.state / "store-damaged.json").exists()
+    assert (snapshot / "fs/file").read_text() == "abc"
+
+
 def test_images_of_lost_layers_are_taken_off_dockers_record(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     diff_ids = [f"sha256:{letter * 64}" for letter in "abc"]
@@ -353,18 +418,18 @@ def test_lost_layers_are_taken_out_where_the_image_has_no_store(tmp_path: Path) 
 
 
 def test_containerds_root_of_an_image_with_a_store_is_set_aside_by_one_without(tmp_path: Path) -> None:
-    settings = dataclasses.replace(_settings(tmp_path), engine="containerd")
+    settings = _settings(tmp_path, "containerd")
     snapshots = "io.containerd.snapshotter.v1.overlayfs/snapshots/1"
     (settings.data_root / snapshots).mkdir(parents=True)
     assert leave(settings)["action"] == "none", "all was promoted: it is whole"
     (settings.data_root / snapshots / "fs").symlink_to(MOUNT_POINT / "layers/abc")
     assert leave(settings)["action"] == "set aside"
     assert not settings.data_root.exists()
-    assert (settings.state / f"trash/docker.0.{status.boot_id()}" / snapshots / "fs").is_symlink()
+    assert (settings.state / f"trash/containerd.0.{status.boot_id()}" / snapshots / "fs").is_symlink()
 
 
 def test_outcomes_are_lines_for_people() -> None:
     done = {"state": "ok", "engine": "docker", "action": "seeded", "layers": 5, "seconds": 0.124}
     assert describe(done) == "seed: docker: seeded, 5 layers in 0.12 s"
     bad = {"state": "degraded", "engine": "docker", "code": "seed.version", "reason": "it is newer"}
-    assert describe(bad) == "seed: seed.version: it is newer; images come from the archive"
+    assert describe(bad) == "seed: seed.version: it is newer; missing images come from the archive"
