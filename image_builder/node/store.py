@@ -13,7 +13,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,19 +169,27 @@ def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
     if _is_mapped(verity):
         _mount_mapping(file, at)
         return
+    with _loop_device(file) as device:
+        try:
+            run(["dmsetup", "create", MAPPING, "--readonly", "--table", verity.table(device)])
+            _mount_mapping(file, at)
+        except ProgramError as error:
+            raise NodeError("store.verity", f"dm-verity refuses {file}: {error.message}") from error
+
+
+@contextmanager
+def _loop_device(file: Path) -> Iterator[str]:
+    """Yield a loop device for a file. Its last user takes it along. Raises NodeError (``store.io``)."""
     try:
         loop = run(["losetup", "--find", "--show", "--read-only", "--direct-io=on", os.fspath(file)])
     except ProgramError as error:
         raise NodeError("store.io", f"no loop device for {file}: {error.message}") from error
     device = loop.stdout.strip()
     try:
-        run(["dmsetup", "create", MAPPING, "--readonly", "--table", verity.table(device)])
-        _mount_mapping(file, at)
-    except ProgramError as error:
-        raise NodeError("store.verity", f"dm-verity refuses {file}: {error.message}") from error
+        yield device
     finally:
-        # It goes by itself with its last user: the mapping, or at once where there is none.
-        run(["losetup", "--detach", device], ok=range(256))
+        with suppress(ProgramError):
+            run(["losetup", "--detach", device], ok=range(256))
 
 
 def _is_mapped(verity: Verity) -> bool:
@@ -202,12 +211,15 @@ def _mount_mapping(file: Path, at: Path) -> None:
 def _mount_file(file: Path, at: Path) -> None:
     """Mount the file itself where the kernel can (6.12), else by a loop device."""
     try:
-        mounts.mount(file, at, "erofs", mounts.RDONLY | mounts.NODEV)
-    except OSError:
         try:
-            run(["mount", "-t", "erofs", "-o", "ro,nodev,loop", os.fspath(file), os.fspath(at)])
-        except ProgramError as error:
-            raise NodeError("store.mount", f"{file} can't be mounted: {error.message}") from error
+            mounts.mount(file, at, "erofs", mounts.RDONLY | mounts.NODEV)
+        except OSError as error:
+            if error.errno != errno.ENOTBLK:
+                raise
+            with _loop_device(file) as device:
+                mounts.mount(device, at, "erofs", mounts.RDONLY | mounts.NODEV)
+    except OSError as error:
+        raise unreadable(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
 
 
 def _compare(store: Store, at: Path) -> None:

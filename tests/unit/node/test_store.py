@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node.errors import NodeError
-from image_builder.node.store import Verity, _compare, parse_manifest, read_manifest
+from image_builder.node import mounts, store
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.programs import Completed
+from image_builder.node.store import (
+    MAPPING,
+    Verity,
+    _compare,
+    _mount_file,
+    _mount_verified,
+    parse_manifest,
+    read_manifest,
+)
 from tests.unit.node.stores import digest, manifest
 
 
@@ -101,3 +115,112 @@ def test_a_store_without_layers_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(NodeError) as caught:
         _compare(parse_manifest(manifest()), tmp_path)
     assert caught.value.code == "store.damaged"
+
+
+VERITY = Verity("1" * 64, "2" * 64, 4096)
+OTHER = Verity("3" * 64, "2" * 64, 4096)
+LOOP, FILE, AT = "/dev/loop7", Path("/opt/preload/store.erofs"), Path("/var/lib/preload")
+MAPPED = f"/dev/mapper/{MAPPING}"
+
+
+@dataclass
+class Kernel:
+    """What losetup, dmsetup and mount(2) change.
+
+    ``losetup`` and ``mounting`` are failures: an exit status, and errnos by what is mounted. ``mapped`` is the root
+    hash of the store that is mapped, ``deferred`` whether it goes with its last user.
+    """
+
+    losetup: int = 0
+    mounting: dict[str, int] = field(default_factory=dict)
+    loops: list[str] = field(default_factory=list)
+    mapped: str = ""
+    deferred: bool = False
+    mounted: str = ""
+
+    def run(self, argv: Sequence[str], *, ok: Container[int] = (0,)) -> Completed:
+        status, said = self._program(list(argv))
+        if status not in ok:
+            raise ProgramError(f"`{' '.join(argv)}` ended with {status}", status, said)
+        return Completed(status, said, "")
+
+    def _program(self, argv: list[str]) -> tuple[int, str]:
+        match argv:
+            case ["losetup", "--find", *_]:
+                self.loops += [] if self.losetup else [LOOP]
+                return self.losetup, f"{LOOP}\n"
+            case ["losetup", "--detach", device]:
+                self.loops.remove(device)
+            case ["dmsetup", "remove", *_]:
+                return 1, "Device or resource busy"  # containers that run have files of it open
+            case ["dmsetup", "table", _]:
+                return (
+                    (0, f"0 8 verity 1 7:1 7:1 4096 4096 1 1 sha256 {self.mapped} 2")
+                    if self.mapped
+                    else (1, "")
+                )
+            case ["dmsetup", "message", _, "0", "@cancel_deferred_remove"]:
+                self.deferred = False
+            case ["dmsetup", "create", *_]:
+                return 1, "Device or resource busy"
+            case _:
+                raise AssertionError(argv)
+        return 0, ""
+
+    def mount(self, source: str | Path, target: str | Path, filesystem: str, flags: int) -> None:
+        assert (target, filesystem, flags) == (AT, "erofs", mounts.RDONLY | mounts.NODEV)
+        if number := self.mounting.get(os.fspath(source)):
+            raise OSError(number, os.strerror(number), os.fspath(target))
+        self.mounted = os.fspath(source)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(store, "run", made.run)
+    monkeypatch.setattr(mounts, "mount", made.mount)
+    return made
+
+
+def test_a_kernel_that_mounts_no_file_gets_a_loop_device(kernel: Kernel) -> None:
+    kernel.mounting = {os.fspath(FILE): errno.ENOTBLK}
+    _mount_file(FILE, AT)
+    assert kernel.mounted == LOOP and kernel.loops == [], "the mount takes it along"
+
+
+@pytest.mark.parametrize(
+    ("losetup", "on_file", "on_loop", "code"),
+    [
+        (0, errno.EINVAL, 0, "store.mount"),
+        (0, errno.EIO, 0, "store.io"),
+        (0, errno.ENOTBLK, errno.EINVAL, "store.mount"),
+        (0, errno.ENOTBLK, errno.EIO, "store.io"),
+        (0, errno.ENOTBLK, errno.EBUSY, "store.io"),
+        (1, errno.ENOTBLK, 0, "store.io"),
+        (124, errno.ENOTBLK, 0, "store.io"),
+        (127, errno.ENOTBLK, 0, "store.io"),
+    ],
+)
+def test_only_what_a_file_holds_keeps_it_from_being_mounted_for_good(
+    losetup: int, on_file: int, on_loop: int, code: str, kernel: Kernel
+) -> None:
+    kernel.losetup, kernel.mounting = losetup, {os.fspath(FILE): on_file, LOOP: on_loop}
+    with pytest.raises(NodeError) as caught:
+        _mount_file(FILE, AT)
+    assert caught.value.code == code and str(FILE) in caught.value.message
+    assert kernel.mounted == "" and kernel.loops == []
+
+
+def test_a_store_that_containers_still_use_after_a_release_is_used_on(kernel: Kernel) -> None:
+    kernel.mapped, kernel.deferred = VERITY.root_hash, True
+    _mount_verified(FILE, VERITY, AT)
+    assert kernel.mounted == MAPPED
+    assert not kernel.deferred, "or it would go with the last of them, beneath the mount"
+
+
+def test_another_store_that_is_still_mapped_is_not_taken_for_this_one(kernel: Kernel) -> None:
+    kernel.mapped, kernel.deferred = OTHER.root_hash, True
+    with pytest.raises(NodeError) as caught:
+        _mount_verified(FILE, VERITY, AT)
+    assert caught.value.code == "store.verity"
+    assert kernel.mounted == "" and kernel.deferred and kernel.loops == []
