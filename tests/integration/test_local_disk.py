@@ -207,6 +207,42 @@ def test_a_member_of_an_array_is_kept_until_the_other_is_known_to_be_gone(
     assert (found["by the settings"]["action"], found["by the settings"]["state"]) == ("rebuild", "ok")
 
 
+def several(desk: Desk) -> Any:
+    """Two disks with a filesystem of ours each, boot after boot; then one of them beside a stray member of an array."""
+    root = desk.base / "local"
+    desk.settings(mount_point=os.fspath(root), policy="require")
+    first, second = desk.disk(LARGE, "first"), desk.disk(LARGE, "second")
+    for disk in (first, second):
+        desk.run(disk)
+        (root / "kept").write_text(disk.serial)
+        mounts.unmount(root)
+    stray = desk.disk(LARGE, "stray")
+    uuid = bytes.fromhex(layout.new_uuid().replace("-", ""))
+    write(stray, 4096, raid_superblock(uuid, b"any:local", 2, 1))
+    before = desk.digest(stray)
+    boots = []
+    for number in range(3):
+        desk.boot(f"boot-{number}")
+        boots.append(desk.run(first, second))
+    for number in range(3, 6):
+        desk.boot(f"boot-{number}")
+        boots.append(desk.run(first, stray))
+    kept = []
+    for disk in (first, second):
+        with mounted(disk, "xfs", desk.base / "mnt") as inside:
+            kept.append((inside / "kept").read_text())
+    return {"boots": boots, "kept": kept, "same": desk.digest(stray) == before}
+
+
+def test_no_boot_formats_a_whole_filesystem_beside_another(worker: Workplace, tmp_path: Path) -> None:
+    found = run_scenario(several, worker, tmp_path)
+    assert [(told["action"], told["state"], told["code"]) for told in found["boots"]] == [
+        ("none", "failed", "disk.several")
+    ] * 6
+    assert "serial-first" in found["boots"][0]["reason"] and "1 of 2 members" in found["boots"][3]["reason"]
+    assert found["kept"] == ["serial-first", "serial-second"] and found["same"]
+
+
 def late(desk: Desk) -> Any:
     """Two blank disks appear after a member; one of ours has a blank one beside it; another one bears a disk's name."""
     root = desk.base / "local"

@@ -57,8 +57,10 @@ TABLE: Mapping[str, Row] = {
     ),
     "unfinished": Row("ours, made or erased only in part: no marker, no files", "format"),
     "incomplete": Row("ours, but members of the array are missing", "none", "disk.incomplete"),
+    "several": Row("ours, but of several filesystems, at least one of them whole", "none", "disk.several"),
     "members": Row(
-        "the same, and the settings say `rebuild`, or an earlier boot found no more of them", "rebuild"
+        "one of these two, and the settings say `rebuild`; or an earlier boot found no more members",
+        "rebuild",
     ),
     "newer": Row("ours, but newer than this kernel can mount", "none", "disk.newer"),
     "damaged": Row("ours, but the filesystem can't be mounted", "rebuild"),
@@ -243,10 +245,7 @@ def _accepted(
     if begun or not groups:
         return "unfinished", TABLE["unfinished"].when, None, usable
     if lacking or len(groups) > 1:
-        reason = (
-            "; ".join(lacking) or f"{_names([one.disk for one in usable])}: more than one filesystem of ours"
-        )
-        return _incomplete(settings, reason, usable)
+        return _apart(settings, groups, usable)
     (group,) = groups
     if group.volume is None or group.volume.state == "empty":
         return "unfinished", TABLE["unfinished"].when, None, usable
@@ -267,9 +266,16 @@ def _accepted(
     return row, _used_again(row, group.volume.marker, group.members), group.volume, group.members
 
 
-def _incomplete(settings: Settings, reason: str, usable: Sequence[Observation]) -> Accepted:
-    row = "members" if settings.incomplete_array == "rebuild" else "incomplete"
-    return row, reason, None, usable
+def _apart(settings: Settings, groups: Sequence[_Group], usable: Sequence[Observation]) -> Accepted:
+    """Return row and reason for disks that aren't one filesystem. Only the settings may give up one that is whole."""
+    reasons = [
+        group.lacks or f"a whole filesystem: {_names([one.disk for one in group.members])}"
+        for group in groups
+    ]
+    row = "incomplete" if all(group.lacks for group in groups) else "several"
+    if settings.incomplete_array == "rebuild":
+        row = "members"
+    return row, "; ".join(reasons), None, usable
 
 
 def _used_again(row: str, marker: Marker, members: Sequence[Observation]) -> str:

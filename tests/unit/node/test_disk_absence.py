@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from image_builder.node import reboots
-from image_builder.node.disk import absence
-from image_builder.node.disk.model import Disk, Observation, Raid, Seen
+from image_builder.node.disk import absence, apply, probe
+from image_builder.node.disk.command import Files, _settle
+from image_builder.node.disk.model import Disk, Observation, Places, Raid, Seen
+from tests.unit.node.test_disk_decide import OTHER, SETTINGS, array, disk, member, ours
 
 UUID = "6e6f6465-2d64-8000-8123-456789abcdef"
 
@@ -68,3 +71,34 @@ def test_what_is_whole_again_is_forgotten(node: Node) -> None:
     absence.forget(node.note)
     absence.forget(node.note)
     assert not node.boot("b", 0)
+
+
+def _boots(seen: Seen, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what three boots do, one after another, with the same disks; nothing is ever formatted."""
+    kept = Files(base, base / "release", base / "boot", base / "absence.json", base / "reboot.json", base)
+    settings = replace(SETTINGS, mount_point=str(base / "local"))
+    monkeypatch.setattr(probe, "observe_all", lambda *_: seen)
+    monkeypatch.setattr(apply, "carry_out", lambda *_: None)
+    actions = []
+    for boot in "abc":
+        kept.boot_id.write_text(boot)
+        actions.append(_settle(settings, [], list, Places(), kept)["action"])
+    return actions
+
+
+def test_members_that_stay_away_are_given_up_at_the_second_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seen in (Seen((member(0),)), Seen((member(0), member(1, uuid=OTHER)))):
+        assert _boots(seen, tmp_path, monkeypatch)[:2] == ["none", "rebuild"]
+        absence.forget(tmp_path / "absence.json")
+
+
+def test_no_boot_gives_up_a_whole_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = (member(0), member(1))
+    for seen in (
+        Seen((ours(), ours(number=1))),
+        Seen((ours(), member(1, uuid=OTHER))),
+        Seen((*whole, member(2, uuid=OTHER)), array(disk(0), disk(1))),
+    ):
+        assert _boots(seen, tmp_path, monkeypatch) == ["none"] * 3

@@ -228,8 +228,15 @@ CASES: dict[str, tuple[Settings, Seen, str]] = {
         "incomplete",
     ),
     "parts of two arrays": (SETTINGS, Seen((member(0), member(1, uuid=OTHER))), "incomplete"),
-    "part of an array beside ours": (SETTINGS, Seen((ours(), member(1, uuid=OTHER))), "incomplete"),
-    "two filesystems of ours": (SETTINGS, Seen((ours(), ours(number=1))), "incomplete"),
+    "part of an array beside ours": (SETTINGS, Seen((ours(), member(1, uuid=OTHER))), "several"),
+    "part of an array beside a whole one": (
+        SETTINGS,
+        Seen((member(0), member(1), member(2, uuid=OTHER)), TWO),
+        "several",
+    ),
+    "two filesystems of ours": (SETTINGS, Seen((ours(), ours(number=1))), "several"),
+    "two filesystems of ours, one damaged": (SETTINGS, Seen((ours(), ours("damaged", 1))), "several"),
+    "part of an array beside ours, rebuild": (REBUILD, Seen((ours(), member(1, uuid=OTHER))), "members"),
     "a member is missing, rebuild": (REBUILD, Seen((member(0),)), "members"),
     "two filesystems, rebuild": (REBUILD, Seen((ours(), ours(number=1))), "members"),
     "a disk was added, rebuild": (REBUILD, Seen((ours(), blank(1))), "members"),
@@ -392,6 +399,14 @@ def test_reason_names_every_disk_that_is_the_reason() -> None:
     found = decide(SETTINGS, "one", Seen((signed("ext4", 0), blank(1), signed("zfs_member", 2))))
     assert found.reason == (
         "nvme0n1 (Direct S0, 1000000000000 bytes): ext4; nvme2n1 (Direct S2, 1000000000000 bytes): zfs_member"
+    )
+
+
+def test_reason_names_every_part_of_several_filesystems() -> None:
+    found = decide(SETTINGS, "one", Seen((ours(), member(1, uuid=OTHER))))
+    assert found.reason == (
+        "a whole filesystem: nvme0n1 (Direct S0, 1000000000000 bytes); "
+        f"array {OTHER}: 1 of 2 members: nvme1n1 (Direct S1, 1000000000000 bytes)"
     )
 
 
