@@ -15,7 +15,7 @@ import pytest
 
 from image_builder.node import mounts, programs
 from image_builder.node.disk import apply, layout, probe
-from image_builder.node.disk.model import Disk, Observation, Places, Signature, Volume
+from image_builder.node.disk.model import Array, Disk, Observation, Places, Raid, Seen, Signature, Volume
 from image_builder.node.disk.settings import Settings
 from image_builder.node.errors import NodeError
 
@@ -313,3 +313,35 @@ def test_data_that_came_since_the_last_look_is_not_formatted(
     monkeypatch.setattr(programs, "run", lambda *_, **__: pytest.fail("it was formatted"))
     with pytest.raises(NodeError, match="right before it was formatted"):
         apply._filesystem([Disk("device", device, 4 * MIB)], Settings(), Places())
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_array_is_stopped_when_its_members_have_been_looked_at_again(
+    is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = tmp_path / "md127"
+    array.touch()
+    disks = [Disk(f"n{n}", tmp_path / f"n{n}", 4 * MIB) for n in (1, 2)]
+    for disk in disks:
+        disk.path.write_bytes(bytes(4 * MIB))
+    kind = "linux_raid_member" if is_same else "ext4"
+    seen = [
+        Observation(disk, (Signature(kind),), holders=("md127",), raid=Raid(UUID, "local", 0, 2, number))
+        for number, disk in enumerate(disks)
+    ]
+
+    def stop(argv: list[str], **_: object) -> None:
+        assert argv == ["mdadm", "--stop", os.fspath(array)]
+        array.unlink()
+
+    def erase(_several: object) -> None:
+        assert not array.exists(), "its members would be busy"
+        raise NodeError("program", "erased")
+
+    monkeypatch.setattr(probe, "observe_disks", lambda *_: seen)
+    monkeypatch.setattr(programs, "run", stop)
+    monkeypatch.setattr(apply, "erase", erase)
+    assembled = Seen(tuple(seen), {UUID: Array(UUID, "md127")})
+    with pytest.raises(NodeError, match="erased" if is_same else "changed since it was looked at: ext4"):
+        apply._make(disks, assembled, Settings(), Places(dev=tmp_path), lambda: disks)
+    assert array.exists() is not is_same, "one whose members are somebody else's by now goes on"
