@@ -16,7 +16,7 @@ from image_builder.sandbox import open_root
 from tests.builds import Workplace
 from tests.data_roots import layers_in
 from tests.pulls import ENGINES, MB, Lab, isolated
-from tests.seeds import Baked, Node, Result, bake, exact, node, runnable
+from tests.seeds import Baked, Node, Result, bake, ctr, docker, exact, node, runnable
 
 pytestmark = pytest.mark.root
 
@@ -227,6 +227,24 @@ def broken_links(here: Node) -> list[Path]:
     return [path for path in links if not (root / os.readlink(path).lstrip("/")).is_dir()]
 
 
+def _use(here: Node, baked: Baked) -> None:
+    """Leave what a reboot leaves: a container that ended, on seeded layers.
+
+    Of containerd also a pulled image that has a seeded layer, with a container of its own: all of it is on record.
+    """
+    image, lab = baked.images[0], here.lab
+    tree = lab.folder("tree")
+    (tree / "pulled").write_text("pulled")
+    pulled = runnable(lab, "pulled", tree)
+    with here.engine() as running:
+        if lab.engine == "docker":
+            docker(here, "create", "--network", "none", "--name", "ended", image.ref)
+            return
+        assert lab.pull(running, [pulled])["error"] == ""
+        for number, ref in enumerate((image.ref, pulled.ref)):
+            ctr(here, "containers", "create", "--snapshotter", "overlayfs", ref, f"ended-{number}")
+
+
 def _load(here: Node, baked: Baked) -> Result:
     """Let the node's preload bring what the engine lacks; return what the engine has then."""
     with here.engine() as running:
@@ -238,6 +256,7 @@ def _load(here: Node, baked: Baked) -> Result:
             "has": [running.has(image) for image in baked.images],
             "runs": [running.try_out(image) for image in baked.images[:1]],
             "links": len(broken_links(here)),
+            "containers": "" if here.lab.engine == "docker" else ctr(here, "containers", "list", "--quiet"),
         }
 
 
@@ -255,6 +274,8 @@ def disagree(lab: Lab) -> Result:
             here.blank()
             here.use(baked.opt)
             assert here.seed()["state"] == "ok"
+            if name == LOADED:
+                _use(here, baked)
             here.shut_down()
             here.use(bad.opt)
             (here.data / "mine").write_text("precious")
@@ -323,6 +344,8 @@ def test_what_a_lost_store_held_is_loaded_from_the_archive(disagreed: Result) ->
     assert loaded["exit"] == 0, loaded["said"]
     assert loaded["has"] == [True, True] and loaded["links"] == 0
     assert all(seconds > 0 for seconds in loaded["runs"])
+    # Containers that ended kept the lost layers on record.
+    assert loaded["containers"] == ""
 
 
 def test_a_store_is_not_taken_unchecked_where_the_check_is_required(disagreed: Result) -> None:

@@ -20,6 +20,7 @@ from image_builder.node.errors import ProgramError
 from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
 from image_builder.node.report import scan
+from image_builder.node.seed.docker import chain
 
 MANAGED = "io.cri-containerd.image=managed"
 PINNED = "io.cri-containerd.pinned=pinned"
@@ -85,11 +86,31 @@ class Containerd:
                     self.ctr("images", "label", name, *sorted(missing))
 
     def forget(self, images: Sequence[Image]) -> None:
+        """Take out lost layers with all that keeps them on record, or an import would take them for unpacked.
+
+        That is every image that has one of them, pulled ones too, and every container above one, as a reboot leaves
+        them. A container that runs stays, and so do its layers. Raises ProgramError.
+        """
         broken = scan(self.data_root, "containerd").broken
+        lost = {
+            layer.chain for image in images for layer in chain(image.diff_ids) if layer.diff_id[7:] in broken
+        }
+        if not lost:
+            return
+        snapshots = parse_snapshots(self.ctr("snapshots", "--snapshotter", self.snapshotter, "list"))
+        containers = self.ctr("containers", "list", "--quiet").split()
+        # CRI and ctr name a container's snapshot after the container.
+        if ended := [name for name in containers if stands_on(name, lost, snapshots)]:
+            programs.run(
+                ["ctr", "--namespace", self.namespace, "containers", "delete", *ended],
+                ok=(0, 1),
+                timeout=PATIENCE,
+            )
         listed = self.listed()
-        lost = {listed[i.ref].digest for i in images if i.ref in listed and lost_fault(i, broken)}
-        if gone := [name for name, entry in listed.items() if entry.digest in lost]:
-            # With its records, once no name leads to them: only then are they loaded again.
+        digests = {listed[i.ref].digest for i in images if i.ref in listed and lost_fault(i, broken)}
+        digests |= {entry.digest for entry in listed.values() if self._chains(entry.digest) & lost}
+        if gone := [name for name, entry in listed.items() if entry.digest in digests]:
+            # --sync collects the garbage before it returns: then the layers are off the disk, too.
             self.ctr("images", "remove", "--sync", *gone)
 
     def load(self, archive: Path) -> list[str]:
@@ -105,23 +126,41 @@ class Containerd:
         Read from the disk: two programs less for each image. That containerd knows of it is what
         ``images check`` says.
         """
-        algorithm, _, wanted = digest.partition(":")
-        try:
-            data = (self.data_root / _BLOBS / wanted).read_bytes()
-        except OSError:
-            data = b""
-        if algorithm != "sha256" or hashlib.sha256(data).hexdigest() != wanted:
+        data = self._blob(digest)
+        if data is None:
             try:
                 data = self.ctr("content", "get", digest).encode()
             except ProgramError as error:
                 if "not found" in error.tail.lower():
                     return None
                 raise
+        return _document(data)
+
+    def _blob(self, digest: str) -> bytes | None:
+        """Return what the content store has on the disk under a digest; None where it has nothing, or other bytes."""
+        algorithm, _, wanted = digest.partition(":")
         try:
-            found: dict[str, Any] = json.loads(data)
-        except ValueError:
-            return None  # damaged on the disk, it is no manifest
-        return found
+            data = (self.data_root / _BLOBS / wanted).read_bytes()
+        except OSError:
+            return None
+        return data if algorithm == "sha256" and hashlib.sha256(data).hexdigest() == wanted else None
+
+    def _chains(self, digest: str) -> set[str]:
+        """Return the chain ids of an image's layers, for each platform whose manifest is on the disk."""
+        found = _document(self._blob(digest) or b"") or {}
+        if "manifests" in found:
+            return {chain_id for entry in found["manifests"] for chain_id in self._chains(entry["digest"])}
+        config = _document(self._blob((found.get("config") or {}).get("digest", "")) or b"") or {}
+        return {layer.chain for layer in chain((config.get("rootfs") or {}).get("diff_ids") or [])}
+
+
+def _document(data: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None for anything else, such as what is damaged on the disk."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def names(image: Image) -> tuple[str, ...]:
@@ -163,6 +202,19 @@ def parse_list(text: str) -> dict[str, Listed]:
         labelled = words[-1].split(",") if words[-1] != "-" else []
         found[words[0]] = Listed(words[2], frozenset(labelled))
     return found
+
+
+def parse_snapshots(text: str) -> dict[str, str]:
+    """Read ``ctr snapshots list``: KEY PARENT KIND. Returns each key's parent, empty for a lowest one."""
+    rows = [line.split() for line in text.splitlines()[1:]]
+    return {words[0]: words[-2] if len(words) > 2 else "" for words in rows}
+
+
+def stands_on(key: str, lost: Set[str], parents: Mapping[str, str]) -> bool:
+    """Tell whether a snapshot is a lost one, or above one."""
+    while key and key not in lost:
+        key = parents.get(key, "")
+    return bool(key)
 
 
 def parse_check(text: str) -> dict[str, str]:

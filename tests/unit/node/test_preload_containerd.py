@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from image_builder.node import programs
+from image_builder.node.errors import ProgramError
 from image_builder.node.preload import containerd
 from image_builder.node.preload.images import Image
+from image_builder.node.programs import Completed
+from image_builder.node.report import scan
+from image_builder.node.seed.docker import chain
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, PAUSE_MANIFEST, TWO
 
 ONE_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
@@ -132,3 +142,183 @@ def test_manifest_is_read_from_the_disk(tmp_path: Path) -> None:
     place.write_bytes(data)
     # Without a program: ctr is asked for what is not there, or damaged.
     assert containerd.Containerd("k8s.io", tmp_path)._content(f"sha256:{digest}") == CONTENT[MANIFEST]
+
+
+def test_lost_layers_are_a_fault() -> None:
+    assert containerd.lost_fault(IMAGE, frozenset()) == ""
+    assert containerd.lost_fault(IMAGE, frozenset(["ab" * 32])) == "", "another image's"
+    assert containerd.lost_fault(IMAGE, frozenset([LAYERS[1][7:]])) == f"has lost layers: {LAYERS[1]}"
+
+
+# ctr -n k8s.io snapshots --snapshotter overlayfs list: two layers, a container above them, an unpack that was killed
+SNAPSHOTS = f"""\
+KEY PARENT KIND
+{LAYERS[0]}            Committed
+sha256:{"c" * 64} {LAYERS[0]} Committed
+ended         sha256:{"c" * 64} Active
+extract-538217543-b7UT sha256:{"d" * 64} {LAYERS[0]} Active
+"""
+
+
+def test_containerds_snapshots_are_read() -> None:
+    found = containerd.parse_snapshots(SNAPSHOTS)
+    top = f"sha256:{'c' * 64}"
+    assert found == {LAYERS[0]: "", top: LAYERS[0], "ended": top, "extract-538217543-b7UT": LAYERS[0]}
+    for key in found:
+        assert containerd.stands_on(key, {LAYERS[0]}, found), key
+    assert [key for key in found if containerd.stands_on(key, {top}, found)] == [top, "ended"]
+    assert not containerd.stands_on("gone", {top}, found)
+
+
+@dataclass
+class Engine:
+    """containerd as far as ctr shows it: names, containers (running or not) and snapshots, which its GC collects.
+
+    A layer is a directory of the data root, or a link to where nothing is. ``tops`` are images' last chain ids.
+    """
+
+    root: Path
+    names: dict[str, str] = field(default_factory=dict)
+    tops: dict[str, str] = field(default_factory=dict)
+    running: dict[str, bool] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, *layers: str, lost: Sequence[str] = (), index: bool = False) -> Image:
+        """Have an image. The files of ``lost`` layers are gone; an ``index`` has a platform that isn't here."""
+        diff_ids = tuple(_digest(layer.encode()) for layer in layers)
+        config = self._blob({"rootfs": {"type": "layers", "diff_ids": list(diff_ids)}, "config": {"x": name}})
+        digest = manifest = self._blob({"schemaVersion": 2, "config": {"digest": config}})
+        if index:
+            entries = [{"digest": f"sha256:{'1' * 64}"}, {"digest": manifest}]
+            digest = self._blob({"schemaVersion": 2, "manifests": entries})
+        for layer, made in zip(layers, chain(diff_ids), strict=True):
+            self._snapshot(made.chain, made.parent, made.diff_id if layer in lost else "")
+            self.tops[digest] = made.chain
+        self.names[f"lab/{name}:1"] = digest
+        return Image(f"lab/{name}:1", digest, manifest, config, False, diff_ids)
+
+    def contain(self, name: str, image: Image, *, running: bool = False) -> None:
+        self._snapshot(name, self.tops[image.digest])
+        self.running[name] = running
+
+    def _blob(self, content: dict[str, Any]) -> str:
+        data = json.dumps(content).encode()
+        path = self.root / "io.containerd.content.v1.content/blobs/sha256" / _digest(data)[7:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return _digest(data)
+
+    def _files(self, key: str) -> Path:
+        return self.root / "io.containerd.snapshotter.v1.overlayfs/snapshots" / _digest(key.encode())[7:19]
+
+    def _snapshot(self, key: str, parent: str, lost: str = "") -> None:
+        if key in self.parents:
+            return
+        self.parents[key] = parent
+        self._files(key).mkdir(parents=True)
+        if lost:
+            (self._files(key) / "fs").symlink_to(f"/nowhere/layers/{lost[7:]}")
+        else:
+            (self._files(key) / "fs").mkdir()
+
+    def run(self, argv: Sequence[str], *, ok: Container[int] = (0,), **_: object) -> Completed:
+        status, said = self._ctr(list(argv[3:]))
+        if status not in ok:
+            raise ProgramError(f"`{' '.join(argv)}` ended with {status}", status, said)
+        return Completed(status, said, "")
+
+    def _ctr(self, words: list[str]) -> tuple[int, str]:
+        match words:
+            case ["images", "list"]:
+                rows = [f"{name} type {digest} 1 B linux/amd64 -" for name, digest in self.names.items()]
+                return 0, "\n".join(["REF TYPE DIGEST SIZE PLATFORMS LABELS", *rows])
+            case ["snapshots", "--snapshotter", "overlayfs", "list"]:
+                rows = [f"{key} {parent} Committed" for key, parent in self.parents.items()]
+                return 0, "\n".join(["KEY PARENT KIND", *rows])
+            case ["containers", "list", "--quiet"]:
+                return 0, "".join(f"{name}\n" for name in self.running)
+            case ["containers", "delete", *names]:
+                for name in [name for name in names if not self.running[name]]:
+                    del self.running[name]
+                    self._remove(name)
+                left = [name for name in names if name in self.running]
+                return (1, f"cannot delete a non stopped container: {left}") if left else (0, "")
+            case ["images", "remove", "--sync", *names]:
+                for name in names:
+                    del self.names[name]
+                self._collect()
+                return 0, ""
+            case _:
+                raise AssertionError(words)
+
+    def _collect(self) -> None:
+        """Delete the snapshots that neither an image nor a container leads to."""
+        used: set[str] = set()
+        for key in [*(self.tops[digest] for digest in self.names.values()), *self.running]:
+            below = key
+            while below:
+                used.add(below)
+                below = self.parents[below]
+        for key in set(self.parents) - used:
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        del self.parents[key]
+        shutil.rmtree(self._files(key))
+
+
+def _digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine(tmp_path)
+    monkeypatch.setattr(programs, "run", made.run)
+    return made
+
+
+def _forget(engine: Engine, *images: Image) -> frozenset[str]:
+    """Return which layers are lost afterwards."""
+    containerd.Containerd("k8s.io", engine.root).forget(images)
+    return scan(engine.root, "containerd").broken
+
+
+@pytest.mark.parametrize("index", [False, True], ids=["manifest", "index"])
+def test_lost_layers_go_with_the_containers_and_the_pulled_images_above_them(
+    index: bool, engine: Engine
+) -> None:
+    one = engine.add("one", "base", "a", lost=["base", "a"])
+    pulled = engine.add("pulled", "base", "b", index=index)
+    other = engine.add("other", "base of its own", "b")
+    engine.names["lab/one@sha256:1"] = one.digest
+    engine.contain("of-one", one)
+    engine.contain("of-pulled", pulled)
+    engine.contain("of-other", other)
+    assert len(scan(engine.root, "containerd").broken) == 2
+    assert _forget(engine, one, other) == set(), "an import unpacks them"
+    assert engine.names == {other.ref: other.digest} and engine.running == {"of-other": False}
+    assert [layer.chain for layer in chain(other.diff_ids)] == [
+        key for key in engine.parents if key != "of-other"
+    ]
+
+
+def test_a_container_that_runs_stays_and_the_others_go(engine: Engine) -> None:
+    one = engine.add("one", "base", lost=["base"])
+    engine.contain("ended", one)
+    engine.contain("running", one, running=True)
+    assert _forget(engine, one) == {one.diff_ids[0][7:]}
+    assert engine.running == {"running": True}
+
+
+def test_without_a_lost_layer_nothing_goes(engine: Engine) -> None:
+    one, two = engine.add("one", "base", "a"), engine.add("two", "base", "b", lost=["b"])
+    engine.contain("of-one", one)
+    assert _forget(engine, one) == {two.diff_ids[1][7:]}, "an image that isn't asked for"
+    assert set(engine.names) == {one.ref, two.ref} and engine.running == {"of-one": False}
+
+
+def test_a_preloaded_image_goes_by_its_digest_where_its_configuration_is_lost_too(engine: Engine) -> None:
+    one = engine.add("one", "base", lost=["base"])
+    (engine.root / "io.containerd.content.v1.content/blobs/sha256" / one.id[7:]).unlink()
+    assert _forget(engine, one) == set() and engine.names == {}
