@@ -86,7 +86,11 @@ def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
 
 
 def seed(settings: Preload, store: Store) -> dict[str, Any]:
-    """Make the data root usable from the store; return the section of the status. Raises NodeError, OSError."""
+    """Make the data root usable from the store; return the section of the status. Raises NodeError, OSError.
+
+    containerd's root of another image's store is set aside whole, with pulled images and containers: its databases
+    can't be merged, nor edited while it is stopped. A later boot that succeeds deletes it (``promote.trash``).
+    """
     (settings.state / "seed").mkdir(parents=True, exist_ok=True)
     trees.remove(settings.state / "staging/seed")
     marker = _marker(settings)
@@ -97,14 +101,14 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
         raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
     check_version(store, settings.engine)
     _open(settings, store)
-    # containerd's root of another image's store: its databases can't be merged. Docker's is kept, see _keep.
     return {"action": "reseeded" if used else "seeded", **_fresh(settings, store, used)}
 
 
 def leave(settings: Preload) -> dict[str, Any]:
     """This image was baked without a store: what another one's seed linked leads nowhere. Raises NodeError, OSError.
 
-    The engine would take such layers for whole, and neither pull nor load them again.
+    The engine would take such layers for whole, and neither pull nor load them again. Of Docker the layers alone go,
+    containerd's root is set aside whole, as by ``seed``.
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
