@@ -24,7 +24,8 @@ _FLOORS: Mapping[str, str] = {
 }
 _UNCALIBRATED = ("bandwidth.low", "compute.slow", "below.median", "nvme.count")
 _LATE = ("killed", "hung")
-_HEX = re.compile(r"0x[0-9a-f]+")
+# The values in the detail of a wrong answer, as known_answer, memory and bandwidth write them.
+_VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d+ of \d+)")
 
 
 def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[str], bool]) -> list[Check]:
@@ -64,7 +65,7 @@ def _is_about_answers(check: Check) -> bool:
 
 def _record(check: Check) -> str:
     """Return what a wrong answer has in common on all GPUs: expected and found values, not where they were."""
-    return " ".join(_HEX.findall(check.detail)) or check.detail
+    return " ".join(_VALUES.findall(check.detail)) or check.detail
 
 
 def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:

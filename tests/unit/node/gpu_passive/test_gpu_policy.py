@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import calibration
+from image_builder.node.gpu import bandwidth, calibration, known_answer, memory, reference
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.checks import RULES, judge
 from image_builder.node.gpu.command import idle_reason
 from image_builder.node.gpu.evidence import Evidence
+from image_builder.node.gpu.known_answer import Wrong
+from image_builder.node.gpu.memory import Chunk, Memory, Tally
 from image_builder.node.gpu.model import Verdict
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import Floor
 from image_builder.node.gpu.verdict import verdict
+from tests.unit.node.gpu_active import library as cuda
 from tests.unit.node.gpu_passive.broken import CASES, XID_79
 from tests.unit.node.gpu_passive.recordings import (
     Change,
@@ -31,35 +35,111 @@ from tests.unit.node.gpu_passive.recordings import (
 )
 
 ALL = range(8)
+UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 
 
 def outcome(evidence: Evidence) -> Verdict:
     return verdict(judge(evidence), evidence.tier)
 
 
-def wrong(numbers: Sequence[int], id: str = "kat.mma", found: str = "") -> Change:
-    """The answer of these GPUs is wrong: on each another SM, and the same value unless ``found`` has a place for it."""
+# -- what the program says of a wrong answer -------------------------------------------------------------------
+
+Said = Callable[[int, int], str]
+"""The detail of a GPU's wrong answer, in which these bits are wrong. Where it is differs from GPU to GPU."""
+
+
+def value(gpu: int, bits: int) -> str:
+    return _threads(Wrong(8 * gpu, gpu, 3 + gpu, 0xAA, 0xAA ^ bits, 7 * gpu), gpu)
+
+
+def checksum(gpu: int, bits: int) -> str:
+    return _threads(Wrong(8 * gpu, gpu, 3 + gpu, 0xAA, 0xAA ^ bits, None), gpu)
+
+
+def _threads(wrong: Wrong, sm: int) -> str:
+    found = known_answer.Compared(frozenset([sm]), 1, frozenset([sm]), (wrong,))
+    return known_answer.detail(reference.CASES[0], found)
+
+
+def words(count: int) -> Said:
+    def said(gpu: int, bits: int) -> str:
+        return _memory(gpu, Tally(WORDS, count, 33, bits))
+
+    return said
+
+
+def uncompared(gpu: int, bits: int) -> str:
+    return _memory(gpu, Tally(WORDS - bits, 0, reference.ALL, 0))
+
+
+def _memory(gpu: int, found: Tally) -> str:
+    device, _ = cuda.device(cuda.Gpu(UUID, sms=1))
+    chunk = Chunk(0x7F00_0000_0000 + (gpu << 30), WORDS * memory.WORD, 0)
+    return memory.complaint(Memory(device, 5), chunk, found)
+
+
+def unnoticed(gpu: int, bits: int) -> str:
+    """What was flipped on purpose is counted wrongly."""
+
+    def miscount(_gpu: cuda.Gpu, kernel: str, arguments: Sequence[int]) -> None:
+        if kernel == "mem_verify":
+            block, at = fake.memory.place(arguments[6], 32)
+            block[at : at + 32] = struct.pack("<4Q", 128, bits, 0, 0)
+
+    device, fake = cuda.device(cuda.Gpu(UUID, sms=1, after_launch=miscount))
+    device.allocate(1024 * (gpu + 1))
+    return memory.notices(Memory(device, 5), Chunk(device.allocate(1024), 1024, 0))
+
+
+def tile(gpu: int, bits: int) -> str:
+    golden = reference.pattern_bytes(128, 3)
+    data = bytearray(golden * 8)
+    data[len(golden) * gpu + 8] ^= bits
+    return bandwidth.differs(memoryview(data), golden)
+
+
+def to_peer(said: Said) -> Said:
+    return lambda gpu, bits: f"to GPU-{gpu}: {said(gpu, bits)}"
+
+
+WORDS = 1 << 20
+ANSWERS: dict[str, tuple[str, Said]] = {
+    "value": ("kat.int", value),
+    "checksum": ("kat.mma", checksum),
+    "rate": ("perf.mma", value),
+    "one word": ("mem.pattern", words(1)),
+    "words": ("bw.hbm", words(5)),
+    "not compared": ("bw.h2d", uncompared),
+    "not noticed": ("mem.pattern", unnoticed),
+    "host memory": ("bw.d2h", tile),
+    "peer": ("bw.p2p", to_peer(words(1))),
+    "peer, not compared": ("bw.p2p", to_peer(uncompared)),
+}
+
+
+def alike(gpu: int) -> int:
+    return 2
+
+
+def own(gpu: int) -> int:
+    return 1 << gpu
+
+
+def wrong(numbers: Sequence[int], answer: str = "checksum", bits: Callable[[int], int] = alike) -> Change:
+    """The answer of these GPUs is wrong, each at a place of its own."""
+    id, said = ANSWERS[answer]
     return together(
-        *(
-            measured(
-                id,
-                n,
-                status="failed",
-                measured=1.0,
-                detail=f"SM {n}, lane 3: expected 0x0a, found {found.format(n) or '0x0b'}",
-            )
-            for n in numbers
-        )
+        *(measured(id, n, status="failed", measured=1.0, detail=said(n, bits(n))) for n in numbers)
     )
 
 
 # -- one finding on several GPUs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("id", ["kat.int", "kat.mma", "det.fp32", "mem.pattern", "bw.h2d", "perf.mma"])
-@pytest.mark.parametrize("numbers", [[2, 5], ALL], ids=["two", "all"])
-def test_the_same_wrong_answer_on_several_gpus_is_the_tests(id: str, numbers: Sequence[int]) -> None:
-    found = outcome(wrong(numbers, id)(node("H100")))
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("numbers", [[2, 5], range(7), ALL], ids=["two", "seven", "all"])
+def test_the_same_wrong_answer_on_several_gpus_is_the_tests(answer: str, numbers: Sequence[int]) -> None:
+    found = outcome(wrong(numbers, answer)(node("H100")))
     assert (found.status, found.exit_code, found.action) == ("inconclusive", 3, "reimage")
     assert found.code == "answer.common"
 
@@ -69,18 +149,19 @@ def test_one_gpu_that_is_wrong_is_replaced() -> None:
     assert (found.exit_code, found.action, found.code) == (1, "replace", "answer.wrong")
 
 
-def test_two_gpus_that_are_wrong_in_their_own_ways_are_replaced() -> None:
-    found = outcome(wrong([2, 5], found="0x{:02x}")(node("H100")))
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_two_gpus_that_are_wrong_in_their_own_ways_are_replaced(answer: str) -> None:
+    found = outcome(wrong([2, 5], answer, own)(node("H100")))
     assert (found.exit_code, found.action) == (1, "replace")
 
 
 def test_all_gpus_that_are_wrong_in_one_check_condemn_none_of_them() -> None:
-    found = outcome(wrong(ALL, found="0x{:02x}")(node("H100")))
+    found = outcome(wrong(ALL, bits=own)(node("H100")))
     assert (found.exit_code, found.action) == (3, "reimage")
 
 
 def test_what_only_one_gpu_has_beside_it_still_counts() -> None:
-    found = outcome(together(wrong([2, 5]), wrong([5], "kat.int"))(node("H100")))
+    found = outcome(together(wrong([2, 5]), wrong([5], "value"))(node("H100")))
     assert (found.exit_code, found.action) == (1, "replace")
 
 
