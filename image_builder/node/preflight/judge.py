@@ -15,7 +15,8 @@ REASON_CHARACTERS = 400
 MOST_REBOOTS, REBOOT_WINDOW = 3, 30 * 86400.0
 # Codes of programs, which another machine would run no better: a reboot that did not help asks for another image.
 _OF_PROGRAMS = ("runtime.",)
-# Routine in the life of a GPU's memory: a reset remaps the row, and that alone is no reason to give a machine back.
+# Routine in the life of a GPU's memory: a reset remaps the row, and that is no reason to give a machine back. One that
+# keeps coming back is for a person to judge.
 _ROUTINE = ("remap.pending", "ecc.uncorrected")
 
 
@@ -114,7 +115,7 @@ def settle(
 
     ``attempts`` is None where the file can't be read: then a reboot might be one without end, and there is none. A
     fault that a reboot did not cure, or that comes back too often, asks for another machine or image; what was
-    never settled asks for neither, it is tested again, and what is routine asks for no more than the reboot.
+    never settled asks for neither, it is tested again. What is routine has all its reboots, and then asks for a person.
     """
     if verdict.state == PASSED or verdict.action != "reboot":
         return verdict
@@ -122,13 +123,7 @@ def settle(
         return replace(verdict, action="replace")
     if attempts is None:
         return replace(verdict, reason=f"{verdict.reason}; no reboot: how many there were can't be read")
-    if verdict.code in _ROUTINE:
-        if attempts.recent(verdict.code, boot_id, now) < MOST_REBOOTS:
-            return replace(verdict, reboot=may_reboot)
-        return replace(
-            verdict, reason=f"{verdict.reason}; no reboot: {MOST_REBOOTS} in 30 days were for the same"
-        )
-    if attempts.unhelpful(verdict.code, build, boot_id):
+    if verdict.code not in _ROUTINE and attempts.unhelpful(verdict.code, build, boot_id):
         return _handed_over(verdict, "a reboot did not help")
     if attempts.recent(verdict.code, boot_id, now) >= MOST_REBOOTS:
         return _handed_over(verdict, f"{MOST_REBOOTS} reboots in 30 days were for the same")
@@ -139,4 +134,6 @@ def _handed_over(verdict: Verdict, why: str) -> Verdict:
     action = "none"
     if verdict.state == FAILED:
         action = "reimage" if verdict.code.startswith(_OF_PROGRAMS) else "replace"
+    if verdict.code in _ROUTINE:
+        action = "inspect"
     return replace(verdict, action=action, reason=f"{verdict.reason}; {why}")

@@ -17,7 +17,7 @@ UNSETTLED, ADMITTED = "preflight.unsettled", "kubelet.admitted"
 
 PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
 # What a person or a machine is to do with the node, the mildest first.
-ACTIONS = ("none", "reboot", "config", "reimage", "replace")
+ACTIONS = ("none", "reboot", "inspect", "config", "reimage", "replace")
 
 CONDITION = "NodePreflightPassed"
 _STATUS = {PASSED: "True", FAILED: "False"}

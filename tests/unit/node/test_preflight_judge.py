@@ -100,12 +100,20 @@ UNSETTLED = Check("d", INCONCLUSIVE, "x", "why", "reboot")
         ),
         pytest.param([GOOD], Attempts(), True, "none", False, id="passed"),
         *(
-            pytest.param([failed("reboot", code)], account, True, "reboot", reboot, id=f"{code}, {name}")
+            pytest.param(
+                [failed("reboot", code)],
+                account,
+                True,
+                "reboot" if reboot else "inspect",
+                reboot,
+                id=f"{code}, {name}",
+            )
             for code in ("remap.pending", "ecc.uncorrected")
             for name, account, reboot in (
                 ("again", rebooted(0, code=code, helped=False), True),
                 ("the third", rebooted(2, 1, code=code, helped=False), True),
-                ("no end of them", rebooted(3, 2, 1, code=code), False),
+                ("too often", rebooted(3, 2, 1, code=code), False),
+                ("too often and no help", rebooted(3, 2, 1, code=code, helped=False), False),
             )
         ),
     ],

@@ -127,9 +127,9 @@ def own(gpu: int) -> int:
 
 def wrong(numbers: Sequence[int], answer: str = "checksum", bits: Callable[[int], int] = alike) -> Change:
     """The answer of these GPUs is wrong, each at a place of its own."""
-    id, said = ANSWERS[answer]
+    check, said = ANSWERS[answer]
     return together(
-        *(measured(id, n, status="failed", measured=1.0, detail=said(n, bits(n))) for n in numbers)
+        *(measured(check, n, status="failed", measured=1.0, detail=said(n, bits(n))) for n in numbers)
     )
 
 
