@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from image_builder.gate.model import Node
@@ -31,27 +31,41 @@ class Limits:
 
 def code_of(node: Node) -> str:
     """Return by which code the present boot of a node failed; empty where it didn't, or a person let it in."""
-    is_present = bool(node.boot_id) and node.tested_boot == node.boot_id != node.admitted_boot
-    code = failure_of(node.message) if is_present and node.status == "False" and not node.retested else ""
+    return _reported(node) if node.boot_id and node.tested_boot == node.boot_id else ""
+
+
+def _reported(node: Node) -> str:
+    """Return the code of the failure that a node reported last, of whichever boot."""
+    is_open = node.status == "False" and not node.retested and node.tested_boot != node.admitted_boot
+    code = failure_of(node.message) if is_open else ""
     return code if _KEY.fullmatch(code) else ""
+
+
+def _counted(node: Node, now: float, window: float) -> str:
+    """Return by which code a node counts as failed.
+
+    A node that starts itself again does so before its kubelet tells the new boot's id: its report counts while it is
+    new.
+    """
+    return code_of(node) or (_reported(node) if _is_recent(node, now, window) else "")
 
 
 def step(nodes: Sequence[Node], known: Mapping[str, Hold], now: float, limits: Limits) -> dict[str, Hold]:
     """Return the holds as they are to be now. One that is known stays, open or released, while a node fails by it."""
     failing: dict[tuple[str, str], list[Node]] = {}
     for node in nodes:
-        if code := code_of(node):
+        if code := _counted(node, now, limits.window):
             failing.setdefault((node.pool, code), []).append(node)
     sizes = Counter(node.pool for node in nodes)
     present = {code for _, code in failing}
     holds = {code: hold for code, hold in known.items() if code in present}
     for (pool, code), failed in failing.items():
-        count = _recent(failed, now, limits.window)
+        count = sum(_is_recent(node, now, limits.window) for node in failed)
         if code not in holds and count >= limits.least and count > limits.share * sizes[pool]:
             holds[code] = Hold(pool, count, sizes[pool], int(now))
     return holds
 
 
-def _recent(nodes: Iterable[Node], now: float, window: float) -> int:
-    """Count reports of the last ``window`` seconds; a node's clock may be ahead of ours."""
-    return sum(now - node.reported <= window for node in nodes)
+def _is_recent(node: Node, now: float, window: float) -> bool:
+    """Tell whether a node reported within the last ``window`` seconds; its clock may be ahead of ours."""
+    return now - node.reported <= window

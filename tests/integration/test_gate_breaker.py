@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,12 @@ from image_builder.gate.controller import Controller, Settings
 from image_builder.gate.lease import Settings as LeaseSettings
 from image_builder.gate.model import Rules
 from image_builder.node.kube import Client, KubeError
-from image_builder.node.preflight import hold, model
+from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, Verdict
 from image_builder.node.preflight.settings import Settings as PreflightSettings
 from tests.gates import GATE, Cluster, Machine, give_rights, healthy, in_background, running, wait_until
+from tests.integration.test_gate_preflight import FABRIC
 
 pytestmark = pytest.mark.root
 
@@ -155,3 +158,48 @@ def test_a_controller_that_advises_changes_nothing(cluster: Cluster, machine: Ca
     assert held(cluster) == {}
     assert sum(again.name in line for line in said) == 1
     assert not any("lease" in line or "not done" in line for line in said), said
+
+
+def switch_on(machine: Machine) -> None:
+    """Start a machine whose kubelet waits for the preflight: the API server knows of the boot before."""
+    machine.boot = str(uuid.uuid4())
+    (machine.directory / "boot_id").write_text(f"{machine.boot}\n")
+
+
+def starts_itself_again(machine: Machine) -> bool:
+    """Run the agent's preflight, whose GPUs have a fault that a reboot may cure."""
+    here = machine.directory
+    for name in ("run", "etc"):
+        (here / name).mkdir(exist_ok=True)
+    (here / "etc/preflight.json").write_text(json.dumps({"kubeconfig": os.fspath(machine.kubeconfig)}))
+    (here / "etc/gpu.json").write_text('{"expect": "gpus"}')
+    (here / "release").write_text('IMAGE_BUILD="one"\n')
+    rebooted = here / "rebooted"
+    rebooted.unlink(missing_ok=True)
+    places = command.Places(
+        run=here / "run",
+        etc=here / "etc",
+        release=here / "release",
+        boot_id=here / "boot_id",
+        attempts=here / "var/preflight.json",
+        reboot=("touch", os.fspath(rebooted)),
+        smoke=lambda _tier: [sys.executable, "-c", FABRIC, machine.boot],
+    )
+    assert command.run(places) == int(rebooted.exists())
+    return rebooted.exists()
+
+
+def test_nodes_that_start_themselves_again_are_counted(
+    cluster: Cluster, machine: Callable[[], Machine]
+) -> None:
+    nodes = [machine() for _ in range(3)]
+    with controlled(cluster):
+        for each in nodes:
+            switch_on(each)
+            assert starts_itself_again(each)
+            said = each.condition()
+            assert said["status"] == "False" and said["message"].startswith(f"boot={each.boot} ")
+        assert wait_until(lambda: "fabric.state" in held(cluster))
+        switch_on(nodes[0])
+        assert not starts_itself_again(nodes[0])
+        assert "replace is held" in nodes[0].condition()["message"]

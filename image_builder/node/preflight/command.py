@@ -59,15 +59,16 @@ def run(places: Places = Places()) -> int:
             )
             verdicts.write(told, run=places.run, etc=places.etc)
             status.tell(f"preflight: {model.message(told)}")
+            if verdict.state != PASSED:
+                # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
+                # already keeps what it was allowed before until somebody hears of this.
+                report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
             verdicts.admit(told, run=places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED, there is no verdict: {error}")
         return 1
-    if verdict.state != PASSED:
-        # A node that is known already keeps what it was allowed before until somebody hears of this.
-        report.try_now(settings, places.run)
     return 0
 
 

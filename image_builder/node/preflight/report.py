@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from image_builder.node.preflight.settings import Settings, parse
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
 _POLL = 2.0
 _KUBELET_SECONDS = 3600.0
-# The early word of a failure keeps the kubelet from starting for so long at most.
+# The early word of a failure keeps the kubelet from starting, or the node from its reboot, for so long at most.
 _EARLY_SECONDS = 10.0
 
 
@@ -67,16 +68,25 @@ def try_now(settings: Settings, directory: Path) -> None:
     """Report at once, before the kubelet starts, and only once: for a boot that did not pass on a known node.
 
     Its Node object may have no taint, and the kubelet can't give it one; the controller does when it hears of this. A
-    node that isn't known yet registers with the taint.
+    node that isn't known yet registers with the taint. A thread reports and is left behind when the time is over: a
+    resolver has no deadline.
     """
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return
-    try:
-        found = json.loads((directory / model.FILE).read_bytes())
-        _send(settings, found, _EARLY_SECONDS)
-        _remember(directory, found)
-    except (NodeError, OSError, ValueError) as error:
-        status.tell(f"preflight: not reported yet: {error}")
+
+    def work() -> None:
+        try:
+            found = json.loads((directory / model.FILE).read_bytes())
+            _send(settings, found, _EARLY_SECONDS)
+            _remember(directory, found)
+        except (NodeError, OSError, ValueError) as error:
+            status.tell(f"preflight: not reported yet: {error}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_EARLY_SECONDS)
+    if thread.is_alive():
+        status.tell(f"preflight: not reported yet: no answer within {_EARLY_SECONDS:g} s")
 
 
 def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:

@@ -75,6 +75,16 @@ def test_it_stays_open_while_a_node_fails_and_closes_then() -> None:
     assert step(pool(0, 100), held, NOW + 9999, LIMITS) == {}
 
 
+def test_a_node_that_starts_itself_again_counts_while_its_report_is_new() -> None:
+    """The kubelet of the boot that it ended never ran, so the Node object has the boot id before."""
+    rebooting = [replace(node(n, replace(REPLACE, action="reboot")), boot_id=OTHER) for n in range(3)]
+    held = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
+    assert held == {"gpu.kat.int": Hold("a", 3, 10, int(NOW))}
+    assert step(rebooting, held, NOW + 3000, LIMITS) == held
+    assert step(rebooting, held, NOW + 3601, LIMITS) == {}
+    assert step([replace(one, admitted_boot=BOOT) for one in rebooting], {}, NOW, LIMITS) == {}
+
+
 def test_what_a_person_released_is_not_held_again_while_the_nodes_fail() -> None:
     released = {"gpu.kat.int": Hold("a", 30, 100, int(NOW), hold.RELEASED, "me", "a rack")}
     assert step(pool(30, 100), released, NOW, LIMITS) == released
