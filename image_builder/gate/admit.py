@@ -14,7 +14,7 @@ from image_builder.gate.breaker import code_of
 from image_builder.gate.decide import Action, is_tainted, may_work, patch, pointer_of
 from image_builder.gate.model import ADMITTED, Node, Rules, node_from, path_of
 from image_builder.node.kube import JSON_PATCH, Client
-from image_builder.node.preflight.hold import OPEN, Hold
+from image_builder.node.preflight.hold import OPEN, Hold, of_node
 
 
 def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
@@ -52,14 +52,12 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
     listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
     holds = holder.read(client) or {}
-    return [
-        _line(node_from(item, rules), rules, holds)
-        for item in sorted(listed, key=lambda i: i["metadata"]["name"])
-    ]
+    return [_line(item, rules, holds) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
 
 
-def _line(node: Node, rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
-    held = holds.get(code_of(node))
+def _line(found: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
+    node = node_from(found, rules)
+    held = of_node(code_of(node), found["metadata"].get("labels") or {}, holds)
     words = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
     return {
         "node": node.name,

@@ -15,8 +15,8 @@ from image_builder.gate.model import Node
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import failure_of
 
-# What a ConfigMap takes as a key.
-_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+# With a pool's name it is the key of a ConfigMap, which has 253 characters at most: 63 are a label's.
+_CODE = re.compile(r"(?!.{189})[-_a-zA-Z0-9]+(\.[-_a-zA-Z0-9]+)*")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _reported(node: Node) -> str:
     """Return the code of the failure that a node reported last, of whichever boot."""
     is_open = node.status == "False" and not node.retested and node.tested_boot != node.admitted_boot
     code = failure_of(node.message) if is_open else ""
-    return code if _KEY.fullmatch(code) else ""
+    return code if _CODE.fullmatch(code) else ""
 
 
 def _counted(node: Node, now: float, window: float) -> str:
@@ -50,19 +50,24 @@ def _counted(node: Node, now: float, window: float) -> str:
     return code_of(node) or (_reported(node) if _is_recent(node, now, window) else "")
 
 
-def step(nodes: Sequence[Node], known: Mapping[str, Hold], now: float, limits: Limits) -> dict[str, Hold]:
-    """Return the holds as they are to be now. One that is known stays, open or released, while a node fails by it."""
+def step(
+    nodes: Sequence[Node], known: Mapping[str, Hold], now: float, limits: Limits, label: str
+) -> dict[str, Hold]:
+    """Return the holds as they are to be now, by key. ``label`` names the pools.
+
+    One that is known stays, open or released, while a node of its pool fails by it.
+    """
     failing: dict[tuple[str, str], list[Node]] = {}
     for node in nodes:
         if code := _counted(node, now, limits.window):
             failing.setdefault((node.pool, code), []).append(node)
     sizes = Counter(node.pool for node in nodes)
-    present = {code for _, code in failing}
-    holds = {code: hold for code, hold in known.items() if code in present}
+    holds = {key: hold for key, hold in known.items() if (hold.pool, hold.code) in failing}
     for (pool, code), failed in failing.items():
         count = sum(_is_recent(node, now, limits.window) for node in failed)
-        if code not in holds and count >= limits.least and count > limits.share * sizes[pool]:
-            holds[code] = Hold(pool, count, sizes[pool], int(now))
+        hold = Hold(code, label, pool, count, sizes[pool], int(now))
+        if hold.key not in holds and count >= limits.least and count > limits.share * sizes[pool]:
+            holds[hold.key] = hold
     return holds
 
 

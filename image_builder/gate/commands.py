@@ -159,11 +159,14 @@ def admit(
 def release(
     code: Annotated[str, typer.Argument(metavar="CODE", help="what is held, as `gate status` says it")],
     reason: Annotated[str, typer.Option("--reason", help="why the nodes are to blame after all")],
+    pool: Annotated[
+        str | None, typer.Option(help="the pool, where the code is held for several of them")
+    ] = None,
     who: Annotated[str, typer.Option("--by", help="who releases it")] = "",
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:
-    """Let nodes that fail by a code be started again and replaced, though many fail alike.
+    """Let nodes of a pool that fail by a code be started again and replaced, though many fail alike.
 
     Example:
 
@@ -172,12 +175,12 @@ def release(
     from image_builder.gate import holder
 
     try:
-        held = holder.release(_connect(kubeconfig), code, who=who or _user(), reason=reason)
+        held = holder.release(_connect(kubeconfig), code, pool, who=who or _user(), reason=reason)
     except NodeError as error:
         raise _failed(error) from error
     show(
         {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
-        f"{code} is released until no node fails by it any more; it was held: {held.words}",
+        f"{held.name} is released until no node fails by it any more; it was held: {held.words}",
         as_json=as_json,
     )
     return 0

@@ -64,7 +64,9 @@ class Controller:
         self.informer = Informer(connect(), settings.rules, self._changed, self._removed, tell)
         self._failures = 0
         self._retester = Retester(self._client, settings.rules, settings.limits, tell)
-        self._holder = Holder(self._client, settings.breaker, tell, advises=settings.advises)
+        self._holder = Holder(
+            self._client, settings.breaker, settings.rules.pool, tell, advises=settings.advises
+        )
         self._advised: dict[str, Node] = {}
         self._turned = float("-inf")
 

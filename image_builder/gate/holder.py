@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from image_builder.errors import UsageError
@@ -18,7 +18,7 @@ _MERGE_PATCH = "application/merge-patch+json"
 
 
 def read(client: Client) -> dict[str, Hold] | None:
-    """Return the holds by code, None where there is no ConfigMap yet. Raises NodeError."""
+    """Return the holds by key, None where there is no ConfigMap yet. Raises NodeError."""
     try:
         return hold.parse(client.request("GET", hold.PATH))
     except KubeError as error:
@@ -27,31 +27,44 @@ def read(client: Client) -> dict[str, Hold] | None:
         return None
 
 
-def release(client: Client, code: str, *, who: str, reason: str) -> Hold:
-    """Let nodes that fail by this code be started again and replaced; return what was held.
+def release(client: Client, code: str, pool: str | None, *, who: str, reason: str) -> Hold:
+    """Let nodes of a pool that fail by this code be started again and replaced; return what was held.
 
-    Raises UsageError: it isn't held. Raises KubeError.
+    Raises UsageError: it isn't held, or for several pools and none is named. Raises KubeError.
     """
-    known = read(client) or {}
-    if code not in known:
-        raise UsageError(f"{code} is not held; held are: {', '.join(sorted(known)) or 'none'}")
-    released = replace(known[code], state=hold.RELEASED, by=who, reason=reason)
-    client.request("PATCH", hold.PATH, {"data": {code: released.text()}}, _MERGE_PATCH)
-    return known[code]
+    held = chosen((read(client) or {}).values(), code, pool)
+    released = replace(held, state=hold.RELEASED, by=who, reason=reason)
+    client.request("PATCH", hold.PATH, {"data": {held.key: released.text()}}, _MERGE_PATCH)
+    return held
+
+
+def chosen(holds: Collection[Hold], code: str, pool: str | None) -> Hold:
+    """Return the one hold of a code, in a pool where one is named. Raises UsageError."""
+    found = [one for one in holds if one.code == code and pool in (None, one.pool)]
+    if not found:
+        names = ", ".join(sorted(one.name for one in holds)) or "none"
+        raise UsageError(f"{code} is not held{f' for pool {pool}' if pool else ''}; held are: {names}")
+    if len(found) > 1:
+        pools = ", ".join(sorted(repr(one.pool) for one in found))
+        raise UsageError(f"{code} is held for several pools: {pools}", hint="--pool POOL names one")
+    return found[0]
 
 
 class Holder:
-    """Carries out ``breaker.step``. ``advises``: it only says what it would hold."""
+    """Carries out ``breaker.step``. ``label`` names the pools. ``advises``: it only says what it would hold."""
 
-    def __init__(self, client: Client, limits: Limits, tell: Callable[[str], None], *, advises: bool) -> None:
-        self._client, self._limits, self._tell, self._advises = client, limits, tell, advises
+    def __init__(
+        self, client: Client, limits: Limits, label: str, tell: Callable[[str], None], *, advises: bool
+    ) -> None:
+        self._client, self._limits, self._label = client, limits, label
+        self._tell, self._advises = tell, advises
         self._said: dict[str, Hold] = {}
 
     def turn(self, nodes: Sequence[Node], now: float) -> None:
         """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
         try:
             known = self._said if self._advises else read(self._client)
-            holds = step(nodes, known or {}, now, self._limits)
+            holds = step(nodes, known or {}, now, self._limits, self._label)
             if not self._advises:
                 self._write(known, holds)
         except NodeError as error:
@@ -62,7 +75,7 @@ class Holder:
 
     def _write(self, known: Mapping[str, Hold] | None, holds: Mapping[str, Hold]) -> None:
         changed: dict[str, str | None] = dict.fromkeys((known or {}).keys() - holds.keys())
-        changed |= {code: one.text() for code, one in holds.items() if code not in (known or {})}
+        changed |= {key: one.text() for key, one in holds.items() if key not in (known or {})}
         if not changed:
             return
         if known is None:
@@ -73,7 +86,8 @@ class Holder:
 
     def _say(self, known: Mapping[str, Hold], holds: Mapping[str, Hold]) -> None:
         would = "would be " if self._advises else ""
-        for code in holds.keys() - known.keys():
-            self._tell(f"BREAKER OPEN: {code}: {holds[code].words}: reboots and replacements {would}held")
-        for code in known.keys() - holds.keys():
-            self._tell(f"breaker closed: {code}: no node fails by it any more")
+        for key in holds.keys() - known.keys():
+            one = holds[key]
+            self._tell(f"BREAKER OPEN: {one.code}: {one.words}: reboots and replacements {would}held")
+        for key in known.keys() - holds.keys():
+            self._tell(f"breaker closed: {known[key].name}: no node fails by it any more")

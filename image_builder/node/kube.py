@@ -171,8 +171,11 @@ class Client:
         body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
         if labels:
             body["metadata"] = {"labels": dict(labels)}
-        path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}/status"
-        self.request("PATCH", path, body, STRATEGIC_MERGE)
+        self.request("PATCH", f"{_path_of_node(node)}/status", body, STRATEGIC_MERGE)
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return a Node object. Raises KubeError."""
+        return self.request("GET", _path_of_node(name))
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
         """Return what the server answers to one request. Raises KubeError."""
@@ -334,6 +337,10 @@ def tls(access: Access) -> ssl.SSLContext:
         finally:
             os.close(fd)
     return context
+
+
+def _path_of_node(name: str) -> str:
+    return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 
 def _said(answer: http.client.HTTPResponse) -> str:

@@ -15,8 +15,8 @@ from image_builder.gate import breaker, holder
 from image_builder.gate.admit import overview
 from image_builder.gate.controller import Controller, Settings
 from image_builder.gate.lease import Settings as LeaseSettings
-from image_builder.gate.model import Rules
-from image_builder.node.kube import Client, KubeError
+from image_builder.gate.model import Rules, path_of
+from image_builder.node.kube import MERGE_PATCH, Client, KubeError
 from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, Verdict
@@ -27,6 +27,7 @@ from tests.integration.test_gate_preflight import FABRIC
 pytestmark = pytest.mark.root
 
 CODE = "gpu.kat.int"
+KEY = f"{CODE}.."  # of the nodes without a pool
 REPLACE = Verdict(FAILED, CODE, "mismatch in SM 7", "replace")
 
 
@@ -87,18 +88,23 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         assert held(cluster) == {} and asked(good) == REPLACE
 
         failing[2].report(FAILED, CODE, "replace")
-        assert wait_until(lambda: CODE in held(cluster))
-        assert (held(cluster)[CODE].failed, held(cluster)[CODE].of) == (3, 4)
+        assert wait_until(lambda: KEY in held(cluster))
+        assert (held(cluster)[KEY].failed, held(cluster)[KEY].of) == (3, 4)
         assert wait_until(lambda: any(f"BREAKER OPEN: {CODE}: 3 of 4 nodes" in line for line in said))
         # A node that fails by it from now on does nothing to itself, and asks for nothing.
         verdict = asked(good)
         assert (verdict.state, verdict.action) == (FAILED, "none")
         assert "replace is held: 3 of 4 nodes failed alike" in verdict.reason
+        elsewhere = machine()
+        cluster.admin.request(
+            "PATCH", path_of(elsewhere.name), {"metadata": {"labels": {"pool": "b"}}}, MERGE_PATCH
+        )
+        assert asked(elsewhere) == REPLACE, "of another pool"
         told = {line["node"]: line["why"] for line in overview(cluster.admin, Rules())}
         assert all(told[each.name].startswith("HELD, 3 of 4 nodes") for each in failing)
         assert "HELD" not in told[good.name]
 
-        released = holder.release(cluster.admin, CODE, who="me", reason="a rack lost its power")
+        released = holder.release(cluster.admin, CODE, None, who="me", reason="a rack lost its power")
         assert released.failed == 3
         assert asked(good) == REPLACE
         assert "HELD" not in str(overview(cluster.admin, Rules()))
@@ -115,7 +121,7 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         each.report(FAILED, CODE, "replace")
     for _ in range(2):
         with controlled(cluster) as said:
-            assert wait_until(lambda: CODE in held(cluster))
+            assert wait_until(lambda: KEY in held(cluster))
     assert not any("BREAKER OPEN" in line for line in said)
 
 
@@ -199,7 +205,7 @@ def test_nodes_that_start_themselves_again_are_counted(
             assert starts_itself_again(each)
             said = each.condition()
             assert said["status"] == "False" and said["message"].startswith(f"boot={each.boot} ")
-        assert wait_until(lambda: "fabric.state" in held(cluster))
+        assert wait_until(lambda: "fabric.state.." in held(cluster))
         switch_on(nodes[0])
         assert not starts_itself_again(nodes[0])
         assert "replace is held" in nodes[0].condition()["message"]

@@ -1,7 +1,8 @@
 """The gate's breaker, as a node hears of it: what fails on many nodes at once condemns none of them.
 
-The gate keeps one ConfigMap. Its keys are the codes that a suspicious share of a pool's boots failed by; a node that is
-about to start itself again, or to ask for its replacement, reads it once before.
+The gate keeps one ConfigMap. Its entries are the codes that a suspicious share of a pool's boots failed by; a node that
+is about to start itself again, or to ask for its replacement, reads it once before. Which pool is a node's own is what
+its labels say, as for the gate.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ _SECONDS = 10.0
 class Hold:
     """A code by which ``failed`` of ``of`` nodes of a pool failed within the window, noticed at ``since`` (Unix time).
 
+    ``pool`` is the value of its nodes' label ``label``, empty for nodes without that label.
     ``state``: ``released`` by a person, who says in ``reason`` why the nodes are to blame after all.
     """
 
+    code: str
+    label: str
     pool: str
     failed: int
     of: int
@@ -43,28 +47,50 @@ class Hold:
     reason: str = ""
 
     @property
+    def key(self) -> str:
+        """Return the entry's key. No code has two dots in a row, so no other code and pool have the same."""
+        return f"{self.code}..{self.pool}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.code}{self._of_pool}"
+
+    @property
     def words(self) -> str:
-        pool = f" of pool {self.pool}" if self.pool else ""
-        return f"{self.failed} of {self.of} nodes{pool} failed alike"
+        return f"{self.failed} of {self.of} nodes{self._of_pool} failed alike"
+
+    @property
+    def _of_pool(self) -> str:
+        return f" of pool {self.pool}" if self.pool else ""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
 
 def parse(found: Mapping[str, Any]) -> dict[str, Hold]:
-    """Return the holds of a ConfigMap by code; an entry that is malformed counts as not there."""
+    """Return the holds of a ConfigMap by key; an entry that is malformed counts as not there."""
     holds = {}
-    for code, text in (found.get("data") or {}).items():
+    for key, text in (found.get("data") or {}).items():
         try:
-            holds[code] = Hold(**json.loads(text))
+            holds[key] = Hold(**json.loads(text))
         except (TypeError, ValueError, RecursionError):
             continue
     return holds
 
 
-def applied(verdict: Verdict, holds: Mapping[str, Hold]) -> Verdict:
-    """Return the verdict, without its reboot and its action where its code is held. It stays what it was: no pass."""
-    hold = holds.get(verdict.code)
+def of_node(code: str, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> Hold | None:
+    """Return the hold of a code for a node with these labels."""
+    return next(
+        (one for one in holds.values() if (one.code, one.pool) == (code, labels.get(one.label, ""))), None
+    )
+
+
+def applied(verdict: Verdict, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> Verdict:
+    """Return the verdict, without its reboot and its action where its code is held for a node with these labels.
+
+    It stays what it was: no pass.
+    """
+    hold = of_node(verdict.code, labels, holds)
     if hold is None or hold.state != OPEN or verdict.action not in _CONDEMNING:
         return verdict
     reason = f"{verdict.reason}; {verdict.action} is held: {hold.words}"
@@ -76,9 +102,12 @@ def asked(verdict: Verdict, settings: Settings) -> Verdict:
     if verdict.action not in _CONDEMNING or not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return verdict
     try:
-        client, _ = report.connect(settings, _SECONDS)
+        client, node = report.connect(settings, _SECONDS)
         with client:
-            return applied(verdict, parse(client.request("GET", PATH)))
+            holds = parse(client.request("GET", PATH))
+            if all(one.code != verdict.code for one in holds.values()):
+                return verdict
+            return applied(verdict, client.node(node)["metadata"].get("labels") or {}, holds)
     except (NodeError, OSError, ValueError) as error:
         status.tell(f"preflight: the gate's breaker is not known: {error}")
         return verdict

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from image_builder.gate.breaker import Limits, code_of, step
+from image_builder.errors import UsageError
+from image_builder.gate import breaker, holder
+from image_builder.gate.admit import _line as status_line
+from image_builder.gate.breaker import Limits, code_of
 from image_builder.gate.model import Node, Rules, node_from
 from image_builder.node.preflight import hold, model
 from image_builder.node.preflight.hold import Hold
@@ -15,6 +18,7 @@ from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Ver
 BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
 NOW = 1_700_000_000.0
 LIMITS = Limits(share=0.05, window=3600, least=3)
+LABEL = "agentpool"
 REPLACE = Verdict(FAILED, "gpu.kat.int", "mismatch in SM 7", "replace")
 
 
@@ -35,6 +39,14 @@ def node(number: int, verdict: Verdict = REPLACE, *, age: float = 60, pool: str 
     )
 
 
+def step(nodes: list[Node], known: dict[str, Hold], now: float, limits: Limits) -> dict[str, Hold]:
+    return breaker.step(nodes, known, now, limits, LABEL)
+
+
+def held(failed: int, of: int, pool: str = "a", code: str = "gpu.kat.int") -> dict[str, Hold]:
+    return {f"{code}..{pool}": Hold(code, LABEL, pool, failed, of, int(NOW))}
+
+
 def pool(failed: int, of: int, name: str = "a", *, age: float = 60) -> list[Node]:
     good = Verdict(PASSED)
     return [node(n, REPLACE if n < failed else good, age=age, pool=name) for n in range(of)]
@@ -46,21 +58,24 @@ def pool(failed: int, of: int, name: str = "a", *, age: float = 60) -> list[Node
 )
 def test_it_opens_above_a_share_of_the_pool_and_not_for_a_few(failed: int, of: int, is_open: bool) -> None:
     found = step(pool(failed, of), {}, NOW, LIMITS)
-    wanted = {"gpu.kat.int": Hold("a", failed, of, int(NOW))} if is_open else {}
-    assert found == wanted
+    assert found == (held(failed, of) if is_open else {})
 
 
 def test_each_pool_counts_by_itself() -> None:
     assert step([*pool(2, 30), *pool(2, 30, "b")], {}, NOW, LIMITS) == {}
     found = step([*pool(2, 1000), *pool(3, 30, "b")], {}, NOW, LIMITS)
-    assert found == {"gpu.kat.int": Hold("b", 3, 30, int(NOW))}
+    assert found == held(3, 30, "b")
+    both = step([*pool(3, 30), *pool(3, 30, "b")], found, NOW, LIMITS)
+    assert both == held(3, 30) | held(3, 30, "b")
+    # One node of the first pool goes on failing: that says nothing of the second.
+    assert step([*pool(1, 30), *pool(0, 30, "b")], both, NOW, LIMITS) == held(3, 30)
 
 
 def test_each_code_counts_by_itself() -> None:
     other = replace(REPLACE, code="gpu.lost")
     nodes = [*pool(2, 10), node(20, other), node(21, other)]
     assert step(nodes, {}, NOW, LIMITS) == {}
-    assert list(step([*nodes, node(22, other)], {}, NOW, LIMITS)) == ["gpu.lost"]
+    assert list(step([*nodes, node(22, other)], {}, NOW, LIMITS)) == ["gpu.lost..a"]
 
 
 def test_only_the_last_hour_opens_it() -> None:
@@ -70,23 +85,25 @@ def test_only_the_last_hour_opens_it() -> None:
 
 
 def test_it_stays_open_while_a_node_fails_and_closes_then() -> None:
-    held = step(pool(30, 100), {}, NOW, LIMITS)
-    assert step(pool(1, 100, age=9999), held, NOW + 9999, LIMITS) == held
-    assert step(pool(0, 100), held, NOW + 9999, LIMITS) == {}
+    known = step(pool(30, 100), {}, NOW, LIMITS)
+    assert step(pool(1, 100, age=9999), known, NOW + 9999, LIMITS) == known
+    assert step(pool(0, 100), known, NOW + 9999, LIMITS) == {}
 
 
 def test_a_node_that_starts_itself_again_counts_while_its_report_is_new() -> None:
     """The kubelet of the boot that it ended never ran, so the Node object has the boot id before."""
     rebooting = [replace(node(n, replace(REPLACE, action="reboot")), boot_id=OTHER) for n in range(3)]
-    held = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
-    assert held == {"gpu.kat.int": Hold("a", 3, 10, int(NOW))}
-    assert step(rebooting, held, NOW + 3000, LIMITS) == held
-    assert step(rebooting, held, NOW + 3601, LIMITS) == {}
+    known = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
+    assert known == held(3, 10)
+    assert step(rebooting, known, NOW + 3000, LIMITS) == known
+    assert step(rebooting, known, NOW + 3601, LIMITS) == {}
     assert step([replace(one, admitted_boot=BOOT) for one in rebooting], {}, NOW, LIMITS) == {}
 
 
 def test_what_a_person_released_is_not_held_again_while_the_nodes_fail() -> None:
-    released = {"gpu.kat.int": Hold("a", 30, 100, int(NOW), hold.RELEASED, "me", "a rack")}
+    released = {
+        key: replace(one, state=hold.RELEASED, by="me", reason="a rack") for key, one in held(30, 100).items()
+    }
     assert step(pool(30, 100), released, NOW, LIMITS) == released
     assert step(pool(0, 100), released, NOW, LIMITS) == {}
 
@@ -106,11 +123,17 @@ FAILS = node(1)
         replace(FAILS, status="Unknown"),
         replace(FAILS, admitted_boot=BOOT),
         replace(FAILS, retested="0123456789abcdef"),
-        replace(FAILS, message=FAILS.message.replace("gpu.kat.int", "gpu/kat")),
+        *(
+            replace(FAILS, message=FAILS.message.replace("gpu.kat.int", code))
+            for code in ("gpu/kat", "gpu..kat", "gpu.", "g" * 189)
+        ),
         node(1, Verdict(PASSED)),
         node(1, replace(REPLACE, state=INCONCLUSIVE)),
     ],
-    ids=["another-boot", "no-boot", "unknown", "admitted", "retest", "no-key", "passed", "inconclusive"],
+    ids=[
+        *("another-boot", "no-boot", "unknown", "admitted", "retest"),
+        *("no-key", "two-dots", "a-dot-at-the-end", "too-long", "passed", "inconclusive"),
+    ],
 )
 def test_what_is_no_failure_of_this_boot(changed: Node) -> None:
     assert code_of(FAILS) == "gpu.kat.int"
@@ -125,12 +148,14 @@ def test_a_pool_is_named_by_a_label() -> None:
 
 # -- the node's side -------------------------------------------------------------------------------------------
 
-HOLDS = {"gpu.kat.int": Hold("h100", 12, 40, 1)}
+HOLDS = held(12, 40, "h100")
+[HELD] = HOLDS.values()
+OWN = {LABEL: "h100", "kubernetes.io/arch": "amd64"}
 
 
 @pytest.mark.parametrize("action", ["reboot", "replace"])
 def test_a_held_code_neither_reboots_nor_condemns(action: str) -> None:
-    found = hold.applied(replace(REPLACE, action=action, reboot=action == "reboot"), HOLDS)
+    found = hold.applied(replace(REPLACE, action=action, reboot=action == "reboot"), OWN, HOLDS)
     assert (found.state, found.action, found.reboot) == (FAILED, "none", False)
     assert found.reason == f"mismatch in SM 7; {action} is held: 12 of 40 nodes of pool h100 failed alike"
     # It counts on, or the breaker would close on its own effect.
@@ -144,15 +169,45 @@ def test_a_held_code_neither_reboots_nor_condemns(action: str) -> None:
         (replace(REPLACE, action="reimage"), HOLDS),
         (Verdict(PASSED), HOLDS),
         (REPLACE, {}),
-        (REPLACE, {"gpu.kat.int": replace(HOLDS["gpu.kat.int"], state=hold.RELEASED)}),
+        (REPLACE, {HELD.key: replace(HELD, state=hold.RELEASED)}),
     ],
     ids=["another code", "another action", "passed", "nothing held", "released"],
 )
 def test_other_verdicts_stay(verdict: Verdict, holds: dict[str, Hold]) -> None:
-    assert hold.applied(verdict, holds) == verdict
+    assert hold.applied(verdict, OWN, holds) == verdict
+
+
+@pytest.mark.parametrize("labels", [{LABEL: "a100"}, {"pool": "h100"}, {}], ids=["other", "key", "none"])
+def test_other_pools_are_not_held(labels: dict[str, str]) -> None:
+    assert hold.applied(REPLACE, labels, HOLDS) == REPLACE
+    nameless = held(12, 40, "")
+    assert (hold.applied(REPLACE, labels, nameless) == REPLACE) is (LABEL in labels)
+
+
+def test_status_says_held_for_nodes_of_the_pool_that_is() -> None:
+    def why(labels: dict[str, str]) -> str:
+        condition = {"type": model.CONDITION, "status": "False", "message": message(REPLACE)}
+        found = {
+            "metadata": {"name": "n", "labels": labels},
+            "status": {"nodeInfo": {"bootID": BOOT}, "conditions": [condition]},
+        }
+        return status_line(found, Rules(), HOLDS)["why"]
+
+    assert why(OWN).startswith("HELD, 12 of 40 nodes of pool h100 failed alike: don't replace it: boot=")
+    assert why({LABEL: "a100"}).startswith("boot=")
+
+
+def test_a_person_releases_one_pool() -> None:
+    holds = [*held(3, 9).values(), *held(4, 9, "b").values(), *held(5, 9, "", "gpu.lost").values()]
+    assert holder.chosen(holds, "gpu.kat.int", "b").failed == 4
+    assert holder.chosen(holds, "gpu.lost", None).failed == 5
+    with pytest.raises(UsageError, match="held for several pools: 'a', 'b'"):
+        holder.chosen(holds, "gpu.kat.int", None)
+    with pytest.raises(UsageError, match="not held for pool c; held are: .*gpu.kat.int of pool b, gpu.lost"):
+        holder.chosen(holds, "gpu.kat.int", "c")
 
 
 def test_a_hold_is_read_as_it_was_written_and_a_broken_one_is_none() -> None:
-    data = {"a": HOLDS["gpu.kat.int"].text(), "b": "{", "c": "[]", "d": '{"pool": "x"}', "e": "[" * 100_000}
-    assert hold.parse({"data": data}) == {"a": HOLDS["gpu.kat.int"]}
+    data = {"a": HELD.text(), "b": "{", "c": "[]", "d": '{"pool": "x"}', "e": "[" * 100_000}
+    assert hold.parse({"data": data}) == {"a": HELD}
     assert hold.parse({}) == {} == hold.parse({"data": None})
