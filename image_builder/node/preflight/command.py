@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from image_builder.node import durable, lock, programs, reboots, status
 from image_builder.node import settings as files
@@ -19,6 +18,10 @@ from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings, parse
+
+_UNTESTED = Check(
+    smoke.ID, INCONCLUSIVE, "gpu.untested", "the GPUs were not tested before the node was let in"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def again(places: Places = Places()) -> int:
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
             boot_id, build = str(before["boot_id"]), str(before["image_build"])
-            settings, found = examine(places, boot_id, passed_before(before))
+            settings, found = examine(places, boot_id, [Check(**check) for check in before["checks"]])
             verdict = decide(found, places, settings, build=build, boot_id=boot_id, may_reboot=False)
             is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
             told = model.document(
@@ -110,14 +113,13 @@ def _forget(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def passed_before(told: Mapping[str, Any]) -> list[Check]:
-    """Return the checks of a verdict that need not be made again. What the boot prepared is read again, at no cost."""
-    found = [Check(**check) for check in told["checks"]]
-    return [check for check in found if check.state == PASSED and check.id not in status.SECTIONS]
+def examine(
+    places: Places, boot_id: str, before: Sequence[Check] | None = None
+) -> tuple[Settings, list[Check]]:
+    """Make all checks, or those that had not passed ``before``. Settings that can't be read are a finding of the image.
 
-
-def examine(places: Places, boot_id: str, passed: Sequence[Check] = ()) -> tuple[Settings, list[Check]]:
-    """Make all checks but those that passed before. Settings that can't be read are a finding of the image."""
+    What the boot prepared is read again, at no cost. GPUs are not put under load again where pods may have them.
+    """
     try:
         settings = parse(files.load("preflight", places.etc))
         expects_gpus = gpu_settings.are_expected(places.etc)
@@ -125,11 +127,15 @@ def examine(places: Places, boot_id: str, passed: Sequence[Check] = ()) -> tuple
     except NodeError as error:
         return Settings(), [Check("settings", INCONCLUSIVE, error.code, error.message, "reimage")]
     found = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
+    passed = [check for check in before or () if check.state == PASSED and check.id not in status.SECTIONS]
     found += passed
     names = {check.id for check in passed}
     found += checks.reach(settings, names)
     if expects_gpus and smoke.ID not in names:
-        found.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))
+        if before is None or not report.may_have_pods(settings):
+            found.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))
+        else:
+            found.append(next((check for check in before if check.id == smoke.ID), _UNTESTED))
     return settings, found
 
 

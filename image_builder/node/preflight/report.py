@@ -26,7 +26,8 @@ from image_builder.node.preflight.settings import Settings, parse
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
 _POLL = 2.0
 _KUBELET_SECONDS = 3600.0
-# The early word of a failure keeps the kubelet from starting, or the node from its reboot, for so long at most.
+# The early word of a failure keeps the kubelet from starting, or the node from its reboot, for so long at most. A
+# question takes no longer.
 _EARLY_SECONDS = 10.0
 
 
@@ -87,6 +88,23 @@ def try_now(settings: Settings, directory: Path) -> None:
     thread.join(_EARLY_SECONDS)
     if thread.is_alive():
         status.tell(f"preflight: not reported yet: no answer within {_EARLY_SECONDS:g} s")
+
+
+def may_have_pods(settings: Settings) -> bool:
+    """Tell whether pods may be scheduled to this node: it has joined, and the taint is gone, as ``gate admit`` has it.
+
+    Where the API server doesn't say, they may.
+    """
+    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+        return False
+    try:
+        client, name = connect(settings, _EARLY_SECONDS)
+        with client:
+            taints = client.node(name)["spec"].get("taints") or []
+    except (NodeError, OSError, ValueError, KeyError) as error:
+        status.tell(f"preflight: the node's taints are not known: {error}")
+        return True
+    return all((taint["key"], taint["effect"]) != (settings.taint, "NoSchedule") for taint in taints)
 
 
 def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:

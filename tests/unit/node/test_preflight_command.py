@@ -13,7 +13,7 @@ import pytest
 from image_builder.node import programs
 from image_builder.node.kube import KubeError
 from image_builder.node.preflight import command, model, report, smoke
-from image_builder.node.preflight.model import FAILED, Check
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings
 
 BOOT = "11111111-2222-3333-4444-555555555555"
@@ -86,8 +86,104 @@ def test_the_early_report_has_an_end(
     monkeypatch.setattr(report, "_send", send)
     monkeypatch.setattr(report, "_EARLY_SECONDS", 0.01)
     (places.run / model.FILE).write_text("{}")
+    before = set(threading.enumerate())
     try:
         report.try_now(Settings(kubeconfig=str(places.etc / "preflight.json")), places.run)
     finally:
         over.set()
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
     assert "no answer within 0.01 s" in "".join(capsys.readouterr())
+
+
+# -- tested again ----------------------------------------------------------------------------------------------
+
+TAINT = {"key": Settings().taint, "value": "pending", "effect": "NoSchedule"}
+OTHERS = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {**TAINT, "effect": "PreferNoSchedule"}]
+BUSY = Check(smoke.ID, INCONCLUSIVE, "procs.foreign", "pid 17")
+
+
+class Api:
+    """The API server, as far as it says what a Node object holds; None: it doesn't answer."""
+
+    def __init__(self, spec: dict[str, Any] | None) -> None:
+        self.spec = spec
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def node(self, _name: str) -> dict[str, Any]:
+        if self.spec is None:
+            raise KubeError("no answer")
+        return {"metadata": {"name": "n"}, "spec": self.spec}
+
+
+@pytest.fixture
+def tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tests of GPUs that were made; all pass."""
+    made: list[str] = []
+
+    def passes(argv: Sequence[str], _seconds: float, _boot_id: str) -> Check:
+        made.append(argv[0])
+        return Check(smoke.ID, PASSED)
+
+    monkeypatch.setattr(smoke, "run", passes)
+    monkeypatch.setattr(programs, "run", lambda *_, **__: None)
+    return made
+
+
+def unsettled(places: command.Places, *checks: Check) -> None:
+    verdict = Verdict(INCONCLUSIVE, checks[0].code, checks[0].reason)
+    told = model.document(verdict, checks, boot_id=BOOT, image_build="one", started="then", seconds=1)
+    (places.run / model.FILE).write_text(json.dumps(told))
+
+
+def verdict_of(places: command.Places) -> tuple[str, str]:
+    found = json.loads((places.run / model.FILE).read_bytes())
+    return found["state"], found["code"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_tested"),
+    [
+        ({"taints": [*OTHERS, TAINT]}, True),
+        ({"taints": OTHERS}, False),
+        ({}, False),
+        (None, False),
+    ],
+    ids=["out", "other taints", "admitted", "no answer"],
+)
+def test_gpus_are_not_put_under_load_again_where_pods_may_have_them(
+    places: command.Places,
+    monkeypatch: pytest.MonkeyPatch,
+    tests: list[str],
+    spec: dict[str, Any] | None,
+    is_tested: bool,
+) -> None:
+    monkeypatch.setattr(report, "connect", lambda *_: (Api(spec), "n"))
+    unsettled(places, BUSY)
+    assert command.again(places) == 0
+    assert bool(tests) is is_tested
+    assert verdict_of(places) == ((PASSED, "") if is_tested else (INCONCLUSIVE, BUSY.code))
+
+
+def test_gpus_of_a_node_that_has_not_joined_are_tested_again(
+    places: command.Places, tests: list[str]
+) -> None:
+    (places.etc / "preflight.json").write_text(json.dumps({"kubeconfig": "/nonexistent/kubelet.conf"}))
+    unsettled(places, BUSY)
+    assert command.again(places) == 0
+    assert tests and verdict_of(places) == (PASSED, "")
+
+
+def test_gpus_that_were_never_tested_let_no_admitted_node_pass(
+    places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
+) -> None:
+    """The settings could not be read at boot; a person put them right and let the node in."""
+    monkeypatch.setattr(report, "connect", lambda *_: (Api({}), "n"))
+    unsettled(places, Check("settings", INCONCLUSIVE, "settings", "no JSON"))
+    assert command.again(places) == 0
+    assert not tests and verdict_of(places) == (INCONCLUSIVE, "gpu.untested")
