@@ -48,6 +48,7 @@ record(
     change(UNIT, " kubelet.service", ""),
     change(UNIT, "^After=", "After=multi-user.target "),
     change(UNIT, "^TimeoutStartSec=.*\n", ""),
+    change(UNIT, "^Restart=.*\n", ""),
     remove(TRIGGER),
     link(f"{UNITS}/multi-user.target.wants/nvidia-cdi-refresh.service", UNIT),
 )

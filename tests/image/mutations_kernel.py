@@ -131,6 +131,8 @@ record(
     "test_host_keys_come_at_first_boot",
     remove("/etc/systemd/system/ssh-host-keys.service"),
     change("/etc/systemd/system/ssh-host-keys.service", "^Before=ssh.service.*", "Before=multi-user.target"),
+    change("/etc/systemd/system/ssh-host-keys.service", "^Restart=.*$", ""),
+    change("/etc/systemd/system/ssh-host-keys.service", "^ExecStartPost=.*$", ""),
 )
 
 record_booted("test_sysctls_are_live", "sysctl --write net.ipv4.neigh.default.gc_thresh1=128")

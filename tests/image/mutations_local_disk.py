@@ -10,6 +10,7 @@ from mutations_booted import edited, record_booted
 
 PROGRAM = "/usr/local/sbin/node-agent"
 SOURCES = "/usr/local/lib/node-agent/node-agent.pyz"
+UNIT = "/etc/systemd/system/local-disk.service"
 SETTINGS = "/etc/node-agent/disk.json"
 STATUS = "/run/node/status.json"
 
@@ -31,6 +32,12 @@ record(
     change("/etc/systemd/system/docker.service.d/05-local-disk.conf", "^Requires=.*$", ""),
     change("/etc/systemd/system/kubelet.service.d/05-local-disk.conf", "^After=.*$", ""),
     change("/etc/systemd/system/containerd.service.d/05-local-disk.conf", "local-disk", "local-disc"),
+)
+record(
+    "test_local_disk_is_tried_again",
+    change(UNIT, "^Restart=.*$", ""),
+    change(UNIT, "^StartLimitIntervalSec=.*$", ""),
+    change(UNIT, "^ExecStartPost=.*$", ""),
 )
 record(
     "test_local_disk_settings_are_declared_ones",

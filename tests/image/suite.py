@@ -147,6 +147,12 @@ def starts_at_boot(tree: Tree, unit: str) -> bool:
     return unit in tree.pulled_in and not (masked and masked.link == "/dev/null")
 
 
+def starts_again(unit: str, lines: Iterable[str]) -> None:
+    """Fail unless a unit is started again after each failure: one moment's is not the whole boot's."""
+    wanted = {"Restart=on-failure", "StartLimitIntervalSec=0"}
+    assert wanted <= set(lines), f"{unit} is not started again"
+
+
 def gpus(host: Host) -> int:
     """Return how many GPUs of NVIDIA the machine's bus has."""
     vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()

@@ -18,6 +18,7 @@ from suite import (
     offline,
     output,
     read,
+    starts_again,
     starts_at_boot,
     statements,
 )
@@ -76,6 +77,7 @@ def test_first_boot_survives_a_power_failure(host: Host, tree: Tree) -> None:
     nothing(u for u in ("again", "durable") if not starts_at_boot(tree, f"first-boot-{u}.service"))
     nothing(line for line in FIRST_BOOT_CONDITIONS if line not in again.splitlines())
     assert "ExecStart=/usr/bin/cloud-init clean" in again.splitlines()
+    starts_again("first-boot-durable.service", durable.splitlines())
     assert re.search(
         rf"^ExecStart=/usr/bin/sync .*\n(.*\n)*ExecStart=/usr/bin/touch {MARKER}$", durable, re.MULTILINE
     )

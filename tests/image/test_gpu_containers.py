@@ -19,6 +19,7 @@ from suite import (
     offline,
     output,
     read,
+    starts_again,
     starts_at_boot,
     statements,
 )
@@ -110,6 +111,7 @@ def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
     # What it waits for may not wait for a kubelet: neither would ever start.
     assert "multi-user.target" not in after, f"{after}"
     assert any(line.startswith("TimeoutStartSec=") for line in lines), "it could wait for ever"
+    starts_again(UNIT, lines)
     assert not starts_at_boot(tree, UNIT), "nothing waits for a GPU"
     trigger = tree.get(f"/etc/systemd/system/{TRIGGER}")
     assert trigger and trigger.link == "/dev/null", "an upgrade of the toolkit would start it"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from suite import booted, differences, load, needs, nothing, offline, output, starts_at_boot
+from asked import merged
+from suite import booted, differences, load, needs, nothing, offline, output, starts_again, starts_at_boot
 from testinfra.host import Host
 from tree import Tree
 
@@ -48,6 +49,18 @@ def test_local_disk_comes_before_the_engines(host: Host, tree: Tree) -> None:
         name = f"/etc/systemd/system/{unit}.d/05-local-disk.conf"
         lines = host.file(name).content_string.splitlines()
         nothing(f"{name}: {line}" for line in (f"Requires={UNIT}", f"After={UNIT}") if line not in lines)
+
+
+@offline
+@booted
+@node
+def test_local_disk_is_tried_again(host: Host) -> None:
+    """A local disk that failed is tried again, and what waited for it in vain is started when it is there."""
+    lines = merged(host, f"systemd/system/{UNIT}").splitlines()
+    starts_again(UNIT, lines)
+    assert "ExecStartPost=-/bin/systemctl --no-block start multi-user.target" in lines, (
+        f"nothing follows {UNIT}"
+    )
 
 
 @offline

@@ -6,7 +6,7 @@ from typing import Any
 
 from asked import RULES, merged
 from kept import output_once
-from suite import booted, needs, nothing, offline, starts_at_boot
+from suite import booted, needs, nothing, offline, starts_again, starts_at_boot
 from testinfra.host import Host
 from tree import Tree
 
@@ -35,6 +35,7 @@ def test_traffic_will_be_counted(host: Host, tree: Tree, v: V) -> None:
     assert starts_at_boot(tree, UNIT)
     lines = merged(host, f"systemd/system/{UNIT}").splitlines()
     rules = [line for line in lines if line.startswith("StandardInputText=--append ")]
+    starts_again(UNIT, lines)
     comment = v["network_accounting_comment"]
     for direction, flag in (("in", "source"), ("out", "destination")):
         labels = {

@@ -276,6 +276,23 @@ def test_hardening_denies_nothing_that_is_loaded() -> None:
     assert not denied & needed and {"udf", "vfat"} <= needed
 
 
+# Started by a timer, or no use once cloud-init is at work.
+STARTED_ONCE = {"node-health.service.j2", "preflight-again.service.j2", "first-boot-again.service.j2"}
+BOOT_UNITS = [
+    path
+    for path in sorted((REPO / "roles").glob("*/templates/*.service.j2"))
+    if "Type=oneshot" in path.read_text() and path.name not in STARTED_ONCE
+]
+
+
+@pytest.mark.parametrize("path", BOOT_UNITS, ids=lambda path: path.name)
+def test_each_unit_of_a_boot_is_started_again_after_a_failure(path: Path) -> None:
+    unit, _, service = path.read_text().partition("[Service]\n")
+    assert "StartLimitIntervalSec=0" in unit.splitlines(), "after five failures it would be given up"
+    settings = dict(line.split("=", 1) for line in service.splitlines() if line.startswith("Restart"))
+    assert settings["Restart"] == "on-failure" and 5 <= int(settings["RestartSec"]) <= 300
+
+
 def test_host_keys_are_of_the_same_types_whoever_makes_them() -> None:
     system = defaults(REPO / "roles/system")["system_ssh_host_key_types"]
     assert defaults(REPO / "roles/azure_guest")["azure_guest_ssh_host_key_types"] == system
