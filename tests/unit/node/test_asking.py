@@ -68,6 +68,9 @@ def test_an_authority_without_key_usages_is_believed(authority: Authority, serve
     ("said", "seconds"),
     [
         ("120", 120.0),
+        ("86401", 86400.0),
+        # More than a float holds.
+        ("9" * 400, 86400.0),
         ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
         ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0),
         ("soon", None),

@@ -121,3 +121,22 @@ def test_tests_have_the_rights_that_they_need(name: str) -> None:
     lines = unit(name)
     assert {"ProtectSystem=full", "NoNewPrivileges=yes", "RestrictSUIDSGID=yes"} <= set(lines)
     assert not [line for line in lines if line.startswith(("PrivateDevices", "MemoryDenyWriteExecute"))]
+
+
+def test_join_writes_its_own_files_and_sees_little_else() -> None:
+    lines = unit("node-join.service.j2", NODE_JOIN, node_join_kubernetes="/etc/cluster")
+    assert value(lines, "ProtectSystem") == "strict"
+    assert value(lines, "ReadWritePaths") == "/etc/cluster /etc/node-agent"
+    on = [
+        "ProtectHome",
+        "PrivateTmp",
+        "PrivateDevices",
+        "ProtectControlGroups",
+        "ProtectHostname",
+        "ProtectClock",
+    ]
+    on += ["ProtectKernelLogs", "ProtectKernelModules", "ProtectKernelTunables", "LockPersonality"]
+    on += ["NoNewPrivileges", "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID"]
+    assert {name: value(lines, name) for name in on} == dict.fromkeys(on, "yes")
+    assert value(lines, "RestrictAddressFamilies") == "AF_UNIX AF_INET AF_INET6 AF_NETLINK"
+    assert value(lines, "SystemCallArchitectures") == "native"
