@@ -206,7 +206,10 @@ def _beside(
         for seconds, number in signals:
             time.sleep(seconds)
             child.send_signal(number)
-        status = child.wait(timeout=50)
+        try:
+            status = child.wait(timeout=50)
+        finally:
+            child.kill()  # where it has not ended: to leave this block is to wait for that
         return status, time.monotonic() - started, child.stdout.read()
 
 

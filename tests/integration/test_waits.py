@@ -28,14 +28,18 @@ pytestmark = pytest.mark.root
 
 @contextmanager
 def trickling(head: bytes) -> Iterator[int]:
-    """Serve a port that says ``head`` and then a byte each moment, for ever; yield its number."""
+    """Serve a port that says ``head`` and then a byte each moment; yield its number.
+
+    For much longer than anybody may listen, and not for ever: who does listen fails, and doesn't hang.
+    """
     over = threading.Event()
 
     def serve(listening: socket.socket) -> None:
         connection, _ = listening.accept()
         with connection:
             connection.sendall(head)
-            while not over.wait(0.05):
+            until = time.monotonic() + 20
+            while not over.wait(0.05) and time.monotonic() < until:
                 try:
                     connection.sendall(b"x")
                 except OSError:

@@ -1,12 +1,13 @@
 """Defects of the program that its tests must notice: each is a change of one place, with the tests that turn red.
 
-They are data, a file for each area. A mutant is known by its text, not by its line; where the text has moved to
-another file of ``image_builder`` it is found there. ``python -m tests.mutations`` makes each of them in a copy of the
+They are data, a file for each area. A mutant is known by its text, not by its line, and its tests by their file's name:
+what has moved to another folder is found there. ``python -m tests.mutations`` makes each of them in a copy of the
 checkout and runs its tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import yaml
 from image_builder.settings import REPO_ROOT
 
 FOLDER = Path(__file__).parent
+KILLED, SURVIVED, HUNG = "killed", "survived", "hung"
+# Where the program is: code, roles with their templates, playbooks.
+_PROGRAM = ("image_builder", "roles", "playbooks")
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,55 @@ def load() -> list[Mutant]:
 
 
 def locate(mutant: Mutant, root: Path = REPO_ROOT) -> Path:
-    """Return the file that has the mutant's text once; raises LookupError where there is none, or there are several."""
+    """Return the file with the mutant's text: the named one, or the only one of the program.
+
+    Raises LookupError where the text stands there twice, or nowhere.
+    """
     named = root / mutant.file
-    if named.is_file() and (number := named.read_text(encoding="utf-8").count(mutant.find)):
+    if named.is_file() and (number := _count(named, mutant.find)):
         if number > 1:
             raise LookupError(f"{mutant.name}: {mutant.file} has its text {number} times")
         return named
-    files = sorted((root / "image_builder").rglob("*.py"))
-    matches = [path for path in files if path.read_text(encoding="utf-8").count(mutant.find) == 1]
-    if len(matches) != 1:
-        raise LookupError(
-            f"{mutant.name}: its text is in {len(matches)} files of image_builder, not in {mutant.file}"
-        )
-    return matches[0]
+    files = [path for folder in _PROGRAM for path in sorted((root / folder).rglob("*")) if path.is_file()]
+    places = [path for path in files for _ in range(_count(path, mutant.find))]
+    if len(places) != 1:
+        where = ", ".join(str(path.relative_to(root)) for path in places) or "nowhere"
+        raise LookupError(f"{mutant.name}: its text is not in {mutant.file}, but {where}")
+    return places[0]
+
+
+def _count(path: Path, text: str) -> int:
+    return 0 if path.suffix == ".pyc" else path.read_bytes().count(text.encode())
+
+
+def find_tests(mutant: Mutant, root: Path = REPO_ROOT) -> tuple[str, ...]:
+    """Return the mutant's tests as pytest takes them: a file that has moved is found by its name.
+
+    Raises LookupError where there is none of that name, or several.
+    """
+    return tuple(_find_test(mutant, test, root) for test in mutant.tests)
+
+
+def _find_test(mutant: Mutant, test: str, root: Path) -> str:
+    file, colons, name = test.partition("::")
+    if (root / file).exists():
+        return test
+    found = sorted((root / "tests").rglob(Path(file).name))
+    if len(found) != 1:
+        raise LookupError(f"{mutant.name}: {file} is not there, and {len(found)} files have its name")
+    return f"{found[0].relative_to(root)}{colons}{name}"
+
+
+def fate(status: int | None) -> str:
+    """Return what became of a mutant by pytest's status, which is None where the tests had to be ended.
+
+    A test that failed kills it, and nothing else does: slowness and broken tests look alike on a machine that is busy.
+    """
+    if status is None:
+        return HUNG
+    return {0: SURVIVED, 1: KILLED}.get(status, f"pytest ended with {status}")
+
+
+def left(fates: Mapping[str, str]) -> dict[str, str]:
+    """Return the mutants that no test killed, with what became of them."""
+    return {name: what for name, what in fates.items() if what != KILLED}

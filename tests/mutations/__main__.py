@@ -1,7 +1,7 @@
 """Make each recorded defect in a copy of the checkout and run its tests: ``python -m tests.mutations [AREA ...]``.
 
 ``--root`` makes those whose tests need root and no others, ``--json`` prints one object. Ends with 1 where a mutant
-survives.
+is not killed, with 2 where the tests fail without any.
 """
 
 from __future__ import annotations
@@ -10,86 +10,132 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 from image_builder.settings import REPO_ROOT
-from tests.mutations import Mutant, load, locate
+from tests.mutations import Mutant, fate, find_tests, left, load, locate
 
-# Twice what the slowest of them took on two busy cores.
-SECONDS = 600
+# What the tests of a mutant may take. One that takes longer is reported as hung, which is no verdict.
+SECONDS = 600.0
+_TAIL_LINES = 20
+_groups: set[int] = set()
 
 
-def checkout(target: Path) -> Path:
-    """Copy the files of the checkout that git knows or would add."""
+@contextmanager
+def copies(number: int) -> Iterator[list[Path]]:
+    """Yield copies of the checkout's files that git knows or would add, for as long as the block lasts."""
     argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(argv, cwd=REPO_ROOT, capture_output=True, check=True).stdout
-    for name in filter(None, listed.decode().split("\0")):
-        if (source := REPO_ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
-    return target
+    names = [name for name in listed.decode().split("\0") if name and (REPO_ROOT / name).is_file()]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        # Tests look for programs beside the checkout, and are skipped where there are none.
+        Path(folder, "shared").symlink_to(REPO_ROOT.parent / "shared")
+        made = [Path(folder, str(n)) for n in range(number)]
+        for copy in made:
+            for name in names:
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO_ROOT / name, copy / name)
+        yield made
 
 
-def status(mutant: Mutant, copy: Path) -> int:
+def mutant_status(mutant: Mutant, copy: Path) -> int | None:
     """Return pytest's status for the mutant's tests in a copy of the checkout, which is as it was afterwards."""
     place = locate(mutant, copy)
     text = place.read_text(encoding="utf-8")
     place.write_text(text.replace(mutant.find, mutant.replace), encoding="utf-8")
     try:
-        return pytest_status(mutant.tests, mutant.marker, copy)
+        return pytest_status(find_tests(mutant, copy), mutant.marker, copy, SECONDS)
     finally:
         place.write_text(text, encoding="utf-8")
 
 
-def pytest_status(tests: Sequence[str], marker: str, copy: Path) -> int:
+def pytest_status(tests: Sequence[str], marker: str, copy: Path, seconds: float) -> int | None:
+    """Return pytest's status, None where it had to be ended; what it said is in the copy's log."""
     argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=7"]
     argv += ["-m", marker] if marker else []
     # A file whose size and second of change are as they were would be taken from the cache.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    try:
-        return subprocess.run(
-            [*argv, *tests], cwd=copy, env=environment, capture_output=True, timeout=SECONDS
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return 1  # a program that doesn't end any more is noticed
+    return status_within(seconds, [*argv, *tests], copy, environment, log_of(copy))
 
 
-def run(mutants: Sequence[Mutant], jobs: int) -> dict[str, str]:
-    """Return what became of each mutant: killed, survived, or that its tests could not be run."""
+def log_of(copy: Path) -> Path:
+    return copy.with_suffix(".log")
+
+
+def status_within(
+    seconds: float, argv: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> int | None:
+    """Run a program and return its status, None where it took too long: then its whole process group is killed."""
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        _groups.add(child.pid)
+        try:
+            return child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _kill(child.pid)
+            child.wait()
+            return None
+        finally:
+            _groups.discard(child.pid)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def run(mutants: Sequence[Mutant], places: Sequence[Path]) -> dict[str, str]:
+    """Return what became of each mutant; as many are made at once as there are copies of the checkout."""
     fates: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        # Tests look for programs beside the checkout, and are skipped where there are none.
-        Path(folder, "shared").symlink_to(REPO_ROOT.parent / "shared")
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(jobs):
-            copies.put(checkout(Path(folder, str(number))))
+    free: SimpleQueue[Path] = SimpleQueue()
+    for place in places:
+        free.put(place)
 
-        def judge(mutant: Mutant) -> tuple[Mutant, str]:
-            copy = copies.get()
-            try:
-                code = status(mutant, copy)
-                return mutant, {0: "survived", 1: "killed"}.get(code, f"pytest ended with {code}")
-            finally:
-                copies.put(copy)
+    def judge(mutant: Mutant) -> tuple[Mutant, str, float]:
+        copy, began = free.get(), time.monotonic()
+        try:
+            return mutant, fate(mutant_status(mutant, copy)), time.monotonic() - began
+        finally:
+            free.put(copy)
 
-        for mutant, fate in pool.map(judge, mutants):
-            fates[mutant.name] = fate
-            print(f"{fate:9} {mutant.name}", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(len(places)) as pool:
+        try:
+            for mutant, what, seconds in pool.map(judge, mutants):
+                fates[mutant.name] = what
+                print(f"{what:9} {seconds:4.0f} s  {mutant.name}", file=sys.stderr, flush=True)
+        except BaseException:  # Ctrl-C doesn't reach the tests, which have sessions of their own
+            for group in list(_groups):
+                _kill(group)
+            raise
     return fates
 
 
-def sound(mutants: Sequence[Mutant]) -> bool:
-    """Tell whether the tests pass without any mutant: else a red one proves nothing."""
+def is_sound(mutants: Sequence[Mutant], copy: Path) -> bool:
+    """Tell whether the tests pass in a copy without any mutant: else a red one proves nothing."""
     for marker in sorted({mutant.marker for mutant in mutants}):
-        tests = sorted({test for mutant in mutants if mutant.marker == marker for test in mutant.tests})
-        if pytest_status(tests, marker, REPO_ROOT):
-            print(f"the tests fail without a mutant: {' '.join(tests)}", file=sys.stderr)
+        tests = sorted({test for m in mutants if m.marker == marker for test in find_tests(m, copy)})
+        status = pytest_status(tests, marker, copy, SECONDS * len(tests))
+        if status != 0:
+            how = "take too long" if status is None else "fail"
+            said = log_of(copy).read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+            print(f"the tests {how} without a mutant: {' '.join(tests)}", *said, sep="\n", file=sys.stderr)
             return False
     return True
 
@@ -105,19 +151,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     mutants = [m for m in chosen if bool(m.marker) == arguments.root]
     if not mutants:
         parser.error("no such area")
-    if not sound(mutants):
-        return 2
     # Two tests that need root may want the same of the machine.
-    fates = run(mutants, 1 if arguments.root else arguments.jobs)
-    killed = sum(fate == "killed" for fate in fates.values())
-    left = {name: fate for name, fate in fates.items() if fate != "killed"}
+    with copies(1 if arguments.root else arguments.jobs) as places:
+        if not is_sound(mutants, places[0]):
+            return 2
+        fates = run(mutants, places)
+    alive = left(fates)
+    killed = len(fates) - len(alive)
     skipped = len(chosen) - len(mutants)
     if arguments.json:
-        print(json.dumps({"killed": killed, "total": len(mutants), "not_run": skipped, "left": left}))
+        print(json.dumps({"killed": killed, "total": len(mutants), "not_run": skipped, "left": alive}))
     else:
         others = "without" if arguments.root else "with"
         print(f"{killed}/{len(mutants)} killed" + (f", {skipped} more {others} --root" if skipped else ""))
-    return 1 if left else 0
+    return 1 if alive else 0
 
 
 if __name__ == "__main__":

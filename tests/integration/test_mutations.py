@@ -1,0 +1,36 @@
+"""The runner of the recorded mutants ends what hangs, with all that it started."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import __main__ as runner
+
+pytestmark = pytest.mark.root
+
+
+def test_a_program_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    script, log = f"sleep 300 & echo $! > {tmp_path}/pid; echo said; wait", tmp_path / "log"
+    assert runner.status_within(1, ["sh", "-c", script], tmp_path, os.environ, log) is None
+    assert log.read_text() == "said\n"
+    started = Path("/proc", (tmp_path / "pid").read_text().strip())
+    deadline = time.monotonic() + 30
+    while _runs(started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(started)
+
+
+def _runs(process: Path) -> bool:
+    """Tell whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        return "State:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_program_that_ends_has_its_status(tmp_path: Path) -> None:
+    assert runner.status_within(60, ["sh", "-c", "exit 3"], tmp_path, os.environ, tmp_path / "log") == 3
