@@ -1,9 +1,14 @@
-"""Modules are signed by a key of one's own with the kernel's program, and by no other key than the certificate's."""
+"""Modules are signed by a key of one's own with the kernel's program, and by no other key than the certificate's.
+
+The suite's check of signatures is seen green and red here: no image of the tests declares Secure Boot and a driver.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +21,12 @@ from image_builder.errors import CommandError, HostError
 from image_builder.namespace import run_isolated
 from image_builder.sandbox import open_root
 from image_builder.stages import module_build
+from tests import mutants
 from tests.builds import Workplace
 
 pytestmark = pytest.mark.root
+
+CHECK = "test_gpu_modules_are_signed"
 
 
 def make_key(folder: Path, name: str) -> tuple[Path, str]:
@@ -74,6 +82,48 @@ def test_modules_are_signed_by_the_certificates_key_alone(
         return 0
 
     assert run_isolated(isolated) == 0
+
+
+def test_the_suites_check_sees_who_signed(
+    tmp_path: Path, worker_gpu: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = worker_gpu.object("module_build") / "product"
+    place = next((product / "files").glob("usr/lib/modules/*/updates/dkms"))
+    kernel = place.parts[-3]
+    key, certificate = make_key(tmp_path, "Ours")
+    monkeypatch.setenv(module_build.KEY_VARIABLE, str(key))
+    signed = tmp_path / "tree" / place.relative_to(product / "files")
+    signed.mkdir(parents=True)
+
+    def isolated() -> int:
+        binds = module_build._signing_files(certificate, tmp_path)
+        tree = worker_gpu.object("module_root") / "product" / "tree"
+        with open_root([tree], tmp_path / "root", binds=binds) as root:
+            built = root.path / "var/lib/built"
+            shutil.copytree(place, built)
+            module_build._sign(root, built, kernel)
+            for file in built.glob("*.ko"):
+                shutil.copyfile(file, signed / file.name)
+        return 0
+
+    assert run_isolated(isolated) == 0
+    lowers, facts = worker_gpu.sealed()
+
+    def outcomes(name: str, trees: Sequence[Path], signers: Sequence[str], *, mutated: bool) -> list[str]:
+        told = json.loads(facts.read_bytes())
+        told["variables"] |= {"image_secure_boot": True, "nvidia_signers": signers}
+        declared = tmp_path / f"{name}.json"
+        declared.write_text(json.dumps(told), encoding="utf-8")
+        select = (f"test_gpu.py::{CHECK}",)
+        found = mutants.observe(trees, declared, tmp_path / name, mutated=mutated, select=select)
+        return [f"{check.outcome} {check.exception}".strip() for check in found.checks]
+
+    red = ["failed AssertionError"]
+    with_signed = (tmp_path / "tree", *lowers)
+    assert outcomes("ours", with_signed, ["Ours"], mutated=False) == ["passed"]
+    assert outcomes("mutated", with_signed, ["Ours"], mutated=True) == red
+    assert outcomes("another", with_signed, ["Another"], mutated=False) == red
+    assert outcomes("nobody", lowers, [], mutated=False) == red
 
 
 def test_no_key_is_an_error_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
