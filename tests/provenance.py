@@ -2,58 +2,93 @@
 
 A record has the digest of the files that decide its results under ``code``. Its page says so where they have changed
 since: what the page shows was true then, and is unproven now.
+
+Which files these are follows from imports: of the program's modules that the run is about, and of the tests' modules
+that judge it. The builder, which makes the image and starts the machine, is not among them, nor is the verification
+suite: CI runs both.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.plan.digest import code_digests, files_in
 from image_builder.settings import REPO_ROOT
+from tests.imports import closure
 
-_NODE = "image_builder/node"
-JOIN = (
-    *(
-        f"{_NODE}/{name}"
-        for name in ("join", "preflight", "kube.py", "kubeconfig.py", "serving.py", "asking.py")
-    ),
-    *("image_builder/broker", "image_builder/gate"),
-    *("roles/gpu_preflight", "roles/kubelet", "roles/node_join"),
+# They show what was found.
+_PRESENTS = ("page.py", "provenance.py")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What decides the results of a run.
+
+    ``program`` are modules, or folders of modules, and ``judge`` is the module of the tests' that is run: both count
+    with all that they import, of the program and of the tests each. ``data`` are files and folders that no import
+    leads to.
+    """
+
+    program: tuple[str, ...]
+    judge: str
+    data: tuple[str, ...]
+
+    def files(self, root: Path = REPO_ROOT) -> set[Path]:
+        """Return the files; raises FileNotFoundError for a place that isn't there."""
+        places = [root / name for name in (*self.program, self.judge, *self.data)]
+        for place in places:
+            if not place.exists():
+                raise FileNotFoundError(place)
+        given = {file for name in self.program for file in files_in(root / name) if file.suffix == ".py"}
+        modules = closure(given, "image_builder", root)
+        # What lies beside a module is what it reads.
+        beside = {p for m in modules for p in m.parent.iterdir() if p.is_file() and p.suffix != ".py"}
+        judges = closure([root / self.judge], "tests", root, lambda file: file.name.endswith(_PRESENTS))
+        data = {file for name in self.data for file in files_in(root / name)}
+        return modules | beside | judges | data
+
+
+def _node(*names: str) -> tuple[str, ...]:
+    return tuple(f"image_builder/node/{name}" for name in names)
+
+
+# Where the images are declared that are run.
+_LAB = "inventories/lab"
+_ROLES = ("roles/image_preload", "roles/local_disk", "roles/node_agent")
+_DISK_COMMANDS = _node(
+    *(f"{name}/command.py" for name in ("disk", "preload", "promote", "seed")), "report.py"
 )
-SLICES = ("image_builder/pool", "image_builder/pool_slice_command.py", "playbooks/bootstrap.yml")
-LOCAL_DISK = (
-    *(
-        f"{_NODE}/{name}"
-        for name in ("disk", "preload", "promote", "seed", "durable.py", "store.py", "trees.py")
-    ),
-    *("roles/image_preload", "roles/local_disk"),
+JOIN = Subject(
+    (*_node("join/command.py", "preflight/command.py"), "image_builder/broker", "image_builder/gate"),
+    "tests/e2e/join.py",
+    (_LAB, *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join"))),
 )
-PENDING_PODS = ("image_builder/pull", *LOCAL_DISK, "roles/container_runtime", "roles/kubelet")
+SLICES = Subject(
+    ("image_builder/pool", "image_builder/pool_slice_command.py"),
+    "tests/e2e/slices.py",
+    (_LAB, "playbooks/bootstrap.yml"),
+)
+LOCAL_DISK = Subject(
+    _DISK_COMMANDS, "tests/boot/matrix.py", (_LAB, "tests/boot/guest", "tests/boot/ntfs", *_ROLES)
+)
+PENDING_PODS = Subject(
+    ("image_builder/pull", *_DISK_COMMANDS),
+    "tests/e2e/pending_pods.py",
+    (_LAB, "tests/e2e/inventory", *_ROLES, "roles/container_runtime", "roles/kubelet"),
+)
 
 
-def digest(places: Sequence[str], root: Path = REPO_ROOT) -> str:
-    """Return the SHA-256 of the names and bytes of files, and of those below folders; raises FileNotFoundError."""
-    found = hashlib.sha256()
-    for place in places:
-        path = root / place
-        if not path.exists():
-            raise FileNotFoundError(path)
-        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-        for file in sorted(p for p in files if "__pycache__" not in p.parts):
-            found.update(f"{file.relative_to(root)}\0{file.stat().st_size}\0".encode())
-            found.update(file.read_bytes())
-    return found.hexdigest()
+def digest(subject: Subject, root: Path = REPO_ROOT) -> str:
+    """Return the SHA-256 of the names of the files and of what is in them, comments of Python apart."""
+    return hashlib.sha256(repr(sorted(code_digests(root, subject.files(root)).items())).encode()).hexdigest()
 
 
-def is_current(record: Mapping[str, Any], places: Sequence[str]) -> bool:
-    """Tell whether a record is about the code that there is."""
-    return record.get("code") == digest(places)
-
-
-def note(record: Mapping[str, Any], places: Sequence[str]) -> list[str]:
+def note(record: Mapping[str, Any], subject: Subject) -> list[str]:
     """Return what a page says of a record of other code, in Markdown: nothing where it is of this code."""
-    if is_current(record, places):
+    if record.get("code") == digest(subject):
         return []
     return ["**Of earlier code:** what decides these results has changed since, and was not run again.", ""]

@@ -45,18 +45,19 @@ def text(record: Mapping[str, Any]) -> str:
         "| row | what is done | what happened | seconds | date | code | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [_line(row, record.get("rows", {}).get(row.name)) for row in ROWS]
+    code = provenance.digest(provenance.LOCAL_DISK)
+    lines += [_line(row, record.get("rows", {}).get(row.name), code) for row in ROWS]
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row, found: Mapping[str, Any] | None) -> str:
+def _line(row: Row, found: Mapping[str, Any] | None, code: str) -> str:
     if found is None:
         return f"| {row.name} | {row.what} | | | | | not run yet |"
     verdict = "**failed**" if found["wrong"] else "passed"
     happened = "; ".join(found["wrong"]) or "; ".join(_told(found["facts"]))
     cells = (row.name, row.what, happened.replace("|", "\\|").replace("\n", " "))
-    code = "this" if provenance.is_current(found, provenance.LOCAL_DISK) else "earlier"
-    return f"| {' | '.join(cells)} | {found['seconds']:.0f} | {found['date']} | {code} | {verdict} |"
+    of_code = "this" if found.get("code") == code else "earlier"
+    return f"| {' | '.join(cells)} | {found['seconds']:.0f} | {found['date']} | {of_code} | {verdict} |"
 
 
 _WORDS = {

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,13 @@ def build(image: str, inventory: Path, settings: Settings) -> Path:
 
 
 def measure(
-    name: str, settings: Settings, about: Sequence[str], play: Callable[[Path], dict[str, Any]]
+    name: str, settings: Settings, about: provenance.Subject, play: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
     """Call ``play`` in namespaces of its own, with a staging directory of the store; return the record of it.
 
-    ``about`` are the files and folders that decide what comes out.
+    ``about`` is what decides what comes out.
     """
+    code = provenance.digest(about)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         out = Path(folder, "record.json")
 
@@ -82,7 +83,7 @@ def measure(
         if status := namespace.run_isolated(lambda: failure.guard(work, json_wanted=False, command=name)):
             raise SystemExit(status)
         return {
-            "code": provenance.digest(about),
+            "code": code,
             "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
             "minutes": round((time.monotonic() - started) / 60, 1),
             "cores": os.cpu_count(),

@@ -254,7 +254,9 @@ def main() -> int:
     if options.update_docs:
         before, _, rest = RESULTS.read_text().partition(BEGIN)
         date = time.strftime("%Y-%m-%d", time.gmtime())
-        RESULTS.write_text(f"{before}{BEGIN}{date}:\n\n```\n{text}\n```\n{END}{rest.partition(END)[2]}")
+        RESULTS.write_text(
+            f"{before}{BEGIN}{date}, of the code of that day:\n\n```\n{text}\n```\n{END}{rest.partition(END)[2]}"
+        )
     return 0
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from image_builder.plan.code import CODE
 from image_builder.plan.digest import executed
+from tests.imports import closure
 
 PACKAGE = Path(__file__).resolve().parents[2] / "image_builder"
 # Modules that decide how a stage is run, watched or refused, but no byte of what it makes; a definition's
@@ -44,37 +45,13 @@ NEUTRAL = {
 }
 
 
-def _imports(module: str) -> set[str]:
-    """Return the files of this package that a file imports, type-checking imports excepted."""
-    tree = ast.parse((PACKAGE / module).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "image_builder":
-            base = (node.module or "").split(".")[1:]
-            found |= {_file([*base, alias.name]) or _file(base) or "__init__.py" for alias in node.names}
-    return found
-
-
-def _file(parts: list[str]) -> str | None:
-    path = "/".join(parts)
-    for name in (f"{path}.py", f"{path}/__init__.py"):
-        if (PACKAGE / name).is_file():
-            return name
-    return None
-
-
 def _closure(module: str) -> set[str]:
-    done: set[str] = set()
-    queue = {module}
-    while queue:
-        name = queue.pop()
-        done.add(name)
-        if name not in NEUTRAL and not name.startswith("definition/"):
-            queue |= _imports(name) - done
-    return {n for n in done if n not in NEUTRAL and not n.startswith("definition/")}
+    def is_neutral(file: Path) -> bool:
+        name = file.relative_to(PACKAGE).as_posix()
+        return name in NEUTRAL or name.startswith("definition/")
+
+    found = closure([PACKAGE / module], PACKAGE.name, PACKAGE.parent, is_neutral)
+    return {file.relative_to(PACKAGE).as_posix() for file in found}
 
 
 @pytest.mark.parametrize("kind", sorted(CODE))
