@@ -5,7 +5,8 @@ is packed as it is, with a link in place of the files; what belongs to a daemon 
 (``pull/*.strip``). EROFS with lz4 and clusters of 4 KiB: every kernel since 5.4 reads it, and one page of a program
 costs one page of disk.
 
-Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree behind the filesystem, and ``store.json``.
+Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree behind the filesystem, and ``store.json``, which has
+the root hash, or the file's SHA-256 where the definition does without.
 """
 
 from __future__ import annotations
@@ -227,6 +228,7 @@ def _manifest(
         "file": os.fspath(layout.STORE_FILE),
         "bytes": file.stat().st_size,
         "verity": verity,
+        "sha256": None if verity else _sha256(file),
         "engines": engines,
         "images": [
             {**entry, "mode": wanted[ref]["mode"], "required": wanted[ref]["required"]}
@@ -234,6 +236,11 @@ def _manifest(
         ],
         "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],
     }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _bytes(tree: Path) -> int:

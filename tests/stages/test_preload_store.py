@@ -88,6 +88,18 @@ def _packed_again(lab: Lab, baked: Baked) -> list[str]:
     ]
 
 
+def _packed_without_verity(lab: Lab, baked: Baked) -> list[str]:
+    """Pack the same data root without a hash tree; return the digest that the manifest has, and the file's."""
+    options = {"images": baked.options, "verity": False, "source_date_epoch": EPOCH}
+    inputs = {lab.engine: baked.state.parent, "tools": lab.tools.parent}
+    ctx = stage(lab, lab.folder("unchecked"), "preload_store", options, inputs)
+    preload_store.run(ctx)
+    folder = ctx.product / "tree/opt/preload"
+    manifest = json.loads((folder / "store.json").read_bytes())
+    assert manifest["verity"] is None
+    return [manifest["sha256"], hashlib.sha256((folder / baked.file.name).read_bytes()).hexdigest()]
+
+
 def pack(lab: Lab) -> Result:
     """Pack one engine's data root, rehearse it, and compare."""
     one, two = runnable(lab, "one", _layered(lab)), lab.push("two", 2 * MB, MB)
@@ -112,6 +124,7 @@ def pack(lab: Lab) -> Result:
     found["top"] = sorted(path.name for path in where.iterdir())
     namespace.unmount(os.fspath(where))
     found["again"] = _packed_again(lab, baked)
+    found["without_verity"] = _packed_without_verity(lab, baked)
     found["resident"] = _resident(lab, baked)
     found["rehearsal"] = _rehearsed(lab, baked)
     # A kernel that reclaims memory ahead of need may have taken the pages back before they were looked at: once more.
@@ -161,6 +174,11 @@ def test_the_same_data_root_gives_the_same_bytes(packed: Result) -> None:
     store, store_again, manifest, manifest_again = packed["again"]
     assert store == store_again
     assert manifest == manifest_again
+
+
+def test_a_store_without_a_hash_tree_has_its_own_hash(packed: Result) -> None:
+    told, digest = packed["without_verity"]
+    assert told == digest and packed["manifest"]["sha256"] is None
 
 
 def test_the_rehearsal_tells_what_ran_and_what_was_read(packed: Result) -> None:

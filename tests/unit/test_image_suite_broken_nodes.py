@@ -135,6 +135,14 @@ def store_node(root_hash: str = "ab" * 32, *, stored: bool = True) -> dict[str, 
     return {**STORE, "store.erofs": json.dumps({"root_hash": root_hash, "stored": stored})}
 
 
+def unchecked_node(sha256: str, recorded: str | None = "ab" * 32) -> dict[str, Answer]:
+    manifest = {"file": "/opt/preload/store.erofs", "bytes": 8192, "verity": None, "sha256": recorded}
+    return {
+        "cat /opt/preload/store.json": json.dumps(manifest),
+        "sha256sum": f"{sha256}  /opt/preload/store.erofs\n",
+    }
+
+
 def status_node(source: str) -> dict[str, Answer]:
     known = {"layers": {"broken": 0}, "images": [{"ref": IMAGE["ref"], "source": source}]}
     return {"node-agent status --json": json.dumps(known)}
@@ -258,6 +266,13 @@ CASES = (
             "a broken hash tree": store_node(stored=False),
         },
         {"image_preload_verity": True},
+    ),
+    Case(
+        "test_preload_store",
+        "test_store_can_be_verified",
+        unchecked_node("ab" * 32),
+        {"other bytes": unchecked_node("12" * 32), "no hash": unchecked_node("ab" * 32, recorded=None)},
+        {"image_preload_verity": False},
     ),
     Case(
         "test_packages",
