@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import stat
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +15,7 @@ import pytest
 
 from image_builder.boot import find_disk, import_command, local_disks, static_pod
 from image_builder.errors import BootError, HostError, UsageError
+from image_builder.stages.verify import SUITE
 from image_builder.target import monitor, qemu, seed, ssh
 
 FIRMWARE = qemu.Firmware(Path("/fw/code.fd"), Path("/vm/vars.fd"))
@@ -67,6 +70,13 @@ def test_seed_is_a_read_only_volume_with_the_label_that_cloud_init_looks_for() -
     (block,) = [b for b in _options(qemu.command_line(MACHINE), "-blockdev") if "vvfat" in b]
     assert block == "driver=vvfat,node-name=seed,dir=/vm/seed,label=CIDATA,read-only=on"
     assert not any("vvfat" in a for a in qemu.command_line(replace(MACHINE, seed=None)))
+
+
+def test_the_suite_knows_the_machine_by_the_serial_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.fspath(SUITE))
+    serial = importlib.import_module("test_boot").LAB_DISK
+    assert any(a.endswith(f",serial={serial}") for a in qemu.command_line(MACHINE)) and len(serial) <= 20
+    assert not any(serial in a for a in qemu.command_line(replace(MACHINE, seed=None)))
 
 
 def test_disks_keep_their_order_bus_and_serial() -> None:
