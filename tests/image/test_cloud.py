@@ -9,6 +9,7 @@ from typing import Any
 from asked import RULES, merged, programs
 from cloud_config import MAIN, cloud_config
 from kept import files, output_once
+from packet_rules import parse, ways_by
 from suite import (
     assignments,
     booted,
@@ -254,10 +255,11 @@ def test_fstab_is_the_images(host: Host) -> None:
 @needs("system", azure_guest_blocked_for_pods=bool)
 def test_pod_guard_is_in_force(host: Host, v: V) -> None:
     """The kernel drops forwarded packets to every declared address and port, and lets none of them by before."""
-    rules = [rule for rule in output_once(host, RULES).splitlines() if rule.startswith("-A FORWARD ")]
+    chains = parse(output_once(host, RULES))
+    rules = chains.get("FORWARD", [])
     for target in v["azure_guest_blocked_for_pods"]:
-        ports = ",".join(map(str, target["ports"]))
-        wanted = f"-A FORWARD -d {target['address']}/32 -p tcp -m multiport --dports {ports} "
-        numbers = [n for n, rule in enumerate(rules) if rule.startswith(wanted) and rule.endswith("-j DROP")]
-        assert numbers, f"{target} is not dropped: {rules}"
-        nothing(rule for rule in rules[: numbers[0]] if rule.endswith(("-j ACCEPT", "-j RETURN")))
+        address, ports = target["address"], target["ports"]
+        numbers = [n for n, rule in enumerate(rules) if rule.drops(address, ",".join(map(str, ports)))]
+        assert numbers, f"{target} is not dropped: {[rule.text for rule in rules]}"
+        before = rules[: numbers[0]]
+        nothing(rule for port in ports for rule in ways_by(chains, before, address, port))

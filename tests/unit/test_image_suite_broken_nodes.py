@@ -188,12 +188,32 @@ def session_node(memlock: str) -> dict[str, Answer]:
 _GUARD = (
     '-d 169.254.169.254/32 -p {protocol} -m multiport --dports {port} -m comment --comment "x" -c 0 0 -j DROP'
 )
-_COUNTED = "-A FORWARD -c 12 3456 -j traffic-out"
+# The node's own accounting, and what others may have there that lets nothing by.
+_COUNTED = (
+    '-A traffic-out -d 10.0.0.0/8 -m comment --comment "x traffic=internal-out" -c 1 2 -j RETURN',
+    "-A traffic-out -c 11 3454 -j RETURN",
+    "-A FORWARD -c 12 3456 -j traffic-out",
+)
+_HARMLESS = (
+    "-A FORWARD -p tcp -m tcp --tcp-flags SYN,RST SYN -c 0 0 -j TCPMSS --clamp-mss-to-pmtu",
+    "-A FORWARD -i eth0 -c 0 0 -j MARK --set-xmark 0x10/0xff",
+    "-A FORWARD -d 10.0.0.0/8 -c 0 0 -j ACCEPT",
+    "-A FORWARD -p udp -m udp --dport 53 -c 0 0 -j ACCEPT",
+    "-A FORWARD -p tcp -m multiport --dports 443,8000:9000 -c 0 0 -j ACCEPT",
+    "-A FORWARD ! -d 169.254.0.0/16 -c 0 0 -j ACCEPT",
+    "-A others -p tcp -m tcp ! --dport 80 -c 0 0 -j ACCEPT",
+    "-A others -s 10.1.0.0/16 -c 0 0 -g deeper",
+    "-A FORWARD -c 0 0 -j others",
+)
 
 
-def guard_node(*before: str, protocol: str = "tcp", port: int = 80) -> dict[str, Answer]:
+def guard_node(
+    *before: str, protocol: str = "tcp", port: int = 80, more: str = "", chains: tuple[str, ...] = ()
+) -> dict[str, Answer]:
     rule = _GUARD.format(protocol=protocol, port=port)
-    return {"--list-rules": "\n".join(["-P FORWARD ACCEPT -c 0 0", _COUNTED, *before, f"-A FORWARD {rule}"])}
+    names = (f"-N {name}" for name in ("traffic-out", *chains))
+    lines = ["-P FORWARD ACCEPT -c 0 0", *names, *_COUNTED, *before, f"-A FORWARD {more}{rule}"]
+    return {"--list-rules": "\n".join(lines)}
 
 
 LIMITS = [
@@ -287,9 +307,24 @@ CASES = (
     Case(
         "test_cloud",
         "test_pod_guard_is_in_force",
-        guard_node(),
+        guard_node(*_HARMLESS, chains=("others", "deeper")),
         {
             "accepted before": guard_node("-A FORWARD -c 0 0 -j ACCEPT"),
+            "returned before": guard_node("-A FORWARD -i cali+ -c 0 0 -j RETURN"),
+            "queued before": guard_node("-A FORWARD -c 0 0 -j NFQUEUE --queue-num 0"),
+            "accepted in a chain": guard_node(
+                "-A others -c 0 0 -j ACCEPT", "-A FORWARD -c 0 0 -j others", chains=("others",)
+            ),
+            "accepted further on": guard_node(
+                "-A deeper -m mark --mark 0x1/0x1 -c 0 0 -j ACCEPT",
+                "-A others -c 0 0 -j deeper",
+                "-A FORWARD -p tcp -c 0 0 -j others",
+                chains=("others", "deeper"),
+            ),
+            "a chain in place of the rest": guard_node("-A FORWARD -c 0 0 -g others", chains=("others",)),
+            "its port among others": guard_node("-A FORWARD -p tcp -m multiport --dports 22,79:81 -j ACCEPT"),
+            "all but another address": guard_node("-A FORWARD ! -d 192.0.2.1/32 -c 0 0 -j ACCEPT"),
+            "some packets alone": guard_node(more="-i eth1 "),
             "another protocol": guard_node(protocol="udp"),
             "another port": guard_node(port=9),
         },
