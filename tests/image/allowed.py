@@ -38,6 +38,11 @@ SUID_SGID = {
     "/usr/sbin/unix_chkpwd": 0o2755,
 }
 
+# Programs that have capabilities by their file, and which (capabilities(7)), as a mask.
+FILE_CAPABILITIES = {
+    "/usr/bin/ping": 1 << 13,  # CAP_NET_RAW
+}
+
 # Directories that anyone may write to; all of them sticky.
 STICKY = _any_of(
     "/tmp",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
-from mutations import append, change, chmod, chown, link, mkdir, record, remove, write
+from mutations import Mutation, append, change, chmod, chown, link, mkdir, outside, record, remove, write
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEA\n-----END OPENSSH PRIVATE KEY-----\n"
 
@@ -17,6 +19,17 @@ def _below_the_tmpfs(root: Path, _variables: dict[str, Any]) -> None:
     namespace.unmount(str(root / "run"))
     (root / "run/leftover").write_text("x", encoding="utf-8")
     namespace.mount("tmpfs", "tmpfs", str(root / "run"), "mode=755")
+
+
+def capable(path: str, mask: int) -> Mutation:
+    """Give a program capabilities that are in force when it starts, as ``setcap`` does."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        low, high = mask & 0xFFFFFFFF, mask >> 32
+        attribute = struct.pack("<5I", 0x02000001, low, 0, high, 0)
+        os.setxattr(outside(root, path), "security.capability", attribute)
+
+    return mutate
 
 
 record(
@@ -94,6 +107,12 @@ record("test_no_agent_state", write("/var/lib/waagent/ABCDEF.prv", KEY))
 record("test_no_private_keys", write("/etc/somewhere/deep.txt", "intro\n" + KEY), write("/opt/tool/id", KEY))
 record(
     "test_only_known_suid_programs", write("/usr/bin/backdoor", mode=0o4755), chmod("/usr/bin/env", 0o4755)
+)
+record(
+    "test_only_known_file_capabilities",
+    capable("/usr/bin/env", 1 << 7),  # CAP_SETUID
+    capable("/usr/bin/env", 1 << 39),  # CAP_BPF: its second word
+    capable("/usr/bin/ping", 1 << 13 | 1 << 12),  # CAP_NET_ADMIN beside what it may
 )
 record("test_no_world_writable_files", chmod("/etc/hosts", 0o666), chmod("/etc/passwd", 0o646))
 record(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from allowed import DEAD_LINKS, STICKY, SUID_SGID, UNOWNED
+import json
+
+from allowed import DEAD_LINKS, FILE_CAPABILITIES, STICKY, SUID_SGID, UNOWNED
 from asked import diversions, owned_files, with_merged_usr
 from kept import output_once
 from suite import booted, load, needs, nothing, offline, output, read
@@ -10,6 +12,20 @@ from testinfra.host import Host
 from tree import Tree
 
 _HOME = r"(/root|/home/[^/]+)"
+# Prints the attribute of each file of the root filesystem that has one; an image may lack getcap.
+_CAPABILITIES = """
+import json, os
+
+found = {}
+for folder, folders, names in os.walk("/"):
+    folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
+    for path in (os.path.join(folder, name) for name in names):
+        try:
+            found[path] = os.getxattr(path, "security.capability", follow_symlinks=False).hex()
+        except OSError:
+            pass
+print(json.dumps(found))
+"""
 
 
 @offline
@@ -185,6 +201,22 @@ def test_only_known_suid_programs(tree: Tree) -> None:
     found = tree.where(lambda s: s.kind == "f" and bool(s.mode & 0o6000))
     own = (e for e in found if not e.path.startswith("/var/lib/docker"))
     nothing(f"{e.path} {e.mode:o}" for e in own if SUID_SGID.get(e.path) != e.mode)
+
+
+# Of the sealed tree alone: a machine would be asked about each of its files.
+@offline
+def test_only_known_file_capabilities(host: Host) -> None:
+    """Programs with privileges by their file's capabilities are the ones on the list, with those on the list."""
+    found = json.loads(output(host, "python3 -c %s", _CAPABILITIES))
+    masks = {path: _mask(bytes.fromhex(value)) for path, value in found.items()}
+    nothing(f"{path} {mask:#x}" for path, mask in masks.items() if FILE_CAPABILITIES.get(path) != mask)
+
+
+def _mask(attribute: bytes) -> int:
+    """Return the capabilities, permitted or inheritable, of a file's attribute as Linux keeps it (vfs_cap_data)."""
+    words = [int.from_bytes(attribute[at : at + 4], "little") for at in range(4, len(attribute), 4)]
+    low, high = words[:2], words[2:4]
+    return (low[0] | low[1]) | (high[0] | high[1] if high else 0) << 32
 
 
 @offline

@@ -180,6 +180,10 @@ def listener(program: str) -> str:
     return f'tcp LISTEN 0 5 0.0.0.0:10250 0.0.0.0:* users:(("{program}",pid=9,fd=3))'
 
 
+def capable_node(**attributes: str) -> dict[str, Answer]:
+    return {"security.capability": json.dumps({f"/usr/bin/{name}": a for name, a in attributes.items()})}
+
+
 def session_node(memlock: str) -> dict[str, Answer]:
     return {"ulimit -l": memlock, "ulimit -n": "1048576"}
 
@@ -367,6 +371,18 @@ CASES = (
         ports_node(),
         {"the kubelet of a node without a cluster": ports_node(listener("kubelet"))},
         {"image_layers": ["kubernetes"], "kubelet_mode": "standalone"},
+    ),
+    Case(
+        "test_hygiene",
+        "test_only_known_file_capabilities",
+        capable_node(ping="0100000200200000000000000000000000000000"),
+        {
+            "another program": capable_node(env="0100000280000000000000000000000000000000"),
+            "more than it may": capable_node(ping="0100000200300000000000000000000000000000"),
+            "in the second word": capable_node(ping="0100000200200000000000008000000000000000"),
+            "inheritable": capable_node(ping="0000000200000000800000000000000000000000"),
+            "as old kernels kept it": capable_node(env="010000018000000000000000"),
+        },
     ),
     Case(
         "test_system",
