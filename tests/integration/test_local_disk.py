@@ -1,6 +1,7 @@
 """The agent on real disks: a disk's life from its first boot on, and what may come between.
 
-The kernel of a test machine may know neither partitions, RAID nor quotas: these are the boot tests'.
+The kernel of a test machine may know neither partitions nor RAID: rows of the boot matrix have them, which is run by
+hand. No test sets a cache's quota; that its settings are refused where they can't hold is a unit test's.
 """
 
 from __future__ import annotations
