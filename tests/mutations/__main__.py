@@ -45,6 +45,8 @@ def copies(number: int) -> Iterator[list[Path]]:
             for name in names:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPO_ROOT / name, copy / name)
+            # Without one the command would begin by making it.
+            (copy / ".venv").symlink_to(sys.prefix)
         yield made
 
 
