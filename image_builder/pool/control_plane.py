@@ -34,7 +34,7 @@ REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
 # Nodes that registered since may well not be Ready: they join.
 JOINING_SECONDS = 300.0
-# The driver waits meanwhile, for each of three requests.
+# For each answer, of three requests.
 _SECONDS = 5.0
 # An age as the API server writes it: to the second up to ten minutes, `<invalid>` by a clock that was ahead.
 _AGE = re.compile(r"(?:(\d+)y)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

@@ -22,6 +22,8 @@ from image_builder.pool.waves import join_delays
 # Hosts that came back after a repetition, or for which there was no room, are started when there are as many as
 # this share of a slice, or when nothing else is in work: each slice costs an Ansible process.
 _WORTH_A_SLICE = 10
+# A control plane that takes longer for one reading needs no more nodes.
+_READING_SECONDS = 15.0
 
 
 class Work(NamedTuple):
@@ -72,8 +74,8 @@ class Steps(Protocol):
     def room(self, step: Step) -> int:
         """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
 
-    def gate(self) -> Reading:
-        """Return what the control plane shows."""
+    def gate(self) -> Reading | None:
+        """Return what the control plane shows, None while it is being read; ``wait`` returns once it was."""
 
 
 @dataclass
@@ -83,6 +85,8 @@ class _Run:
     write: Callable[[Record], None]
     # (when, host, step, attempt): deadlines of steps, and with an empty host the ends of pauses.
     alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
+    # When the reading that is under way was asked for.
+    asked: float | None = None
 
     def note(self, record: Record) -> None:
         self.write(record)
@@ -164,7 +168,13 @@ def _read_gate(r: _Run, now: float) -> None:
     limits = progress.plan.policy.gate
     if progress.read_at is not None and now < progress.read_at + limits.interval_seconds:
         return
+    asked = now if r.asked is None else r.asked
     reading = r.steps.gate()
+    r.asked = asked if reading is None else None
+    if reading is None:
+        if now < asked + _READING_SECONDS:
+            return  # hosts and their deadlines don't wait for it
+        reading = Reading(unread=f"no answer for {now - asked:.0f} s")
     current = progress.current
     verdict, reasons = gates.judge(
         reading,
@@ -262,8 +272,12 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
 def _wake(r: _Run, now: float) -> float:
     """Return when there is something to do even if nothing happens until then."""
     progress = r.progress
-    assert progress.read_at is not None
-    due = [progress.read_at + progress.plan.policy.gate.interval_seconds]
+    due = []
+    if progress.read_at is not None:
+        due.append(progress.read_at + progress.plan.policy.gate.interval_seconds)
+    if r.asked is not None:
+        # Its answer wakes us; without one it is red then, and stays so from reading to reading.
+        due = [max([r.asked + _READING_SECONDS, *due])]
     if r.alarms:
         due.append(r.alarms[0][0])
     if progress.next_join > now:

@@ -91,6 +91,8 @@ class Fleet:
         self._reach = Reach(means.access, at_once=means.at_once)
         self._suites = ThreadPoolExecutor(means.suites, thread_name_prefix="suite")
         self._runs = Runs(means.suite, self._reach) if means.suite else None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="gate")
+        self._reading: Future[Reading] | None = None
         self._queue: SimpleQueue[_Message] = SimpleQueue()
         self._begun: dict[_Key, _Begun] = {}
         self._again: list[tuple[float, _Key]] = []
@@ -112,7 +114,9 @@ class Fleet:
     ) -> None:
         for slice_ in self._slices:
             slice_.process.end()
-        self._suites.shutdown(wait=False, cancel_futures=True)
+        # A reading that is under way is nobody's any more, and ends by its own deadlines.
+        for executor in (self._suites, self._reader):
+            executor.shutdown(wait=False, cancel_futures=True)
         self._reach.__exit__(kind, error, trace)
         for slice_ in self._slices:
             slice_.thread.join()
@@ -186,8 +190,14 @@ class Fleet:
         busy = sum(key[1] == step for key in self._begun.keys() - resting)
         return (self._means.suites if step == "verify" else self._means.at_once) - busy
 
-    def gate(self) -> Reading:
-        return self._means.control_plane.read()
+    def gate(self) -> Reading | None:
+        if self._reading is None:
+            self._reading = self._reader.submit(self._means.control_plane.read)
+            self._reading.add_done_callback(lambda _: self.wake())
+        if not self._reading.done():
+            return None
+        reading, self._reading = self._reading.result(), None
+        return reading
 
     def _begin(self, work: Work, step: Step) -> _Key:
         key = (work.host.name, step, work.attempt)

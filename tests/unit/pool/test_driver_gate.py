@@ -1,0 +1,87 @@
+"""A control plane that doesn't answer: what it said before holds for a while, then it is red; nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from image_builder.pool.control_plane import Unwatched
+from image_builder.pool.driver import run
+from image_builder.pool.fleet import Fleet, Means
+from image_builder.pool.gates import Reading
+from image_builder.pool.policy import Deadlines, GateLimits, Policy
+from image_builder.pool.progress import apply, begin
+from image_builder.pool.records import Gated, Intent, Opened, Record, Result
+from tests.unit.pool.simulation import START, Faults, World, make
+from tests.unit.pool.test_fleet import means
+
+__all__ = ["means"]
+
+# Ten canaries, one every four seconds.
+POLICY = Policy(
+    canaries=10,
+    slice_hosts=1,
+    join_rate=0.25,
+    max_unavailable="100%",
+    budget="100%",
+    wave_budget="100%",
+    deadlines=Deadlines(bootstrap=10.0),
+    gate=GateLimits(interval_seconds=5.0),
+)
+
+
+class Silent(World):
+    """A fleet whose control plane answers once."""
+
+    asked: Sequence[float] = ()
+
+    def gate(self) -> Reading | None:  # type: ignore[override]
+        self.asked = (*self.asked, self.time)
+        return super().gate() if len(self.asked) == 1 else None
+
+
+def test_a_gate_that_does_not_answer_holds_up_neither_starts_nor_deadlines() -> None:
+    plan = make(20, POLICY)
+    hung = plan.waves[0].hosts[0]
+    world = Silent(plan, Faults(fates={hung: "hangs before"}))
+    progress, records = begin(plan), list[Record]()
+    records.append(Opened(at=world.time, plan=plan.digest))
+    apply(progress, records[0])
+    run(progress, world, records.append, lambda: world.time > START + 60)
+
+    red = [r for r in records if isinstance(r, Gated) and r.verdict == "hold"]
+    assert red[0].at == START + 5 + 15
+    assert red[0].reasons == ("the control plane can't be read: no answer for 15 s",)
+    assert [r.at - START for r in red[:4]] == [20, 25, 30, 35]
+    started = [round(r.at - START, 1) for r in records if isinstance(r, Intent) and r.step == "bootstrap"]
+    assert started == [0.3, 4.3, 8.3, 12.3, 16.3], "until it is red, and none afterwards"
+    (late,) = [r for r in records if isinstance(r, Result) and r.host == hung and r.step == "bootstrap"]
+    assert (round(late.at - START, 1), late.outcome.kind) == (10.3, "timeout")
+
+
+class Slow(Unwatched):
+    """A control plane that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def read(self) -> Reading:
+        self.answer.wait(60)
+        return Reading(requests=7)
+
+
+def test_a_fleet_reads_the_control_plane_beside_its_work(means: Means) -> None:
+    plane = Slow()
+    with Fleet(replace(means, control_plane=plane)) as fleet:
+        began = time.monotonic()
+        assert [fleet.gate(), fleet.gate()] == [None, None]
+        assert time.monotonic() - began < 10
+        plane.answer.set()
+        fleet.wait(fleet.now() + 30)
+        assert time.monotonic() - began < 20, "the answer wakes who waits"
+        assert fleet.gate() == Reading(requests=7)
+        plane.answer.clear()
+        assert fleet.gate() is None, "the next one is another reading"
+        plane.answer.set()
