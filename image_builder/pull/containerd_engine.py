@@ -25,7 +25,7 @@ from image_builder.pull import outbound
 from image_builder.pull.attempt import Attempt, now
 from image_builder.pull.gateway import Gateway, gateway
 from image_builder.pull.mirrors import Mirror, Mirrors
-from image_builder.pull.model import Seen
+from image_builder.pull.model import CANT_START, Seen
 from image_builder.pull.reference import Reference, names_of
 from image_builder.pull.reference import parse as parse_reference
 from image_builder.pull.registry import STREAM, Endpoints, RegistryClient
@@ -149,16 +149,10 @@ class ContainerdEngine:
         reference = parse_reference(image.ref)
         name = reference.at(image.digest)
         log = self.log.with_name(f"{self.log.stem}-{image.config[7:19]}.log")
-        argv = ["ctr", "-n", NAMESPACE, "images", "pull", "--snapshotter", SNAPSHOTTER]
-        argv += ["--platform", image.platform, "--max-concurrent-downloads", str(self.downloads)]
-        if self.major >= 2:
-            # From there on ctr lets the daemon's transfer service pull, which knows no limit of downloads; 1.6 doesn't
-            # know this option.
-            argv.append("--local")
         log.unlink(missing_ok=True)
         try:
             with self._hosts(image) as (folder, way):
-                command = [*argv, "--hosts-dir", folder, name]
+                command = self.pull_command(image, folder)
                 with process.background(
                     self.root.argv(command, self.outbound, proxies=True), log=log
                 ) as child:
@@ -179,6 +173,16 @@ class ContainerdEngine:
                 raise PullError(f"{known} is not complete after it was pulled")
         for layer in image.layers:
             attempt.seen(Seen(now(), layer.digest, "done"))
+
+    def pull_command(self, image: LockedImage, hosts: str) -> list[str]:
+        """Return what pulls an image by its digest; ``hosts`` is the directory that leads to its registry."""
+        argv = ["ctr", "-n", NAMESPACE, "images", "pull", "--snapshotter", SNAPSHOTTER]
+        argv += ["--platform", image.platform, "--max-concurrent-downloads", str(self.downloads)]
+        if self.major >= 2:
+            # From there on ctr lets the daemon's transfer service pull, which knows no limit of downloads; 1.6 doesn't
+            # know this option.
+            argv.append("--local")
+        return [*argv, "--hosts-dir", hosts, parse_reference(image.ref).at(image.digest)]
 
     def _observe(self, image: LockedImage) -> Iterator[Seen]:
         """Yield what the content store shows of an image's layers."""
@@ -289,7 +293,9 @@ class ContainerdEngine:
             self._ctr("run", "--detach", "--null-io", "--cgroup", f"{cgroups.PARENT}/{name}", *words)
             return round(time.monotonic() - started, 3)
         except PullError as error:
-            raise PullError(f"no container of {image.ref} starts: {error.message}") from error
+            raise PullError(
+                f"no container of {image.ref} starts: {error.message}", hint=CANT_START
+            ) from error
         finally:
             if runs:
                 self.root.run(["ctr", "-n", NAMESPACE, "tasks", "rm", "--force", name], ok=range(256))

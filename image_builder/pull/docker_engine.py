@@ -32,7 +32,7 @@ from image_builder.pull.attempt import Attempt
 from image_builder.pull.credentials import credentials_for, docker_header
 from image_builder.pull.docker_events import Failed, parse
 from image_builder.pull.mirrors import Mirrors
-from image_builder.pull.model import Seen
+from image_builder.pull.model import CANT_START, Seen
 from image_builder.pull.reference import familiar, names_of
 from image_builder.pull.reference import parse as parse_reference
 from image_builder.pull.registry import Endpoints
@@ -233,7 +233,8 @@ class DockerEngine:
                 client.remove_container(made, force=True)
             except (DockerException, requests.RequestException) as error:
                 raise PullError(
-                    f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}"
+                    f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}",
+                    hint=CANT_START,
                 ) from error
         return round(seconds, 3) if command is None else None
 

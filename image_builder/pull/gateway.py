@@ -39,12 +39,23 @@ _TO_CTR = (
 
 @dataclass
 class Gateway:
-    """``url`` is where ctr asks, with ``authorization`` as that header's value. ``failure`` is why a request failed."""
+    """``url`` is where ctr asks, with ``authorization`` as that header's value."""
 
     client: RegistryClient
     authorization: str = field(repr=False)
     url: str = ""
-    failure: str = ""
+    _failures: dict[str, str] = field(default_factory=dict)
+
+    def note(self, path: str, failure: str = "") -> None:
+        """Remember why a request failed, until one for the same path succeeds."""
+        self._failures.pop(path, None)
+        if failure:
+            self._failures[path] = failure
+
+    @property
+    def failure(self) -> str:
+        """Return why a request failed last of those that weren't overcome."""
+        return next(reversed(list(self._failures.values())), "")
 
 
 @contextmanager
@@ -87,8 +98,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer = shared.client.stream(self.command, _path(self.path), headers)
         except (PullError, urllib3.exceptions.HTTPError) as error:
             refused = isinstance(error, PullError)
-            shared.failure = (
-                error.message if isinstance(error, PullError) else shared.client.unreachable(error)
+            shared.note(
+                self.path, error.message if isinstance(error, PullError) else shared.client.unreachable(error)
             )
             self._refuse(401 if refused else 502)
             return
@@ -98,15 +109,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def _relay(self, answer: urllib3.BaseHTTPResponse) -> None:
-        client = self.server.gateway.client
+        shared = self.server.gateway
         if answer.status in (401, 403):
-            self.server.gateway.failure = client.refusal(answer, answer.read(_BLOCK))
+            shared.note(self.path, shared.client.refusal(answer, answer.read(_BLOCK)))
             self._refuse(answer.status)
             return
+        if answer.status < 400:
+            shared.note(self.path)
         self.send_response(answer.status)
         for name in _TO_CTR:
             if value := answer.headers.get(name):
-                self.send_header(name, client.local(value) if name == "Location" else value)
+                self.send_header(name, shared.client.local(value) if name == "Location" else value)
         if "Content-Length" not in answer.headers:
             self.send_header("Connection", "close")
             self.close_connection = True

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+CANT_START = (
+    "one that needs a mount or a GPU's library to start can't be rehearsed: give it `mode: archive` in image_preload,"
+    " and nodes load it from the archive"
+)
+
 Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "retrying"]
 
 

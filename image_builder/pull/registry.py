@@ -78,14 +78,21 @@ def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | Non
     Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
     """
     image = parse(ref)
+    failures = []
     for mirror in (mirrors or {}).get(image.registry, ()):
         try:
             with RegistryClient(image, endpoints, mirror, retries=False) as client:
                 return _locate(ref, platform, client)
-        except PullError:  # as with a runtime: who has it not, or doesn't answer, is passed over
-            continue
-    with RegistryClient(image, endpoints) as client:
-        return _locate(ref, platform, client)
+        except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
+            authority = (
+                f" (its `ca`, {mirror.ca}, is a file of the image: not read here)" if mirror.ca else ""
+            )
+            failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
+    try:
+        with RegistryClient(image, endpoints) as client:
+            return _locate(ref, platform, client)
+    except PullError as error:
+        raise PullError(f"{error.message}{''.join(failures)}", hint=error.hint) from error
 
 
 def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:

@@ -1,13 +1,22 @@
-"""Which of the manifests of an index is taken."""
+"""What a tag means: which of an index is taken, what is refused, whose failures are told."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import urllib3
 
 from image_builder.errors import PullError
-from image_builder.pull.registry import _choose
+from image_builder.pull.mirrors import Mirror
+from image_builder.pull.registry import RegistryClient, _choose, locate
+
+REF, PLATFORM = "registry.example/app:1", "linux/amd64"
 
 
 def _index(names: tuple[str, ...]) -> dict[str, list[dict[str, object]]]:
@@ -39,3 +48,90 @@ def test_the_platform_that_runtimes_take_is_taken_in_any_order(
 def test_what_no_runtime_would_take_is_not_taken() -> None:
     with pytest.raises(PullError, match="none for linux/amd64; the registry has linux/amd64/v3"):
         _choose("x", _index(("linux/amd64/v3",)), "linux/amd64")
+
+
+class Body(io.BytesIO):
+    """What a server sends: ``taken`` bytes of it were read."""
+
+    taken = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.taken += len(data)
+        return data
+
+
+class Servers:
+    """What registries answer, by host and the end of the path: a document, or an error of the connection."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[tuple[str, str], bytes | urllib3.exceptions.HTTPError] = {}
+
+        def stream(
+            client: RegistryClient, method: str, path: str, headers: Mapping[str, str], **_: object
+        ) -> urllib3.BaseHTTPResponse:
+            what = path.split("/app/", 1)[1]
+            answer = self.answers.get((client.registry, what), b"")
+            if isinstance(answer, urllib3.exceptions.HTTPError):
+                raise answer
+            self.body = Body(answer)
+            return urllib3.HTTPResponse(
+                self.body, status=200 if answer else 404, reason="", preload_content=False
+            )
+
+        monkeypatch.setattr(RegistryClient, "stream", stream)
+
+    def has(self, host: str, layers: int) -> None:
+        """Let a registry have the image with so many layers."""
+        diff_ids = [f"sha256:{n:064}" for n in range(layers)]
+        config = json.dumps(
+            {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": diff_ids}}
+        ).encode()
+        digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
+        manifest: dict[str, Any] = {
+            "config": {"digest": digest},
+            "layers": [{"digest": diff_id, "size": 1} for diff_id in diff_ids],
+        }
+        self.answers[host, "manifests/1"] = json.dumps(manifest).encode()
+        self.answers[host, f"blobs/{digest}"] = config
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    return Servers(monkeypatch)
+
+
+def test_an_image_without_layers_is_refused(servers: Servers) -> None:
+    servers.has("registry.example", 1)
+    assert len(locate(REF, PLATFORM, {}).layers) == 1
+    servers.has("registry.example", 0)
+    with pytest.raises(PullError, match="registry.example/app:1: has no layers, so there is nothing to pre"):
+        locate(REF, PLATFORM, {})
+
+
+def test_a_document_that_is_too_large_is_read_no_further(servers: Servers) -> None:
+    servers.answers["registry.example", "manifests/1"] = b" " * (9 << 20) + b"{}"
+    with pytest.raises(PullError, match="manifests/1 is too large to be what it should be"):
+        locate(REF, PLATFORM, {})
+    assert servers.body.taken == (8 << 20) + 1
+
+
+def test_mirrors_that_failed_are_named_with_their_reasons_where_the_registry_fails_too(
+    servers: Servers,
+) -> None:
+    unproven = urllib3.exceptions.SSLError("certificate verify failed")
+    servers.answers["one.example", "manifests/1"] = unproven
+    servers.answers["registry.example", "manifests/1"] = urllib3.exceptions.HTTPError("no route to host")
+    mirrors = {
+        "registry.example": [Mirror("https://one.example", "/etc/one.pem"), Mirror("https://two.example")]
+    }
+    with pytest.raises(PullError) as error:
+        locate(REF, PLATFORM, {}, mirrors)
+    assert error.value.message.splitlines() == [
+        f"{REF}: registry.example can't be reached: no route to host",
+        "  mirror https://one.example: one.example can't be reached: certificate verify failed"
+        " (its `ca`, /etc/one.pem, is a file of the image: not read here)",
+        "  mirror https://two.example: two.example says 404",
+    ]
+    servers.has("two.example", 1)
+    assert locate(REF, PLATFORM, {}, mirrors).ref == REF
