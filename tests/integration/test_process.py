@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,14 @@ def test_a_timeout_does_not_wait_for_a_grandchild(on_line: Callable[[str], None]
     with pytest.raises(CommandError, match="timed out after 0.5 s"):
         process.run(["sh", "-c", "sleep 20 & wait"], timeout=0.5, on_line=on_line)
     assert time.monotonic() - started < 10
+
+
+def test_what_outlives_its_caller_has_nothing_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lab's registry runs on for days, and the shell that started it may hold a registry's password."""
+    monkeypatch.setenv("IMAGE_BUILDER_REGISTRY_AUTH", "s3cret-canary")
+    assert process.detach(["env"], log=tmp_path / "log").wait(30) == 0
+    told = (tmp_path / "log").read_text()
+    assert "PATH=" in told and "LANG=C.UTF-8" in told
+    assert "s3cret-canary" not in told and "IMAGE_BUILDER" not in told

@@ -102,6 +102,26 @@ def test_the_hosts_kernel_is_not_set_from_inside(tmp_path: Path) -> None:
     assert bounding & 1 << 21, "SYS_ADMIN is left to container engines"
 
 
+def test_a_sysrq_key_is_not_pressed_from_inside(tmp_path: Path) -> None:
+    """Not every kernel has one, and none is to be pressed by a test: this /proc is made of files."""
+    out = _run(
+        tmp_path,
+        "mount = sandbox._mount\n"
+        "def mount_files(mounts, kind, target, options=''):\n"
+        "    mount(mounts, 'tmpfs' if kind == 'proc' else kind, target, options)\n"
+        "    if kind == 'proc':\n"
+        "        (target / 'sys').mkdir()\n"
+        "        (target / 'sysrq-trigger').touch()\n"
+        "sandbox._mount = mount_files\n"
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    try:\n"
+        "        (root.path / 'proc/sysrq-trigger').write_text('h')\n"
+        "    except OSError as error:\n"
+        "        print(error.strerror)\n",
+    )
+    assert out == "Read-only file system\n"
+
+
 def test_a_play_makes_no_devices(tmp_path: Path) -> None:
     """The number of the host's disk would be enough to write to it."""
     (tmp_path / "hosts.yml").write_text("images: {hosts: {mine: }}\n")

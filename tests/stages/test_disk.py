@@ -209,6 +209,14 @@ def test_the_disk_holds_the_tree_and_boots_it(tmp_path: Path, tools: Path) -> No
         header = mounted.run(["dumpe2fs", "-h", at_root]).stdout
         assert identity.filesystem_uuid(BUILD, "root") in header
         assert "Filesystem state:         clean" in header
+        fields = {
+            key: value.strip() for key, _, value in (line.partition(":") for line in header.splitlines())
+        }
+        assert "has_journal" in fields["Filesystem features"]
+        # Programs of before e2fsprogs 1.47, as rescue machines have them, refuse a disk with it.
+        assert "orphan_file" not in fields["Filesystem features"]
+        share = int(fields["Reserved block count"]) / int(fields["Block count"])
+        assert round(100 * share, 1) == 1.0, "a full disk leaves root a hundredth"
         assert "Mode:  04755" in inode("stat /usr/bin/sudo")
         assert "Links: 2" in inode("stat /usr/bin/sudoedit")
         assert "User:  1234   Group:  4321" in inode("stat /etc/fstab")

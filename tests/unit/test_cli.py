@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from image_builder import build as builds
 from image_builder import errors, failure
 from image_builder.cli import app
+from image_builder.lock import Lock, LockedGroup
 from tests.attested import SUBSCRIPTION
 
 COMMANDS = [
@@ -128,6 +131,33 @@ def test_a_wrong_command_line(argv: list[str], words: str) -> None:
     status, _, err = _run(*argv)
     assert status == errors.UsageError.exit_code
     assert words in err
+
+
+def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another image's build has made it; this one was never built."""
+    groups = {
+        name: LockedGroup(suite="trixie", components=["main"], requested=[], packages=[])
+        for name in ("tools", "base", "system")
+    }
+    lock = Lock(image="minimal", source_date_epoch=1, repositories={"debian": None}, groups=groups)
+    monkeypatch.setattr(builds, "obtain_lock", lambda *_: lock)
+
+    def plan() -> dict[str, Any]:
+        status, out, err = _run("plan", "minimal", "--explain", "--json", "--store", str(tmp_path))
+        assert status == 0, err
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    first = plan()
+    assert first["stored"] == [] and first["reasons"]["base"] == ["it was never built before"]
+    stage_id = next(stage["id"] for stage in first["stages"] if stage["name"] == "base")
+    (tmp_path / "objects" / stage_id).mkdir(parents=True)
+    (tmp_path / "objects" / stage_id / "meta.json").write_text("{}")
+    second = plan()
+    assert second["stored"] == ["base"]
+    assert second["reasons"] == {name: why for name, why in first["reasons"].items() if name != "base"}
 
 
 def test_a_store_that_is_not_there(tmp_path: Path) -> None:

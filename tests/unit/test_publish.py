@@ -18,7 +18,7 @@ from image_builder import publish, sparse
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
-from image_builder.lock import Lock
+from image_builder.lock import DEBIAN, Lock, LockedGroup
 from image_builder.node import durable
 from image_builder.plan.model import Plan, StagePlan
 from image_builder.publish import Publication, publish_files
@@ -291,6 +291,15 @@ def test_the_stages_of_a_build_are_published(tmp_path: Path) -> None:
     inode = path.stat().st_ino
     assert publish.publish(*built) == path
     assert path.stat().st_ino == inode
+
+
+def test_what_an_operator_ought_to_know_of_a_lock_is_in_the_manifest(tmp_path: Path) -> None:
+    definition, lock, plan, store, settings, stages = _built(tmp_path)
+    base = LockedGroup(suite="trixie", components=["main"], requested=[], packages=[])
+    lock = lock.model_copy(update={"groups": {"base": base}, "repositories": {DEBIAN: None}})
+    path = publish.publish(definition, lock, plan, store, settings, stages)
+    told = manifests.load((path / "manifest.json").read_bytes())
+    assert told.warnings == ("trixie was locked without its security updates: the mirror in use has none",)
 
 
 def test_a_failed_verification_is_never_published(tmp_path: Path) -> None:
