@@ -146,6 +146,38 @@ def test_a_play_makes_no_devices(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "['file', 'pipe']"
 
 
+def test_files_are_copied_within_the_root_wherever_its_links_lead(tmp_path: Path) -> None:
+    """A link with an absolute path means the root's own file, and never one of the build host."""
+    (tmp_path / "host").write_text("host")
+    out = _run(
+        tmp_path,
+        "from ansible.errors import AnsibleError\n"
+        "from ansible.playbook.play_context import PlayContext\n"
+        "from ansible.plugins.loader import connection_loader\n"
+        "connection_loader.add_directory('image_builder/plugins/connection')\n"
+        "tree, host, taken, sent = lower(), base / 'host', base / 'taken', base / 'sent file'\n"
+        "(tree / 'data/inside').symlink_to('/data/file')\n"
+        "(tree / 'data/outside').symlink_to(host)\n"
+        "(tree / 'data/up').symlink_to('../' * 20 + os.fspath(host).lstrip('/'))\n"
+        "sent.write_text('sent')\n"
+        "with sandbox.open_root([tree], base / 'work', binds=HOST) as root:\n"
+        "    connection = connection_loader.get('sandbox', PlayContext(), os.devnull)\n"
+        "    connection.set_options(direct={'root': os.fspath(root.path)})\n"
+        "    connection.fetch_file('/data/inside', os.fspath(taken))\n"
+        "    print(taken.read_text())\n"
+        "    connection.put_file(os.fspath(sent), '/data/inside')\n"
+        "    connection.put_file(os.fspath(sent), '/data/a name')\n"
+        "    print((root.path / 'data/file').read_text(), (root.path / 'data/a name').read_text())\n"
+        "    for link in ('/data/outside', '/data/up'):\n"
+        "        for copy in (connection.fetch_file, lambda a, b: connection.put_file(os.fspath(sent), a)):\n"
+        "            try:\n"
+        "                copy(link, os.fspath(taken))\n"
+        "            except AnsibleError:\n"
+        "                print('refused', taken.read_text(), host.read_text())\n",
+    )
+    assert out.splitlines()[-6:] == ["lower", "sent sent", *["refused  host"] * 4]
+
+
 def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
     _run(
         tmp_path,

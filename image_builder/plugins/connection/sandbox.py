@@ -2,17 +2,18 @@
 
 The builder has already made the namespaces and the mounts (``image_builder/sandbox.py``); this plugin only
 enters the merged root with chroot, without a network. Pipelining works, so a module travels over standard
-input and leaves nothing behind; a file that must be copied goes straight to its path below the root.
+input and leaves nothing behind. Files are copied by a program in the root: a link there, followed from outside, would
+lead to a file of the build host.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import subprocess
 from typing import Any
 
-from ansible.errors import AnsibleConnectionFailure, AnsibleFileNotFound
+from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNotFound
 from ansible.plugins.connection import ConnectionBase
 
 DOCUMENTATION = """
@@ -63,25 +64,31 @@ class Connection(ConnectionBase):
         self, cmd: str, in_data: bytes | None = None, sudoable: bool = True
     ) -> tuple[int, bytes, bytes]:
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
-        argv = [*self.get_option("enter"), "unshare", "--net", "--", "chroot", self.get_option("root")]
-        argv += ["/usr/bin/env", "-i", *self.get_option("environment")]
-        argv += ["/bin/sh", "-c", cmd]
-        done = subprocess.run(argv, input=in_data or b"", capture_output=True, check=False)
+        done = subprocess.run(self._argv(cmd), input=in_data or b"", capture_output=True, check=False)
         return done.returncode, done.stdout, done.stderr
-
-    def _outside(self, path: str) -> str:
-        """Return the path on the controller's side of a path in the sandbox."""
-        return os.path.join(self.get_option("root"), os.path.normpath(path).lstrip("/"))
 
     def put_file(self, in_path: str, out_path: str) -> None:
         super().put_file(in_path, out_path)
         if not os.path.exists(in_path):
             raise AnsibleFileNotFound(f"{in_path} does not exist")
-        shutil.copyfile(in_path, self._outside(out_path))
+        with open(in_path, "rb") as source:
+            self._copy(f"cat > {shlex.quote(out_path)}", stdin=source)
 
     def fetch_file(self, in_path: str, out_path: str) -> None:
         super().fetch_file(in_path, out_path)
-        shutil.copyfile(self._outside(in_path), out_path)
+        with open(out_path, "wb") as target:
+            self._copy(f"cat < {shlex.quote(in_path)}", stdin=subprocess.DEVNULL, stdout=target)
+
+    def _argv(self, cmd: str) -> list[str]:
+        """Return what runs a command of the shell's language in the root."""
+        argv = [*self.get_option("enter"), "unshare", "--net", "--", "chroot", self.get_option("root")]
+        argv += ["/usr/bin/env", "-i", *self.get_option("environment")]
+        return [*argv, "/bin/sh", "-c", cmd]
+
+    def _copy(self, cmd: str, **streams: Any) -> None:
+        done = subprocess.run(self._argv(cmd), stderr=subprocess.PIPE, check=False, **streams)
+        if done.returncode != 0:
+            raise AnsibleError(f"`{cmd}` in the sandbox: {done.stderr.decode(errors='replace').strip()}")
 
     def close(self) -> None:
         self._connected = False
