@@ -143,7 +143,8 @@ class Manifest(_Frozen):
     image: str
     build_id: Sha256 = Field(
         description="Id of the sealed tree: same id, same tree, but for what the container engine drew at random or "
-        "dated in its own records of the preloaded images."
+        "dated in its own records and its archive of the preloaded images, and for the layers that their containers "
+        "were seen to read in the rehearsal."
     )
     created: str = Field(description="When this was published, UTC, to the second.")
     source_date_epoch: Count = Field(

@@ -51,7 +51,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         for image in locked:
             seconds[image.ref][name] = done.seconds[image.ref]
             read[image.ref] += [layer for layer in done.read[image.ref] if layer not in read[image.ref]]
-    # What took how long is in the stage's facts: the image is the same whenever it is baked.
+    # What took how long is in the stage's facts. What was read depends on the moment, too, but nodes go by it: the one
+    # thing here that may differ from bake to bake (docs/decisions/0007).
     found: dict[str, JSON] = {
         "format": FORMAT,
         "seed": {name: {key: seed[key] for key in ("layers", "files")} for name, seed in seeds.items()},
