@@ -39,8 +39,9 @@ _MNT_DETACH = 2
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
-# What a worker that was told to end has for clearing away; the kernel and the next start clear away the rest.
-_GRACE_SECONDS = 3.0
+# What a worker that was told to end has for clearing away; the kernel and the command clear away the rest. A build
+# ends within five seconds, and with more programs than processors that rest has taken two of them.
+_GRACE_SECONDS = 2.0
 # A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
 _ECHO_SECONDS = 1.0
 _Mask = set[signal.Signals | int]
