@@ -16,7 +16,7 @@ from pathlib import Path
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_playbook, role_variables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.references import referenced_names
+from image_builder.definition.references import lookup_calls, referenced_names
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
 from image_builder.definition.values import JSON, is_template, strings, words
 from image_builder.plan.digest import files_in
@@ -24,21 +24,15 @@ from image_builder.plan.model import digest
 
 # A lookup of this program's own and the files that it packs.
 _OWN_LOOKUPS = {"node_agent_archive": "image_builder/node"}
-_CALL = re.compile(r"\b(?:lookup|query|q)\s*\(\s*(?:(['\"])([\w.]+)\1|[A-Za-z_])")
 # Names put together at run time: any variable may be meant.
 _ANY_VARIABLE = re.compile(
     r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b|\bvars\s*\[|\bhostvars\b|\bgroups\s*[\[.]"
 )
 # What all variables that nothing names count under then.
 _OTHERS = "(others)"
-# In a role's tasks: what may lead out of the role's own files.
-_LEADS_OUT = re.compile(
-    r"(?:include|import)_role|^dependencies:(?!\s*\[\s*\])|\bwith_\w+:|delegate_to|local_action|connection:"
-    r"|(?:include|import)_(?:tasks|vars):[^\n]*(?:\.\.|[\s\"'=]/|\{\{)"
-    r"|\b(?:src|file|dir):\s+[\"']?(?:\.\./|~|/(?!dev/)|\{\{(?!\s*(?:item\b|__|lookup\b)))",
-    re.MULTILINE,
-)
 _YAML = (".yml", ".yaml", ".json")
+# The parts of a role that hold variables.
+_DECLARED = ("defaults", "vars", "meta")
 # Beside a playbook: other playbooks and files of tasks count where they are taken in.
 _NOT_BESIDE = frozenset({"layers", "tasks", "__pycache__"})
 # Beside those of layers, they are of the inventory for an image's definition.
@@ -94,23 +88,6 @@ def _uncommented(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
-def _calls(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the plugin's name, if it is written there, and the text of every call of a lookup."""
-    for match in _CALL.finditer(text):
-        depth, quote = 0, ""
-        for at in range(text.index("(", match.start()), len(text)):
-            char = text[at]
-            if quote:
-                quote = "" if char == quote else quote
-            elif char in "'\"":
-                quote = char
-            else:
-                depth += {"(": 1, ")": -1}.get(char, 0)
-            if not depth:
-                yield match[2] or "", text[match.start() : at + 1]
-                break
-
-
 class _Reader:
     def __init__(self, definition: ImageDefinition, layer: Layer) -> None:
         self.definition, self.layer = definition, layer
@@ -123,23 +100,33 @@ class _Reader:
     def reading(self) -> PlaybookReading:
         root, playbook = self.definition.repo_root, self.layer.playbook
         roles = {use.name: self._role_files(use.name) for use in self.layer.uses}
-        variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
-        play = engine.read_play(playbook, root / "roles", variables, self._is_plain)
+        play = engine.read_play(playbook, root / "roles", self.inventory, frozenset(_OWN_LOOKUPS))
+        self.unknown |= play.unknown
         roles |= {name: self._role_files(name) for name in sorted(play.roles - roles.keys())}
         in_roles = {file for files in roles.values() for file in files}
-        around = {playbook, *_beside(playbook), *(f for f in play.files - in_roles if f.is_file())}
-        around = {f for f in around if not self._of_a_role(f)}
-        if (root / "ansible.cfg").is_file():
-            around.add(root / "ansible.cfg")
-        self.unknown |= play.unknown
+        files = {f for f in play.files - in_roles if f.is_file() and not self._of_a_role(f)}
+        around = {playbook, *_beside(playbook), *files}
+        if (config := root / "ansible.cfg").is_file():
+            around.add(config)
+            around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
+        for name in play.lookups:
+            self.opened.update(files_in(root / _OWN_LOOKUPS[name]))
         spoken = self._variables([*around, *in_roles])
-        for name, files in roles.items():
-            self._lookups(files, functools.partial(self._scope, name), in_role=True)
-        self._lookups(around, lambda: variables, in_role=False)
+        for name, of_role in roles.items():
+            folders = [root / "roles" / name / part for part in _DECLARED]
+            declared = [f for f in of_role if any(f.is_relative_to(folder) for folder in folders)]
+            self._lookups(declared, functools.partial(self._scope, name))
+        variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
+        self._lookups(files - play.followed, lambda: variables)
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.definition.variables if any_variable else spoken, variables)
-        every = {self._name(file): file for file in sorted(around | in_roles | self.opened)}
-        return PlaybookReading(every, spoken, self._values(), tuple(sorted(self.unknown)))
+        every = around | in_roles | self.opened | play.sent
+        return PlaybookReading(
+            {self._name(file): file for file in sorted(every)},
+            spoken,
+            self._values(),
+            tuple(sorted(self.unknown)),
+        )
 
     def _role_files(self, name: str) -> list[Path]:
         try:
@@ -151,11 +138,6 @@ class _Reader:
     def _of_a_role(self, file: Path) -> bool:
         """Tell whether a file is a part of a role that never reaches an image."""
         return file.is_relative_to(self.definition.repo_root / "roles")
-
-    def _is_plain(self, role: str) -> bool:
-        """Tell whether a role's tasks lead nowhere but to its own files."""
-        files = [f for f in self._role_files(role) if {"tasks", "handlers", "meta"} & set(f.parts)]
-        return bool(files) and not any(_LEADS_OUT.search(self._text(f)) for f in files if f.suffix in _YAML)
 
     def _text(self, file: Path) -> str:
         if file not in self.texts:
@@ -186,11 +168,11 @@ class _Reader:
         own = next((found.raw for found in evaluated if found.use.name == role), None)
         return own or role_variables(self.book, self.layer, RoleUse(role), self.inventory)
 
-    def _lookups(self, files: Iterable[Path], scope: _Scope, *, in_role: bool) -> None:
+    def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:
+        """Run the lookups in files of variables."""
         for file in files:
-            if file.name == "argument_specs.yml" or not (file.suffix in _YAML or "templates" in file.parts):
-                continue
-            self._run_lookups(self._name(file), _uncommented(self._text(file)), scope, in_role=in_role)
+            if file.suffix in _YAML and file.name != "argument_specs.yml":
+                self._run_lookups(self._name(file), _uncommented(self._text(file)), scope)
 
     def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
         """Run the lookups in values of the inventory, which any role's files may be meant by."""
@@ -199,10 +181,10 @@ class _Reader:
         for name, value in spoken.items():
             for text in strings(value):
                 if is_template(text):
-                    self._run_lookups(name, text, lambda: scope, in_role=False)
+                    self._run_lookups(name, text, lambda: scope)
 
-    def _run_lookups(self, where: str, text: str, scope: _Scope, *, in_role: bool) -> None:
-        calls = list(_calls(text))
+    def _run_lookups(self, where: str, text: str, scope: _Scope) -> None:
+        calls = list(lookup_calls(text))
         if not calls:
             return
         evaluator = engine.Evaluator(scope(), self.layer.playbook.parent)
@@ -215,9 +197,7 @@ class _Reader:
             except engine.UnpredictableValueError as error:
                 self.unknown.add(f"{where}: {error}")
             except engine.EvaluationError:
-                # A role's file whose name a loop or a fact gives is one of its own: those count.
-                if not in_role:
-                    self.unknown.add(f"{where}: what `{call}` reads is known only while the play runs")
+                self.unknown.add(f"{where}: what `{call}` reads is known only while the play runs")
         self.opened |= {path for path in evaluator.reads.files if path.is_file()}
 
     def _values(self) -> dict[str, JSON]:

@@ -8,10 +8,11 @@ of a name as a word counts, comments and strings included; a name that is put to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from image_builder.definition.values import JSON, is_template, is_vaulted, strings, words
 
+_CALL = re.compile(r"\b(?:lookup|query|q)\s*\(\s*(?:(['\"])([\w.]+)\1|[A-Za-z_])")
 _LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")
 
 
@@ -54,3 +55,20 @@ def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[st
     while more := {name for name, inside in templates.items() if name not in found and inside & found}:
         found |= more
     return frozenset(found)
+
+
+def lookup_calls(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the plugin's name, if it is written there, and the text of every call of a lookup."""
+    for match in _CALL.finditer(text):
+        depth, quote = 0, ""
+        for at in range(text.index("(", match.start()), len(text)):
+            char = text[at]
+            if quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            else:
+                depth += {"(": 1, ")": -1}.get(char, 0)
+            if not depth:
+                yield match[2] or "", text[match.start() : at + 1]
+                break

@@ -90,16 +90,17 @@ def _link_digest(path: Path) -> str:
     return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest() + "+l"
 
 
-def files_in(source: Path) -> Iterator[Path]:
-    """Yield a file itself, or a directory's files without those that decide nothing, each linked directory once."""
+def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
+    """Yield a file itself, or a directory's files, each linked directory once; only a ``whole`` one has leftovers."""
     if not source.is_dir():
         yield source
         return
     linked: set[str] = set()
     for folder, dirs, files in os.walk(source, followlinks=True):
-        dirs[:] = [d for d in sorted(dirs) if d not in _IGNORED_DIRS and _is_new(Path(folder, d), linked)]
+        kept = [name for name in sorted(dirs) if whole or name not in _IGNORED_DIRS]
+        dirs[:] = [name for name in kept if _is_new(Path(folder, name), linked)]
         for name in files:
-            if name not in _IGNORED_FILES and not name.endswith(_IGNORED_SUFFIXES):
+            if whole or (name not in _IGNORED_FILES and not name.endswith(_IGNORED_SUFFIXES)):
                 yield Path(folder, name)
 
 

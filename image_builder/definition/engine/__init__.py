@@ -33,7 +33,7 @@ from image_builder.definition.engine.origins import (
     read_untagged_yaml,
     read_yaml,
 )
-from image_builder.definition.engine.plays import PlayReading, read_play
+from image_builder.definition.engine.plays import PlayReading, configured_plugins, read_play
 from image_builder.definition.engine.reads import Reads, is_predictable
 from image_builder.definition.engine.templates import (
     Evaluation,
@@ -54,6 +54,7 @@ __all__ = [
     "UnpredictableValueError",
     "UnreadableError",
     "argument_faults",
+    "configured_plugins",
     "evaluate_all",
     "is_predictable",
     "place_in",

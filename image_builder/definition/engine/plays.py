@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,54 +15,65 @@ from ansible.playbook.helpers import load_list_of_blocks
 from ansible.playbook.play import Play
 from ansible.playbook.role_include import IncludeRole
 from ansible.playbook.task_include import TaskInclude
-from ansible.template import Templar
+from ansible.plugins.loader import action_loader
 from ansible.vars.manager import VariableManager
 
 from image_builder.definition.engine.origins import place_of, unreadable
 from image_builder.definition.engine.reads import NotingLoader, Reads, is_predictable, noting
-from image_builder.definition.engine.templates import trusted
-from image_builder.definition.values import JSON, is_template
+from image_builder.definition.engine.rounds import Rounds, UnknownError, concealed
+from image_builder.definition.engine.sources import Sources
+from image_builder.definition.references import lookup_calls
+from image_builder.definition.values import JSON, is_template, strings
 
-# Modules that read a file of the control machine, and the argument that names it.
-_SENT = {
-    "assemble": "src",
-    "copy": "src",
-    "include_vars": "file",
-    "script": "_raw_params",
-    "template": "src",
-    "unarchive": "src",
-}
-_HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+_TASKS = frozenset({"pre_tasks", "tasks", "post_tasks", "handlers"})
+_ANSIBLE = Path(settings.__file__).parent
+# A bake sets these itself.
+_SET_FOR_PLAYS = frozenset({"DEFAULT_ROLES_PATH", "DEFAULT_CONNECTION_PLUGIN_PATH"})
 
 
 @dataclass
 class PlayReading:
     """What a play reads: ``files``, ``roles`` (the names of those it brings beside its list), and what isn't known.
 
-    ``unknown`` are sentences, each with the place that it is about.
+    ``sent`` are files that reach the image as they are. The strings of ``followed`` files of tasks were looked at.
+    ``lookups`` are those of the program's own that are called. ``unknown`` are sentences, each with the place that it
+    is about.
     """
 
     files: set[Path] = field(default_factory=set)
+    sent: set[Path] = field(default_factory=set)
+    followed: set[Path] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)
+    lookups: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
 
 
 def read_play(
-    playbook: Path, roles: Path, variables: Mapping[str, JSON], is_plain: Callable[[str], bool]
+    playbook: Path, roles: Path, variables: Mapping[str, JSON], own_lookups: frozenset[str]
 ) -> PlayReading:
     """Load the one play of a playbook and follow all that it includes; raises UnreadableError.
 
-    ``roles`` is the directory of roles, ``variables`` those of the host. A role that ``is_plain`` reads no more than
-    its own files and is not loaded, which takes time.
+    ``roles`` is the directory of roles, ``variables`` those of the host. What ``own_lookups`` give is known elsewhere.
     """
     reads = Reads()
     loader = NotingLoader(playbook.parent, reads)
     try:
         with _roles_in(roles), noting(reads):
-            play = _load(playbook, loader, variables, is_plain)
-            return _Walk(play, loader, roles, is_plain).reading()
+            play, written = _load(playbook, loader, variables)
+            return _Walk(play, loader, roles, own_lookups).reading(playbook, written)
     except AnsibleError as error:
         raise unreadable(error) from error
+
+
+def configured_plugins(config: Path) -> list[Path]:
+    """Return the directories of plugins and modules that an ``ansible.cfg`` names."""
+    settings.config._parsers.pop(str(config), None)  # it may have changed since
+    found = []
+    for name, definition in settings.config.get_configuration_definitions().items():
+        if definition.get("type") == "pathspec" and name not in _SET_FOR_PLAYS:
+            folders, origin = settings.config.get_config_value_and_origin(name, cfile=str(config))
+            found += [Path(folder) for folder in folders or []] if str(origin) == str(config) else []
+    return [folder for folder in found if folder.is_dir()]
 
 
 @contextlib.contextmanager
@@ -77,38 +88,43 @@ def _roles_in(folder: Path) -> Iterator[None]:
 
 
 def _load(
-    playbook: Path, loader: NotingLoader, variables: Mapping[str, JSON], is_plain: Callable[[str], bool]
-) -> Any:
+    playbook: Path, loader: NotingLoader, variables: Mapping[str, JSON]
+) -> tuple[Any, Mapping[str, Any]]:
     written = loader.load_from_file(str(playbook), trusted_as_template=True)[0]
-    listed = [
-        entry
-        for entry in written.get("roles") or []
-        if not is_plain(str(entry["role"] if isinstance(entry, Mapping) else entry))
-    ]
     manager = VariableManager(loader=loader)
-    # In the way of extra variables: a play that names its imports by variables finds those of the host.
-    manager._extra_vars = {name: trusted(value) for name, value in variables.items()}
-    play = Play.load({**written, "roles": listed}, variable_manager=manager, loader=loader)
+    # Above the defaults of roles and below all that the play has, as those of an inventory are.
+    of_host = {name: concealed(value) for name, value in variables.items()}
+    play = Play.load(
+        {**written, "vars": {**of_host, **(written.get("vars") or {})}},
+        variable_manager=manager,
+        loader=loader,
+    )
     manager.get_vars(play=play)  # opens vars_files
     play.image_builder_variables = manager
-    return play
+    return play, written
 
 
 class _Walk:
     """Follows the tasks of a loaded play."""
 
-    def __init__(self, play: Any, loader: NotingLoader, roles: Path, is_plain: Callable[[str], bool]) -> None:
-        self.play, self.loader, self.roles, self.is_plain = play, loader, roles, is_plain
-        self.manager = play.image_builder_variables
+    def __init__(self, play: Any, loader: NotingLoader, roles: Path, own_lookups: frozenset[str]) -> None:
+        self.play, self.loader, self.roles = play, loader, roles
         self.found = PlayReading()
+        self.rounds = Rounds(play, loader, own_lookups)
+        self.sources = Sources(self.rounds, loader, self.found.sent, self.unknown)
         self.seen: set[str] = set()
 
-    def reading(self) -> PlayReading:
+    def reading(self, playbook: Path, written: Mapping[str, Any]) -> PlayReading:
+        self.found.followed.add(playbook)
+        outside_tasks = [value for key, value in written.items() if key not in _TASKS]
+        for text in strings(outside_tasks):
+            self.sources.lookups(written, text, self.rounds.variables(None))
         self.blocks([*self.play.compile(), *self.play.handlers])
         for role in self.play.roles:
             self.blocks(role.get_handler_blocks(play=self.play))
         self.found.files |= self.loader.reads.files
-        for file in self.found.files:
+        self.found.lookups |= self.rounds.own_lookups
+        for file in self.found.files | self.found.sent:
             with contextlib.suppress(ValueError):
                 self.found.roles.add(file.relative_to(self.roles).parts[0])
         return self.found
@@ -117,39 +133,53 @@ class _Walk:
         for item in items:
             if isinstance(item, Block):
                 self.blocks([*item.block, *item.rescue, *item.always])
-            elif isinstance(item, IncludeRole):
-                self.include_role(item)
-            elif isinstance(item, TaskInclude):
-                self.include_tasks(item)
+                continue
+            self.found.followed.add(Path(item.get_path().rpartition(":")[0]))
+            if isinstance(item, TaskInclude):
+                for variables in self.rounds.of(item):
+                    include = self.include_role if isinstance(item, IncludeRole) else self.include_tasks
+                    include(self.in_round(item, variables), variables)
             else:
                 self.task(item)
 
-    def include_role(self, item: Any) -> None:
-        name = self.value(item, item._role_name)
-        if name is None:
+    def in_round(self, item: Any, variables: Mapping[str, Any]) -> Any:
+        """Return an include as one round of its loop has it: what it includes sees the loop's variable."""
+        copy = item.copy(exclude_parent=True)
+        copy._parent = item._parent
+        copy.vars = {**item.vars, **{name: variables[name] for name in self.rounds.loop_names(item)}}
+        return copy
+
+    def is_new(self, item: Any, name: str) -> bool:
+        """Note that something is included; tell whether it wasn't before, with the same variables."""
+        key = f"{name} {item.get_vars()} {self.rounds.state()}"
+        new = key not in self.seen
+        self.seen.add(key)
+        return new
+
+    def include_role(self, item: Any, variables: Mapping[str, Any]) -> None:
+        try:
+            name = str(self.rounds.evaluate(item._role_name, variables))
+            files = self.rounds.evaluate(item._from_files, variables)
+        except UnknownError:
             self.unknown(item, f"the role `{item._role_name}` is named only while the play runs")
             return
-        self.found.roles.add(str(name))
-        key = f"role {name} {item._from_files}"
-        if key in self.seen or self.is_plain(str(name)):
+        if not self.is_new(item, f"role {name} {files}"):
             return
-        self.seen.add(key)
-        item._role_name = str(name)
-        blocks, handlers = item.get_block_list(self.play, self.manager, self.loader)
+        item._role_name, item._from_files = name, files
+        blocks, handlers = item.get_block_list(self.play, self.rounds.manager, self.loader)
         self.blocks([*blocks, *handlers])
 
-    def include_tasks(self, item: Any) -> None:
+    def include_tasks(self, item: Any, variables: Mapping[str, Any]) -> None:
         written = item.args.get("_raw_params") or item.args.get("file")
-        name = self.value(item, written)
-        if name is None:
-            # In a role, where all files count, a name that a loop or a fact gives is one of the role's own.
-            if item._role is None:
-                self.unknown(item, f"the tasks `{written}` are named only while the play runs")
+        try:
+            name = str(self.rounds.evaluate(written, variables))
+        except UnknownError:
+            self.unknown(item, f"the tasks `{written}` are named only while the play runs")
             return
-        path = self.loader.path_dwim_relative_stack(item.get_search_path(), "tasks", str(name))
-        if path in self.seen:
+        path = self.loader.path_dwim_relative_stack(item.get_search_path(), "tasks", name)
+        if not self.is_new(item, path):
             return
-        self.seen.add(path)
+        self.found.followed.add(Path(path))
         data = self.loader.load_from_file(path, trusted_as_template=True) or []
         self.blocks(
             load_list_of_blocks(
@@ -157,7 +187,7 @@ class _Walk:
                 play=self.play,
                 role=item._role,
                 task_include=item,
-                variable_manager=self.manager,
+                variable_manager=self.rounds.manager,
                 loader=self.loader,
             )
         )
@@ -165,26 +195,30 @@ class _Walk:
     def task(self, item: Any) -> None:
         if item.loop_with and not is_predictable(item.loop_with):
             self.unknown(item, f"what `with_{item.loop_with}` gives is known only while a play runs")
-        if str(item.delegate_to) in _HERE or item.connection == "local":
+        if is_template(item.action):
+            self.unknown(item, f"the module `{item.action}` is named only while the play runs")
+        if _is_elsewhere(item):
             self.unknown(item, "a task on the machine that builds reads what it likes")
-        module = item.action.rpartition(".")[2]
-        source = item.args.get(_SENT.get(module, ""))
-        if not isinstance(source, str) or item.args.get("remote_src"):
-            return
-        name = self.value(item, source.split()[0] if module == "script" else source)
-        if isinstance(name, str) and name:
-            with contextlib.suppress(AnsibleError):
-                self.loader.path_dwim_relative_stack(item.get_search_path(), "files", name)
-
-    def value(self, item: Any, written: Any) -> Any:
-        """Return what a template comes to, None where only the play can tell."""
-        if not is_template(written):
-            return written
-        try:
-            variables = self.manager.get_vars(play=self.play, task=item)
-            return Templar(loader=self.loader, variables=variables).template(written)
-        except AnsibleError:
-            return None
+        if self.rounds.sets_unknown_names(item):
+            self.unknown(item, "which variables it sets is known only while the play runs")
+        written = [item.get_ds(), item.get_vars(), item.when, item.environment]
+        texts = [text for text in dict.fromkeys(strings(written)) if any(lookup_calls(text))]
+        if texts or self.sources.has(item):
+            for variables in self.rounds.of(item):
+                for text in texts:
+                    self.sources.lookups(item.get_ds(), text, variables)
+                self.sources.note(item, variables)
+        self.rounds.finish(item)
 
     def unknown(self, item: Any, what: str) -> None:
-        self.found.unknown.add(f"{place_of(item.get_ds()) or item.get_path()}: {what}")
+        data = item if isinstance(item, Mapping) else item.get_ds()
+        self.found.unknown.add(f"{place_of(data) or item.get_path()}: {what}")
+
+
+def _is_elsewhere(item: Any) -> bool:
+    """Tell whether a task may act on another machine than the image, itself or by a plugin of somebody's own."""
+    local = (
+        item.connection == "local" or is_template(item.connection) or "ansible_connection" in item.get_vars()
+    )
+    plugin = action_loader.find_plugin(str(item.action))
+    return bool(item.delegate_to or local or (plugin and not Path(plugin).is_relative_to(_ANSIBLE)))

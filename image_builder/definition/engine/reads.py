@@ -16,6 +16,8 @@ from typing import Any
 from ansible._internal._templating import _jinja_plugins
 from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar, trust_as_template
+from jinja2 import FileSystemLoader
 
 # Their answers follow from variables and settings, or from files that the loader opens.
 _PREDICTABLE = frozenset(
@@ -46,12 +48,15 @@ class UnpredictableError(AnsibleError):  # type: ignore[misc]
 class Reads:
     """The ``files`` that were opened or found, and the ``lookups`` that were not run, by plugin name.
 
-    With an ``answer`` no lookup is run: it is what each gives, to see what depends on them.
+    With an ``answer`` no lookup is run: it is what each gives, to see what depends on them. The program's ``own``
+    lookups give nothing, and those that were met are in ``own_met``.
     """
 
     files: set[Path] = field(default_factory=set)
     lookups: set[str] = field(default_factory=set)
     answer: str | None = None
+    own: frozenset[str] = frozenset()
+    own_met: set[str] = field(default_factory=set)
 
 
 _current: ContextVar[Reads | None] = ContextVar("reads", default=None)
@@ -92,6 +97,10 @@ class NotingLoader(DataLoader):  # type: ignore[misc]
         self.reads.files.add(Path(path))
         return path
 
+    def sent_path(self, paths: list[str], dirname: str, source: str) -> Path:
+        """Return what ``path_dwim_relative_stack`` does, and don't note it."""
+        return Path(super().path_dwim_relative_stack(paths, dirname, source))
+
 
 def plugin_name(name: str) -> str:
     """Return the short name of one of Ansible's own plugins, any other name as it is."""
@@ -110,6 +119,9 @@ def _guarded(*, plugin_name: str, lookup_terms: list[Any], lookup_kwargs: dict[s
     reads = _current.get()
     if reads is not None and reads.answer is not None:
         return [reads.answer] if lookup_kwargs.get("wantlist") else reads.answer
+    if reads is not None and plugin_name in reads.own:
+        reads.own_met.add(plugin_name)
+        return []
     if reads is not None and not is_predictable(plugin_name):
         reads.lookups.add(plugin_name)
         raise UnpredictableError(f"what the lookup `{plugin_name}` gives is known only while a play runs")
@@ -123,3 +135,32 @@ def _guarded(*, plugin_name: str, lookup_terms: list[Any], lookup_kwargs: dict[s
 
 # Every way to a lookup in a template ends here, in this process only: plays run in a process of their own.
 _jinja_plugins._invoke_lookup = _jinja_plugins._DirectCall.mark(_guarded)
+
+
+def loop_items(templar: Templar, lookup: str, terms: list[Any]) -> Any:
+    """Return the items of a task's ``with_LOOKUP``, as Ansible asks for them."""
+
+    @_jinja_plugins._DirectCall.mark  # type: ignore[untyped-decorator]
+    def ask() -> Any:
+        return _guarded(
+            plugin_name=lookup,
+            lookup_terms=terms,
+            lookup_kwargs={"wantlist": True},
+            invoked_as_with=True,
+        )
+
+    return templar.evaluate_expression(trust_as_template("ask()"), local_variables={"ask": ask})
+
+
+_get_source = FileSystemLoader.get_source
+
+
+def _noted_source(loader: FileSystemLoader, environment: Any, template: str) -> Any:
+    """Note what a template includes, which doesn't pass through Ansible's loader."""
+    found = _get_source(loader, environment, template)
+    if reads := _current.get():
+        reads.files.add(Path(found[1]))
+    return found
+
+
+FileSystemLoader.get_source = _noted_source  # type: ignore[method-assign,assignment]

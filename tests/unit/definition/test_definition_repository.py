@@ -14,12 +14,15 @@ from image_builder.definition import (
     LayerNeeds,
     engine,
     layer_needs,
+    layer_reading,
     load_inventory,
     resolved_variables,
+    seal_reading,
 )
 from image_builder.definition.roles import Role, RoleBook
 from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT
+from image_builder.stages import seal
 
 INVENTORIES = REPO_ROOT / "inventories"
 VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"
@@ -43,6 +46,9 @@ def test_inventory_is_sound(name: str) -> None:
     assert [str(p) for p in inventory.problems()] == []
     for image in inventory.images:
         definition = inventory.define(image)
+        readings = [layer_reading(definition, layer) for layer in definition.layers]
+        readings.append(seal_reading(definition, seal.PLAYBOOK))
+        assert [reading.unknown for reading in readings] == [()] * len(readings), "none runs in every build"
         assert len(needs[image]) == len(definition.layers) > 0
         assert resolved_variables(definition)["image_layers"] == list(definition.layers)
 
