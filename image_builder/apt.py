@@ -19,6 +19,8 @@ from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.lock import LockedFile, LockedPackage
 
 _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
+_IDENTITY = ("Package", "Version", "Architecture")
+_STANZA_FIELD = re.compile(rf"^({'|'.join(_IDENTITY)}):[ \t]*(\S+)", re.MULTILINE)
 _RELEASE_FIELD = re.compile(r"^(Origin|Label|Suite|Codename|Date):[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 # How mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
 _MMDEBSTRAP = Path("/usr/bin/mmdebstrap")
@@ -112,7 +114,7 @@ class Apt:
         except CommandError as error:
             raise LockError(f"apt finds no way to install the packages:\n  {_explanation(error)}") from error
         packages = [self._package(m) for line in output.splitlines() if (m := _URI.match(line))]
-        self._mark_installed(packages)
+        self._write_status(self._indexed(packages).values())
         return sorted(packages, key=lambda p: (p.name, p.architecture))
 
     def prefer(self, packages: Iterable[LockedPackage]) -> None:
@@ -120,14 +122,19 @@ class Apt:
         pins = (f"Package: {p.name}\nPin: version {p.version}\nPin-Priority: 1000\n" for p in packages)
         (self.path / "etc/preferences.d/known").write_text("\n".join(pins), encoding="utf-8")
 
-    def mark_installed(self, packages: Sequence[LockedPackage], controls: Path) -> None:
-        """Pretend that packages of an earlier lock are installed.
+    def mark_installed(self, packages: Sequence[LockedPackage], controls: Path) -> list[LockedPackage]:
+        """Pretend that packages of an earlier lock are installed; return those that nothing is known of.
 
-        ``controls`` holds the control files of those that were fetched by SHA-256; the indices may know others.
+        ``controls`` holds the control files of those that were fetched by SHA-256; the indices may know others. Where
+        some are unknown none is marked.
         """
-        stanzas = {p.sha256: _text(controls / f"{p.sha256}.control").strip() for p in packages}
-        self._write_status([stanza for stanza in stanzas.values() if stanza])
-        self._mark_installed([p for p in packages if not stanzas[p.sha256]])
+        fetched = {p.sha256: _text(controls / f"{p.sha256}.control").strip() for p in packages}
+        others = [p for p in packages if not fetched[p.sha256]]
+        indexed = self._indexed(others)
+        unknown = [p for p in others if _identity(p) not in indexed]
+        if not unknown:
+            self._write_status([*filter(None, fetched.values()), *indexed.values()])
+        return unknown
 
     def files(self, names: Iterable[str]) -> list[LockedPackage]:
         """Return the packages ``names`` themselves, without what they depend on. Raises LockError."""
@@ -179,19 +186,29 @@ class Apt:
                 return source.id, uri.removeprefix(base)
         raise LockError(f"apt names a file of an unknown repository: {uri}")
 
-    def _mark_installed(self, packages: Sequence[LockedPackage]) -> None:
+    def _indexed(self, packages: Sequence[LockedPackage]) -> dict[tuple[str, ...], str]:
+        """Return what the indices say of packages, by ``_identity``; of a version that is no longer there, nothing."""
         if not packages:
-            return
+            return {}
         names = [f"{p.name}:{p.architecture}={p.version}" for p in packages]
         names = [n.replace(":all=", "=") for n in names]
-        self._write_status(
-            self._run(["apt-cache", "show", "--no-all-versions", *names]).strip().split("\n\n")
-        )
+        try:
+            answer = self._run(["apt-cache", "show", "--no-all-versions", *names])
+        except CommandError as error:
+            if "No packages found" not in error.tail:
+                raise
+            return {}
+        stanzas = [stanza for stanza in answer.strip().split("\n\n") if stanza]
+        return {tuple(dict(_STANZA_FIELD.findall(s)).get(f, "") for f in _IDENTITY): s for s in stanzas}
 
-    def _write_status(self, stanzas: Sequence[str]) -> None:
+    def _write_status(self, stanzas: Iterable[str]) -> None:
         with (self.path / "status").open("a", encoding="utf-8") as status:
             for stanza in stanzas:
                 status.write(f"{stanza}\nStatus: install ok installed\n\n")
+
+
+def _identity(package: LockedPackage) -> tuple[str, ...]:
+    return package.name, package.version, package.architecture
 
 
 def _explanation(error: CommandError) -> str:

@@ -141,8 +141,10 @@ def _resolve(
         if known:
             apt.prefer(p for name in chain if name in known.groups for p in known.groups[name].packages)
         for name in chain:
+            if name in kept and (gone := apt.mark_installed(kept[name].packages, settings.store / "debs")):
+                monitor.note(_why_again(name, gone))
+                kept = {other: kept[other] for other in chain[: chain.index(name)]}
             if name in kept:
-                apt.mark_installed(kept[name].packages, settings.store / "debs")
                 groups[name] = kept[name]
             else:
                 monitor.stage_doing("lock", f"resolving the packages of {name}")
@@ -174,6 +176,15 @@ def _kept(chain: list[str], needs: Requirements, known: Lock | None) -> dict[str
             break
         kept[name] = group
     return kept
+
+
+def _why_again(name: str, gone: list[LockedPackage]) -> str:
+    """Return why a locked group is resolved again: on top of it, apt must know what is installed."""
+    named = ", ".join(f"{p.name} {p.version}" for p in gone[:3]) + (", …" if len(gone) > 3 else "")
+    return (
+        f"neither the mirror nor the store still has {named}: "
+        f"the packages of {name} and of all layers on top are resolved again"
+    )
 
 
 def _repositories(known: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:

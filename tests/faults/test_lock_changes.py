@@ -10,7 +10,7 @@ import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor, NullMonitor
 from image_builder.lock import Lock
 from image_builder.requirements import Group, Requirements
 from image_builder.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
@@ -39,7 +39,11 @@ def _definition(keyring: Path) -> ImageDefinition:
 
 
 def _lock(
-    tmp_path: Path, source: tuple[Repository, str], system: tuple[str, ...], known: Lock | None
+    tmp_path: Path,
+    source: tuple[Repository, str],
+    system: tuple[str, ...],
+    known: Lock | None,
+    monitor: Monitor | None = None,
 ) -> Lock:
     """Resolve a base and two layers, ``system`` and one with the package ``runtime``."""
     repository, mirror = source
@@ -52,7 +56,8 @@ def _lock(
     staging.mkdir()
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     definition = _definition(repository.keyring)
-    return _resolve(definition, Requirements(groups, {}, {}), settings, NullMonitor(), staging, known)
+    needs = Requirements(groups, {}, {})
+    return _resolve(definition, needs, settings, monitor or NullMonitor(), staging, known)
 
 
 def _versions(lock: Lock) -> dict[str, dict[str, str]]:
@@ -98,6 +103,37 @@ def test_what_the_mirror_has_no_more_is_kept_where_nothing_changed(
     second = _lock(tmp_path, repository, ("curl", "htop"), first)
     assert second.groups["base"] == first.groups["base"]
     assert _versions(second)["system"] == {"curl": "2.0", "htop": "1.0"}
+
+
+@pytest.mark.parametrize("replaced", [("dbus",), ("apt", "dbus")])
+def test_what_neither_mirror_nor_store_has_is_resolved_again(
+    tmp_path: Path,
+    repository: tuple[Repository, str],
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: tuple[str, ...],
+) -> None:
+    """A lock without a build, a security update, one more package: what apt can't know must not be left out."""
+    first = _lock(tmp_path, repository, ("curl",), None)
+    made, _ = repository
+    for name in replaced:
+        (made.path / f"pool/{name}_1.0_amd64.deb").unlink()
+        made.add(name, version="2.0", extra="Essential: yes\n" if name == "apt" else "")
+    made.add("curl", version="2.0")
+    made.add("htop", extra="Depends: dbus\n")
+    made.publish()
+    monitor, notes = NullMonitor(), list[str]()
+    monkeypatch.setattr(monitor, "note", notes.append)
+    second = _lock(tmp_path, repository, ("curl", "htop"), first, monitor)
+    assert _versions(second) == {
+        "base": {"apt": "1.0", "dbus": "1.0"} | dict.fromkeys(replaced, "2.0"),
+        "system": {"curl": "1.0", "htop": "1.0"},
+        "container_runtime": {"runtime": "1.0"},
+    }
+    gone = ", ".join(f"{name} 1.0" for name in replaced)
+    assert notes == [
+        f"neither the mirror nor the store still has {gone}: "
+        "the packages of base and of all layers on top are resolved again"
+    ]
 
 
 def test_nothing_is_asked_of_a_mirror_for_what_is_known(

@@ -1,12 +1,16 @@
-"""Where Debian's packages come from: a mirror that was named, the host's own, or the default."""
+"""Where Debian's packages come from, and what apt takes for installed."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from image_builder import apt
+from image_builder.errors import CommandError
+from image_builder.lock import LockedPackage
 
 
 @pytest.fixture
@@ -124,3 +128,61 @@ def test_the_dates_of_releases_are_known_by_what_all_mirrors_call_them(tmp_path:
         "Debian-Security trixie-security": 1_700_000_000,
         "vendor.example_Release": 1_700_000_000,
     }
+
+
+def _package(name: str, version: str = "1.0", architecture: str = "amd64") -> LockedPackage:
+    sha256 = hashlib.sha256(f"{name} {version}".encode()).hexdigest()
+    more = {"size": 1, "path": f"pool/{name}.deb", "repository": "debian", "architecture": architecture}
+    return LockedPackage.model_validate({"name": name, "version": version, "sha256": sha256, **more})
+
+
+def _stanza(package: LockedPackage) -> str:
+    return f"Package: {package.name}\nArchitecture: {package.architecture}\nVersion: {package.version}"
+
+
+CURL, DBUS, DATA = _package("curl"), _package("dbus", "1:2.0-1"), _package("data", architecture="all")
+NO_PACKAGES = "N: Unable to locate package curl\nE: No packages found"
+
+
+@pytest.mark.parametrize(
+    ("answer", "unknown"),
+    [
+        pytest.param([CURL, DBUS, DATA], [], id="all are in the indices"),
+        pytest.param([CURL, DATA], [DBUS], id="one isn't"),
+        pytest.param([CURL, _package("dbus", "1:2.0-2"), DATA], [DBUS], id="one is there in another version"),
+        pytest.param([], [CURL, DBUS, DATA], id="none is: apt-cache says nothing, and ends with 0"),
+        pytest.param(None, [CURL, DBUS, DATA], id="none is even by its name: apt-cache ends with 100"),
+    ],
+)
+def test_packages_of_a_lock_are_installed_if_apt_knows_all_of_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: list[LockedPackage] | None,
+    unknown: list[LockedPackage],
+) -> None:
+    """With what apt-cache 2.6 answers."""
+
+    def run(_: apt.Apt, argv: Sequence[str]) -> str:
+        assert argv[-3:] == ["curl:amd64=1.0", "dbus:amd64=1:2.0-1", "data=1.0"]
+        if answer is None:
+            raise CommandError("apt-cache failed", tail=NO_PACKAGES)
+        return "\n\n".join(map(_stanza, answer)) + "\n\n"
+
+    monkeypatch.setattr(apt.Apt, "_run", run)
+    fetched = _package("fetched")
+    (tmp_path / "debs").mkdir()
+    (tmp_path / f"debs/{fetched.sha256}.control").write_text(f"{_stanza(fetched)}\n")
+    asked = apt.Apt(tmp_path, [], "amd64")
+    assert asked.mark_installed([CURL, fetched, DBUS, DATA], tmp_path / "debs") == unknown
+    installed = [] if unknown else [fetched, CURL, DBUS, DATA]
+    status = "".join(f"{_stanza(p)}\nStatus: install ok installed\n\n" for p in installed)
+    assert (tmp_path / "status").read_text() == status
+
+
+def test_another_failure_of_apt_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: apt.Apt, argv: Sequence[str]) -> str:
+        raise CommandError("apt-cache failed", tail="E: The package lists could not be parsed")
+
+    monkeypatch.setattr(apt.Apt, "_run", run)
+    with pytest.raises(CommandError):
+        apt.Apt(tmp_path, [], "amd64").mark_installed([CURL], tmp_path)
