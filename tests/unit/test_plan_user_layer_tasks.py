@@ -260,6 +260,19 @@ FACT = "{{ ansible_facts.kernel }}"
             id="a fact that has a default",
         ),
         pytest.param(
+            """copy: {src: "{{ hostvars['worker'].site | default('a') }}", dest: /etc/a}""",
+            "the file `{{ hostvars['worker'].site | default('a') }}` is named only while the play runs",
+            id="what another host has",
+        ),
+        pytest.param(
+            """
+include_tasks: outer.yml
+when: lookup('env', 'SITE') == 'a'
+""",
+            "made by the lookup `env`, known only to a play",
+            id="a condition of an include",
+        ),
+        pytest.param(
             f"""
 copy: {{src: "{{{{ item }}}}", dest: /etc/a}}
 loop: "{FACT}"
@@ -326,7 +339,11 @@ delegate_to: "{{ groups.images | first }}"
     ],
 )
 def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task: str, warning: str) -> None:
-    own = {"roles/needed/action_plugins/own.py": "", "roles/needed/library/own.py": ""}
+    own = {
+        "roles/needed/tasks/outer.yml": "[]\n",
+        "roles/needed/action_plugins/own.py": "",
+        "roles/needed/library/own.py": "",
+    }
     _with_task(root, place, task, own)
     first = plan(root)
     assert changed(first, plan(root)) == MINE

@@ -117,8 +117,9 @@ class _Walk:
     def reading(self, playbook: Path, written: Mapping[str, Any]) -> PlayReading:
         self.found.followed.add(playbook)
         outside_tasks = [value for key, value in written.items() if key not in _TASKS]
+        variables = self.rounds.variables(None)
         for text in strings(outside_tasks):
-            self.sources.lookups(written, text, self.rounds.variables(None))
+            self.sources.lookups(written, text, variables)
         self.blocks([*self.play.compile(), *self.play.handlers])
         for role in self.play.roles:
             self.blocks(role.get_handler_blocks(play=self.play))
@@ -137,6 +138,7 @@ class _Walk:
             self.found.followed.add(Path(item.get_path().rpartition(":")[0]))
             if isinstance(item, TaskInclude):
                 for variables in self.rounds.of(item):
+                    self.lookups(item, variables)
                     include = self.include_role if isinstance(item, IncludeRole) else self.include_tasks
                     include(self.in_round(item, variables), variables)
             else:
@@ -201,18 +203,25 @@ class _Walk:
             self.unknown(item, "a task on the machine that builds reads what it likes")
         if self.rounds.sets_unknown_names(item):
             self.unknown(item, "which variables it sets is known only while the play runs")
-        written = [item.get_ds(), item.get_vars(), item.when, item.environment]
-        texts = [text for text in dict.fromkeys(strings(written)) if any(lookup_calls(text))]
-        if texts or self.sources.has(item):
+        if _texts(item) or self.sources.has(item):
             for variables in self.rounds.of(item):
-                for text in texts:
-                    self.sources.lookups(item.get_ds(), text, variables)
+                self.lookups(item, variables)
                 self.sources.note(item, variables)
         self.rounds.finish(item)
+
+    def lookups(self, item: Any, variables: Mapping[str, Any]) -> None:
+        for text in _texts(item):
+            self.sources.lookups(item.get_ds(), text, variables)
 
     def unknown(self, item: Any, what: str) -> None:
         data = item if isinstance(item, Mapping) else item.get_ds()
         self.found.unknown.add(f"{place_of(data) or item.get_path()}: {what}")
+
+
+def _texts(item: Any) -> list[str]:
+    """Return what is written of a task, or around it, and calls lookups."""
+    written = [item.get_ds(), item.get_vars(), item.when, item.environment]
+    return [text for text in dict.fromkeys(strings(written)) if any(lookup_calls(text))]
 
 
 def _is_elsewhere(item: Any) -> bool:

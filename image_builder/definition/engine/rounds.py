@@ -47,7 +47,7 @@ class Rounds:
         self.manager = play.image_builder_variables
         self.own_lookups: set[str] = set()
         self._own_lookups = own_lookups
-        self._set: dict[str, Any] = {"ansible_facts": _UNKNOWN}
+        self._set: dict[str, Any] = dict.fromkeys(("ansible_facts", "hostvars"), _UNKNOWN)
 
     def state(self) -> str:
         """Return what the tasks so far have set, for comparison."""
@@ -57,6 +57,7 @@ class Rounds:
         """Return what a task sees, or the play where there is none."""
         variables: dict[str, Any] = self.manager.get_vars(play=self.play, task=item)
         variables |= self._set
+        variables |= item.get_include_params() if item else {}
         search = [*item.get_search_path()] if item else []
         variables["ansible_search_path"] = list(dict.fromkeys([*search, self.loader.get_basedir()]))
         variables["vars"] = dict(variables)
