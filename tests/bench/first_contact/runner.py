@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from image_builder.node import durable
@@ -65,12 +64,6 @@ class Outcome:
     signal: int | None = None
 
 
-class _InterruptedError(Exception):
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 class Log:
     """The outcomes of all steps, on the disk."""
 
@@ -114,39 +107,31 @@ def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[st
     """
     # Whoever started this may go away, as a session over SSH does; the rest of the ten minutes is worth more.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupts: list[int] = []
     for ending in _ENDINGS:
-        signal.signal(ending, _interrupt)
+        signal.signal(ending, lambda number, _: interrupts.append(number))
     log = Log(context, steps)
-    ended_by = 0
     for number, step in enumerate(steps):
         kept = sum(later.least for later in steps[number + 1 :] if not later.spare) * share
         left = context.left() - kept - REAP_SECONDS
-        if ended_by:
-            outcome = Outcome(step.name, "skipped", f"interrupted by {signal.Signals(ended_by).name}")
+        if interrupts:
+            outcome = Outcome(step.name, "skipped", f"interrupted by {signal.Signals(interrupts[0]).name}")
         elif left < step.least * share:
             outcome = Outcome(step.name, "skipped", f"no time: {max(left, 0):.1f} s were left")
         else:
             seconds = min(step.seconds * share, left)
             here = replace(context, name=step.name, end=time.monotonic() + seconds)
             say(f"{step.name}: {step.teaches} (at most {seconds:.0f} s)")
-            try:
-                outcome = _one(here, seconds, log)
-            except _InterruptedError as error:
-                ended_by = error.number
-                outcome = replace(log.outcomes[step.name], state="interrupted", why=str(error))
+            outcome = _one(here, seconds, log, interrupts)
         log.set(outcome)
         say(f"  {outcome.state} after {outcome.seconds:.1f} s {outcome.why}".rstrip())
-    if ended_by:
-        return 128 + ended_by
+    if interrupts:
+        return 128 + interrupts[0]
     return DONE if all(one.state == "done" for one in log.outcomes.values()) else PARTLY
 
 
-def _interrupt(number: int, _: FrameType | None) -> None:
-    raise _InterruptedError(number)
-
-
-def _one(context: Context, seconds: float, log: Log) -> Outcome:
-    """Run one step to its end or its deadline; return the outcome."""
+def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) -> Outcome:
+    """Run one step to its end, its deadline or an interrupt; return the outcome."""
     outcome = Outcome(context.name, "running", "", _now(), deadline_seconds=round(seconds, 1))
     log.set(outcome)
     began = time.monotonic()
@@ -167,11 +152,13 @@ def _one(context: Context, seconds: float, log: Log) -> Outcome:
         except OSError as error:
             return replace(outcome, state="failed", why=f"it could not be started: {error.strerror}")
         try:
-            status = _ended(child, began + seconds)
+            status = _ended(child, began + seconds, interrupts)
         finally:
             _kill(child)
-    spent = round(time.monotonic() - began, 3)
-    return replace(outcome, seconds=spent, **_ending(context, child, status))
+    outcome = replace(outcome, seconds=round(time.monotonic() - began, 3))
+    if status is None and interrupts:
+        return replace(outcome, state="interrupted", why=signal.Signals(interrupts[0]).name)
+    return replace(outcome, **_ending(context, child, status))
 
 
 def _environment() -> dict[str, str]:
@@ -180,9 +167,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
-def _ended(child: subprocess.Popen[bytes], end: float) -> int | None:
-    """Wait for a step; return its status, None at its deadline."""
-    while time.monotonic() < end:
+def _ended(child: subprocess.Popen[bytes], end: float, interrupts: Sequence[int]) -> int | None:
+    """Wait for a step; return its status, None at its deadline or an interrupt."""
+    while time.monotonic() < end and not interrupts:
         if child.poll() is not None:
             return child.returncode
         time.sleep(_POLL_SECONDS)
