@@ -228,7 +228,8 @@ def test_a_cluster_that_says_no_is_asked_again(world: World, broker: Broker) -> 
         assert wait_until(lambda: broker.post(node, document=document)[0] == 503)
         _, after, told = broker.post(node, document=document)
         assert (after, told["error"]) == ("5", "cluster")
-        assert any("403" in broker.next().get("cause", "") for _ in range(broker.lines.qsize()))
+        while "403" not in broker.next().get("cause", ""):  # ends by the time that a line may take
+            pass
     finally:
         again = {name: before[name] for name in ("apiVersion", "kind", "roleRef", "subjects")}
         again["metadata"] = {"name": "image-builder-broker"}
