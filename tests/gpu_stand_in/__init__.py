@@ -66,7 +66,7 @@ class StandIn:
 def sources(directory: Path, missing: Sequence[str] = ()) -> None:
     """Write what the compiler needs; an NVML without the ``missing`` functions."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, "shared.h"):
         (directory / name).write_bytes((SOURCES / name).read_bytes())
     calls = [*nvml_calls.of_system(), *nvml_calls.of_gpu(0, 2)]
     names = sorted({call.function for call in calls} - _WRITTEN - set(missing))

@@ -15,33 +15,27 @@
  *
  * `contexts` beside it says which process has how much of which GPU, also for nvml.c.
  */
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long u64;
-typedef unsigned long size_t;
-typedef struct { const char *file; void *base; const char *symbol; void *address; } Place;
+#include "shared.h"
 
 extern void *malloc(size_t), *calloc(size_t, size_t), *memcpy(void *, const void *, size_t);
 extern void *memset(void *, int, size_t), *mmap(void *, size_t, int, int, int, long);
 extern void free(void *);
 extern char *strstr(const char *, const char *), *strdup(const char *), *getenv(const char *);
-extern char *strrchr(const char *, int);
 extern size_t strlen(const char *);
 extern int strcmp(const char *, const char *), strncmp(const char *, const char *, size_t);
 extern int open(const char *, int, ...), close(int), ftruncate(int, long), getpid(void), kill(int, int);
-extern int snprintf(char *, size_t, const char *, ...), sscanf(const char *, const char *, ...);
-extern int dladdr(const void *, Place *), flock(int, int), usleep(u32), mkdir(const char *, u32);
+extern int sscanf(const char *, const char *, ...);
+extern int flock(int, int), usleep(u32), mkdir(const char *, u32);
 extern int clock_gettime(int, long *);
 extern long read(int, void *, size_t), write(int, const void *, size_t);
 extern unsigned sleep(unsigned);
 extern float fmaf(float, float, float);
 
-enum { GPUS = 16, SLOTS = 256, RULES = 64, THREADS = 256 };
+enum { GPUS = 16, RULES = 64, THREADS = 256 };
 enum { OK, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, ILLEGAL = 700, MISALIGNED = 716 };
 
 typedef struct { char uuid[64], pci[32]; int sms, major, minor; u64 bytes; } Gpu;
 typedef struct { char what[16], word[48]; int gpu; long number; } Rule;
-typedef struct { int gpu, pid; u64 bytes; } Slot;
 typedef struct { u64 start, size; int gpu; } Block;
 typedef struct { char *text; } Module;
 
@@ -49,20 +43,12 @@ static Gpu gpus[GPUS];
 static int all, visible[GPUS], shown, current = -1, failed;
 static Rule rules[RULES];
 static int ruled;
-static char directory[4096], kmsg[4096];
+static char kmsg[4096];
 static Slot *slots;
 static int lock = -1;
 static Block blocks[4096];
 
 /* -- what is written down -------------------------------------------------------------------------------------- */
-
-static void locate(void) {
-    Place place;
-    dladdr((void *)locate, &place);
-    snprintf(directory, sizeof directory, "%s", place.file);
-    char *end = strrchr(directory, '/');
-    if (end) *end = 0;
-}
 
 static void load(void) {
     static char text[1 << 16];

@@ -10,43 +10,28 @@
  *
  * Which processes are on a GPU comes from `contexts`, which cuda.c writes.
  */
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long u64;
-typedef unsigned long size_t;
-typedef struct { const char *file; void *base; const char *symbol; void *address; } Place;
+#include "shared.h"
 
 extern void *malloc(size_t), *mmap(void *, size_t, int, int, int, long), *memcpy(void *, const void *, size_t);
-extern char *strstr(const char *, const char *), *strrchr(const char *, int), *strtok_r(char *, const char *, char **);
+extern char *strstr(const char *, const char *), *strtok_r(char *, const char *, char **);
 extern size_t strlen(const char *);
 extern int strcmp(const char *, const char *), open(const char *, int, ...), close(int), kill(int, int);
-extern int snprintf(char *, size_t, const char *, ...), dladdr(const void *, Place *);
 extern long read(int, void *, size_t), strtol(const char *, char **, int), lseek(int, long, int);
 extern unsigned sleep(unsigned);
 extern void abort(void);
 
-enum { NUMBERS = 4, OUTPUTS = 6, SLOTS = 256, NOT_SUPPORTED = 3, HANGS = -1, ENDS = -2 };
+enum { NUMBERS = 4, OUTPUTS = 6, NOT_SUPPORTED = 3, HANGS = -1, ENDS = -2 };
 typedef struct { int place; const char *hex; } Output;
 typedef struct {
     const char *function;
     long gpu, peer, count, numbers[NUMBERS], code, outputs;
     Output output[OUTPUTS];
 } Answer;
-typedef struct { int gpu, pid; u64 bytes; } Slot;
 typedef struct { u32 field, scope; long timestamp, latency; u32 type, code; u64 value; } Field;
 typedef struct { u32 pid; u64 bytes; u32 gpu_instance, compute_instance; } Process;
 
 static Answer *answers;
 static int known;
-static char directory[4096];
-
-static void locate(void) {
-    Place place;
-    dladdr((void *)locate, &place);
-    snprintf(directory, sizeof directory, "%s", place.file);
-    char *end = strrchr(directory, '/');
-    if (end) *end = 0;
-}
 
 static void load(void) {
     char path[4200], *rest, *line, *word;
