@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from image_builder.bake.store import Store
 from image_builder.definition.record import record_name
-from image_builder.store import Store
 
 REPO = Path(__file__).resolve().parents[1]
 IMAGE = "minimal"

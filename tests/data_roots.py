@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from image_builder.lock import LockedImage
+from image_builder.bake.lock.model import LockedImage
 from tests.pulls import Lab
 from tests.seeds import Node, runnable
 

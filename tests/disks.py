@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from image_builder import namespace
 from image_builder.node import mounts
 from image_builder.node.disk import command, find
 from image_builder.node.disk.model import Disk, Places
+from image_builder.system import namespace
 from tests.builds import REPO, Workplace
 
 MIB = 1 << 20

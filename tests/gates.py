@@ -26,17 +26,18 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from image_builder import failure, namespace
-from image_builder.control_plane import lab_definition, obtain
+from image_builder.cli import failure
+from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.events import NullMonitor
-from image_builder.gate.model import Node, Rules, node_from
-from image_builder.lab.control_plane import ADMINISTRATORS, NODES, ControlPlane
 from image_builder.node.kube import Client, KubeError
 from image_builder.node.preflight import model, report
-from image_builder.pool.control_plane import REQUESTS
+from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
+from image_builder.system import namespace
 from tests import servers, today
 from tests.builds import REPO
+from tests.support.control_plane.programs import lab_definition, obtain
+from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPlane
 
 _CHILD = "import sys; from tests import gates; sys.exit(gates.child(*sys.argv[1:]))"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}

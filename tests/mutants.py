@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.boot import SUITE_SECONDS
-from image_builder.namespace import run_isolated
-from image_builder.report.verification import SuiteResult, from_json
-from image_builder.sandbox import open_root
-from image_builder.stages.verify import SUITE, observe_suite
+from image_builder.system.namespace import run_isolated
+from image_builder.system.sandbox import open_root
+from image_builder.verify.boot import SUITE_SECONDS
+from image_builder.verify.report import SuiteResult, from_json
+from image_builder.verify.runner import SUITE, observe_suite
 
 
 def observe(

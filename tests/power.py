@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder import namespace
+from image_builder.system import namespace
 
 MB = 1 << 20
 _MAX_WRITE = MB

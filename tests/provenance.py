@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.plan.digest import code_digests, files_in
 from image_builder.settings import REPO_ROOT
+from image_builder.system.digests import code_digests, files_in
 from tests.imports import closure
 
 # They show what was found.
@@ -63,12 +63,16 @@ _DISK_COMMANDS = _node(
     *(f"{name}/command.py" for name in ("disk", "preload", "promote", "seed")), "report.py"
 )
 JOIN = Subject(
-    (*_node("join/command.py", "preflight/command.py"), "image_builder/broker", "image_builder/gate"),
+    (
+        *_node("join/command.py", "preflight/command.py"),
+        "image_builder/cluster/broker",
+        "image_builder/cluster/gate",
+    ),
     "tests/e2e/join.py",
     (_LAB, *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join"))),
 )
 SLICES = Subject(
-    ("image_builder/pool", "image_builder/pool_slice_command.py"),
+    ("image_builder/pool", "image_builder/cli/pool/slice.py"),
     "tests/e2e/slices.py",
     (_LAB, "playbooks/bootstrap.yml"),
 )
@@ -76,7 +80,7 @@ LOCAL_DISK = Subject(
     _DISK_COMMANDS, "tests/boot/matrix.py", (_LAB, "tests/boot/guest", "tests/boot/ntfs", *_ROLES)
 )
 PENDING_PODS = Subject(
-    ("image_builder/pull", *_DISK_COMMANDS),
+    ("image_builder/bake/pull", *_DISK_COMMANDS),
     "tests/e2e/pending_pods.py",
     (_LAB, "tests/e2e/inventory", *_ROLES, "roles/container_runtime", "roles/kubelet"),
 )

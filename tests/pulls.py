@@ -33,20 +33,20 @@ from typing import Any, Self
 
 import pytest
 
-from image_builder import environment, namespace, process
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import containerd_engine, docker_engine, retry
+from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.puller import Puller, Wanted
+from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.stages.preload.run import write_names
+from image_builder.bake.store import Store
 from image_builder.errors import PullError
 from image_builder.events import NullMonitor, Part
 from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
-from image_builder.lock import LockedImage
-from image_builder.pull import containerd_engine, docker_engine, retry
-from image_builder.pull.mirrors import Mirrors
-from image_builder.pull.model import Limits
-from image_builder.pull.puller import Puller, Wanted
-from image_builder.pull.registry import Endpoint, locate
-from image_builder.sandbox import Root, open_root
-from image_builder.stages.preload import write_names
-from image_builder.store import Store
+from image_builder.system import environment, namespace, process
+from image_builder.system.sandbox import Root, open_root
 from tests.builds import REPO, Workplace
 from tests.faults.registry_plan import Upstream
 from tests.faults.registry_proxy import RegistryProxy

@@ -25,20 +25,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from image_builder import cgroups, namespace, process
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.pull.reference import parse
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.preload import run as preload
+from image_builder.bake.stages.preload_store import run as preload_store
+from image_builder.bake.stages.rehearsal.run import _bound
+from image_builder.canonical import JSON
 from image_builder.definition.model import ImagePull
 from image_builder.events import NullMonitor
 from image_builder.lab import images, pause
 from image_builder.lab.registry import HOST
-from image_builder.lock import LockedImage
 from image_builder.node import layout, status, zipapp
-from image_builder.plan.model import JSON, StagePlan
-from image_builder.pull.reference import parse
-from image_builder.sandbox import Root, open_root
 from image_builder.settings import Settings
-from image_builder.stages import StageContext, preload, preload_store
-from image_builder.stages.rehearsal import _bound
-from image_builder.store import remove_tree
+from image_builder.system import cgroups, namespace, process
+from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import remove_tree
 from tests.pulls import Lab
 
 EPOCH = 1_700_000_000

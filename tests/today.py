@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.lab.control_plane import ControlPlane
 from tests.builds import REPO
+from tests.support.control_plane.servers import ControlPlane
 
 _PLACE = REPO.parent / "shared" / "programs" / "kubernetes-1.36.2"
 _PROGRAMS = ("kube-apiserver", "kube-controller-manager")

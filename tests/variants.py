@@ -17,15 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder import process, repository
+from image_builder.bake.lock import repository
+from image_builder.bake.lock.model import LockedPackage
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.layer import run as layer
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.events import NullMonitor
-from image_builder.lock import LockedPackage
-from image_builder.namespace import run_isolated
-from image_builder.plan.model import StagePlan
 from image_builder.settings import Settings
-from image_builder.stages import StageContext, layer
-from image_builder.stages.verify import definition_facts, write_facts
+from image_builder.system import process
+from image_builder.system.namespace import run_isolated
+from image_builder.verify.runner import definition_facts, write_facts
 from tests.builds import REPO, Workplace
 
 

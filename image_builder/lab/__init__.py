@@ -1,1 +1,1 @@
-"""What the lab inventory and the tests need and no real pool does."""
+"""The lab: a registry, images and a control plane that stand in for a real cluster's."""

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import urllib3
 
-from image_builder import process
+from image_builder.canonical import JSON
 from image_builder.errors import CommandError, HostError
 from image_builder.lab import certificate, pause
-from image_builder.plan.model import JSON
-from image_builder.sandbox import open_root
+from image_builder.system import process
+from image_builder.system.sandbox import open_root
 
 HOST = pause.HOST
 PORT = 443

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess  # noqa: TID251 (the node's door, as image_builder.process is the bake's)
+import subprocess  # noqa: TID251 (the node's door, as image_builder.system.process is the bake's)
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 

@@ -8,38 +8,38 @@ import signal
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
-from image_builder.pool import driver, node_configs, remote_slice
-from image_builder.pool import plan as plans
-from image_builder.pool.control_plane import ControlPlane, Kubernetes, Unwatched
-from image_builder.pool.faults import Faults
-from image_builder.pool.fleet import Fleet, Means
-from image_builder.pool.hostkeys import Verifier, known_as
-from image_builder.pool.inventory import Fleet as Found
-from image_builder.pool.inventory import read_fleet
-from image_builder.pool.journal import in_use, journal_of, open_journal, read_journal, real_plan
-from image_builder.pool.model import Host
-from image_builder.pool.plan import Plan, make_plan, named
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import apply, begin
-from image_builder.pool.reach import Access, read_key
-from image_builder.pool.records import Opened, Record
-from image_builder.pool.remote_slice import Worker
-from image_builder.pool.report import report
-from image_builder.pool.resume import past, take_up
-from image_builder.pool.state import Progress
-from image_builder.pool.suite import FACTS, Suite
-from image_builder.pool.table import LiveTable
-from image_builder.pool.waves import plan_waves
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.inventory import Fleet as Found
+from image_builder.pool.plan.inventory import read_fleet
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.plan import Plan, make_plan, named
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.plan.waves import plan_waves
+from image_builder.pool.reach.hostkeys import Verifier, known_as
+from image_builder.pool.reach.reach import Access, read_key
+from image_builder.pool.run import driver
+from image_builder.pool.run.faults import Faults
+from image_builder.pool.run.journal import in_use, journal_of, open_journal, read_journal, real_plan
+from image_builder.pool.run.progress import apply, begin
+from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.run.resume import past, take_up
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show.report import report
+from image_builder.pool.steps import node_configs, remote_slice
+from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
+from image_builder.pool.steps.fleet import Fleet, Means
+from image_builder.pool.steps.remote_slice import Worker
+from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings
-from image_builder.signals import waking
+from image_builder.system.signals import waking
 
 UNWATCHED = "no --kubeconfig: nobody looks at the control plane, and its gate lets everything through"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -245,6 +245,16 @@ def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:
     return node_configs.read(folder, [host.name for host in hosts]) if folder else {}
 
 
+class Display(Protocol):
+    """Where a rollout is shown while it runs."""
+
+    def changed(self, progress: Progress) -> None:
+        """Show the state as it is now."""
+
+    def note(self, text: str) -> None:
+        """Show one sentence beside the state."""
+
+
 class Stop:
     """Signals as a request: the first one lets the run stop, a second one ends it."""
 
@@ -272,7 +282,7 @@ class Stop:
         self.number = number
 
 
-def drive(ready: Ready) -> tuple[dict[str, Any], int]:
+def drive(ready: Ready, show: Callable[[], AbstractContextManager[Display]]) -> tuple[dict[str, Any], int]:
     """Drive a rollout to its end; return its report, and the signal that stopped it or 0.
 
     Raises ImageBuilderError where another process drives it, OSError where the journal can't be written.
@@ -295,10 +305,10 @@ def drive(ready: Ready) -> tuple[dict[str, Any], int]:
         # Beside the plan, so that whoever takes the run up finds what a killed one left.
         real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
-        return _drive(ready, work, start, write, records)
+        return _drive(ready, show, work, start, write, records)
 
 
-def verify(ready: Ready) -> tuple[dict[str, Any], int]:
+def verify(ready: Ready, show: Callable[[], AbstractContextManager[Display]]) -> tuple[dict[str, Any], int]:
     """Verify hosts; return the report, and the signal that stopped it or 0. Nothing is written but reports."""
     records: list[Record] = []
 
@@ -309,11 +319,12 @@ def verify(ready: Ready) -> tuple[dict[str, Any], int]:
         return progress
 
     with tempfile.TemporaryDirectory(prefix="image-builder-") as folder:
-        return _drive(ready, Path(folder) / "work", start, records.append, records)
+        return _drive(ready, show, Path(folder) / "work", start, records.append, records)
 
 
 def _drive(
     ready: Ready,
+    show: Callable[[], AbstractContextManager[Display]],
     work: Path,
     start: Callable[[float], Progress],
     write: Callable[[Record], None],
@@ -324,7 +335,7 @@ def _drive(
     with ExitStack() as stack:
         stack.enter_context(stop.listening())
         stack.callback(ready.control_plane.close)
-        table = stack.enter_context(LiveTable())
+        display = stack.enter_context(show())
         shown: list[Progress] = []
         means = Means(
             access=ready.options.access,
@@ -335,12 +346,12 @@ def _drive(
             suite=ready.suite,
             configurations=ready.configurations,
             workers=ready.workers,
-            on_wait=lambda: table.changed(shown[0]),
+            on_wait=lambda: display.changed(shown[0]),
         )
         fleet = stack.enter_context(Fleet(means))
         stop.wake = fleet.wake
         if not ready.control_plane.is_read and ready.plan.policy.mode != "check":
-            table.note(UNWATCHED)
+            display.note(UNWATCHED)
         shown.append(start(fleet.now()))
         driver.run(shown[0], fleet, write, stop.asked)
     told = {**report(shown[0], records), "control_plane_read": ready.control_plane.is_read}

@@ -35,15 +35,18 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder import identity, namespace, process, repository  # noqa: E402
-from image_builder.lock import Lock  # noqa: E402
-from image_builder.mmdebstrap import mmdebstrap  # noqa: E402
+from image_builder.bake import identity  # noqa: E402
+from image_builder.bake.lock import repository  # noqa: E402
+from image_builder.bake.lock.mmdebstrap import mmdebstrap  # noqa: E402
+from image_builder.bake.lock.model import Lock  # noqa: E402
+from image_builder.bake.lock.repository import write_repository  # noqa: E402
+from image_builder.bake.stages.base import run as base  # noqa: E402
+from image_builder.bake.store import Store  # noqa: E402
 from image_builder.node import durable  # noqa: E402
-from image_builder.repository import write_repository  # noqa: E402
-from image_builder.sandbox import open_overlay, open_root  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
-from image_builder.stages import base  # noqa: E402
-from image_builder.store import Store, remove_tree  # noqa: E402
+from image_builder.system import namespace, process  # noqa: E402
+from image_builder.system.sandbox import open_overlay, open_root  # noqa: E402
+from image_builder.system.trees import remove_tree  # noqa: E402
 
 # The lab's own images are what some registry has, not what is baked.
 _KEPT = ("tools", "build_root", "kubelet_build", "lab_images")

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder import namespace, process
-from image_builder.environment import environment
+from image_builder.system import namespace, process
+from image_builder.system.environment import environment
 
 _LOOP_CTL_GET_FREE = 0x4C82
 _BLKIO = Path("/sys/fs/cgroup/blkio")

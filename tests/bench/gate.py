@@ -8,9 +8,9 @@ kubelet tells another boot id), is gated, reports, and is let in again. What a k
 telling its boot id) is not counted. Goal: at most 2 requests a node a transition. Leaving jitter and rate limit out,
 the seconds say how fast an API server on this machine takes it, and nothing about a real one.
 
-At the end the waves of a pool read the control plane (image_builder/pool/control_plane.py): seconds of a reading, and
-the nodes' part of it in bytes beside what the nodes themselves are. Real ones have annotations and lists of images
-besides, which would be in the other figure alone.
+At the end the waves of a pool read the control plane (image_builder/pool/steps/control_plane.py): seconds of a
+reading, and the nodes' part of it in bytes beside what the nodes themselves are. Real ones have annotations and
+lists of images besides, which would be in the other figure alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from image_builder.gate.controller import Controller, Settings  # the path comes first
+from image_builder.cluster.gate.controller import Controller, Settings  # the path comes first
 from image_builder.node.kube import Client
 from image_builder.node.preflight import model
-from image_builder.pool.control_plane import NODES, SHOWN_NODES, TABLE, Kubernetes
+from image_builder.pool.steps.control_plane import NODES, SHOWN_NODES, TABLE, Kubernetes
 from tests.gates import Cluster, become_ready, register, running, wait_until
 
 GOAL = 2.0

@@ -57,10 +57,10 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder.pool.model import at_most  # noqa: E402
-from image_builder.pool.policy import Policy  # noqa: E402
-from image_builder.pool.records import Record  # noqa: E402
-from image_builder.pool.state import Progress  # noqa: E402
+from image_builder.pool.plan.model import at_most  # noqa: E402
+from image_builder.pool.plan.policy import Policy  # noqa: E402
+from image_builder.pool.run.records import Record  # noqa: E402
+from image_builder.pool.run.state import Progress  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
 from tests.pools import measures, rejoin  # noqa: E402
@@ -98,9 +98,9 @@ for name in source.group("pools"):
 _PROBE = """
 import json, sys
 from pathlib import Path
-from image_builder.pool.hostkeys import Pinned
-from image_builder.pool.model import Host
-from image_builder.pool.reach import Access, Reach
+from image_builder.pool.reach.hostkeys import Pinned
+from image_builder.pool.plan.model import Host
+from image_builder.pool.reach.reach import Access, Reach
 user, key, pinned, hosts = json.loads(Path(sys.argv[1]).read_text())
 with Reach(Access(user, Path(key), Pinned(Path(pinned)), auth_seconds=120)) as reach:
     asked = [reach.submit(Host(**host), ["true"], seconds=120) for host in hosts]

@@ -39,9 +39,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder import process  # noqa: E402
-from image_builder.lock import LockedImage  # noqa: E402
+from image_builder.bake.lock.model import LockedImage  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from image_builder.system import process  # noqa: E402
 from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttled  # noqa: E402
 from tests.bench.promotions import Found, promotion, read, reader  # noqa: E402
 from tests.builds import Workplace  # noqa: E402

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from image_builder import namespace, process
 from image_builder.node import durable, layout
+from image_builder.system import namespace, process
 from tests.bench.blank_disks import blank_disk, drop_caches
 from tests.pulls import Lab
 from tests.seeds import AGENT, Baked, Node, node

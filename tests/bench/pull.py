@@ -26,9 +26,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder.lock import LockedImage  # noqa: E402
-from image_builder.pull.model import Limits  # noqa: E402
-from image_builder.pull.reference import parse  # noqa: E402
+from image_builder.bake.lock.model import LockedImage  # noqa: E402
+from image_builder.bake.pull.model import Limits  # noqa: E402
+from image_builder.bake.pull.reference import parse  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
 from tests.faults.registry_plan import Fault  # noqa: E402

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.errors import ImageBuilderError
+from image_builder.machine.accelerator import accelerator
 from image_builder.settings import REPO_ROOT
-from image_builder.target.accelerator import accelerator
 from tests import provenance
 from tests.boot import page
 from tests.boot.foreign import PROGRAMS

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.boot import GROWTH_BYTES, find_disk, virtual_size, wait_for_system
-from image_builder.target import monitor, qemu
-from image_builder.target.ssh import SshTarget
-from image_builder.target.vm import ExtraDisk, Vm, VmOptions
+from image_builder.machine import monitor, qemu
+from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
+from image_builder.verify.boot import GROWTH_BYTES, find_disk, virtual_size, wait_for_system
 
 GIB = 1 << 30
 MIB = 1 << 20

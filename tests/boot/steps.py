@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.boot import SUITE_SECONDS, start_pod
 from image_builder.events import NullMonitor
 from image_builder.node import layout
-from image_builder.stages.verify import observe_suite
+from image_builder.verify.boot import SUITE_SECONDS, start_pod
+from image_builder.verify.runner import observe_suite
 from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
 
 Facts = dict[str, Any]

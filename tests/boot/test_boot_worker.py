@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from image_builder.boot import BootResult, boot, find_disk
 from image_builder.events import NullMonitor
-from image_builder.report.verification import SuiteResult
+from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
-from image_builder.target.ssh import SshTarget
+from image_builder.verify.boot import BootResult, boot, find_disk
+from image_builder.verify.report import SuiteResult
 from tests import mutants
 from tests.boot.node import SHELL_SECONDS
 from tests.builds import Workplace

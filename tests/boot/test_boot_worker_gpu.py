@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from image_builder.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
 from image_builder.errors import BootError, CommandError
 from image_builder.events import NullMonitor
 from image_builder.lab import pause
-from image_builder.report.verification import SuiteResult
+from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
-from image_builder.stages.verify import observe_suite
-from image_builder.target.ssh import SshTarget
+from image_builder.verify.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
+from image_builder.verify.report import SuiteResult
+from image_builder.verify.runner import observe_suite
 from tests import mutants
 from tests.boot.node import shell
 from tests.builds import Workplace

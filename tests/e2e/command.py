@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder import failure, namespace
+from image_builder.bake.store import Store
+from image_builder.cli import failure
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT, Settings
-from image_builder.store import Store
+from image_builder.system import namespace
 from tests import provenance
 
 

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from image_builder.machine.accelerator import accelerator
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.target.accelerator import accelerator
 from tests import provenance
 from tests.boot.node import Instance, Local, read_image
 from tests.e2e import command, join_page

@@ -21,17 +21,17 @@ from typing import Any, Self
 
 import yaml
 
-from image_builder import process
-from image_builder.broker import tokens
-from image_builder.control_plane import CONTROLLERS, lab_definition, obtain
-from image_builder.control_plane import ControlPlane as Programs
+from image_builder.cluster.broker import tokens
 from image_builder.events import NullMonitor
-from image_builder.lab.control_plane import ADMINISTRATORS, ControlPlane
 from image_builder.node.kube import Client
 from image_builder.node.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
+from image_builder.system import process
 from tests import gates, joins
 from tests.pulls import NETWORK, have_addresses, leave_the_network
+from tests.support.control_plane.programs import CONTROLLERS, lab_definition, obtain
+from tests.support.control_plane.programs import ControlPlane as Programs
+from tests.support.control_plane.servers import ADMINISTRATORS, ControlPlane
 
 # Where Azure's metadata service is, and what QEMU gives its machine.
 IMDS, MACHINE = "169.254.169.254", "10.0.2.15"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.boot import GROWTH_BYTES, LOCAL_DISK, find_disk, virtual_size, wait_for_system
 from image_builder.errors import BootError
 from image_builder.lab.registry import HOST
-from image_builder.target.ssh import SshTarget
-from image_builder.target.vm import Vm, VmOptions
+from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import Vm, VmOptions
+from image_builder.verify.boot import GROWTH_BYTES, LOCAL_DISK, find_disk, virtual_size, wait_for_system
 from tests.e2e.pods import BIG, PODS, QUOTA, SMALL, STALLED, Event, Pod, manifest, read_events, tell
 from tests.e2e.registry import MB, Registry
 from tests.faults.registry_plan import Fault

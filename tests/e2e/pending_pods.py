@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from image_builder.build import obtain_lock
+from image_builder.bake.build import obtain_lock
+from image_builder.bake.plan.resolve import lab_plan
+from image_builder.bake.store import Store
 from image_builder.definition import load_inventory
 from image_builder.events import NullMonitor
-from image_builder.plan.resolve import lab_plan
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.store import Store
 from tests import provenance
 from tests.e2e import command, page
 from tests.e2e.facts import broken

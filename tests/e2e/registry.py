@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from image_builder import process
 from image_builder.lab import certificate, images, pause, registry
 from image_builder.lab.registry import HOST, PORT
+from image_builder.system import process
 from tests.e2e.link import Link
 from tests.e2e.pods import QUOTA, SMALL, STALLED
 from tests.faults.registry_plan import Upstream

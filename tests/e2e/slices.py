@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from image_builder import process
+from image_builder.machine.accelerator import accelerator
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.target.accelerator import accelerator
+from image_builder.system import process
 from tests import provenance
 from tests.boot.node import Instance, read_image
 from tests.builds import Workplace

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from image_builder import process
-from image_builder.apt import Apt, debian_sources
-from image_builder.control_plane import lab_definition
-from image_builder.fetch import Wanted, fetch
+from image_builder.bake.lock.apt import Apt, debian_sources
+from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.requirements import keyring
 from image_builder.lab import images, pause
-from image_builder.requirements import keyring
 from image_builder.settings import Settings
+from image_builder.system import process
+from tests.support.control_plane.programs import lab_definition
 
 # The suite that the lab's Kubernetes is from: its kubectl is that of its API server.
 SUITE, PYTHON = "bookworm", (3, 11)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull.model import Limits
 from image_builder.errors import PullError
-from image_builder.lock import LockedImage
-from image_builder.pull.model import Limits
 from tests.faults.registry_plan import Fault
 from tests.pulls import MB
 

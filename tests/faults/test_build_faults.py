@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import errors, sparse
+from image_builder import errors
+from image_builder.system import sparse
 from tests.builds import IMAGE, REPO, Ended, Workplace, left_behind
 from tests.faults.mirror import build_deb
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
+from image_builder.bake.requirements import Group, Requirements
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
 from image_builder.events import Monitor, NullMonitor
-from image_builder.lock import Lock
-from image_builder.requirements import Group, Requirements
-from image_builder.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
 from image_builder.settings import REPO_ROOT, Settings
 from tests.faults.mirror import SUITE, Repository, serve
 
@@ -174,7 +174,7 @@ def test_a_mirror_that_serves_an_old_state_is_a_warning(
     definition = _definition(made.keyring)
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     needs = Requirements({"base": Group(SUITE, ("dbus",))}, {}, {})
-    monkeypatch.setattr("image_builder.resolve.requirements", lambda _: needs)
+    monkeypatch.setattr("image_builder.bake.lock.resolve.requirements", lambda _: needs)
     notes: list[str] = []
     monitor = NullMonitor()
     monkeypatch.setattr(monitor, "note", notes.append)
@@ -199,8 +199,8 @@ def test_a_layers_repository_replaces_no_package_of_the_base(
     vendor = Repository(tmp_path / "served/vendor", _folder(tmp_path / "vendor"))
     vendor.add("dbus", version="9.0")
     vendor.publish()
-    from image_builder import resolve
-    from image_builder.apt import Source
+    from image_builder.bake.lock import resolve
+    from image_builder.bake.lock.apt import Source
 
     known = resolve._sources
     address = f"{mirror.removesuffix('debian')}vendor"

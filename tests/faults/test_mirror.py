@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.apt import Apt, debian_sources
+from image_builder.bake.lock.apt import Apt, debian_sources
+from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.model import LockedPackage
 from image_builder.errors import FetchError, LockError
-from image_builder.fetch import Wanted, fetch
-from image_builder.lock import LockedPackage
 from tests.faults.mirror import SUITE, Repository, serve, serve_counted
 from tests.servers import running
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.sandbox import open_root
+from image_builder.system.sandbox import open_root
 from tests.builds import Workplace
 from tests.data_roots import layers_in
 from tests.pulls import ENGINES, MB, Lab, isolated

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from image_builder import process
+from image_builder.bake.pull.puller import Wanted
 from image_builder.lab.registry import HOST
-from image_builder.pull.puller import Wanted
+from image_builder.system import process
 from tests.builds import Workplace
 from tests.faults.pull_cases import (
     AFTER,

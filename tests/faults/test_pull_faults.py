@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.lab.registry import HOST, PORT
-from image_builder.pull.model import Limits
-from image_builder.pull.registry import Endpoint, locate
 from tests.builds import Workplace
 from tests.faults.pull_cases import (
     AFTER,

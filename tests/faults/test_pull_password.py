@@ -14,12 +14,12 @@ from pathlib import Path
 import bcrypt
 import pytest
 
-from image_builder import process
+from image_builder.bake.pull.credentials import VARIABLE
+from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.lab import certificate, registry
 from image_builder.lab.registry import HOST, PORT
-from image_builder.pull.credentials import VARIABLE
-from image_builder.pull.registry import Endpoint, locate
-from image_builder.sandbox import open_root
+from image_builder.system import process
+from image_builder.system.sandbox import open_root
 from tests.builds import Workplace
 from tests.faults.pull_cases import (
     PRIVATE,

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from image_builder.bake.pull.credentials import VARIABLE
+from image_builder.bake.pull.mirrors import Mirror
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.lab.registry import HOST, PORT
-from image_builder.pull.credentials import VARIABLE
-from image_builder.pull.mirrors import Mirror
-from image_builder.pull.model import Limits
-from image_builder.pull.registry import Endpoint, locate
 from tests.builds import Workplace
 from tests.faults.connect_proxy import connect_proxy
 from tests.faults.pull_cases import AFTER, HASTY, PATIENT, REFUSED, layer_fault, placed

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import apt_auth
-from image_builder import fetch as fetching
-from image_builder.apt import Apt, Source, debian_sources
+from image_builder.bake.lock import apt_auth
+from image_builder.bake.lock import fetch as fetching
+from image_builder.bake.lock.apt import Apt, Source, debian_sources
+from image_builder.bake.lock.fetch import Wanted, fetch
 from image_builder.errors import FetchError, LockError
-from image_builder.fetch import Wanted, fetch
 from tests.faults.mirror import SUITE, Repository
 from tests.servers import running
 from tests.unit.test_container_runtime_role import render

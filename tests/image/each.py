@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from image_builder.process import die_with_parent
+from image_builder.system.process import die_with_parent
 
 Run = Callable[[socket.socket, Path], int]
 """Makes the checks of a machine, by what asks it, with the directory of its records; returns a status."""

@@ -12,7 +12,7 @@ from targets import TARGET, enter
 from testinfra.host import Host
 from tree import Tree
 
-from image_builder.sandbox import open_root
+from image_builder.system.sandbox import open_root
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -14,7 +14,7 @@ KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEA\n-----END OPENS
 
 def _below_the_tmpfs(root: Path, _variables: dict[str, Any]) -> None:
     """Leave a file in the tree's own /run, where the sandbox's tmpfs hides it."""
-    from image_builder import namespace
+    from image_builder.system import namespace
 
     namespace.unmount(str(root / "run"))
     (root / "run/leftover").write_text("x", encoding="utf-8")

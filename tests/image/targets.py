@@ -27,7 +27,7 @@ from testinfra.backend.base import BaseBackend, CommandResult
 from testinfra.backend.paramiko import ParamikoBackend
 from testinfra.host import Host
 
-from image_builder.target.shell import Shell
+from image_builder.machine.shell import Shell
 
 TARGET = pytest.StashKey["Target"]()
 # Nothing that a check asks for takes so long, even on an emulated machine.
@@ -162,7 +162,7 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
 class _Asked(BaseBackend):  # type: ignore[misc]
     """Commands that go to who holds the connection, and what it answers: a message, and one for each stream.
 
-    See image_builder/pool/suite_process.py.
+    See image_builder/pool/steps/suite_process.py.
     """
 
     NAME = "asked"

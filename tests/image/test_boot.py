@@ -13,7 +13,7 @@ from suite import booted, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree
 
-from image_builder.target.console import problems
+from image_builder.machine.console import problems
 
 V = dict[str, Any]
 # Who may listen to the network where: SSH, DHCP clients; the kubelet on a node of a cluster.

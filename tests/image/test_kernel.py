@@ -12,7 +12,7 @@ from suite import booted, needs, nothing, offline, output, read, statements
 from testinfra.host import Host
 from tree import Tree
 
-from image_builder.formats import pe
+from image_builder.bake.formats import pe
 
 V = dict[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import cgroups
+from image_builder.system import cgroups
 
 pytestmark = pytest.mark.root
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from image_builder import process
-from image_builder.apt import Apt, debian_sources
-from image_builder.environment import environment
+from image_builder.bake.lock.apt import Apt, debian_sources
+from image_builder.bake.lock.fetch import Wanted, fetch
 from image_builder.errors import CommandError
-from image_builder.fetch import Wanted, fetch
+from image_builder.system import process
+from image_builder.system.environment import environment
 
 pytestmark = [pytest.mark.root, pytest.mark.nightly]
 

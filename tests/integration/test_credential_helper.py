@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.pull.credentials import VARIABLE, Credentials, credentials_for
 from image_builder.errors import PullError
-from image_builder.pull.credentials import VARIABLE, Credentials, credentials_for
 
 pytestmark = pytest.mark.root
 

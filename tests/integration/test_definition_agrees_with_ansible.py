@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import process
 from image_builder.definition import load_inventory, resolved_variables
 from image_builder.definition.evaluate import evaluated_layer
 from image_builder.settings import REPO_ROOT
+from image_builder.system import process
 
 # What a role's tasks are replaced by: no task of a role runs, only its variables are written down.
 TASKS = """

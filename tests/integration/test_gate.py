@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from image_builder.gate.controller import Controller, Settings
-from image_builder.gate.informer import Informer
-from image_builder.gate.lease import Settings as LeaseSettings
-from image_builder.gate.model import ADMITTED, Rules
+from image_builder.cluster.gate.controller import Controller, Settings
+from image_builder.cluster.gate.informer import Informer
+from image_builder.cluster.gate.lease import Settings as LeaseSettings
+from image_builder.cluster.gate.model import ADMITTED, Rules
 from image_builder.node import status
 from image_builder.node.kube import JSON_PATCH, LONGEST_WAIT, Client
 from image_builder.node.preflight import model, report

@@ -18,8 +18,8 @@ import pytest
 
 from image_builder.definition import engine
 from image_builder.definition.values import JSON
-from image_builder.namespace import run_isolated
-from image_builder.sandbox import Root, open_root
+from image_builder.system.namespace import run_isolated
+from image_builder.system.sandbox import Root, open_root
 from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root

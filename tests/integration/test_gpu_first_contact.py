@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.namespace import run_isolated
 from image_builder.node.gpu.model import Gpu, from_json
-from image_builder.sandbox import open_root
+from image_builder.system.namespace import run_isolated
+from image_builder.system.sandbox import open_root
 from tests import gpu_stand_in
 from tests.bench.first_contact import nvml_answers
 from tests.bench.first_contact.assumptions import Contact, rows

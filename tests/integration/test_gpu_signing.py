@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
+from image_builder.bake.stages.module_build import run as module_build
 from image_builder.errors import CommandError, HostError
-from image_builder.namespace import run_isolated
-from image_builder.sandbox import open_root
-from image_builder.stages import module_build
+from image_builder.system.namespace import run_isolated
+from image_builder.system.sandbox import open_root
 from tests import mutants
 from tests.builds import Workplace
 

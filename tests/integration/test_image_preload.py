@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from image_builder import process
-from image_builder.apt import Apt, debian_sources
-from image_builder.environment import environment
-from image_builder.fetch import Wanted, fetch
+from image_builder.bake.lock.apt import Apt, debian_sources
+from image_builder.bake.lock.fetch import Wanted, fetch
 from image_builder.lab import pause
 from image_builder.settings import REPO_ROOT
+from image_builder.system import process
+from image_builder.system.environment import environment
 from tests import preload_scripts as scripts
 
 pytestmark = pytest.mark.root

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import process
+from image_builder.system import process
 from tests.builds import Workplace
 
 pytestmark = [pytest.mark.root, pytest.mark.nightly]

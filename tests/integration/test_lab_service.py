@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import lab_service
 from image_builder.errors import ImageBuilderError
 from image_builder.events import NullMonitor
+from image_builder.lab import service as lab_service
 from tests.builds import REPO, Workplace, left_behind, wait_until_clean
 
 pytestmark = pytest.mark.root

@@ -81,7 +81,7 @@ def checkout(tmp_path: Path, python: Path) -> Checkout:
     shutil.copy(REPO_ROOT / "image-builder", path)
     (path / "requirements.lock").write_text("# nothing\n")
     (path / "image_builder/__init__.py").touch()
-    (path / "image_builder/cli.py").write_text(
+    (path / "image_builder/cli/main.py").write_text(
         "import os, sys\nprint('cli', os.geteuid(), *sys.argv[1:], '|', sys.prefix)\n"
     )
     programs = tmp_path / "bin"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import repository
-from image_builder.lock import Lock
-from image_builder.store import Store
+from image_builder.bake.lock import repository
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.store import Store
 from tests import toolkits, variants
 from tests.builds import Workplace
 

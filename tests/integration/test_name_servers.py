@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.stages.verify import SUITE
+from image_builder.verify.runner import SUITE
 
 pytestmark = pytest.mark.root
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from image_builder.namespace import run_isolated
 from image_builder.node import mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import nvml
@@ -21,6 +20,7 @@ from image_builder.node.gpu.model import as_json
 from image_builder.node.health import apart, clock, command, filesystems, gpu, kernel_log, nvme
 from image_builder.node.health.model import Outcome, Places
 from image_builder.node.health.settings import Settings
+from image_builder.system.namespace import run_isolated
 from tests.health_looks import found, look
 
 MS_REMOUNT = 32

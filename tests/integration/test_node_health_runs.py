@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from image_builder.lab import certificate
-from image_builder.namespace import run_isolated
 from image_builder.node import mounts, zipapp
 from image_builder.node.health import metrics
+from image_builder.system.namespace import run_isolated
 from tests.servers import running
 
 CAP_SYS_TIME = 25

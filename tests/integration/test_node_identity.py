@@ -23,12 +23,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from image_builder.gate.signing import SIGNER
+from image_builder.cluster.gate.signing import SIGNER
 from image_builder.node import kubeconfig
 from image_builder.node.join import binding
 from image_builder.node.kube import Client, KubeError
 from image_builder.node.kubeconfig import Access, Pem
-from image_builder.pool.control_plane import REQUESTS
+from image_builder.pool.steps.control_plane import REQUESTS
 from tests import attested, identities, joins, today
 from tests.brokers import (
     OTHER_VM,

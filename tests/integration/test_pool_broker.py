@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.broker.keys import source
+from image_builder.cluster.broker.keys import source
 from image_builder.node import kubeconfig
 from image_builder.node.join import api, binding, config, credentials
 from image_builder.node.join.codes import JoinError

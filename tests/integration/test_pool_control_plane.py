@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import DefinitionError
-from image_builder.pool import node_configs, rollout
-from image_builder.pool.control_plane import NODES, REQUESTS, TABLE, Kubernetes
+from image_builder.pool import rollout
+from image_builder.pool.steps import node_configs
+from image_builder.pool.steps.control_plane import NODES, REQUESTS, TABLE, Kubernetes
 from tests import joins
 
 pytestmark = pytest.mark.root

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from image_builder.pool.control_plane import SIGNER, Kubernetes
+from image_builder.pool.steps.control_plane import SIGNER, Kubernetes
 from tests.gates import (
     POOL_RIGHTS,
     Cluster,

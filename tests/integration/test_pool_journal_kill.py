@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import ImageBuilderError
-from image_builder.pool.driver import Event, Work, run
-from image_builder.pool.gates import Reading
-from image_builder.pool.journal import open_journal, read_journal
-from image_builder.pool.model import OK, Host, Step, ended
-from image_builder.pool.plan import Plan, make_plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import replay
-from image_builder.pool.records import Intent, Record
-from image_builder.pool.resume import take_up
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import OK, Host, Step, ended
+from image_builder.pool.plan.plan import Plan, make_plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.driver import Event, Work, run
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.journal import open_journal, read_journal
+from image_builder.pool.run.progress import replay
+from image_builder.pool.run.records import Intent, Record
+from image_builder.pool.run.resume import take_up
+from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import make, make_hosts
 
 # Needs no root, but starts processes.

@@ -14,11 +14,11 @@ import yaml
 from typer.testing import CliRunner
 
 from image_builder import errors
-from image_builder.cli import app
-from image_builder.pool import plan as plans
-from image_builder.pool.inventory import read_fleet
-from image_builder.pool.model import Host
-from image_builder.pool.policy import Policy
+from image_builder.cli.main import app
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.inventory import read_fleet
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.policy import Policy
 from tests import arm
 from tests.arm import Answer, Cloud, cloud
 from tests.builds import REPO

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.lock import LockedImage
+from image_builder.bake.lock.model import LockedImage
 from tests.builds import Workplace
 from tests.data_roots import layers_in, links_in, state_of, trees, two_images
 from tests.pulls import ENGINES, MB, Lab, isolated

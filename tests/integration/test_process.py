@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import process
 from image_builder.errors import CommandError
+from image_builder.system import process
 
 pytestmark = pytest.mark.root
 

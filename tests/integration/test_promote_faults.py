@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import pytest
 
-from image_builder import namespace
 from image_builder.node import mounts
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload.watch import watch
 from image_builder.node.promote import kubelet, trash
+from image_builder.system import namespace
 from tests.promotion import (
     MB,
     Node,

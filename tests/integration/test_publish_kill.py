@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import manifest as manifests
-from image_builder import sparse
+from image_builder.bake import manifest as manifests
+from image_builder.bake.publish import publish_files
 from image_builder.events import NullMonitor
-from image_builder.publish import publish_files
+from image_builder.system import sparse
 from tests.unit.manifests import DOCUMENTS, manifest, write
 
 # Needs no root, but starts processes.
@@ -29,8 +29,8 @@ _PUBLISHER = """
 import sys
 from pathlib import Path
 from image_builder.events import NullMonitor
-from image_builder.manifest import load
-from image_builder.publish import publish_files
+from image_builder.bake.manifest import load
+from image_builder.bake.publish import publish_files
 output, sources = Path(sys.argv[1]), [Path(p) for p in sys.argv[2:]]
 documents = {name: (sources[0] / name).read_bytes() for name in ("verify.json", "facts.json")}
 print("ready", flush=True)

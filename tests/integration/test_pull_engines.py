@@ -7,10 +7,10 @@ import tarfile
 
 import pytest
 
+from image_builder.bake.pull.registry import locate
 from image_builder.errors import PullError
 from image_builder.lab import images
 from image_builder.lab.registry import HOST
-from image_builder.pull.registry import locate
 from tests.builds import Workplace
 from tests.data_roots import two_images
 from tests.pulls import (

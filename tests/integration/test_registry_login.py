@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import urllib3
 
+from image_builder.bake.pull.credentials import VARIABLE
+from image_builder.bake.pull.gateway import gateway
+from image_builder.bake.pull.reference import parse
+from image_builder.bake.pull.registry import RegistryClient, locate
 from image_builder.errors import PullError
-from image_builder.lab.control_plane_pki import Authority
-from image_builder.pull.credentials import VARIABLE
-from image_builder.pull.gateway import gateway
-from image_builder.pull.reference import parse
-from image_builder.pull.registry import RegistryClient, locate
+from tests.support.control_plane.pki import Authority
 
 pytestmark = pytest.mark.root
 

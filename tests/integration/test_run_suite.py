@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.report.verification import SuiteResult
-from image_builder.stages.verify import SUITE, observe_suite, run_suite
+from image_builder.verify.report import SuiteResult
+from image_builder.verify.runner import SUITE, observe_suite, run_suite
 
 HEADER = """
 import os, signal, time

@@ -154,7 +154,7 @@ def test_files_are_copied_within_the_root_wherever_its_links_lead(tmp_path: Path
         "from ansible.errors import AnsibleError\n"
         "from ansible.playbook.play_context import PlayContext\n"
         "from ansible.plugins.loader import connection_loader\n"
-        "connection_loader.add_directory('image_builder/plugins/connection')\n"
+        "connection_loader.add_directory('image_builder/bake/plugins/connection')\n"
         "tree, host, taken, sent = lower(), base / 'host', base / 'taken', base / 'sent file'\n"
         "(tree / 'data/inside').symlink_to('/data/file')\n"
         "(tree / 'data/outside').symlink_to(host)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import namespace, process
+from image_builder.system import namespace, process
 from tests.builds import Workplace
 from tests.data_roots import links_in, two_images
 from tests.power import mount_loop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.selftest import lanes
+from tests.selftest import lanes
 
 CONFTEST = """
 import json, os, pathlib, time

@@ -12,7 +12,7 @@ MANY = 3000
 # The time until the next one is drawn from about what a turn takes, so that it comes everywhere in it.
 WAIT = f"""\
 import random, signal
-from image_builder.signals import listening
+from image_builder.system.signals import listening
 drawn = random.Random(1)
 with listening(signal.SIGALRM, signal.SIGTERM) as wait:
     for _ in range({MANY}):
@@ -25,7 +25,7 @@ print("ended")
 # As a driver waits: a lock with a deadline, and handlers of Python's.
 WAKE = f"""\
 import queue, random, signal
-from image_builder.signals import waking
+from image_builder.system.signals import waking
 drawn, woken, came = random.Random(1), queue.SimpleQueue(), []
 signal.signal(signal.SIGALRM, lambda *_: came.append(1))
 with waking(lambda: woken.put(None)):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.boot import boot
 from image_builder.errors import BootError
 from image_builder.events import NullMonitor
+from image_builder.machine import accelerator, monitor, qemu
+from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
-from image_builder.target import accelerator, monitor, qemu
-from image_builder.target.vm import ExtraDisk, Vm, VmOptions
+from image_builder.verify.boot import boot
 
 pytestmark = pytest.mark.boot
 
@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 _HOLD = """
 import sys, time
 from pathlib import Path
-from image_builder.target.vm import Vm, VmOptions
+from image_builder.machine.vm import Vm, VmOptions
 with Vm(VmOptions("held", Path(sys.argv[1])), Path(sys.argv[2])) as vm:
     print("on", flush=True)
     time.sleep(600)

@@ -12,10 +12,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.cli.pool.table import LiveTable
 from image_builder.errors import ImageBuilderError
 from image_builder.pool import rollout
-from image_builder.pool.hostkeys import Pinned
-from image_builder.pool.reach import Access
+from image_builder.pool.reach.hostkeys import Pinned
+from image_builder.pool.reach.reach import Access
 from image_builder.pool.rollout import Options
 
 
@@ -64,7 +65,7 @@ def drive(told: Told) -> int:
     ready = rollout.prepare_verification(options, options.plan) if told.verify else rollout.prepare(options)
     assert ready.suite
     ready = dataclasses.replace(ready, suite=dataclasses.replace(ready.suite, folder=Path(told.suite)))
-    result, _ = rollout.verify(ready) if told.verify else rollout.drive(ready)
+    result, _ = rollout.verify(ready, LiveTable) if told.verify else rollout.drive(ready, LiveTable)
     print(json.dumps(result))
     return 0 if result["state"] == "finished" else 1
 

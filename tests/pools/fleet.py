@@ -23,10 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from image_builder.pool.hostkeys import CertificateAuthority, HostKeys, Pinned, known_as, openssh_options
-from image_builder.pool.model import Host
-from image_builder.pool.reach import Access
-from image_builder.target.seed import write_key
+from image_builder.machine.seed import write_key
+from image_builder.pool.plan.model import Host
+from image_builder.pool.reach.hostkeys import (
+    CertificateAuthority,
+    HostKeys,
+    Pinned,
+    known_as,
+    openssh_options,
+)
+from image_builder.pool.reach.reach import Access
 from tests.builds import REPO, Workplace
 
 # dead: packets to it vanish. slow banner: accepts, and says nothing. other key: not the pinned one. slow: each command

@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from image_builder import environment, namespace
-from image_builder.store import Store
+from image_builder.bake.store import Store
+from image_builder.system import environment, namespace
 from tests.pools.fleet import (
     ANSWERED,
     ASKED,

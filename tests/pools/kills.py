@@ -24,8 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from image_builder.pool.model import STEPS
-from image_builder.pool.records import Intent, Record, Result
+from image_builder.pool.plan.model import STEPS
+from image_builder.pool.run.records import Intent, Record, Result
 from image_builder.settings import DEFAULT_STORE
 from tests.builds import REPO, Workplace
 from tests.pools import fleet

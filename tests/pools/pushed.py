@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from image_builder import namespace
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.repository import APT_CONFIG, write_repository
+from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.lock import Lock
-from image_builder.repository import APT_CONFIG, write_repository
-from image_builder.sandbox import Root, open_root
-from image_builder.store import Store
+from image_builder.system import namespace
+from image_builder.system.sandbox import Root, open_root
 from tests.builds import REPO, Workplace
 from tests.pools.fleet import SITE, Fleet, fleet
 

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from image_builder import namespace
+from image_builder.bake.pull import docker_engine
+from image_builder.bake.store import Store
 from image_builder.node import status
-from image_builder.pull import docker_engine
-from image_builder.sandbox import Root, open_root
-from image_builder.store import Store
+from image_builder.system import namespace
+from image_builder.system.sandbox import Root, open_root
 from tests.builds import Workplace
 from tests.join_world import Seen, World, files, served
 from tests.pulls import leave_the_network

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.pool.journal import journal_of, read_journal
-from image_builder.pool.records import Intent, Record, Result
+from image_builder.pool.run.journal import journal_of, read_journal
+from image_builder.pool.run.records import Intent, Record, Result
 from tests import joins
 from tests.builds import REPO
 from tests.pools.drive import Told

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.pool.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
-from image_builder.pool.model import Host
-from image_builder.pool.reach import Answer, Reach
-from image_builder.pool.session import OUTPUT_LIMIT
+from image_builder.pool.plan.model import Host
+from image_builder.pool.reach.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
+from image_builder.pool.reach.reach import Answer, Reach
+from image_builder.pool.reach.session import OUTPUT_LIMIT
 from tests.builds import Workplace
 from tests.pools.conftest import FAULTS
 from tests.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign

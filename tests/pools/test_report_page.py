@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.pool.html import page
-from image_builder.pool.records import Record
-from image_builder.pool.report import report
-from image_builder.pool.state import Progress
+from image_builder.pool.run.records import Record
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show.html import page
+from image_builder.pool.show.report import report
 from tests.pools import browser
 from tests.pools.browser import Tab
 from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run

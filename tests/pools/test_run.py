@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.pool.records import Intent, Record, Result
+from image_builder.pool.run.records import Intent, Record, Result
 from tests.builds import Workplace
 from tests.pools.fleet import CLASSES, Fault, Fleet, fleet
 from tests.pools.midst import Moment, cut, prepare, undo

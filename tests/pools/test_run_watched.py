@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from image_builder.pool.control_plane import SIGNER
+from image_builder.pool.steps.control_plane import SIGNER
 from tests.builds import Workplace
 from tests.gates import POOL_RIGHTS, Cluster, deny_certificate, give_rights, request_certificate, running
 from tests.pools.fleet import Fleet, fleet

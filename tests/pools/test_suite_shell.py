@@ -16,10 +16,10 @@ import pytest
 from testinfra.backend.base import BaseBackend
 from testinfra.host import Host
 
-from image_builder.pool.reach import Reach
-from image_builder.pool.suite_process import serve
-from image_builder.stages.verify import SUITE
-from image_builder.target.ssh import SshAddress
+from image_builder.machine.ssh import SshAddress
+from image_builder.pool.reach.reach import Reach
+from image_builder.pool.steps.suite_process import serve
+from image_builder.verify.runner import SUITE
 from tests.builds import Workplace
 from tests.pools.fleet import USER, Fleet, fleet
 

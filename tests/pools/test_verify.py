@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.pool.model import Outcome
-from image_builder.pool.reach import Reach
-from image_builder.pool.suite import CHECKS, NO_RESULT, Runs, Suite
-from image_builder.pool.worker_guard import children
+from image_builder.pool.plan.model import Outcome
+from image_builder.pool.reach.reach import Reach
+from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
+from image_builder.pool.steps.worker_guard import children
 from image_builder.settings import Settings
 from tests.builds import Workplace
 from tests.pools.fleet import USER, Fleet, fleet

@@ -18,11 +18,11 @@ from typing import Any
 import ansible_runner
 import pytest
 
-from image_builder.pool import ansible, worker_guard
-from image_builder.pool.ansible import Slice
-from image_builder.pool.driver import Work
-from image_builder.pool.provision import LOCK
-from image_builder.pool.records import Intent, Result
+from image_builder.pool.reach.provision import LOCK
+from image_builder.pool.run.driver import Work
+from image_builder.pool.run.records import Intent, Result
+from image_builder.pool.steps import ansible, worker_guard
+from image_builder.pool.steps.ansible import Slice
 from tests.builds import Workplace
 from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
 from tests.pools.rollouts import Rollout, configuration, install, put, results, wait

@@ -23,17 +23,20 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from image_builder import boot_partition, identity, sparse
+from image_builder.bake import boot_partition, identity
+from image_builder.bake.firmware_authorities import FIRMWARE_AUTHORITIES
+from image_builder.bake.formats import gpt, vhd
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.convert import run as convert
+from image_builder.bake.stages.disk import run as disk
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import ImageBuilderError
 from image_builder.events import NullMonitor
-from image_builder.firmware_authorities import FIRMWARE_AUTHORITIES
-from image_builder.formats import gpt, vhd
-from image_builder.namespace import run_isolated
-from image_builder.plan.model import StagePlan
-from image_builder.sandbox import Root, open_root
 from image_builder.settings import Settings
-from image_builder.stages import StageContext, convert, disk
+from image_builder.system import sparse
+from image_builder.system.namespace import run_isolated
+from image_builder.system.sandbox import Root, open_root
 from tests.builds import Workplace
 from tests.unit import test_pe
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.definition import load_inventory
-from image_builder.stages.verify import definition_facts, write_facts
+from image_builder.verify.runner import definition_facts, write_facts
 from tests import mutants
 from tests.builds import REPO, Workplace
 

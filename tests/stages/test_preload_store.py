@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from image_builder import namespace
+from image_builder.bake.stages.preload_store import run as preload_store
+from image_builder.bake.stages.rehearsal import run as rehearsal
 from image_builder.errors import ImageBuilderError
-from image_builder.stages import preload_store, rehearsal
+from image_builder.system import namespace
 from tests.builds import Workplace
 from tests.pulls import ENGINES, MB, Lab, isolated
 from tests.seeds import EPOCH, Baked, Result, bake, differences, exact, runnable, stage

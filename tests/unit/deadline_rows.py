@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from image_builder.pull.model import Limits, Phase, Seen
+from image_builder.bake.pull.model import Limits, Phase, Seen
 
 A, B = "a" * 12, "b" * 12
 MB = 1_000_000

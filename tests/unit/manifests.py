@@ -6,7 +6,16 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from image_builder.manifest import Artefact, Disk, Document, Manifest, Package, Partition, Stage, Verification
+from image_builder.bake.manifest import (
+    Artefact,
+    Disk,
+    Document,
+    Manifest,
+    Package,
+    Partition,
+    Stage,
+    Verification,
+)
 
 BUILD_ID = "ab" * 32
 DOCUMENTS = {"verify.json": b'{"verdict": "passed"}\n', "facts.json": b"{}\n"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import apt
+from image_builder.bake.lock import apt
+from image_builder.bake.lock.model import LockedPackage
 from image_builder.errors import CommandError
-from image_builder.lock import LockedPackage
 
 
 @pytest.fixture

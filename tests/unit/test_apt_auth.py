@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import apt_auth
+from image_builder.bake.lock import apt_auth
 from image_builder.errors import FetchError
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import build as building
-from image_builder import cgroups
+from image_builder.bake import build as building
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.lock.resolve import remembered_lock
+from image_builder.bake.plan.resolve import resolve
+from image_builder.bake.requirements import requirements
+from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.definition.record import record_name
 from image_builder.events import NullMonitor
-from image_builder.lock import Lock, LockedGroup, LockedPackage
-from image_builder.plan.resolve import resolve
-from image_builder.requirements import requirements
-from image_builder.resolve import remembered_lock
 from image_builder.settings import REPO_ROOT, Settings
-from image_builder.store import Store
+from image_builder.system import cgroups
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["--locked", "the last one made"])

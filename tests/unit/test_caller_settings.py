@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.command import host_settings
+from image_builder.cli.command import host_settings
 from image_builder.definition.engine import caller
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import cgroups
+from image_builder.system import cgroups
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from image_builder import build as builds
-from image_builder import errors, failure
-from image_builder.cli import app
-from image_builder.lock import Lock, LockedGroup
+from image_builder import errors
+from image_builder.bake import build as builds
+from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.cli import failure
+from image_builder.cli.main import app
 from tests.attested import SUBSCRIPTION
 
 COMMANDS = [

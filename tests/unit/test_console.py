@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.target.console import FATAL, PATTERNS, fatal, plain, problems
+from image_builder.machine.console import FATAL, PATTERNS, fatal, plain, problems
 
 # Lines as real consoles show them, by the name of the pattern that must catch them.
 TROUBLE = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import boot_partition, identity
+from image_builder.bake import boot_partition, identity
+from image_builder.bake.stages.disk.run import MIB, Content, Layout, measure, plan_layout, repart_definitions
 from image_builder.errors import ImageBuilderError
-from image_builder.stages.disk import MIB, Content, Layout, measure, plan_layout, repart_definitions
 
 BUILD = "ab" * 32
 GIB = 1 << 30

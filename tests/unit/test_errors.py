@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from image_builder import errors, failure
+from image_builder import errors
+from image_builder.cli import failure
 from image_builder.errors import CommandError, DefinitionError, ImageBuilderError, Problem, StageError
 
 

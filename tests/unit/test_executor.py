@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.executor import Build, _context, _run_stage
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages import StageContext
+from image_builder.bake.store import Store
+from image_builder.canonical import JSON
 from image_builder.errors import StageError, VerifyError
 from image_builder.events import NullMonitor
-from image_builder.executor import Build, _context, _run_stage
-from image_builder.plan.model import JSON, StagePlan
 from image_builder.settings import Settings
-from image_builder.stages import StageContext, verify
-from image_builder.store import Store
+from image_builder.verify import runner as verify
 
 
 def _preload(*images: str) -> StagePlan:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from image_builder.plan.explain import explain
-from image_builder.plan.model import Plan, StagePlan
+from image_builder.bake.plan.explain import explain
+from image_builder.bake.plan.model import Plan, StagePlan
 
 
 def _plan(option: str, code: str) -> Plan:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.formats import gpt
+from image_builder.bake.formats import gpt
 
 MIB = 1 << 20
 SIZE = 8 * MIB

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder import host
 from image_builder.errors import HostError, SpaceError, StoreError
 from image_builder.node import mounts
+from image_builder.system import host
 
 MOUNTS = """\
 22 1 254:0 / / rw - overlay overlay rw

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.stages.kubelet_build.run import Source, collect_sources, linker_flags, parse_options
 from image_builder.errors import FetchError, LockError
-from image_builder.stages.kubelet_build import Source, collect_sources, linker_flags, parse_options
 
 DSC = {"name": "kubernetes_1.20.2-1.dsc", "sha256": "0" * 64}
 TAR = {"name": "kubernetes_1.20.2.orig.tar.gz", "sha256": "1" * 64}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.model import Lock, LockedArchive, LockedGroup, LockedPackage, Question
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedArchive, LockedGroup, LockedPackage, Question
 
 
 def _package(name: str, sha256: str = "a" * 64) -> LockedPackage:

@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from image_builder import manifest as manifests
+from image_builder.bake import manifest as manifests
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.manifest import Package
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError
-from image_builder.lock import Lock, LockedGroup, LockedPackage
-from image_builder.manifest import Package
 from tests.unit.manifests import manifest
 
 SCHEMA = Path(__file__).resolve().parents[2] / manifests.SCHEMA_PATH
@@ -25,7 +25,7 @@ def test_a_manifest_is_read_back_as_it_was_written() -> None:
 
 
 def test_the_schema_file_is_the_models() -> None:
-    hint = f"python -m image_builder.manifest > {manifests.SCHEMA_PATH}"
+    hint = f"python -m image_builder.bake.manifest > {manifests.SCHEMA_PATH}"
     assert SCHEMA.read_text(encoding="utf-8") == manifests.render_schema(), hint
 
 

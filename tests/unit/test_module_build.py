@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from image_builder.stages.module_build import LICENSES, Module, compiler_of, parse_modinfo, problems
+from image_builder.bake.stages.module_build.run import LICENSES, Module, compiler_of, parse_modinfo, problems
 
 KERNEL = "6.1.0-50-cloud-amd64"
 DRIVER = "535.261.03"

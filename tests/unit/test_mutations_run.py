@@ -16,7 +16,7 @@ import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.settings import REPO_ROOT
-from image_builder.stages.verify import SUITE, definition_facts
+from image_builder.verify.runner import SUITE, definition_facts
 from tests import toolkits, variants
 from tests.boot import test_boot_worker, test_boot_worker_gpu
 from tests.declarations import DECLARATIONS, SELECTED

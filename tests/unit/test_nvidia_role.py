@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from image_builder.bake.stages.module_build import run as module_build
 from image_builder.definition import engine
 from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
-from image_builder.stages import module_build
 
 REPO = Path(__file__).resolve().parents[2]
 BOOK = RoleBook(REPO)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.formats import pe
+from image_builder.bake.formats import pe
 
 _PE, _OPTIONAL = 0x80, 0x98
 _CHECKSUM, _ENTRY = _OPTIONAL + 64, _OPTIONAL + 112 + 32

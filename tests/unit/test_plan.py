@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
+from image_builder.bake.plan.model import Plan
+from image_builder.bake.plan.resolve import resolve
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
-from image_builder.plan.model import Plan
-from image_builder.plan.resolve import resolve
 
 REPO = Path(__file__).resolve().parents[2]
 # The suite is told the builder's and all roles' variables, so `verify` (seconds) follows every one of them.
@@ -171,30 +171,42 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             id="the disk's layout",
         ),
         pytest.param(_append("tests/image/test_a.py", "\nx = 1\n"), {"verify"}, id="a check"),
-        pytest.param(_append("image_builder/stages/tools.py", "\nx = 1\n"), ALL, id="the tools stage"),
         pytest.param(
-            _append("image_builder/stages/base.py", "\nx = 1\n"), ALL - {"tools"}, id="the base stage"
+            _append("image_builder/bake/stages/tools/run.py", "\nx = 1\n"), ALL, id="the tools stage"
         ),
         pytest.param(
-            _append("image_builder/stages/layer.py", "\nx = 1\n"), FROM_SYSTEM, id="the layer stage"
+            _append("image_builder/bake/stages/base/run.py", "\nx = 1\n"),
+            ALL - {"tools"},
+            id="the base stage",
         ),
         pytest.param(
-            _append("image_builder/environment.py", "\nx = 1\n"), ALL, id="the environment, umask, /dev"
+            _append("image_builder/bake/stages/layer/run.py", "\nx = 1\n"), FROM_SYSTEM, id="the layer stage"
         ),
         pytest.param(
-            _append("image_builder/plugins/connection/sandbox.py", "\nx = 1\n"),
+            _append("image_builder/system/environment.py", "\nx = 1\n"),
+            ALL,
+            id="the environment, umask, /dev",
+        ),
+        pytest.param(
+            _append("image_builder/bake/plugins/connection/sandbox.py", "\nx = 1\n"),
             FROM_SYSTEM,
             id="the connection plugin",
         ),
-        pytest.param(_append("image_builder/stages/seal.py", "\nx = 1\n"), FROM_SEAL, id="the seal stage"),
         pytest.param(
-            _append("image_builder/stages/disk.py", "\nx = 1\n"), {"disk", "convert"}, id="the disk stage"
+            _append("image_builder/bake/stages/seal/run.py", "\nx = 1\n"), FROM_SEAL, id="the seal stage"
         ),
         pytest.param(
-            _append("image_builder/stages/convert.py", "\nx = 1\n"), {"convert"}, id="the convert stage"
+            _append("image_builder/bake/stages/disk/run.py", "\nx = 1\n"),
+            {"disk", "convert"},
+            id="the disk stage",
         ),
         pytest.param(
-            _append("image_builder/stages/verify.py", "\nx = 1\n"), {"verify"}, id="the verify stage"
+            _append("image_builder/bake/stages/convert/run.py", "\nx = 1\n"),
+            {"convert"},
+            id="the convert stage",
+        ),
+        pytest.param(
+            _append("image_builder/verify/runner.py", "\nx = 1\n"), {"verify"}, id="the verify stage"
         ),
     ],
 )
@@ -208,10 +220,12 @@ def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expec
     "change",
     [
         pytest.param(_append("image_builder/events.py", "\nx = 1\n"), id="how progress is shown"),
-        pytest.param(_append("image_builder/sandbox.py", "\n# A comment.\n"), id="a comment"),
+        pytest.param(_append("image_builder/system/sandbox.py", "\n# A comment.\n"), id="a comment"),
         pytest.param(_append("tests/image/test_a.py", "# A comment.\n"), id="a comment of a check"),
-        pytest.param(_append("image_builder/process.py", "\nx = 1\n"), id="how programs are watched"),
-        pytest.param(_append("image_builder/pull/retry.py", "\nx = 1\n"), id="when a pull is tried again"),
+        pytest.param(_append("image_builder/system/process.py", "\nx = 1\n"), id="how programs are watched"),
+        pytest.param(
+            _append("image_builder/bake/pull/retry.py", "\nx = 1\n"), id="when a pull is tried again"
+        ),
         pytest.param(
             lambda root: (root / "roles/system/README.md").write_text("prose"), id="a role's README"
         ),
@@ -323,8 +337,12 @@ def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: 
         pytest.param(_append("roles/container_runtime/tasks/main.yml"), id="the engine's role"),
         pytest.param(_append("roles/system/templates/a.conf.j2"), id="a role below"),
         pytest.param(_append("playbooks/layers/container_runtime.yml"), id="the engine's playbook"),
-        pytest.param(_append("image_builder/stages/layer.py", "\nx = 1\n"), id="how layers are made"),
-        pytest.param(_append("image_builder/stages/base.py", "\nx = 1\n"), id="how the base is made"),
+        pytest.param(
+            _append("image_builder/bake/stages/layer/run.py", "\nx = 1\n"), id="how layers are made"
+        ),
+        pytest.param(
+            _append("image_builder/bake/stages/base/run.py", "\nx = 1\n"), id="how the base is made"
+        ),
         pytest.param(
             _replace("image_preload:", "image_pull: {parallel: 2}\n        image_preload:"), id="pull limits"
         ),
@@ -358,10 +376,12 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
     [
         pytest.param(_replace("pin: true", "pin: false"), FROM_PRELOAD, id="a pin"),
         pytest.param(
-            _append("image_builder/pull/docker_engine.py", "\nx = 1\n"), FROM_PRELOAD, id="how is pulled"
+            _append("image_builder/bake/pull/docker_engine.py", "\nx = 1\n"), FROM_PRELOAD, id="how is pulled"
         ),
         pytest.param(
-            _append("image_builder/stages/preload.py", "\nx = 1\n"), FROM_PRELOAD, id="the preload stage"
+            _append("image_builder/bake/stages/preload/run.py", "\nx = 1\n"),
+            FROM_PRELOAD,
+            id="the preload stage",
         ),
         pytest.param(
             _replace("site_engine: docker", "site_engine: containerd"),

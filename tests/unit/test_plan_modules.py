@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.plan.model import Plan
+from image_builder.bake.plan.resolve import resolve
+from image_builder.bake.requirements import MODULE_BUILD, MODULE_ROOT, modules_from_source, requirements
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.lock import Lock, LockedGroup, LockedPackage
-from image_builder.plan.model import Plan
-from image_builder.plan.resolve import resolve
-from image_builder.requirements import MODULE_BUILD, MODULE_ROOT, modules_from_source, requirements
 
 REPO = Path(__file__).resolve().parents[2]
 KERNEL = "6.1.0-50-cloud-amd64"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.definition import resolved_variables
-from image_builder.stages.verify import definition_facts
+from image_builder.verify.runner import definition_facts
 from tests.unit.user_layer import EVERY_PLAY, MINE, changed, definition, edit, plan, root
 
 __all__ = ["root"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.stages.preload_store.run import _metadata, _modules, require_kernel
 from image_builder.errors import ImageBuilderError
-from image_builder.stages.preload_store import _metadata, _modules, require_kernel
 
 
 def _kernel(tree: Path, *modules: str, builtin: tuple[str, ...] = ()) -> Path:

@@ -71,7 +71,7 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
         (
             provenance.JOIN,
             "image_builder/node/imds.py image_builder/node/lock.py image_builder/node/promote/kubelet.py "
-            "image_builder/gate/signing.py tests/e2e/join_machine.py tests/gates.py",
+            "image_builder/cluster/gate/signing.py tests/e2e/join_machine.py tests/gates.py",
         ),
         (
             provenance.LOCAL_DISK,
@@ -79,10 +79,10 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
             "image_builder/node/gpu/sizes.json tests/boot/steps.py tests/boot/rows.py tests/foreign_disks.py "
             "tests/boot/guest/probe.py",
         ),
-        (provenance.PENDING_PODS, "image_builder/pull/retry.py tests/e2e/machine.py tests/e2e/link.py"),
+        (provenance.PENDING_PODS, "image_builder/bake/pull/retry.py tests/e2e/machine.py tests/e2e/link.py"),
         (
             provenance.SLICES,
-            "image_builder/pool/remote_slice.py tests/e2e/slices_run.py tests/slices_howto.py",
+            "image_builder/pool/steps/remote_slice.py tests/e2e/slices_run.py tests/slices_howto.py",
         ),
     ],
     ids=["join", "local disk", "pending pods", "slices"],

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 
-from image_builder import manifest as manifests
-from image_builder import publish, sparse
+from image_builder.bake import manifest as manifests
+from image_builder.bake import publish
+from image_builder.bake.lock.model import DEBIAN, Lock, LockedGroup
+from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.publish import Publication, publish_files
+from image_builder.bake.store import Store
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
-from image_builder.lock import DEBIAN, Lock, LockedGroup
 from image_builder.node import durable
-from image_builder.plan.model import Plan, StagePlan
-from image_builder.publish import Publication, publish_files
 from image_builder.settings import Settings
-from image_builder.store import Store
+from image_builder.system import sparse
 from tests.unit.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
 
 FILES = {"worker.raw": b"disk" * 1000, "worker.vhd": b"disk" * 1000 + b"footer"}

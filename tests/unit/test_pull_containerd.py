@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.pull.containerd_engine import ContainerdEngine
+from image_builder.bake.pull.model import CANT_START
 from image_builder.errors import CommandError, PullError
-from image_builder.process import Completed
-from image_builder.pull.containerd_engine import ContainerdEngine
-from image_builder.pull.model import CANT_START
-from image_builder.sandbox import Root
+from image_builder.system.process import Completed
+from image_builder.system.sandbox import Root
 from tests.unit.test_pull_docker import DIGEST, image
 
 REF = "registry.example/team/app:1"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.pull.credentials import VARIABLE, Credentials, credentials_for, docker_header
+from image_builder.bake.pull.reference import parse
 from image_builder.errors import PullError
-from image_builder.pull.credentials import VARIABLE, Credentials, credentials_for, docker_header
-from image_builder.pull.reference import parse
 
 SECRET = "s3cret-canary"
 

@@ -8,8 +8,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from image_builder.pull.deadline import State, begin, judge, judge_all, observe
-from image_builder.pull.model import Limits, Phase, Seen, Verdict
+from image_builder.bake.pull.deadline import State, begin, judge, judge_all, observe
+from image_builder.bake.pull.model import Limits, Phase, Seen, Verdict
 from tests.unit.deadline_rows import PROGRESS, RATE, TABLE, A, B, a, b
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import docker
 import pytest
 
+from image_builder.bake.lock.model import LockedImage, LockedLayer
+from image_builder.bake.pull import docker_engine
+from image_builder.bake.pull.docker_engine import DockerEngine
+from image_builder.bake.pull.model import CANT_START
 from image_builder.errors import PullError
-from image_builder.lock import LockedImage, LockedLayer
-from image_builder.pull import docker_engine
-from image_builder.pull.docker_engine import DockerEngine
-from image_builder.pull.model import CANT_START
-from image_builder.sandbox import Root
+from image_builder.system.sandbox import Root
 
 DIGEST = f"sha256:{'1' * 64}"
 PAUSE = "registry.k8s.io/pause"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import urllib3
 
-from image_builder.pull.gateway import Gateway, _Handler, _Server
-from image_builder.pull.reference import parse
-from image_builder.pull.registry import RegistryClient
+from image_builder.bake.pull.gateway import Gateway, _Handler, _Server
+from image_builder.bake.pull.reference import parse
+from image_builder.bake.pull.registry import RegistryClient
 
 MANIFEST, LAYER = "/v2/app/manifests/1", "/v2/app/blobs/2"
 

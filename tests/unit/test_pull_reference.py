@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.pull.reference import familiar
+from image_builder.bake.pull.reference import familiar
 
 
 @pytest.mark.parametrize(

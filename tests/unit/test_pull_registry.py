@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import urllib3
 
+from image_builder.bake.pull.mirrors import Mirror
+from image_builder.bake.pull.registry import RegistryClient, _choose, locate
 from image_builder.errors import PullError
-from image_builder.pull.mirrors import Mirror
-from image_builder.pull.registry import RegistryClient, _choose, locate
 
 REF, PLATFORM = "registry.example/app:1", "linux/amd64"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.pull.retry import Class, Policy, classify, pause_before_next
+from image_builder.bake.pull.retry import Class, Policy, classify, pause_before_next
 
 # Each as Docker or containerd says it.
 SAID: list[tuple[str, Class]] = [

@@ -8,16 +8,9 @@ import re
 import pytest
 from rich.console import Console
 
+from image_builder.cli.render import LiveMonitor, PlainMonitor, is_live, progress_text
 from image_builder.events import Part
-from image_builder.render import (
-    LiveMonitor,
-    PlainMonitor,
-    columns,
-    human_bytes,
-    human_seconds,
-    is_live,
-    progress_text,
-)
+from image_builder.text import columns, human_bytes, human_seconds
 
 
 class Clock:

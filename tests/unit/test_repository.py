@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.lock import LockedPackage
-from image_builder.repository import write_repository
-from image_builder.store import Store
+from image_builder.bake.lock.model import LockedPackage
+from image_builder.bake.lock.repository import write_repository
+from image_builder.bake.store import Store
 
 CONTROL = "Package: hello\nVersion: 1.0\nArchitecture: all\nDescription: greets\n at length\n"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.stages.seal.run import _traces, find_traces
 from image_builder.settings import Settings
-from image_builder.stages.seal import _traces, find_traces
 
 MIRROR = "https://mirror.example/debian"
 CLOUD = f"primary: {MIRROR}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from image_builder.selftest.lanes import Lane, closing_line
+from tests.selftest.lanes import Lane, closing_line
 
 
 def _lane(closing: str, status: int = 0) -> Lane:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from image_builder import space
+from image_builder.bake import space
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import SpaceError
-from image_builder.lock import Lock, LockedGroup, LockedPackage
-from image_builder.plan.model import StagePlan
 from image_builder.settings import Settings
-from image_builder.store import Store
 
 REPO = Path(__file__).resolve().parents[2]
 MB = 1_000_000

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from image_builder import sparse
+from image_builder.system import sparse
 
 BLOCK = 65536
 

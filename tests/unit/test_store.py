@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.store import Store
 from image_builder.errors import StoreError
-from image_builder.plan.model import StagePlan
-from image_builder.store import Store, remove_tree
+from image_builder.system.trees import remove_tree
 
 
 def _commit(store: Store, name: str = "base", option: str = "a") -> StagePlan:
@@ -300,7 +301,7 @@ def test_a_build_that_ends_does_not_wait_for_another_ones_stage(store: Store) ->
 def test_a_tree_with_a_mount_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/canary").write_text("alive")
-    monkeypatch.setattr("image_builder.store.mounts.below", lambda path: [f"{path}/mnt"])
+    monkeypatch.setattr("image_builder.system.trees.mounts.below", lambda path: [f"{path}/mnt"])
     with pytest.raises(StoreError, match="is mounted there"):
         remove_tree(tmp_path / "tree")
     assert (tmp_path / "tree/canary").read_text() == "alive"

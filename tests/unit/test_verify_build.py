@@ -10,7 +10,7 @@ import pytest
 from image_builder.errors import VerifyError
 from image_builder.events import NullMonitor
 from image_builder.settings import Settings
-from image_builder.verify import verify
+from image_builder.verify.command import verify
 from tests.unit.manifests import DOCUMENTS, manifest, write
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.formats import vhd
+from image_builder.bake.formats import vhd
 
 # Written by `qemu-img convert -O vpc -o subformat=fixed,force_size` (10.0.13) for a disk of 30 GiB.
 GOLDEN = bytes.fromhex(

@@ -13,10 +13,10 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from image_builder.boot import find_disk, import_command, local_disks, static_pod
 from image_builder.errors import BootError, HostError, UsageError
-from image_builder.stages.verify import SUITE
-from image_builder.target import monitor, qemu, seed, ssh
+from image_builder.machine import monitor, qemu, seed, ssh
+from image_builder.verify.boot import find_disk, import_command, local_disks, static_pod
+from image_builder.verify.runner import SUITE
 
 FIRMWARE = qemu.Firmware(Path("/fw/code.fd"), Path("/vm/vars.fd"))
 MACHINE = qemu.Machine(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.plan.model import Plan
+from image_builder.bake.plan.resolve import resolve
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.lock import Lock, LockedGroup, LockedPackage
-from image_builder.plan.model import Plan
-from image_builder.plan.resolve import resolve
 
 REPO = Path(__file__).resolve().parents[2]
 MINE = {"mine", "seal", "verify", "disk", "convert"}

@@ -17,16 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from image_builder.node.disk import layout
-from image_builder.node.disk.model import (
-    Action,
-    Array,
-    Decision,
-    Disk,
-    Marker,
-    Observation,
-    Seen,
-    Volume,
-)
+from image_builder.node.disk.model import Action, Array, Decision, Disk, Marker, Observation, Seen, Volume
 from image_builder.node.disk.settings import Settings
 
 

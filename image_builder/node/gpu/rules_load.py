@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from image_builder.node.gpu.evidence import (
-    NOT_RUN,
-    Evidence,
-    absent,
-    bad,
-    broken,
-    doubtful,
-    good,
-    not_made,
-)
+from image_builder.node.gpu.evidence import NOT_RUN, Evidence, absent, bad, broken, doubtful, good, not_made
 from image_builder.node.gpu.model import Check, Gpu, Sample
 
 # nvmlClocksEventReasons: those that are faults. A power cap by software (0x4) is how a busy GPU keeps its limit.

@@ -18,14 +18,7 @@ from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.seed.files import directory
-from image_builder.node.store import (
-    Store,
-    close_store,
-    open_store,
-    read_manifest,
-    read_through,
-    unreadable,
-)
+from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
 
 FORMAT = 1
 

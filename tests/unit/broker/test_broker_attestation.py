@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.broker import attestation
-from image_builder.broker.attestation import Machine, Rules
-from image_builder.broker.refusal import RefusedError
+from image_builder.cluster.broker import attestation
+from image_builder.cluster.broker.attestation import Machine, Rules
+from image_builder.cluster.broker.refusal import RefusedError
 from tests import attested
 from tests.attested import SUBSCRIPTION, content, document, signer
 from tests.joins import VM_ID

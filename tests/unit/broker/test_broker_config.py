@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from image_builder.broker.config import Config, load
+from image_builder.cluster.broker.config import Config, load
 from image_builder.errors import DefinitionError
 from tests.attested import SUBSCRIPTION
 from tests.builds import REPO

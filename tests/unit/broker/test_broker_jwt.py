@@ -13,8 +13,8 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding
 
-from image_builder.broker import jwt
-from image_builder.broker.refusal import RefusedError
+from image_builder.cluster.broker import jwt
+from image_builder.cluster.broker.refusal import RefusedError
 from tests import identities as ids
 
 NOW = 1_800_000_000.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.broker.keys import BUSY_PAUSE, FIRST_PAUSE, LONGEST_WITHOUT, PAUSE, Keys, source
-from image_builder.broker.refusal import RefusedError
+from image_builder.cluster.broker.keys import BUSY_PAUSE, FIRST_PAUSE, LONGEST_WITHOUT, PAUSE, Keys, source
+from image_builder.cluster.broker.refusal import RefusedError
 from tests import identities
 
 

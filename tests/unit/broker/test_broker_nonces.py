@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from image_builder.broker.nonces import SECONDS, Nonces, until_next
+from image_builder.cluster.broker.nonces import SECONDS, Nonces, until_next
 from tests.joins import VM_ID
 
 NODE, NOW = "vmss-h100-a000017", 1_800_000_000.0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from image_builder.broker import policy
-from image_builder.broker.config import Pool
-from image_builder.broker.jwt import Proven
-from image_builder.broker.limits import Limiter, whole_seconds
-from image_builder.broker.policy import Asked
-from image_builder.broker.refusal import RefusedError
+from image_builder.cluster.broker import policy
+from image_builder.cluster.broker.config import Pool
+from image_builder.cluster.broker.jwt import Proven
+from image_builder.cluster.broker.limits import Limiter, whole_seconds
+from image_builder.cluster.broker.policy import Asked
+from image_builder.cluster.broker.refusal import RefusedError
 from tests.identities import OBJECT, SCALE_SET
 from tests.joins import VM_ID
 

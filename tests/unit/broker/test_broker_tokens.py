@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from image_builder.broker.refusal import RefusedError
-from image_builder.broker.tokens import TYPE, Wanted, issue, secret
+from image_builder.cluster.broker.refusal import RefusedError
+from image_builder.cluster.broker.tokens import TYPE, Wanted, issue, secret
 from image_builder.node.join import binding
 from image_builder.node.kube import Client, KubeError
 from tests.joins import VM_ID

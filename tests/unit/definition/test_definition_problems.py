@@ -10,8 +10,8 @@ import pytest
 from image_builder.definition import Inventory, load_inventory
 from image_builder.definition.pools import POOL_NAMES
 from image_builder.errors import DefinitionError
-from image_builder.pool import inventory as pool_inventory
-from image_builder.pool import render
+from image_builder.pool.plan import inventory as pool_inventory
+from image_builder.pool.plan import render
 
 Load = Callable[..., Inventory]
 

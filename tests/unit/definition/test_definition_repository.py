@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.stages.seal import run as seal
 from image_builder.definition import (
     Inventory,
     LayerNeeds,
@@ -22,7 +23,6 @@ from image_builder.definition import (
 from image_builder.definition.roles import Role, RoleBook
 from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT
-from image_builder.stages import seal
 
 INVENTORIES = REPO_ROOT / "inventories"
 VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"

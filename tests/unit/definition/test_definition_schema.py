@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from image_builder.definition.model import BuilderVariables, parse_builder_variables
-from image_builder.definition.schema import definition_schema, generated, variables_page
 from image_builder.settings import REPO_ROOT
+from tests.support.pages.definition_schema import definition_schema, generated, variables_page
 
 GOOD: dict[str, Any] = {
     "image_base": {"suite": "trixie", "mirror": "http://mirror.example/debian"},
@@ -73,4 +73,4 @@ def test_page_has_types_defaults_and_meanings(repo: Path) -> None:
 @pytest.mark.parametrize("path", ["docs/reference/definition.schema.json", "docs/reference/variables.md"])
 def test_reference_is_current(path: str) -> None:
     wanted = generated(REPO_ROOT)[Path(path)]
-    assert (REPO_ROOT / path).read_text() == wanted, "run: python -m image_builder.definition.schema"
+    assert (REPO_ROOT / path).read_text() == wanted, "run: python -m tests.support.pages.definition_schema"

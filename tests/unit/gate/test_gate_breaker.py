@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from image_builder.cluster.gate import breaker, holder
+from image_builder.cluster.gate.admit import _line as status_line
+from image_builder.cluster.gate.breaker import Limits, code_of
+from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.errors import UsageError
-from image_builder.gate import breaker, holder
-from image_builder.gate.admit import _line as status_line
-from image_builder.gate.breaker import Limits, code_of
-from image_builder.gate.model import Node, Rules, node_from
 from image_builder.node.preflight import hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Verdict

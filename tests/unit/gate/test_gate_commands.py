@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder import errors
-from image_builder.cli import app
-from image_builder.gate import commands
+from image_builder.cli import gate as commands
+from image_builder.cli.main import app
 
 
 @pytest.mark.parametrize("rate", ["0", "-1"])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.gate.decide import Action, decide, may_work, patch
-from image_builder.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.cluster.gate.decide import Action, decide, may_work, patch
+from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.node.preflight.model import CONDITION
 
 RULES = Rules()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from image_builder.gate.lease import Election, Settings
-from image_builder.gate.model import Node, Rules, Wish
-from image_builder.gate.retest import Limits
-from image_builder.gate.retester import Retester
+from image_builder.cluster.gate.lease import Election, Settings
+from image_builder.cluster.gate.model import Node, Rules, Wish
+from image_builder.cluster.gate.retest import Limits
+from image_builder.cluster.gate.retester import Retester
 from image_builder.node.kube import Client
 
 BOOT = "11111111-2222-3333-4444-555555555555"

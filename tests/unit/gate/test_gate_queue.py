@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from image_builder.gate.queue import Queue
+from image_builder.cluster.gate.queue import Queue
 
 
 def queue(rate: float = 10, burst: int = 3) -> Queue:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.gate.retest import Candidate, Limits, Outcome, cap, grant, is_open
+from image_builder.cluster.gate.retest import Candidate, Limits, Outcome, cap, grant, is_open
 
 LIMITS = Limits(share=0.02, period=100, window=50, least=5, failing=0.2)
 NOW = 1000.0

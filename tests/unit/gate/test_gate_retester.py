@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.gate.decide import Action, answered, decide, may_work
-from image_builder.gate.model import ADMITTED, Node, Rules, node_from
-from image_builder.gate.retest import Limits
-from image_builder.gate.retester import (
+from image_builder.cluster.gate.decide import Action, answered, decide, may_work
+from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.cluster.gate.retest import Limits
+from image_builder.cluster.gate.retester import (
     ANSWER_SECONDS,
     LEAST_SECONDS,
     Step,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.lab.control_plane_pki import Authority
 from image_builder.node import asking
+from tests.support.control_plane.pki import Authority
 
 NAME = "127.0.0.1"
 

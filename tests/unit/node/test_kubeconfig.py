@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.lab.control_plane_pki import Authority
 from image_builder.node.errors import NodeError
 from image_builder.node.kubeconfig import Pem, load, parse, read_yaml
+from tests.support.control_plane.pki import Authority
 
 AUTHORITY = Authority()
 

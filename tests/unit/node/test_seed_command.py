@@ -18,13 +18,7 @@ from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
 from image_builder.node.promote import copy, links
 from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
-from image_builder.node.seed.command import (
-    _marker,
-    check_version,
-    describe,
-    leave,
-    run,
-)
+from image_builder.node.seed.command import _marker, check_version, describe, leave, run
 from image_builder.node.seed.docker import chain
 from image_builder.node.seed.use import _LOCKED, user
 from image_builder.node.store import Store, parse_manifest

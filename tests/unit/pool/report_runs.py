@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from image_builder.pool.model import OK, Host, failed
-from image_builder.pool.plan import Plan, PlannedFrom, make_plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import replay
-from image_builder.pool.records import Began, Intent, Opened, Passed, Record, Result
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import OK, Host, failed
+from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.progress import replay
+from image_builder.pool.run.records import Began, Intent, Opened, Passed, Record, Result
+from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import START, Faults, make, make_hosts, simulate
 
 # Each of them would do something where it isn't escaped, or escaped for the wrong place.

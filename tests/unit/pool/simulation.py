@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import Literal
 
-from image_builder.pool.driver import Event, Work, run
-from image_builder.pool.gates import Reading
-from image_builder.pool.model import OK, Host, Joined, Outcome, Pool, ScaleSet, Step, ended, failed
-from image_builder.pool.plan import Plan, PlannedFrom, make_plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import apply, begin
-from image_builder.pool.records import Opened, Record
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Pool, ScaleSet, Step, ended, failed
+from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.driver import Event, Work, run
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.progress import apply, begin
+from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.run.state import Progress
 
 START = 1_000_000.0
 _MEDIAN, _SIGMA = 30.0, math.log(2) / 1.645

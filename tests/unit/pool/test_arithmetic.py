@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from image_builder.pool.policy import Policy
+from image_builder.pool.plan.policy import Policy
 from image_builder.settings import REPO_ROOT
 from tests.bench.pools import by_hand
 

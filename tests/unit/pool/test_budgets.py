@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from image_builder.pool import budgets
-from image_builder.pool.model import OK, Outcome
-from image_builder.pool.plan import Plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import begin
-from image_builder.pool.state import Progress, State
+from image_builder.pool.plan.model import OK, Outcome
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run import budgets
+from image_builder.pool.run.progress import begin
+from image_builder.pool.run.state import Progress, State
 from tests.unit.pool.simulation import make
 
 NOW = 10_000.0

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from image_builder.pool.control_plane import Unwatched
-from image_builder.pool.driver import run
-from image_builder.pool.fleet import Fleet, Means
-from image_builder.pool.gates import Reading
-from image_builder.pool.policy import Deadlines, GateLimits, Policy
-from image_builder.pool.progress import apply, begin
-from image_builder.pool.records import Gated, Intent, Opened, Record, Result
+from image_builder.pool.plan.policy import Deadlines, GateLimits, Policy
+from image_builder.pool.run.driver import run
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.progress import apply, begin
+from image_builder.pool.run.records import Gated, Intent, Opened, Record, Result
+from image_builder.pool.steps.control_plane import Unwatched
+from image_builder.pool.steps.fleet import Fleet, Means
 from tests.unit.pool.simulation import START, Faults, World, make
 from tests.unit.pool.test_fleet import means
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.pool.policy import Deadlines, Policy
-from image_builder.pool.records import Intent
+from image_builder.pool.plan.policy import Deadlines, Policy
+from image_builder.pool.run.records import Intent
 from tests.unit.pool.simulation import Faults, World, make, simulate
 
 # A probe takes 0.3 s in the simulation, a verification 8 s: in one round either is done, in two it isn't.

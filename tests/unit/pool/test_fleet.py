@@ -9,14 +9,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from image_builder.pool.control_plane import Unwatched
-from image_builder.pool.driver import Event, Work
-from image_builder.pool.fleet import Fleet, Means
-from image_builder.pool.hostkeys import CertificateAuthority
-from image_builder.pool.model import Host
-from image_builder.pool.policy import Deadlines
-from image_builder.pool.reach import Access
-from image_builder.pool.suite import Suite
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.policy import Deadlines
+from image_builder.pool.reach.hostkeys import CertificateAuthority
+from image_builder.pool.reach.reach import Access
+from image_builder.pool.run.driver import Event, Work
+from image_builder.pool.steps.control_plane import Unwatched
+from image_builder.pool.steps.fleet import Fleet, Means
+from image_builder.pool.steps.suite import Suite
 
 
 def host(address: str = "192.0.2.1") -> Host:

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from image_builder.pool import ansible, provision
-from image_builder.pool.ansible import CONFIGURE, START, WAIT, Results, unreached
-from image_builder.pool.driver import Work
-from image_builder.pool.hostkeys import Pinned
-from image_builder.pool.journal import parse
-from image_builder.pool.model import OK, Host, ended, failed
-from image_builder.pool.provision import Told
-from image_builder.pool.reach import Access
-from image_builder.pool.records import Result
+from image_builder.pool.plan.model import OK, Host, ended, failed
+from image_builder.pool.reach import provision
+from image_builder.pool.reach.hostkeys import Pinned
+from image_builder.pool.reach.provision import Told
+from image_builder.pool.reach.reach import Access
+from image_builder.pool.run.driver import Work
+from image_builder.pool.run.journal import parse
+from image_builder.pool.run.records import Result
+from image_builder.pool.steps import ansible
+from image_builder.pool.steps.ansible import CONFIGURE, START, WAIT, Results, unreached
 from image_builder.settings import REPO_ROOT
 
 

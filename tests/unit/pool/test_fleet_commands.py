@@ -12,17 +12,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from typer.testing import CliRunner
 
-from image_builder import errors, pool_run_commands
-from image_builder.cli import app
+from image_builder import errors
+from image_builder.cli.main import app
+from image_builder.cli.pool import run as pool_run_commands
 from image_builder.definition import load_inventory
-from image_builder.pool import abort, node_configs, rollout
-from image_builder.pool import plan as plans
-from image_builder.pool.journal import journal_of, open_journal
-from image_builder.pool.records import Opened, Stopped
+from image_builder.pool import rollout
+from image_builder.pool.plan import plan as plans
 from image_builder.pool.rollout import Stop
-from image_builder.pool.suite import FACTS
+from image_builder.pool.run import abort
+from image_builder.pool.run.journal import journal_of, open_journal
+from image_builder.pool.run.records import Opened, Stopped
+from image_builder.pool.steps import node_configs
+from image_builder.pool.steps.suite import FACTS
 from image_builder.settings import REPO_ROOT
-from image_builder.stages.verify import definition_facts
+from image_builder.verify.runner import definition_facts
 from tests import joins
 
 HOSTS = """
@@ -38,7 +41,7 @@ all:
 def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is driven here is an error of the test, told as one before a connection is tried."""
 
-    def driven(ready: rollout.Ready) -> None:
+    def driven(ready: rollout.Ready, _show: object) -> None:
         raise AssertionError(f"hosts are touched: {ready}")
 
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.

@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from image_builder.errors import UsageError
-from image_builder.pool.hostkeys import (
+from image_builder.pool.plan.model import Host
+from image_builder.pool.reach.hostkeys import (
     CertificateAuthority,
     FirstUse,
     HostKeyError,
@@ -23,7 +24,6 @@ from image_builder.pool.hostkeys import (
     openssh_options,
     parse,
 )
-from image_builder.pool.model import Host
 
 NOW = 1_800_000_000
 NAME = "host-1"

@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 import pytest
 from rich.console import Console
 
-from image_builder.pool import report
-from image_builder.pool.driver import run
-from image_builder.pool.model import STEPS, ended, failed, quantile
-from image_builder.pool.progress import apply, begin, replay
-from image_builder.pool.records import Began, Gated, Intent, Opened, Record, Result, Stopped
-from image_builder.pool.state import Progress
-from image_builder.pool.table import LiveTable, lines, summary
-from image_builder.pool.view import look, slowest, wave_quantiles
-from image_builder.render import human_seconds
+from image_builder.cli.pool.table import LiveTable, lines, summary
+from image_builder.pool.plan.model import STEPS, ended, failed, quantile
+from image_builder.pool.run.driver import run
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Began, Gated, Intent, Opened, Record, Result, Stopped
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show import report
+from image_builder.pool.show.view import look, slowest, wave_quantiles
+from image_builder.text import human_seconds
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 

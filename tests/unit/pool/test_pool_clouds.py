@@ -8,7 +8,7 @@ import pytest
 from azure.core.settings import settings
 from typer.testing import CliRunner
 
-from image_builder.cli import app
+from image_builder.cli.main import app
 from image_builder.settings import REPO_ROOT
 
 

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder import errors
-from image_builder.cli import app
-from image_builder.pool import plan as plans
-from image_builder.pool.journal import journal_of, open_journal
-from image_builder.pool.model import CLASSES, failed
-from image_builder.pool.records import Opened, Record
+from image_builder.cli.main import app
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.model import CLASSES, failed
+from image_builder.pool.run.journal import journal_of, open_journal
+from image_builder.pool.run.records import Opened, Record
 from tests.unit.pool.simulation import Faults, make, simulate
 
 HOSTS = """

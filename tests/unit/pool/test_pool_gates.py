@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.pool.gates import Reading, judge
-from image_builder.pool.policy import GateLimits
+from image_builder.pool.plan.policy import GateLimits
+from image_builder.pool.run.gates import Reading, judge
 
 LIMITS = GateLimits()
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder import errors
-from image_builder.cli import app
-from image_builder.pool import plan as plans
+from image_builder.cli.main import app
+from image_builder.pool.plan import plan as plans
 from image_builder.settings import REPO_ROOT
 
 PAGE = (REPO_ROOT / "docs/how-to/bring-a-pool-up.md").read_text(encoding="utf-8")

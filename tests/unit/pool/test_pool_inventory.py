@@ -9,8 +9,8 @@ from textwrap import dedent
 import pytest
 
 from image_builder.errors import DefinitionError, UsageError, VaultError
-from image_builder.pool.inventory import Fleet, read_fleet
-from image_builder.pool.model import Host, Pool, ScaleSet
+from image_builder.pool.plan.inventory import Fleet, read_fleet
+from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.settings import REPO_ROOT
 
 GOOD = """

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from image_builder.errors import ImageBuilderError, SpaceError
-from image_builder.pool.gates import Reading
-from image_builder.pool.journal import in_use, journal_of, open_journal, parse, read_journal
-from image_builder.pool.model import OK, failed
-from image_builder.pool.plan import Plan
-from image_builder.pool.records import (
+from image_builder.pool.plan.model import OK, failed
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.journal import in_use, journal_of, open_journal, parse, read_journal
+from image_builder.pool.run.records import (
     Began,
     Changed,
     Finished,

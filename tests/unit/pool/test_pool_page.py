@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.pool.model import CLASSES
-from image_builder.pool.page import with_tables
+from image_builder.pool.plan.model import CLASSES
+from tests.support.pages.pool_tables import with_tables
 
 
 def test_the_reference_page_is_current(repo_root: Path, request: pytest.FixtureRequest) -> None:

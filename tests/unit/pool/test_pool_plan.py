@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import DefinitionError
-from image_builder.pool import plan as plans
-from image_builder.pool.plan import PlannedFrom, compare, stale
-from image_builder.pool.policy import Policy
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.plan import PlannedFrom, compare, stale
+from image_builder.pool.plan.policy import Policy
 from tests.unit.pool.simulation import make, make_hosts
 
 

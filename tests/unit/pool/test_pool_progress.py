@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_builder.pool import report
-from image_builder.pool.model import OK, Class, Joined, Outcome, ended, failed
-from image_builder.pool.plan import Plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import apply, begin, replay
-from image_builder.pool.records import Began, Intent, Opened, Record, Result
-from image_builder.pool.resume import reconcile
-from image_builder.pool.state import RUNNING, HostStatus, Progress
+from image_builder.pool.plan.model import OK, Class, Joined, Outcome, ended, failed
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Began, Intent, Opened, Record, Result
+from image_builder.pool.run.resume import reconcile
+from image_builder.pool.run.state import RUNNING, HostStatus, Progress
+from image_builder.pool.show import report
 from tests.unit.pool.simulation import Faults, make, make_hosts, simulate
 
 PLAN = make(9, Policy(retries=1, retry_seconds=10.0))

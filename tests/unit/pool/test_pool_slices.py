@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from image_builder.cli import app
+from image_builder.cli.main import app
 from image_builder.errors import UsageError
-from image_builder.pool import node_configs, remote_slice, worker_guard
-from image_builder.pool import plan as plans
-from image_builder.pool.hostkeys import known_as
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.reach.hostkeys import known_as
+from image_builder.pool.steps import node_configs, remote_slice, worker_guard
 from tests import joins
 from tests.unit.pool.simulation import make
 

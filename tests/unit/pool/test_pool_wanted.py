@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from image_builder.errors import UsageError
-from image_builder.pool.snapshot import wanted
+from image_builder.pool.plan.snapshot import wanted
 
 ID = "/subscriptions/8d10da13-8125-4ba9-a717-bf7490507b3d/resourceGroups/g/providers/Microsoft.Compute/"
 ID += "virtualMachineScaleSets/gpu-a"

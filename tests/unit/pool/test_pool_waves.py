@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from image_builder.pool.model import Host, at_least, at_most, ended, failed, quantile
-from image_builder.pool.policy import MAX_SLICE, Policy
-from image_builder.pool.waves import join_delays, plan_waves
+from image_builder.pool.plan.model import Host, at_least, at_most, ended, failed, quantile
+from image_builder.pool.plan.policy import MAX_SLICE, Policy
+from image_builder.pool.plan.waves import join_delays, plan_waves
 from tests.unit.pool.simulation import make_hosts
 
 _SHARES = st.one_of(

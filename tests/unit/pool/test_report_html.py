@@ -15,16 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder import errors
-from image_builder.cli import app
-from image_builder.pool import plan as plans
-from image_builder.pool.html import MEANINGS, page
-from image_builder.pool.journal import journal_of, open_journal
-from image_builder.pool.model import CLASSES, failed
-from image_builder.pool.progress import apply, begin, replay
-from image_builder.pool.records import Gated, Opened, Record
-from image_builder.pool.report import report
-from image_builder.pool.state import Progress
-from image_builder.pool.timeline import LABELS, WIDTH, Timeline, axis, timeline
+from image_builder.cli.main import app
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.model import CLASSES, failed
+from image_builder.pool.run.journal import journal_of, open_journal
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Gated, Opened, Record
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show.html import MEANINGS, page
+from image_builder.pool.show.report import report
+from image_builder.pool.show.timeline import LABELS, WIDTH, Timeline, axis, timeline
 from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
 from tests.unit.pool.simulation import Faults, World, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
@@ -197,7 +197,7 @@ def _contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_has_contrast_on_both_backgrounds(scheme: int, repo_root: Path) -> None:
-    style = (repo_root / "image_builder/pool/templates/report.css").read_text(encoding="utf-8")
+    style = (repo_root / "image_builder/pool/show/templates/report.css").read_text(encoding="utf-8")
     block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
     colours = dict(re.findall(r"--([a-z]+): (#[0-9a-f]+);", block))
     for text in ("ink", "soft", "good", "bad", "open", "link"):

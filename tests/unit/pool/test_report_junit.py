@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from image_builder.pool.junit import junit
-from image_builder.pool.model import failed
-from image_builder.pool.progress import replay
-from image_builder.pool.records import Opened, Record, Stopped
-from image_builder.pool.report import report
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import failed
+from image_builder.pool.run.progress import replay
+from image_builder.pool.run.records import Opened, Record, Stopped
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show.junit import junit
+from image_builder.pool.show.report import report
 from tests.unit.pool.simulation import START, Faults, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 

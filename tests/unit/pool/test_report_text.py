@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from image_builder.pool.report import report, text
+from image_builder.pool.show.report import report, text
 from tests.unit.pool.report_runs import hostile_run
 
 

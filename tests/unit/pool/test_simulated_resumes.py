@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from image_builder.pool.driver import run
-from image_builder.pool.model import failed
-from image_builder.pool.plan import Plan
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import apply, begin, replay
-from image_builder.pool.records import Intent, Opened, Record
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import failed
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.driver import run
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Intent, Opened, Record
+from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import Faults, World, make, simulate
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_builder.pool import report as reports
-from image_builder.pool.driver import Work
-from image_builder.pool.gates import Reading
-from image_builder.pool.model import CLASSES, OK, Outcome, ended, failed
-from image_builder.pool.policy import Policy
-from image_builder.pool.progress import apply, begin, replay
-from image_builder.pool.records import Gated, Intent, Passed, Record, Result
-from image_builder.pool.state import Progress
+from image_builder.pool.plan.model import CLASSES, OK, Outcome, ended, failed
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.driver import Work
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Gated, Intent, Passed, Record, Result
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show import report as reports
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 
 # Of 2.5 % that fail a budget of 2 % would stop the run, as it should.

@@ -1,0 +1,168 @@
+"""The only door to Ansible: run one playbook against one sandbox, and tell what its tasks do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import ansible_runner
+
+from image_builder.canonical import JSON
+from image_builder.errors import CommandError
+from image_builder.system.environment import environment
+from image_builder.system.sandbox import BOUNDED
+
+_PLUGINS = Path(__file__).parent / "plugins"
+
+
+@dataclass(frozen=True)
+class PlayResult:
+    """How a play ended: the number of tasks that were fine and that changed something."""
+
+    ok: int
+    changed: int
+
+
+# Roles and packages' scripts make no devices: the number of the host's disk is enough to write to it.
+_ENTER = ("setpriv", "--bounding-set", "-mknod", "--", *BOUNDED)
+
+
+def play(
+    playbook: Path,
+    host: str,
+    *,
+    inventories: Sequence[Path],
+    root: Path,
+    environment_in_root: Mapping[str, str],
+    variables: Mapping[str, JSON],
+    work: Path,
+    log: Path,
+    roles: Path,
+    doing: Callable[[str], None],
+    vault_password_file: Path | None = None,
+    python: Path,
+) -> PlayResult:
+    """Run ``playbook`` with ``host`` of the inventories being the sandbox whose merged root is ``root``.
+
+    ``variables`` are extra variables and must not be secret: the runner writes them to a file in ``work``.
+    The whole output goes to ``log``. Raises CommandError with the failed task and its message.
+    """
+    private = work / "ansible"
+    (private / "env").mkdir(parents=True)
+    arguments = ["--limit", host]
+    for inventory in inventories:
+        arguments += ["-i", os.fspath(inventory)]
+    if vault_password_file:
+        arguments += ["--vault-password-file", os.fspath(vault_password_file)]
+    extra = {**variables, **_connection(root, environment_in_root)}
+    (private / "extra.json").write_text(json.dumps(extra), encoding="utf-8")
+    arguments += ["--extra-vars", f"@{private / 'extra.json'}"]
+    with log.open("a", encoding="utf-8") as sink:
+        sink.write(f"+ ansible-playbook {playbook} --limit {host}\n")
+        failures: list[str] = []
+        status, code, stats = _run(
+            playbook, arguments, private, roles, python, _listener(sink, doing, failures)
+        )
+    if status != "successful":
+        raise CommandError(
+            f"the play {playbook.name} {status} (exit status {code}) on {host}",
+            tail="\n".join(failures) or "no task failed: see the log for Ansible's own message",
+        )
+    return PlayResult(sum(stats.get("ok", {}).values()), sum(stats.get("changed", {}).values()))
+
+
+def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str, JSON]:
+    """Return the variables that make a host of the inventory the sandbox at ``root``."""
+    return {
+        "ansible_connection": "sandbox",
+        "ansible_sandbox_root": os.fspath(root),
+        "ansible_sandbox_enter": list(_ENTER),
+        "ansible_sandbox_environment": [f"{k}={v}" for k, v in sorted(environment_in_root.items())],
+        "ansible_python_interpreter": "/usr/bin/python3",
+        "ansible_remote_tmp": "/tmp/.ansible",
+    }
+
+
+def _listener(
+    sink: TextIO, doing: Callable[[str], None], failures: list[str]
+) -> Callable[[dict[str, Any]], bool]:
+    """Return what the runner calls for each of Ansible's events."""
+
+    def handle(event: dict[str, Any]) -> bool:
+        if event.get("stdout"):
+            sink.write(_plain(event["stdout"]) + "\n")
+        data = event.get("event_data", {})
+        failed = event["event"] in ("runner_on_failed", "runner_on_unreachable")
+        if event["event"] == "playbook_on_task_start":
+            doing(data.get("name") or data.get("task", ""))
+        elif failed and not data.get("ignore_errors"):
+            failures.append(_failure(data))
+        return False
+
+    return handle
+
+
+def _run(
+    playbook: Path,
+    arguments: Sequence[str],
+    private: Path,
+    roles: Path,
+    python: Path,
+    handle: Callable[[dict[str, Any]], bool],
+) -> tuple[str, int, Mapping[str, Mapping[str, int]]]:
+    """Run ansible-playbook to its end; return (the runner's word for it, exit status, counts of tasks)."""
+    config = ansible_runner.RunnerConfig(
+        private_data_dir=os.fspath(private),
+        project_dir=os.fspath(playbook.parent),
+        playbook=os.fspath(playbook),
+        cmdline=shlex.join(arguments),
+        envvars=_environment(private, roles, python),
+        quiet=True,
+        rotate_artifacts=0,
+    )
+    config.prepare()
+    config.command[0] = os.fspath(python.parent / "ansible-playbook")
+    runner = ansible_runner.Runner(config, event_handler=handle, remove_partials=True)
+    status, code = runner.run()
+    return status, code, runner.stats or {}
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _plain(text: str) -> str:
+    return _COLOUR.sub("", text)
+
+
+def _failure(data: Mapping[str, Any]) -> str:
+    """Tell which task failed, where it stands and what it said, without what ``no_log`` hides."""
+    result = data.get("res", {})
+    said = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
+    for item in result.get("results", []):
+        if item.get("failed"):
+            said.append(f"{item.get('item', '')}: {item.get('msg', '')}")
+    return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *said])
+
+
+def _environment(private: Path, roles: Path, python: Path) -> dict[str, str]:
+    return {
+        **environment(),
+        "PATH": f"{python.parent}:{environment()['PATH']}",
+        "HOME": os.fspath(private),
+        "ANSIBLE_CONFIG": os.fspath(roles.parent / "ansible.cfg"),
+        "ANSIBLE_ROLES_PATH": os.fspath(roles),
+        "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
+        "ANSIBLE_PIPELINING": "true",
+        "ANSIBLE_HOME": os.fspath(private / "home"),
+        "ANSIBLE_LOCAL_TEMP": os.fspath(private / "tmp"),
+        "ANSIBLE_FORCE_COLOR": "false",
+        "ANSIBLE_NOCOLOR": "true",
+        "ANSIBLE_RETRY_FILES_ENABLED": "false",
+        "ANSIBLE_FORKS": "1",
+    }

@@ -1,0 +1,262 @@
+"""One build from its lock to what is published; and locks, for which the lab may have to serve.
+
+Everything here runs inside ``namespace.run_isolated``, except ``obtain_lock`` where a lock is only looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from image_builder.bake import publish, space
+from image_builder.bake.executor import Build, fetch_locked, missing, run_all
+from image_builder.bake.lock.model import Lock, LockedImage
+from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.resolve import lab_plan, resolve
+from image_builder.bake.pull.registry import Endpoint, Endpoints
+from image_builder.bake.requirements import LAB_IMAGES, registry_mirrors, requirements, uses_lab
+from image_builder.bake.store import Store
+from image_builder.definition import ImageDefinition
+from image_builder.errors import LockError, UsageError
+from image_builder.events import Monitor
+from image_builder.lab.registry import HOST as LAB_HOST
+from image_builder.lab.registry import serve
+from image_builder.settings import Settings
+from image_builder.system import cgroups, process
+from image_builder.system.sandbox import Root
+
+# What `build` is asked for; all other stages run only when one of these needs them.
+_GOALS = ("verify", "convert")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``; ``lock`` what it took.
+
+    ``seconds`` is wall time, ``peak_mib`` this program's own largest resident size (children not counted).
+    """
+
+    image: str
+    build_id: str
+    stages: Sequence[Mapping[str, Any]]
+    seconds: float
+    peak_mib: float
+    artefact: Path | None = None
+    lock: Path | None = None
+
+
+def obtain_lock(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, file: Path | None = None
+) -> Lock:
+    """Return the lock to build with: packages, archives and container images, the lab's own where it knows them.
+
+    ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
+    one, which differs from that as little as the definition does. Raises LockError when ``file`` doesn't fit, or a
+    lock is damaged.
+    """
+    needs = requirements(definition)
+    if file:
+        lock = Lock.load(file)
+        reasons = needs.misfit(lock)
+        reasons += [f"container image not locked: {ref}" for ref in needs.unlocked_images(lock)]
+        if reasons:
+            shown = "\n  ".join(reasons)
+            raise LockError(
+                f"the lock {file} doesn't fit the definition:\n  {shown}",
+                hint="make a new one: image-builder lock",
+            )
+        return lock
+    remembered = remembered_lock(settings, definition.record_name)
+    try:
+        _adopt(definition, settings, monitor)
+        known = Lock.remembered(remembered)
+    except PermissionError:  # `plan` as an ordinary user
+        known = Lock.remembered(remembered) or Lock.remembered(remembered_lock(settings, definition.name))
+    if known and not needs.misfit(known):
+        lock = known
+    else:
+        lock = resolve_lock(definition, settings, monitor, known)
+        if known:  # another package is no reason to ask anew what a tag means
+            images = _still_meant(known, lock)
+            lock = lock.model_copy(update={"images": images, "left_out": known.left_out})
+        lock.save(remembered)
+    if needs.unlocked_images(lock) and not uses_lab(definition):
+        lock = lock_images(definition, lock, {}, monitor)
+        lock.save(remembered)
+    wanted = {image.ref for image in definition.preload}
+    return lock.model_copy(
+        update={
+            "images": [image for image in lock.images if image.ref in wanted],
+            "left_out": [ref for ref in lock.left_out if ref in wanted],
+        }
+    )
+
+
+def _adopt(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> None:
+    if Store(settings.store).adopt(definition.record_name):
+        inventory = os.fspath(definition.inventory_paths[0])
+        monitor.note(f"the lock and the builds remembered of {definition.name} are now those of {inventory}")
+
+
+def _still_meant(known: Lock, lock: Lock) -> list[LockedImage]:
+    """Return the known images; the lab's are made of packages, and new ones make new images."""
+    same = known.groups.get(LAB_IMAGES) == lock.groups.get(LAB_IMAGES)
+    return [image for image in known.images if same or not image.ref.startswith(f"{LAB_HOST}/")]
+
+
+def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> Lock:
+    """Resolve everything anew, container images too; runs in the namespace, since the lab may have to serve."""
+    store = Store(settings.store)
+    store.prepare()
+    _adopt(definition, settings, monitor)
+    lock = resolve_lock(definition, settings, monitor)
+    if not definition.preload:
+        return lock
+    with (
+        store.in_use(),
+        store.staging() as staging,
+        Lab(definition, lock, settings, monitor, staging) as lab,
+    ):
+        _keep_temporary_files_in(staging)
+        return lock_images(definition, lock, lab.endpoints(), monitor)
+
+
+def _keep_temporary_files_in(staging: Path) -> None:
+    """Let programs put their temporary files where the next start removes what a killed build left."""
+    os.environ["TMPDIR"] = os.fspath(staging)
+
+
+class Lab:
+    """The lab's registry for one build: built and started when something is to be asked or pulled there."""
+
+    def __init__(
+        self, definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, staging: Path
+    ) -> None:
+        self.definition, self.lock, self.settings = definition, lock, settings
+        self.monitor, self.staging = monitor, staging
+        self.store = Store(settings.store)
+        self.ran: dict[str, dict[str, Any]] = {}
+        self._running = ExitStack()
+        self._endpoints: Endpoints | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
+
+    def endpoints(self) -> Endpoints:
+        """Return where the definition's registries are reached that no DNS knows."""
+        if not uses_lab(self.definition):
+            return {}
+        if self._endpoints is None:
+            plan = lab_plan(self.definition, self.lock, self.settings.repo_root)
+            todo = missing(plan, self.store, [LAB_IMAGES])
+            work = Build(
+                self.definition,
+                self.lock,
+                plan,
+                self.settings,
+                self.store,
+                self.monitor,
+                self.staging,
+                None,
+                ran=self.ran,
+            )
+            space.check(self.lock, todo, self.store, self.settings, self.definition)
+            fetch_locked(work, todo)
+            run_all(work, todo)
+            tools, images = plan.stages
+            registry = self._running.enter_context(
+                serve(
+                    self.store.product(tools.id) / "tree",
+                    self.store.product(images.id) / "registry",
+                    self.staging / "lab",
+                )
+            )
+            self._endpoints = {LAB_HOST: Endpoint(LAB_HOST, registry.address, registry.port, registry.ca)}
+        return self._endpoints
+
+
+def build(
+    definition: ImageDefinition,
+    settings: Settings,
+    monitor: Monitor,
+    *,
+    locked: Path | None = None,
+    stop_after: str | None = None,
+    shell: Callable[[Root], None] | None = None,
+) -> BuildResult:
+    """Build an image and publish it below ``settings.output``.
+
+    Raises StageError (with the log's path) when a stage fails, SpaceError before anything was started,
+    FetchError, LockError, PublishError. What was published before stays as it is in every case.
+    """
+    started = time.monotonic()
+    store = Store(settings.store)
+    store.prepare()
+    cgroups.reap()
+    lock = obtain_lock(definition, settings, monitor, locked)
+    with (
+        store.in_use(),
+        store.staging() as staging,
+        Lab(definition, lock, settings, monitor, staging) as lab,
+    ):
+        _keep_temporary_files_in(staging)
+        if requirements(definition).unlocked_images(lock):
+            lock = lock_images(definition, lock, lab.endpoints(), monitor)
+            lock.save(remembered_lock(settings, definition.record_name))
+        plan = resolve(definition, lock, settings.repo_root)
+        for warning in plan.warnings:
+            monitor.note(f"warning: {warning}")
+        names = [s.name for s in plan.stages]
+        if stop_after and stop_after not in names:
+            raise UsageError(
+                f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
+            )
+        work = Build(definition, lock, plan, settings, store, monitor, staging, shell, ran=lab.ran)
+        goals = [stop_after] if stop_after else list(_GOALS)
+        todo = missing(plan, store, goals)
+        monitor.stages_planned(
+            [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
+        )
+        space.check(lock, todo, store, settings, definition)
+        fetch_locked(work, todo)
+        if any(s.kind == "preload" for s in todo):
+            work = replace(work, endpoints=lab.endpoints(), mirrors=registry_mirrors(definition))
+        run_all(work, todo)
+        if not stop_after:
+            store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])
+        summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
+        artefact = (
+            None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
+        )
+    seconds = time.monotonic() - started
+    saved = (
+        artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.record_name)
+    )
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
+
+
+def _summary(work: Build, stage: StagePlan) -> dict[str, Any]:
+    meta = work.ran.get(stage.name) or work.store.meta(stage.id)
+    return {
+        "name": stage.name,
+        "id": stage.id,
+        "seconds": meta["seconds"],
+        "bytes": meta["bytes"],
+        "cached": stage.name not in work.ran,
+    }
+
+
+def open_shell(root: Root) -> None:
+    """Give the terminal a shell in ``root``; what it changes is dropped with the failed stage."""
+    process.shell(root.argv(["/bin/bash", "-i"], {"TERM": os.environ.get("TERM", "dumb")}))

@@ -1,0 +1,301 @@
+"""Run the stages of a plan that the store lacks, and fetch what is locked for them before.
+
+Everything here runs inside ``namespace.run_isolated``: a SIGKILL at any moment leaves nothing but a staging
+directory, which the next start reaps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake import space
+from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.repository import write_repository
+from image_builder.bake.lock.resolve import addresses
+from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.stages import Stage, StageContext
+from image_builder.bake.store import Store
+from image_builder.definition import ImageDefinition
+from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
+from image_builder.events import Monitor
+from image_builder.settings import Settings
+from image_builder.system.sandbox import Root
+from image_builder.system.trees import remove_tree
+
+# The stages that compile source packages of Debian.
+_FROM_SOURCE = ("kubelet_build", "control_plane_build")
+# Preload is a branch beside the layers: its stages wait for the network, and for nothing that a layer makes.
+_BESIDE = ("preload", "preload_store", "rehearsal")
+# Documents that a stage leaves when it fails, too.
+_REPORTS = {"verify": ("junit.xml", "verify.json")}
+
+# A stage that another package supplies.
+_RUNNERS = {"verify": "image_builder.verify.runner"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the steps of one build share."""
+
+    definition: ImageDefinition
+    lock: Lock
+    plan: Plan
+    settings: Settings
+    store: Store
+    monitor: Monitor
+    staging: Path
+    shell: Callable[[Root], None] | None
+    endpoints: Endpoints = field(default_factory=dict)
+    mirrors: Mirrors = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+    ran: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
+    # that were made here, which need none. Threads share both: nothing goes through them.
+    checks: dict[str, Future[None]] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+
+
+def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
+    """Return the stages to run, in order: the goals that the store lacks, and what those need."""
+    needed = {plan.stage(name).id for name in goals}
+    todo = []
+    for stage in reversed(plan.stages):
+        if stage.id in needed and not store.has(stage.id):
+            todo.append(stage)
+            needed.update(stage.requires)
+    return todo[::-1]
+
+
+def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
+    """Get every locked byte that the stages in ``todo`` will use, before the first of them starts."""
+    lock, store, monitor = work.lock, work.store, work.monitor
+    where = addresses(work.definition, work.settings, lock)
+    names = {s.name for s in todo}
+    packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
+    debs = [Wanted(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in packages.values()]
+    files = [
+        Wanted(f.name, f"{where[f.repository]}/{f.path}", f.sha256, f.size)
+        for source in (lock.sources.values() if names & set(_FROM_SOURCE) else ())
+        for f in source.files
+    ]
+    if any(s.kind == "layer" for s in todo):
+        files += [Wanted(a.url.rsplit("/", 1)[-1], a.url, a.sha256) for a in lock.archives]
+    if not debs and not files:
+        return
+    started = time.monotonic()
+    monitor.stage_started("fetch")
+    try:
+        for wanted, folder in ((debs, "debs"), (files, "files")):
+            fetch(
+                wanted,
+                store.path / folder,
+                work.staging,
+                lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
+            )
+    except ImageBuilderError:
+        monitor.stage_failed("fetch", time.monotonic() - started)
+        raise
+    monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
+
+
+def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
+    """Run the stages in order; those that can wait run beside the rest, one at a time.
+
+    So the checks run while the disk is made, and images are pulled while layers are; the last stage waits for
+    neither. What fails first is raised, after what runs beside it has ended.
+    """
+    needed = {i for stage in todo for i in stage.requires}
+    beside: dict[str, Future[None]] = {}
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as checker:
+        _check_ahead(work, todo, checker)
+        try:
+            for stage in todo:
+                awaited = [beside[i] for i in beside.keys() & stage.requires]
+                if stage.kind in _BESIDE or (stage.id not in needed and stage is not todo[-1]):
+                    beside[stage.id] = pool.submit(_run_after, awaited, work, stage)
+                else:
+                    _run_after(awaited, work, stage)
+            for future in beside.values():
+                future.result()
+        except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
+            work.stop.set()
+            for waiting in (pool, checker):
+                waiting.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _check_ahead(work: Build, todo: Sequence[StagePlan], checker: ThreadPoolExecutor) -> None:
+    """Begin to compare the finished stages that ``todo`` stands on with their manifests, first needed first."""
+    made = {stage.id for stage in todo}
+    for stage in todo:
+        for needed in sorted(stage.requires - made - work.checks.keys()):
+            work.checks[needed] = checker.submit(work.store.check, needed)
+
+
+def _require_sound(work: Build, needed: str) -> None:
+    """Raise StoreError for a finished stage that isn't what its manifest says."""
+    if needed in work.checks:
+        work.checks[needed].result()
+    else:  # it was to be made here, and another build did so
+        work.store.check(needed)
+
+
+def _run_after(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -> None:
+    for future in awaited:
+        future.result()
+    _run_stage(work, stage)
+
+
+def _run_stage(work: Build, stage: StagePlan) -> None:
+    """Run one stage and commit it, unless another build did so in the meantime."""
+    monitor, store = work.monitor, work.store
+
+    def told() -> None:
+        monitor.stage_doing(stage.name, "another build makes it")
+
+    with store.claim(stage.id, told, work.stop):
+        if store.has(stage.id):
+            monitor.stage_finished(stage.name, 0.0, cached=True)
+            return
+        monitor.stage_started(stage.name)
+        started = time.monotonic()
+        log = work.staging / f"{stage.name}.log"
+        try:
+            for needed in stage.requires - work.made:
+                _require_sound(work, needed)
+            context = _context(work, stage, log)
+            module = importlib.import_module(
+                _RUNNERS.get(stage.kind, f"image_builder.bake.stages.{stage.kind}.run")
+            )
+            run: Stage = module.run
+            facts = run(context)
+            monitor.stage_doing(stage.name, "committing")
+            meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
+            remove_tree(work.staging / stage.name)
+        except (ImageBuilderError, OSError) as error:
+            monitor.stage_failed(stage.name, time.monotonic() - started)
+            cause = _cause(error, store)
+            enterable = stage.kind in ("layer", "seal")
+            _keep_reports(work, stage)
+            raise StageError(
+                stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
+            ) from error
+        work.ran[stage.name] = meta
+        work.made.add(stage.id)
+        monitor.stage_finished(stage.name, meta["seconds"], cached=False)
+
+
+def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
+    """Return what to tell of a stage's failure; a full disk comes first, whatever the program said of it."""
+    if isinstance(error, ImageBuilderError):
+        told = error
+    else:
+        told = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
+    if shortage := space.shortage(store.path):
+        hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
+        return SpaceError(f"{shortage}: {told.message}", hint=hint)
+    return told
+
+
+def _keep_log(work: Build, stage: StagePlan, log: Path) -> str | None:
+    """Move the log of a failed stage out of the staging area; return where it is now."""
+    return _keep(work, stage, log, ".log") if log.exists() else None
+
+
+def _keep_reports(work: Build, stage: StagePlan) -> None:
+    """Move what a failed stage reported to where its log will be, and say where that is."""
+    product = work.staging / stage.name / "object" / "product"
+    for report in (product / name for name in _REPORTS.get(stage.kind, ())):
+        if report.exists():
+            work.monitor.note(f"{report.name}: {_keep(work, stage, report, f'-{report.name}')}")
+
+
+def _keep(work: Build, stage: StagePlan, path: Path, suffix: str) -> str:
+    kept = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}{suffix}"
+    path.rename(kept)
+    return os.fspath(kept)
+
+
+def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
+    """Lay out a stage's directories: scratch, product, and the locked files it may use."""
+    here = work.staging / stage.name
+    product = here / "object" / "product"
+    product.mkdir(parents=True)
+    (here / "work").mkdir()
+    store, lock = work.store, work.lock
+    repo = archives = None
+    inputs = {name: store.product(i) for name, i in stage.inputs.items()}
+    if stage.name in lock.groups and lock.groups[stage.name].packages:
+        repo = here / "repo"
+        group = lock.groups[stage.name]
+        write_repository(group.packages, group.suite, store.path / "debs", repo)
+    if stage.kind == "layer" and (wanted := stage.options.get("archives")):
+        archives = here / "archives"
+        archives.mkdir()
+        for sha256 in map(str, wanted):  # type: ignore[arg-type]
+            os.link(store.path / "files" / sha256, archives / sha256)
+    if stage.kind in _FROM_SOURCE:
+        inputs["sources"] = here / "sources"
+        inputs["sources"].mkdir()
+        for source in lock.sources.values():
+            for file in source.files:
+                os.link(store.path / "files" / file.sha256, inputs["sources"] / file.name)
+    return StageContext(
+        plan=stage,
+        definition=work.definition,
+        work=here / "work",
+        product=product,
+        lowers=tuple(store.product(i) / "tree" for i in stage.lowers),
+        ground=tuple(store.product(i) / "tree" for i in stage.ground),
+        inputs=inputs,
+        repo=repo,
+        archives=archives,
+        monitor=work.monitor,
+        log=log,
+        settings=work.settings,
+        shell=work.shell,
+        endpoints=work.endpoints,
+        mirrors=work.mirrors,
+        previous=_previous(store, stage) if stage.kind == "preload" else None,
+        stop=work.stop,
+    )
+
+
+def _previous(store: Store, stage: StagePlan) -> Path | None:
+    """Return the product of a finished preload by the same engine that has most of the wanted images.
+
+    None where that one is damaged: what is taken over is in no manifest but the one that is written then.
+    """
+    wanted = {str(image["digest"]) for image in _images(stage.options)}
+    best: tuple[int, str] = (0, "")
+    for stage_id in store.ids():
+        found = store.meta(stage_id)
+        if found["name"] == stage.name and all(
+            found["options"].get(key) == stage.options[key]
+            for key in ("engine", "snapshotter", "packages", "archives")
+        ):
+            shared = len(wanted & {str(image["digest"]) for image in _images(found["options"])})
+            best = max(best, (shared, stage_id))
+    if not best[0]:
+        return None
+    try:
+        store.check(best[1])
+    except StoreError:
+        return None
+    return store.product(best[1])
+
+
+def _images(options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = options["images"]
+    return found

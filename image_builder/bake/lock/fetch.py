@@ -1,0 +1,183 @@
+"""Get locked bytes: from the store's cache, else from the mirror, hashed while they come.
+
+A file appears under its SHA-256 only when it is whole and right; until then it has a name that nobody reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import urllib3
+
+from image_builder.bake.lock import apt_auth
+from image_builder.errors import FetchError
+from image_builder.system.web import pool, split_credentials
+
+_PARALLEL = 6
+# urllib3 retries until a response begins; a body that breaks off is started again this often.
+_ATTEMPTS = 3
+_CHUNK = 1 << 18
+# Connecting and every single read have a deadline; a download as a whole has none while bytes come.
+_TIMEOUT = urllib3.Timeout(connect=20, read=30)
+# A mirror that drips is given up: fewer bytes than this a second, over so many seconds, as for container images.
+_LEAST_RATE, _RATE_SECONDS = 16_384, 300.0
+_RETRIES = urllib3.Retry(
+    total=4, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504)
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file to have: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known."""
+
+    name: str
+    url: str
+    sha256: str
+    size: int | None = None
+
+
+def fetch(
+    wanted: Iterable[Wanted], cache: Path, scratch: Path, progress: Progress | None = None
+) -> dict[str, Path]:
+    """Make sure that every wanted file lies in ``cache`` and return {sha256: path}.
+
+    A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
+    parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
+    done, bytes in all). Raises FetchError naming every file that failed. What interrupts the wait ends all of them.
+    """
+    files = {w.sha256: w for w in wanted}
+    missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
+    total, done = sum(w.size or 0 for w in missing), 0
+    failures: list[str] = []
+    pools = {
+        _site(w.url): pool(w.url, retries=_RETRIES, timeout=_TIMEOUT, maxsize=_PARALLEL) for w in missing
+    }
+    stop = threading.Event()
+    with ThreadPoolExecutor(_PARALLEL) as workers:
+        running = [workers.submit(_download, pools[_site(w.url)], w, cache, scratch, stop) for w in missing]
+        try:
+            for future in as_completed(running):
+                try:
+                    done += future.result()
+                except FetchError as error:
+                    failures.append(error.message)
+                if progress:
+                    progress(done, total)
+        except BaseException:  # Ctrl-C: what has not begun is not begun any more
+            stop.set()
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        shown = "\n  ".join(sorted(failures)[:10])
+        more = f"\n  and {len(failures) - 10} more" if len(failures) > 10 else ""
+        raise FetchError(
+            f"{len(failures)} of {len(missing)} files could not be fetched:\n  {shown}{more}",
+            hint="is the mirror up, and does it still hold the locked versions? image-builder lock makes a new lock",
+        )
+    return {sha256: cache / sha256 for sha256 in files}
+
+
+def _is_cached(path: Path, sha256: str) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
+
+
+def _site(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _download(
+    connections: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path, stop: threading.Event
+) -> int:
+    """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
+    address, _ = split_credentials(item.url)
+    partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
+    try:
+        size, sha256 = _copy_with_retries(connections, item.url, partial, stop)
+        if sha256 != item.sha256:
+            raise FetchError(
+                f"{item.name}: {address} gave {size} bytes with SHA-256 {sha256}, "
+                f"locked is {item.sha256}" + (f" ({item.size} bytes)" if item.size else "")
+            )
+        partial.rename(cache / item.sha256)
+    except urllib3.exceptions.HTTPError as error:
+        raise FetchError(f"{item.name}: {address}: {_reason(error)}") from error
+    except OSError as error:
+        raise FetchError(f"{item.name}: {address}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return size
+
+
+def _copy_with_retries(
+    connections: urllib3.PoolManager, url: str, target: Path, stop: threading.Event
+) -> tuple[int, str]:
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return _copy(connections, url, target, stop)
+        except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
+            if stop.wait(0.5 * 2**attempt):
+                raise
+    return _copy(connections, url, target, stop)
+
+
+def _copy(connections: urllib3.PoolManager, url: str, target: Path, stop: threading.Event) -> tuple[int, str]:
+    """Write what ``url`` gives to ``target``; return its size in bytes and its SHA-256."""
+    sha256, size = hashlib.sha256(), 0
+    since, before = time.monotonic(), 0
+    address, _ = split_credentials(url)
+    with target.open("wb") as sink:
+        for chunk in _chunks(connections, url):
+            if stop.is_set():
+                raise FetchError(f"{address}: given up after {size} bytes")
+            sink.write(chunk)
+            sha256.update(chunk)
+            size += len(chunk)
+            if (seconds := time.monotonic() - since) >= _RATE_SECONDS:
+                if size - before < _LEAST_RATE * seconds:
+                    raise FetchError(f"{address}: too slow, {size - before} bytes in {seconds:.0f} s")
+                since, before = time.monotonic(), size
+    return size, sha256.hexdigest()
+
+
+def _chunks(connections: urllib3.PoolManager, url: str) -> Iterable[bytes]:
+    if url.startswith(("file:", "copy:")):  # to apt they differ, by what it leaves where it is
+        with open(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), "rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+        return
+    url, credentials = split_credentials(url)
+    basic = urllib3.make_headers(basic_auth=":".join(credentials)) if credentials else apt_auth.header(url)
+    # The body as it was sent: a .gz file must not be unpacked because of its Content-Encoding.
+    headers = {"Accept-Encoding": "identity", **basic}
+    response = connections.request("GET", url, preload_content=False, headers=headers)
+    # A body read to its end has given its connection back by then; closing drops only one that was not.
+    with contextlib.closing(response):
+        if response.status != 200:
+            hint = f"; {apt_auth.HINT}" if response.status in (401, 403) else ""
+            raise urllib3.exceptions.HTTPError(f"HTTP status {response.status}{hint}")
+        # What is there, as it comes: one read of a whole chunk lasts as long as each byte of it comes in time.
+        while chunk := response.read1(_CHUNK, decode_content=False):
+            yield chunk
+
+
+def _reason(error: urllib3.exceptions.HTTPError) -> str:
+    inner = getattr(error, "reason", None)
+    return os.fspath(str(inner or error))

@@ -1,0 +1,267 @@
+"""The lock: every byte that a bake takes from outside, by name, version and SHA-256.
+
+A lock is made by ``resolve.py`` and used by everything else. Where the bytes lie (the mirror) is not part of
+it, except for repositories of third parties, whose address tells which bytes are meant.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from image_builder.canonical import JSON, digest
+from image_builder.errors import LockError
+from image_builder.node import durable
+
+FORMAT: Final = 1
+# The ids of Debian's own repositories; those of third parties have their own names.
+DEBIAN, SECURITY = "debian", "debian-security"
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LockedFile(_Frozen):
+    """A file of a repository: ``path`` is relative to the repository's base address."""
+
+    name: str
+    sha256: Sha256
+    size: int = Field(ge=0)
+    path: str
+    repository: str
+
+
+class LockedPackage(LockedFile):
+    """A binary package (.deb)."""
+
+    version: str
+    architecture: str
+
+
+class LockedArchive(_Frozen):
+    """A file fetched by its address."""
+
+    url: str
+    sha256: Sha256
+
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+class LockedLayer(_Frozen):
+    """A layer of a container image: ``digest`` and ``size`` are of the compressed blob, ``diff_id`` of the tar."""
+
+    digest: Digest
+    size: int = Field(ge=0)
+    diff_id: Digest
+
+
+class LockedImage(_Frozen):
+    """What a tag of a container image meant when it was locked.
+
+    ``digest`` is what the tag named (an index, or a manifest), ``manifest`` the manifest of ``platform``,
+    ``config`` the digest of its configuration, which is Docker's image ID.
+    """
+
+    ref: str
+    platform: str
+    digest: Digest
+    manifest: Digest
+    config: Digest
+    layers: list[LockedLayer]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all layers, compressed."""
+        return sum(layer.size for layer in self.layers)
+
+
+class Question(_Frozen):
+    """What is asked of apt for one stage: names, and where they may come from.
+
+    ``repositories`` are those of third parties, each in one line: address, suites, components, digest of its key.
+    """
+
+    suite: str
+    components: list[str]
+    repositories: list[str] = []
+    requested: list[str]
+
+
+class LockedGroup(Question):
+    """What one stage installs: what was asked, and all packages that came of it."""
+
+    packages: list[LockedPackage]
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 over the packages' own digests; order and origin don't count."""
+        return digest(sorted(p.sha256 for p in self.packages))
+
+    def differences(self, asked: Question) -> list[str]:
+        """Tell why this doesn't answer a question: one sentence a difference."""
+        reasons = []
+        if asked.suite != self.suite:
+            reasons.append(f"locked for {self.suite}, not for {asked.suite}")
+        for what, wanted, got in (
+            ("components", asked.components, self.components),
+            ("repositories", asked.repositories, self.repositories),
+        ):
+            if sorted(wanted) != sorted(got):
+                reasons.append(
+                    f"{what}: locked {', '.join(got) or 'none'}, asked for {', '.join(wanted) or 'none'}"
+                )
+        if added := sorted(set(asked.requested) - set(self.requested)):
+            reasons.append(f"not locked: {', '.join(added)}")
+        if gone := sorted(set(self.requested) - set(asked.requested)):
+            reasons.append(f"no longer asked for: {', '.join(gone)}")
+        return reasons
+
+
+class LockedSource(_Frozen):
+    """A source package: its .dsc and the files that this names."""
+
+    suite: str
+    version: str
+    files: list[LockedFile]
+
+
+class Lock(_Frozen):
+    """``source_date_epoch`` (seconds since 1970, UTC) is the date that a build's files bear.
+
+    It is the newest of ``release_dates``, those of the Release files that were read, or of the last lock with the same
+    base.
+    """
+
+    format: Literal[1] = FORMAT
+    image: str
+    source_date_epoch: int = Field(ge=0)
+    repositories: dict[str, str | None]
+    groups: dict[str, LockedGroup]
+    release_dates: dict[str, int] = {}
+    sources: dict[str, LockedSource] = {}
+    archives: list[LockedArchive] = []
+    images: list[LockedImage] = []
+    # Images that could be done without, and that no registry had.
+    left_out: list[str] = []
+
+    def locked_image(self, ref: str) -> LockedImage | None:
+        """Return what a reference is locked to; None for one that was left out."""
+        return next((image for image in self.images if image.ref == ref), None)
+
+    def group(self, name: str) -> LockedGroup:
+        """Return a group; raises LockError when the lock was made for other stages."""
+        try:
+            return self.groups[name]
+        except KeyError:
+            raise LockError(
+                f"the lock of {self.image} has no packages for stage {name}",
+                hint="make a new one: image-builder lock",
+            ) from None
+
+    def misfit(
+        self,
+        questions: Mapping[str, Question],
+        sources: Mapping[str, str],
+        archives: Sequence[LockedArchive],
+    ) -> list[str]:
+        """Tell why this lock doesn't fit what a definition asks for: one sentence a difference.
+
+        ``sources`` maps the names of Debian source packages to their suites.
+        """
+        reasons = []
+        for name in sorted(questions.keys() | self.groups.keys()):
+            if name not in questions:
+                reasons.append(f"{name}: locked, but not a stage of the definition")
+            elif name not in self.groups:
+                reasons.append(f"{name}: not locked")
+            else:
+                reasons += [f"{name}: {what}" for what in self.groups[name].differences(questions[name])]
+        locked = {name: source.suite for name, source in self.sources.items()}
+        if locked != dict(sources):
+            reasons.append(f"source packages: locked {_pairs(locked)}, asked for {_pairs(sources)}")
+        missing = {(a.url, a.sha256) for a in archives} - {(a.url, a.sha256) for a in self.archives}
+        reasons += [f"archive not locked: {url}" for url, _ in sorted(missing)]
+        return reasons
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what an operator ought to know of an image of this lock: one sentence each."""
+        base = self.groups.get("base")
+        if base and DEBIAN in self.repositories and SECURITY not in self.repositories:
+            return (f"{base.suite} was locked without its security updates: the mirror in use has none",)
+        return ()
+
+    def older_than(self, before: Lock) -> list[str]:
+        """Return which Release files are older than those of an earlier lock: one sentence each.
+
+        Debian's stable ones never expire, so apt takes a mirror's old state for the newest.
+        """
+        return [
+            f"{name} is of {_date(date)} here, and was of {_date(earlier)} when it was locked before: "
+            "the mirror in use has an old state"
+            for name, date in sorted(self.release_dates.items())
+            if date < (earlier := before.release_dates.get(name, date))
+        ]
+
+    def as_json(self) -> JSON:
+        """Return the lock as JSON values."""
+        value: JSON = self.model_dump(mode="json")
+        return value
+
+    def save(self, path: Path) -> None:
+        """Write the lock, replacing ``path`` in one step, whoever else writes it. Raises LockError."""
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        text = json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n"
+        try:
+            with partial.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.rename(path)
+            durable.sync_directory(path.parent)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise LockError(f"can't write the lock {path}: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def remembered(cls, path: Path) -> Lock | None:
+        """Read a lock that may not be there, or be one of another format of lock: None. Raises LockError."""
+        with suppress(OSError, ValueError, AttributeError):
+            if json.loads(path.read_bytes()).get("format", FORMAT) != FORMAT:
+                return None
+        return cls.load(path) if path.exists() else None
+
+    @classmethod
+    def load(cls, path: Path) -> Lock:
+        """Read a lock. Raises LockError when it is missing or malformed."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise LockError(f"can't read the lock {path}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise LockError(
+                f"{path} is not a lock: {where}: {first['msg']}",
+                hint="if it was one, of another version or cut short, remove it: image-builder lock makes a new one",
+            ) from error
+
+
+def _date(seconds: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M}"
+
+
+def _pairs(suites: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} of {suite}" for name, suite in sorted(suites.items())) or "none"

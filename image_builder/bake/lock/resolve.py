@@ -1,0 +1,257 @@
+"""Make a lock: resolve names to bytes, with apt, from the mirrors as they are now.
+
+The one place that asks what is newest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from image_builder.bake.lock.apt import Apt, Source, debian_sources
+from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
+from image_builder.bake.pull.registry import Endpoints, locate
+from image_builder.bake.requirements import Group, Requirements, keyring, registry_mirrors, requirements
+from image_builder.bake.store import Store
+from image_builder.definition import ImageDefinition
+from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
+from image_builder.events import Monitor
+from image_builder.settings import Settings
+
+
+def resolve_lock(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, known: Lock | None = None
+) -> Lock:
+    """Resolve everything that ``definition`` needs. Raises FetchError, LockError, HostError.
+
+    What ``known`` answers stays as it is: a package more is no reason to upgrade the others.
+    """
+    if definition.base.distribution != "debian":
+        raise DefinitionError(
+            [Problem("", "image_base.distribution", "only `debian` can be baked so far")],
+        )
+    store = Store(settings.store)
+    store.prepare()
+    needs = requirements(definition)
+    started = time.monotonic()
+    monitor.stage_started("lock")
+    try:
+        with store.staging() as staging:
+            lock = _resolve(definition, needs, settings, monitor, staging, known)
+    except ImageBuilderError:
+        monitor.stage_failed("lock", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
+    remembered = remembered_lock(settings, definition.record_name)
+    for warning in (*lock.warnings, *_older_than(lock, remembered)):
+        monitor.note(f"warning: {warning}")
+    return _with_the_date_of(lock, remembered)
+
+
+def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
+    """Return ``lock`` with what each preloaded image's tag means now; what it knows already stays as it is.
+
+    Raises PullError for a required image that can't be had; any other is left out, and told.
+    """
+    images, left_out = [], []
+    mirrors = registry_mirrors(definition)
+    started = time.monotonic()
+    monitor.stage_started("lock")
+    try:
+        for wanted in definition.preload:
+            locked = lock.locked_image(wanted.ref)
+            if locked is None or locked.platform != wanted.platform:
+                monitor.stage_doing("lock", f"asking for {wanted.ref}")
+                try:
+                    locked = locate(wanted.ref, wanted.platform, endpoints, mirrors)
+                except PullError as error:
+                    if wanted.required:
+                        raise
+                    left_out.append(wanted.ref)
+                    monitor.note(f"left out, it is not required: {error.message}")
+                    continue
+            images.append(locked)
+    except ImageBuilderError:
+        monitor.stage_failed("lock", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
+    return lock.model_copy(update={"images": images, "left_out": left_out})
+
+
+def remembered_lock(settings: Settings, name: str) -> Path:
+    """Return where the store keeps the lock of the last build of an image, by its definition's ``record_name``."""
+    return settings.store / "locks" / f"{name}.lock.json"
+
+
+def _older_than(lock: Lock, remembered: Path) -> list[str]:
+    try:
+        return lock.older_than(Lock.load(remembered))
+    except LockError:  # none yet; or a damaged one, which this one replaces
+        return []
+
+
+def _with_the_date_of(lock: Lock, remembered: Path) -> Lock:
+    """Return a lock with the date of the remembered one while the base is the same.
+
+    All files of a build bear that date, and the archive's moves several times a day: a newer one would make every layer
+    anew, whatever became of its packages.
+    """
+    try:
+        before = Lock.load(remembered)
+        same = before.group("base").digest == lock.group("base").digest
+    except LockError:  # none yet; or a damaged one, which this one replaces
+        return lock
+    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch}) if same else lock
+
+
+def _resolve(
+    definition: ImageDefinition,
+    needs: Requirements,
+    settings: Settings,
+    monitor: Monitor,
+    staging: Path,
+    known: Lock | None,
+) -> Lock:
+    groups: dict[str, LockedGroup] = {}
+    sources: dict[str, LockedSource] = {}
+    repositories: dict[str, str | None] = {}
+    epoch = known.source_date_epoch if known else 0
+    dates = dict(known.release_dates) if known else {}
+    for chain in _chains(needs):
+        first = needs.groups[chain[0]]
+        wanted = [
+            n for n, suite in needs.sources.items() if suite == first.suite and chain[0] == "build_root"
+        ]
+        kept = _kept(chain, needs, known)
+        if known and len(kept) == len(chain) and all(name in known.sources for name in wanted):
+            groups |= kept
+            sources |= {name: known.sources[name] for name in wanted}
+            repositories |= _repositories(known, kept)
+            continue
+        monitor.stage_doing("lock", f"reading the package indices of {first.suite}")
+        apt = Apt(
+            staging / f"apt-{chain[0]}",
+            _sources(definition, settings, needs.groups[chain[-1]], bool(wanted)),
+            definition.base.architecture,
+        )
+        apt.update()
+        read = apt.release_dates()
+        dates |= read
+        if known:
+            apt.prefer(p for name in chain if name in known.groups for p in known.groups[name].packages)
+        for name in chain:
+            if name in kept and (gone := apt.mark_installed(kept[name].packages, settings.store / "debs")):
+                monitor.note(_why_again(name, gone))
+                kept = {other: kept[other] for other in chain[: chain.index(name)]}
+            if name in kept:
+                groups[name] = kept[name]
+            else:
+                monitor.stage_doing("lock", f"resolving the packages of {name}")
+                groups[name] = _group(apt, needs.groups[name])
+        for name in wanted:
+            version, files = apt.source(name)
+            sources[name] = LockedSource(suite=first.suite, version=version, files=files)
+        if chain[0] == "base" and "base" not in kept:
+            _require_debians(groups["base"])
+            epoch = max(read.values())
+        repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
+    return Lock(
+        image=definition.name,
+        source_date_epoch=epoch,
+        repositories=repositories,
+        groups=groups,
+        release_dates=dates,
+        sources=sources,
+        archives=list(needs.all_archives),
+    )
+
+
+def _kept(chain: list[str], needs: Requirements, known: Lock | None) -> dict[str, LockedGroup]:
+    """Return what a lock answers of a chain already, up to the first group that is asked for in another way."""
+    kept: dict[str, LockedGroup] = {}
+    for name in chain:
+        group = known.groups.get(name) if known else None
+        if group is None or group.differences(needs.groups[name].question):
+            break
+        kept[name] = group
+    return kept
+
+
+def _why_again(name: str, gone: list[LockedPackage]) -> str:
+    """Return why a locked group is resolved again: on top of it, apt must know what is installed."""
+    named = ", ".join(f"{p.name} {p.version}" for p in gone[:3]) + (", …" if len(gone) > 3 else "")
+    return (
+        f"neither the mirror nor the store still has {named}: "
+        f"the packages of {name} and of all layers on top are resolved again"
+    )
+
+
+def _repositories(known: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:
+    """Return the repositories that groups of a lock are of, and Debian's."""
+    used = {DEBIAN, SECURITY, *(p.repository for group in groups.values() for p in group.packages)}
+    return {name: uri for name, uri in known.repositories.items() if name in used}
+
+
+def _require_debians(base: LockedGroup) -> None:
+    """Raise LockError where a third party's repository, there for a layer, would replace a package of the base."""
+    foreign = [p for p in base.packages if p.repository not in (DEBIAN, SECURITY)]
+    if foreign:
+        named = ", ".join(f"{p.name} {p.version} of {p.repository}" for p in foreign)
+        raise LockError(
+            f"packages of the base would not be Debian's: {named}",
+            hint="take the repository out, or use one that doesn't have newer versions of Debian's own packages",
+        )
+
+
+def _chains(needs: Requirements) -> list[list[str]]:
+    """Return the groups in chains, each group installed on top of the one before."""
+    chains: list[list[str]] = []
+    for name, group in needs.groups.items():
+        if group.after is None:
+            chains.append([name])
+        else:
+            next(c for c in chains if c[-1] == group.after).append(name)
+    return chains
+
+
+def _group(apt: Apt, group: Group) -> LockedGroup:
+    names = list(group.names)
+    packages: list[LockedPackage] = []
+    if group.alone:
+        packages += apt.files(names)
+    elif group.after is None:
+        packages += apt.install(["?essential", "apt", *names])
+    elif names:
+        packages += apt.install(names)
+    return LockedGroup(**group.question.model_dump(), packages=packages)
+
+
+def _sources(
+    definition: ImageDefinition, settings: Settings, group: Group, with_sources: bool
+) -> list[Source]:
+    mirror = settings.mirror or definition.base.mirror
+    found = debian_sources(
+        group.suite, group.components, keyring(definition), mirror, with_sources=with_sources
+    )
+    for repository in group.repositories:
+        found += [
+            Source(
+                repository.name if len(repository.uris) == 1 else f"{repository.name}-{number}",
+                uri,
+                tuple(repository.suites),
+                tuple(repository.components),
+                repository.signed_by,
+            )
+            for number, uri in enumerate(repository.uris)
+        ]
+    return found
+
+
+def addresses(definition: ImageDefinition, settings: Settings, lock: Lock) -> dict[str, str]:
+    """Map the repositories of a lock to where their files are fetched: the mirror now, not the one then."""
+    mirror = settings.mirror or definition.base.mirror
+    known = {
+        s.id: s.uri for s in debian_sources(definition.base.suite, ("main",), keyring(definition), mirror)
+    }
+    return {name: uri or known.get(name, "") for name, uri in lock.repositories.items()}

@@ -1,0 +1,257 @@
+"""manifest.json: what an artefact is, what it was made of, and how that was verified.
+
+The model is the format's definition; ``docs/reference/manifest.schema.json`` is generated from it
+(``python -m image_builder.bake.manifest``) and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from image_builder import __version__
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.plan.model import Plan
+from image_builder.canonical import digest
+from image_builder.definition.model import ImageDefinition
+from image_builder.errors import PublishError
+
+SCHEMA_VERSION: Final = 1
+SCHEMA_PATH: Final = "docs/reference/manifest.schema.json"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Document(_Frozen):
+    """A small file that tells about the image."""
+
+    name: str
+    bytes: Count
+    sha256: Sha256
+
+
+class Artefact(Document):
+    """The image in one format."""
+
+    format: Literal["raw", "qcow2", "vhd", "tar"]
+    virtual_size: Count = Field(
+        description="Size in bytes of the disk that a machine sees; a tar's own size."
+    )
+
+
+class Stage(_Frozen):
+    """A stage of the build."""
+
+    name: str
+    kind: str
+    id: Sha256
+    seconds: float = Field(
+        ge=0, description="Wall time of the run that made it, which may be an earlier one."
+    )
+    bytes: Count = Field(description="Space that its product takes.")
+    cached: bool = Field(description="Whether this build found it finished.")
+
+
+class Package(_Frozen):
+    """A Debian package that is installed in the image."""
+
+    name: str
+    version: str
+    architecture: str
+    sha256: Sha256 | None = Field(
+        description="Digest of the .deb; null when it wasn't installed from the lock."
+    )
+
+
+class Partition(_Frozen):
+    """A partition of the disk. Sizes are bytes."""
+
+    number: Count
+    name: str
+    type: str
+    uuid: str
+    start: Count
+    size: Count
+    attributes: Count = 0
+
+
+class SecureBoot(_Frozen):
+    """What the build proved: each digest is the Authenticode SHA-256 that a signature was checked for."""
+
+    firmware_authorities: tuple[str, ...] = Field(
+        description="Microsoft's certificates that verify shim. Firmware that has none of them doesn't start it."
+    )
+    shim_sha256: Sha256
+    grub_sha256: Sha256
+    kernel_sha256: Sha256
+
+
+class Disk(_Frozen):
+    """The disk that raw, qcow2 and vhd hold."""
+
+    disk_uuid: str
+    bytes: Count
+    partitions: tuple[Partition, ...]
+    kernel: str
+    kernel_args: tuple[str, ...]
+    secure_boot: SecureBoot | None = Field(description="null when the definition doesn't declare it.")
+
+
+class Verification(_Frozen):
+    """The suite's run on the sealed tree; verify.json and junit.xml hold all of it."""
+
+    marker: str
+    verdict: Literal["passed"]
+    passed: Count
+    not_applicable: Count
+    seconds: float = Field(ge=0)
+
+
+class PreloadedImage(_Frozen):
+    """A container image that a node of this image has before its first pod."""
+
+    ref: str
+    digest: str = Field(description="What the tag named when it was locked: a manifest, or an index of them.")
+    platform: str
+    pin: bool
+
+
+class Preload(_Frozen):
+    """The container images in the image, and the program that pulled them."""
+
+    engine: str
+    version: str
+    binary: str = Field(description="Its path in the image.")
+    binary_sha256: Sha256
+    images: tuple[PreloadedImage, ...]
+    left_out: Mapping[str, str] = Field(description="Images that are not required, and why they are missing.")
+
+
+class Manifest(_Frozen):
+    """The manifest of one publication."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    image: str
+    build_id: Sha256 = Field(
+        description="Id of the sealed tree: same id, same tree, but for what the container engine drew at random or "
+        "dated in its own records and its archive of the preloaded images, and for the layers that their containers "
+        "were seen to read in the rehearsal."
+    )
+    created: str = Field(description="When this was published, UTC, to the second.")
+    source_date_epoch: Count = Field(
+        description="The date that the build's files bear, in seconds since 1970: that of the newest Release "
+        "file of the locked repositories."
+    )
+    definition_sha256: Sha256 = Field(
+        description="Digest of the definition; vaulted values count as ciphertext."
+    )
+    lock_sha256: Sha256 = Field(description="Digest of the lock's content.")
+    artefacts: tuple[Artefact, ...]
+    documents: tuple[Document, ...]
+    disk: Disk
+    preload: Preload | None = Field(None, description="null when nothing is preloaded.")
+    verification: Verification
+    stages: tuple[Stage, ...]
+    packages: tuple[Package, ...]
+    warnings: tuple[str, ...] = Field((), description="What an operator ought to know of the image.")
+    tools: Mapping[str, str] = Field(description="Programs that took part, and their versions.")
+
+    def render(self) -> bytes:
+        """Return manifest.json."""
+        return (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
+
+    def same_content(self, other: Manifest) -> bool:
+        """Tell whether both describe the same bytes; when and how fast they were made doesn't count."""
+        left, right = (m.model_dump(exclude={"created", "stages"}) for m in (self, other))
+        ids = [[(s.name, s.id) for s in m.stages] for m in (self, other)]
+        return left == right and ids[0] == ids[1]
+
+
+def load(data: bytes) -> Manifest:
+    """Read manifest.json; raises PublishError naming the first thing that is wrong with it."""
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PublishError(f"not a manifest: {where}: {first['msg']}") from error
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time in seconds since 1970 as ``2026-01-31T12:00:00Z``."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def definition_digest(definition: ImageDefinition) -> str:
+    """Return the digest of all that a definition says."""
+    return digest(
+        {
+            "name": definition.name,
+            "base": definition.base.model_dump(mode="json", exclude={"mirror", "keyring"}),
+            "layers": definition.layers,
+            "disk": definition.disk.model_dump(mode="json"),
+            "formats": definition.formats,
+            "kernel_args": definition.kernel_args,
+            "secure_boot": definition.secure_boot,
+            "preload": [image.model_dump(mode="json") for image in definition.preload],
+            "variables": definition.variables,
+        }
+    )
+
+
+def installed(lock: Lock, present: list[Mapping[str, str]]) -> tuple[Package, ...]:
+    """Join the packages that the checks found installed (name, version, architecture) with the lock's digests."""
+    locked = {
+        (p.name, p.version, p.architecture): p.sha256
+        for group in lock.groups.values()
+        for p in group.packages
+    }
+    found = []
+    for package in present:
+        name, version, architecture = package["name"], package["version"], package["architecture"]
+        plain = name.partition(":")[0]  # dpkg qualifies the names of Multi-Arch: same packages
+        found.append(
+            Package(
+                name=plain,
+                version=version,
+                architecture=architecture,
+                sha256=locked.get((plain, version, architecture)),
+            )
+        )
+    return tuple(sorted(found, key=lambda p: (p.name, p.architecture)))
+
+
+def tool_versions(plan: Plan, lock: Lock) -> dict[str, str]:
+    """Return the versions of this program, of Ansible and of the packages in the tools tree."""
+    tools = lock.groups.get("tools")
+    asked = set(tools.requested) if tools else set()
+    versions = {p.name: p.version for p in tools.packages if p.name in asked} if tools else {}
+    ansible = plan.stage("seal").options.get("ansible")
+    if ansible:
+        versions["ansible-core"] = str(ansible)
+    return {"image-builder": __version__, **dict(sorted(versions.items()))}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of manifest.json."""
+    made = Manifest.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def render_schema() -> str:
+    """Return the text of the schema's file."""
+    return json.dumps(schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_schema())

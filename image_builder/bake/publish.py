@@ -1,0 +1,393 @@
+"""Publish what a build made, so that a reader meets a whole artefact or none.
+
+    OUTPUT/<image>/<build id, 12 digits>/   the artefacts, manifest.json, lock.json, facts.json, junit.xml,
+                                            verify.json, pulls.json with images that were preloaded
+    OUTPUT/<image>/latest                   a link to the newest of them
+
+Everything is written into a staging directory beside its place, synced, read back from the disk and hashed;
+one rename then makes it visible, another one moves ``latest``. A publisher holds a lock on its staging
+directory: the next one removes those that nobody holds. Readers see names without a leading dot only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake import manifest as manifests
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.manifest import Artefact, Document, Manifest
+from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.store import Store
+from image_builder.canonical import digest
+from image_builder.definition.model import ImageDefinition
+from image_builder.errors import ImageBuilderError, PublishError, SpaceError
+from image_builder.events import Monitor, NullMonitor
+from image_builder.node import durable
+from image_builder.settings import Settings
+from image_builder.system import sparse
+from image_builder.system.trees import remove_tree
+from image_builder.verify import report as verification
+
+BUILD_DIGITS = 12
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+_STAGING, _LINK = ".staging-", ".latest-"
+# Answers of renameat2(2) on a filesystem without its flags, such as NFS.
+_NO_FLAGS = (errno.EINVAL, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Where an image was published; ``reused`` when exactly this was there already."""
+
+    path: Path
+    reused: bool
+
+
+def publish(
+    definition: ImageDefinition,
+    lock: Lock,
+    plan: Plan,
+    store: Store,
+    settings: Settings,
+    stages: Sequence[Mapping[str, Any]],
+    monitor: Monitor | None = None,
+) -> Path:
+    """Publish the finished stages of ``plan`` below ``settings.output``; return the directory.
+
+    ``stages`` tell of each stage its name, id, seconds, bytes and cached. Raises PublishError (also when the
+    verification isn't there or didn't pass), SpaceError. What was published before stays as it is.
+    """
+    monitor = monitor or NullMonitor()
+    verified = store.product(plan.stage("verify").id)
+    result = _passed_verification(verified)
+    converted = plan.stage("convert").id
+    artefacts = tuple(Artefact.model_validate(f) for f in _facts(store, converted)["files"])
+    documents = {
+        "lock.json": (json.dumps(lock.as_json(), indent=1, sort_keys=True) + "\n").encode(),
+        **{name: (verified / name).read_bytes() for name in ("facts.json", "junit.xml", "verify.json")},
+    }
+    preloads = [stage for stage in plan.stages if stage.kind == "preload"]
+    if preloads:
+        documents["pulls.json"] = (store.product(preloads[0].id) / "pulls.json").read_bytes()
+    disk = _facts(store, plan.stage("disk").id)
+    kinds = {s.name: s.kind for s in plan.stages}
+    made = Manifest(
+        image=definition.name,
+        build_id=plan.build_id,
+        created=manifests.timestamp(time.time()),
+        source_date_epoch=lock.source_date_epoch,
+        definition_sha256=manifests.definition_digest(definition),
+        lock_sha256=digest(lock.as_json()),
+        artefacts=artefacts,
+        documents=tuple(_document(name, data) for name, data in documents.items()),
+        disk=manifests.Disk.model_validate_json(
+            json.dumps({k: disk[k] for k in manifests.Disk.model_fields})
+        ),
+        preload=_preload(preloads[0], _facts(store, preloads[0].id)) if preloads else None,
+        verification=result,
+        stages=tuple(
+            manifests.Stage(
+                kind=kinds[s["name"]], **{k: s[k] for k in ("name", "id", "seconds", "bytes", "cached")}
+            )
+            for s in stages
+        ),
+        packages=manifests.installed(lock, json.loads(documents["facts.json"])["packages"]),
+        warnings=lock.warnings,
+        tools=manifests.tool_versions(plan, lock),
+    )
+    done = publish_files(made, store.product(converted), documents, settings.output, monitor)
+    return done.path
+
+
+def publish_files(
+    made: Manifest, source: Path, documents: Mapping[str, bytes], output: Path, monitor: Monitor
+) -> Publication:
+    """Publish the artefacts that ``made`` names, out of the directory ``source``, and ``documents``.
+
+    Raises PublishError, SpaceError; OSError is turned into one of them.
+    """
+    folder = output / made.image
+    target = folder / made.build_id[:BUILD_DIGITS]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _is_published(target, made):
+            with _locked(folder):
+                _reap(folder)
+                _point_latest(folder, target.name)
+            return Publication(target, reused=True)
+        with _shown(monitor), _staging(folder) as staging:
+            _fill(staging, made, source, documents, monitor)
+            with _locked(folder):
+                _move(staging, target)
+                sparse.sync_directory(folder)
+                _point_latest(folder, target.name)
+    except OSError as error:
+        where = error.filename or folder
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(
+                f"no space left for the artefacts in {output}: {where}",
+                hint="free some, or name another directory with --output",
+            ) from error
+        raise PublishError(f"can't publish in {output}: {where}: {error.strerror}") from error
+    return Publication(target, reused=False)
+
+
+@contextmanager
+def _shown(monitor: Monitor) -> Iterator[None]:
+    """Show publishing as a stage of its own."""
+    started = time.monotonic()
+    monitor.stage_started("publish")
+    try:
+        yield
+    except BaseException:
+        monitor.stage_failed("publish", time.monotonic() - started)
+        raise
+    monitor.stage_finished("publish", time.monotonic() - started, cached=False)
+
+
+# -- what is published -----------------------------------------------------------------------------------
+
+
+def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = store.meta(stage_id)["facts"]
+    return facts
+
+
+def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
+    """Return what the manifest tells of a finished preload."""
+    options: Mapping[str, Any] = stage.options
+    engine = facts["engine"]
+    return manifests.Preload(
+        engine=engine["name"],
+        version=engine["version"],
+        binary=engine["binary"],
+        binary_sha256=engine["binary_sha256"],
+        images=tuple(
+            manifests.PreloadedImage(**{key: image[key] for key in ("ref", "digest", "platform", "pin")})
+            for image in options["images"]
+            if image["ref"] in facts["images"]
+        ),
+        left_out=facts["left_out"],
+    )
+
+
+def _document(name: str, data: bytes) -> Document:
+    return Document(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _passed_verification(folder: Path) -> manifests.Verification:
+    """Return the summary of a verification; raises PublishError unless it passed."""
+    try:
+        result = verification.from_json(json.loads((folder / "verify.json").read_bytes()))
+        verification.require_passed(result)
+    except (OSError, ValueError, ImageBuilderError) as error:
+        raise PublishError(
+            f"not published: the image is not verified: {error}", hint="image-builder build verifies first"
+        ) from error
+    return manifests.Verification(
+        marker=result.marker,
+        verdict="passed",
+        passed=len(result.passed),
+        not_applicable=len(result.not_applicable),
+        seconds=round(result.seconds, 3),
+    )
+
+
+# -- reuse -----------------------------------------------------------------------------------------------
+
+
+def _is_published(target: Path, made: Manifest) -> bool:
+    """Tell whether exactly this is there.
+
+    A published file bears the build's date. One that still has it and its size is taken as untouched; any
+    other is hashed.
+    """
+    try:
+        there = manifests.load((target / MANIFEST).read_bytes())
+        if not there.same_content(made):
+            return False
+        names = {file.name for file in (*made.artefacts, *made.documents)}
+        if {entry.name for entry in target.iterdir()} != {*names, MANIFEST}:
+            return False
+        return all(_is_untouched(target, f, made) for f in (*made.artefacts, *made.documents))
+    except (OSError, PublishError):
+        return False
+
+
+def _is_untouched(target: Path, file: Document, made: Manifest) -> bool:
+    info = os.lstat(target / file.name)
+    if info.st_size != file.bytes:
+        return False
+    dated = info.st_mtime_ns == made.source_date_epoch * 1_000_000_000
+    return dated or sparse.sha256(target / file.name) == file.sha256
+
+
+# -- writing ---------------------------------------------------------------------------------------------
+
+
+def _fill(
+    staging: Path, made: Manifest, source: Path, documents: Mapping[str, bytes], monitor: Monitor
+) -> None:
+    total = sum(2 * f.bytes for f in made.artefacts)  # each is copied, then read back
+    progress: dict[tuple[str, str], int] = {}
+    stop = threading.Event()
+
+    def place(file: Artefact) -> None:
+        def tell(what: str) -> sparse.Progress:
+            def told(done: int, _size: int) -> None:
+                if stop.is_set():
+                    raise PublishError(f"{file.name}: given up")
+                progress[file.name, what] = done
+                monitor.stage_progress("publish", sum(list(progress.values())), total, "B")
+
+            return told
+
+        monitor.stage_doing("publish", file.name)
+        sparse.copy(source / file.name, staging / file.name, tell("copy"), direct=True)
+        _finish(staging / file.name, file, made.source_date_epoch, tell("hash"))
+
+    by_name = {d.name: d for d in made.documents}
+
+    def write(name: str, data: bytes) -> None:
+        (staging / name).write_bytes(data)
+        _finish(staging / name, by_name[name], made.source_date_epoch, None)
+
+    # Two at a time: one hashes, or waits for the disk, while the other one copies.
+    with ThreadPoolExecutor(2) as pool:
+        placed = [pool.submit(place, file) for file in made.artefacts]
+        placed += [pool.submit(write, name, data) for name, data in documents.items()]
+        try:
+            for future in as_completed(placed):
+                future.result()
+        except BaseException:  # a failure or Ctrl-C: gigabytes that nobody will see are not copied any more
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    (staging / MANIFEST).write_bytes(made.render())
+    sparse.sync(staging / MANIFEST)
+    staging.chmod(0o755)
+    sparse.sync_directory(staging)
+
+
+def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | None) -> None:
+    """Date a file, make it durable, and require that the disk gives its bytes back."""
+    path.chmod(0o644)
+    os.utime(path, (epoch, epoch))
+    sparse.sync(path)
+    found = sparse.sha256(path, progress, direct=True)
+    if found != file.sha256 or path.stat().st_size != file.bytes:
+        raise PublishError(
+            f"{file.name} was read back with other bytes than the build made: "
+            f"sha256 {found}, not {file.sha256}",
+            hint="the disk, or the store (image-builder store verify), is damaged",
+        )
+
+
+def _move(staging: Path, target: Path) -> None:
+    """Make ``staging`` visible as ``target``, in one step also where another publication is there."""
+    if not os.path.lexists(target):
+        _rename_new(staging, target)
+        return
+    # Same build, but other formats, or damaged files: the old one goes where the new one was staged. Nobody
+    # holds a lock on it, so it is removed before the image's lock is given back and others reap.
+    _exchange(staging, target)
+    sparse.sync_directory(target.parent)
+    remove_tree(staging)
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    try:
+        durable.rename_new(source, target)
+    except OSError as error:
+        if error.errno not in _NO_FLAGS:
+            raise
+        source.rename(target)  # the image's lock is held: nobody else renames here
+
+
+def _exchange(source: Path, target: Path) -> None:
+    try:
+        durable.exchange(source, target)
+    except OSError as error:
+        if error.errno not in _NO_FLAGS:
+            raise
+        aside = target.with_name(f"{_STAGING}old-{uuid.uuid4().hex[:8]}")
+        target.rename(aside)
+        source.rename(target)
+        aside.rename(source)
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    """Let ``latest`` name a publication; readers see the old target or the new one."""
+    latest = folder / LATEST
+    if latest.is_symlink() and os.readlink(latest) == name:
+        return
+    link = folder / f"{_LINK}{uuid.uuid4().hex[:8]}"
+    link.symlink_to(name)
+    link.rename(latest)
+    sparse.sync_directory(folder)
+
+
+# -- staging ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """Give a publisher its staging directory, and remove what lies there at the end."""
+    path = folder / f"{_STAGING}{uuid.uuid4().hex[:12]}"
+    with _locked(folder):
+        _reap(folder)
+        path.mkdir(mode=0o700)
+        held = _try_lock(path)
+    try:
+        yield path
+    finally:
+        remove_tree(path)
+        if held is not None:
+            os.close(held)
+
+
+def _reap(folder: Path) -> None:
+    """Remove what dead publishers left: nobody holds their lock. The folder's lock is held."""
+    for path in folder.glob(f"{_LINK}*"):
+        path.unlink()
+    for path in folder.glob(f"{_STAGING}*"):
+        held = _try_lock(path)
+        if held is not None:
+            remove_tree(path)
+            os.close(held)
+
+
+def _try_lock(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Be the only one that reaps and renames in an image's folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

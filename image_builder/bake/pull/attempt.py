@@ -1,0 +1,111 @@
+"""One attempt at one pull: what was seen of it, and the way to end it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from image_builder.bake.pull import deadline
+from image_builder.bake.pull.model import Limits, Seen, Verdict
+from image_builder.errors import PullError
+
+
+@dataclass
+class LayerRecord:
+    """A layer's way through its phases: for each the seconds when it was first and last seen, and its bytes."""
+
+    phases: dict[str, list[float]]
+    bytes: int = 0
+
+
+class Attempt:
+    """Fed by the thread that pulls, judged by the one that watches."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.layers: dict[str, LayerRecord] = {}
+        self.last: dict[str, Seen] = {}
+        self._lock = threading.Lock()
+        self._state = deadline.begin(started)
+        self._end: Callable[[], None] | None = None
+        self._why: str | None = None
+
+    def seen(self, seen: Seen) -> None:
+        """Take in what a runtime told."""
+        with self._lock:
+            self._state = deadline.observe(self._state, seen)
+            self.last[seen.layer] = seen
+            if seen.layer:
+                record = self.layers.setdefault(seen.layer, LayerRecord({}))
+                times = record.phases.setdefault(seen.phase, [seen.at, seen.at])
+                times[1] = seen.at
+                if seen.phase == "downloading":
+                    record.bytes = max(record.bytes, seen.current)
+        self.check()
+
+    def queued(self, *, behind_others: bool) -> None:
+        """Tell whether this runtime downloads anything: if not, what is queued waits for the registry alone."""
+        if behind_others:
+            told = Seen(now(), "", "waiting")
+        else:
+            told = Seen(now(), "", "retrying", text="asked for, nothing came yet")
+        with self._lock:
+            self._state = deadline.observe(self._state, told)
+
+    @property
+    def downloads(self) -> bool:
+        """Return whether a layer of it is downloading."""
+        with self._lock:
+            return any(seen.phase == "downloading" for seen in self.last.values())
+
+    def judge(self, now: float, limits: Limits) -> Verdict | None:
+        """Return why it must end now; None while all is well."""
+        with self._lock:
+            return deadline.judge(self._state, now, limits)
+
+    def ended_by(self, end: Callable[[], None]) -> None:
+        """Tell how this attempt is ended from another thread."""
+        with self._lock:
+            self._end = end
+            gone = self._why is not None
+        if gone:
+            _quietly(end)
+
+    def give_up(self, why: str) -> None:
+        """End it, from any thread; the pulling thread then raises PullError."""
+        with self._lock:
+            if self._why is not None:
+                return
+            self._why = why
+            end = self._end
+        if end:
+            _quietly(end)
+
+    def check(self) -> None:
+        """Raise PullError once it was ended."""
+        if self._why is not None:
+            raise PullError(self._why)
+
+    @property
+    def given_up(self) -> str | None:
+        """Return why it was ended from outside, if it was."""
+        return self._why
+
+    def latest(self) -> dict[str, Seen]:
+        """Return what was last seen of each layer."""
+        with self._lock:
+            return dict(self.last)
+
+
+def _quietly(end: Callable[[], None]) -> None:
+    # What is ended may have ended by itself in this moment.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        end()
+
+
+def now() -> float:
+    """Return the clock that all of this goes by."""
+    return time.monotonic()

@@ -1,0 +1,261 @@
+"""When a pull is to be given up: a judge without a clock and without I/O.
+
+Three things are measured, each on a clock of its own that stands still at times:
+
+* Progress and the whole take count the seconds in which the image could move: while nothing is known of its
+  layers, while a layer is downloading, downloaded, extracting or retrying, and once all layers are done.
+  While all that is unfinished is ``waiting`` (queued in the runtime behind other images) they stand still.
+* The rate counts the seconds in which a layer is downloading and has bytes to come.
+
+Progress is a byte more than the same layer had in the same phase, or a phase further on. A number that fell
+says that the layer started over: what it has by then came anew. Retries, repeated numbers and a layer's
+leaving the queue are no progress. All limits may be reached; what exceeds one first is the verdict.
+
+A download from which nothing came in the last ``rate_seconds`` is not slow: only ``progress_seconds`` judges it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Literal
+
+from image_builder.bake.pull.model import Limits, Phase, Seen, Verdict
+
+_RANK: Mapping[Phase, int] = {"waiting": 0, "downloading": 1, "downloaded": 2, "extracting": 3, "done": 4}
+
+_Kind = Literal["stalled", "too slow", "too long"]
+
+# The history of bytes is thinned when it has this many points. Thinned, it has about 1 + ln(seconds / 64) times
+# _FINENESS of them: 400 for four hours of downloading, less than 1000 for a year.
+_MOST_POINTS = 1024
+_FINENESS = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is remembered of one layer.
+
+    ``phase`` and ``text`` are what was told last. ``reached`` is the last phase other than waiting and
+    retrying (``waiting`` if there was none), ``current`` and ``total`` are its bytes. ``moved`` is the
+    reading of ``State.counted`` when the layer last made progress, -1 if it never did.
+    """
+
+    phase: Phase = "waiting"
+    reached: Phase = "waiting"
+    current: int = 0
+    total: int | None = None
+    text: str = ""
+    moved: float = -1.0
+
+    @property
+    def queued(self) -> bool:
+        return self.phase == "waiting"
+
+    @property
+    def finished(self) -> bool:
+        return self.phase == "done"
+
+    @property
+    def downloading(self) -> bool:
+        """Whether bytes are to come: a runtime that still checks or writes what it has isn't slow to download."""
+        return self.phase == "downloading" and (self.total is None or self.current < self.total)
+
+
+@dataclass(frozen=True)
+class State:
+    """What is remembered of a pull; its size depends on the number of layers, not on that of events.
+
+    ``at`` is the moment of the last event, on the events' clock. ``counted`` are the seconds until then in
+    which the image could move, ``progress`` is the reading of ``counted`` at the last progress.
+    ``downloading`` are the seconds in which a layer was downloading, ``received`` the bytes downloaded;
+    ``points`` are pairs of the two at moments when bytes came, in order. ``layers`` maps ids to layers,
+    the image as a whole among them as the empty id once something was told of it.
+    """
+
+    at: float
+    counted: float = 0.0
+    progress: float = 0.0
+    downloading: float = 0.0
+    received: int = 0
+    points: tuple[tuple[float, int], ...] = ((0.0, 0),)
+    layers: Mapping[str, Layer] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def begin(at: float) -> State:
+    """Return the state of a pull that is asked for at ``at`` (seconds of the events' monotonic clock)."""
+    return State(at)
+
+
+def observe(state: State, seen: Seen) -> State:
+    """Return the state after an event. One that is older than the last counts as if it came with it."""
+    state = _at(state, seen.at)
+    before = state.layers.get(seen.layer, Layer())
+    layer, moved, received = _step(before, seen)
+    if moved:
+        layer = replace(layer, moved=state.counted)
+    total = state.received + received
+    return replace(
+        state,
+        progress=state.counted if moved else state.progress,
+        received=total,
+        points=_added(state.points, (state.downloading, total)) if received else state.points,
+        layers=MappingProxyType({**state.layers, seen.layer: layer}),
+    )
+
+
+def judge(state: State, now: float, limits: Limits) -> Verdict | None:
+    """Return what is wrong with a pull at ``now``, None if nothing is.
+
+    A limit is exceeded by more than its seconds, not by just as many. Of several, that counts which was
+    exceeded first, so that the verdict doesn't depend on how often it is asked for. ``overall_seconds``
+    doesn't count the time in which the whole image is queued either.
+    """
+    state = _at(state, now)
+    idle = state.counted - state.progress
+    # By how many seconds each limit is exceeded; of equals the first is taken.
+    over: dict[_Kind, float] = {
+        "stalled": idle - limits.progress_seconds,
+        "too slow": _slow_over(state, limits),
+        "too long": state.counted - limits.overall_seconds,
+    }
+    kind = max(over, key=lambda kind: over[kind])
+    if over[kind] <= 0:
+        return None
+    if kind == "too slow":
+        layer = _suspect(state, [name for name, layer in state.layers.items() if layer.downloading])
+        last = f"{_last(state, layer)} at {_bytes(_recent(state, limits) / limits.rate_seconds)}/s"
+        return Verdict(kind, layer, last, over[kind] + limits.rate_seconds)
+    layer = _suspect(state, _unfinished(state))
+    return Verdict(kind, layer, _last(state, layer), idle if kind == "stalled" else state.counted)
+
+
+def judge_all(started: float, events: Iterable[Seen], now: float, limits: Limits) -> Verdict | None:
+    """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in order of time.
+
+    The pull is judged just before each event and at ``now``.
+    """
+    state = begin(started)
+    for seen in events:
+        if verdict := judge(state, seen.at, limits):
+            return verdict
+        state = observe(state, seen)
+    return judge(state, now, limits)
+
+
+def _at(state: State, now: float) -> State:
+    """Return the state with its clocks at ``now``; a moment before the last event is that of the last event."""
+    seconds = max(0.0, now - state.at)
+    return replace(
+        state,
+        at=max(state.at, now),
+        counted=state.counted + (seconds if _could_move(state) else 0.0),
+        downloading=state.downloading + (seconds if _downloading(state) else 0.0),
+    )
+
+
+def _could_move(state: State) -> bool:
+    """Return whether nothing is known of the layers, all are done, or something isn't only queued."""
+    queued = any(layer.queued for name, layer in state.layers.items() if name)
+    return not queued or any(not layer.queued and not layer.finished for layer in state.layers.values())
+
+
+def _downloading(state: State) -> bool:
+    return any(layer.downloading for layer in state.layers.values())
+
+
+def _step(before: Layer, seen: Seen) -> tuple[Layer, bool, int]:
+    """Return a layer after an event, whether it made progress, and how many bytes came by download."""
+    if seen.phase in ("waiting", "retrying"):
+        # What it had is kept: a download that goes on where it broke off makes no progress by saying so.
+        return replace(before, phase=seen.phase, text=seen.text), False, 0
+    same = seen.phase == before.reached
+    fresh = seen.current - before.current if same and seen.current >= before.current else seen.current
+    onward = _RANK[seen.phase] > max(_RANK[before.reached], _RANK["downloading"])
+    received = 0
+    if seen.phase == "downloading":
+        received = fresh
+    elif onward and before.reached == "downloading" and before.total is not None:
+        received = max(0, before.total - before.current)  # the rest came, though nothing told of it
+    total = before.total if same and seen.total is None else seen.total
+    after = Layer(seen.phase, seen.phase, seen.current, total, seen.text, before.moved)
+    return after, fresh > 0 or onward, received
+
+
+def _added(points: tuple[tuple[float, int], ...], new: tuple[float, int]) -> tuple[tuple[float, int], ...]:
+    """Return the history with a point more, thinned when it is long.
+
+    A point that is dropped leaves its bytes to the next kept one, as if they had come later: never a reason
+    to find a download slower than it was.
+    """
+    if points[-1][0] == new[0]:
+        return (*points[:-1], new)
+    if len(points) < _MOST_POINTS:
+        return (*points, new)
+    kept = [points[0]]
+    for point, following in pairwise(points[1:]):
+        # The older, the sparser: gaps grow with age, so that any window is about as exact in proportion.
+        if following[0] - kept[-1][0] > max(1.0, (new[0] - kept[-1][0]) / _FINENESS):
+            kept.append(point)
+    return (*kept, points[-1], new)
+
+
+def _slow_over(state: State, limits: Limits) -> float:
+    """Return since how many seconds the mean rate is too low (0 or less: it isn't), while downloading."""
+    least = limits.min_rate * limits.rate_seconds
+    # Where nothing came at all it isn't slow, it stands still: that is for progress_seconds to judge.
+    if least <= 0 or not _downloading(state) or not _recent(state, limits):
+        return -math.inf
+    # The window was too poor from when the bytes up to here left it; if all are too few, from when it was full.
+    left = next(
+        (clock for clock, so_far in state.points if so_far > state.received - least), state.downloading
+    )
+    return state.downloading - left - limits.rate_seconds
+
+
+def _recent(state: State, limits: Limits) -> int:
+    """Return the bytes downloaded in the last ``rate_seconds`` of downloading."""
+    since = state.downloading - limits.rate_seconds
+    return state.received - max((so_far for clock, so_far in state.points if clock < since), default=0)
+
+
+def _unfinished(state: State) -> list[str]:
+    """Return the ids of the layers that ought to move; if none ought to, of those that wait for others."""
+    unfinished = [name for name, layer in state.layers.items() if name and not layer.finished]
+    running = [name for name in unfinished if not state.layers[name].queued]
+    # What is downloaded may wait for the layer below it, which may be the one that doesn't come.
+    coming = [name for name in running if state.layers[name].phase != "downloaded"]
+    return coming or running or unfinished
+
+
+def _suspect(state: State, names: Iterable[str]) -> str:
+    """Return the one of these layers that moved last, the whole image if there are none."""
+    return max(names, key=lambda name: state.layers[name].moved, default="")
+
+
+def _last(state: State, name: str) -> str:
+    """Return in words what was last seen of a layer or of the whole image."""
+    count = len(state.layers) - ("" in state.layers)
+    if not name and count:
+        return f"all {count} layers are done" if count > 1 else "its only layer is done"
+    if name not in state.layers:
+        return "nothing was told yet"
+    layer = state.layers[name]
+    if not name and layer.reached == "waiting":
+        return layer.text or "nothing was told yet"
+    size = f" of {_bytes(layer.total)}" if layer.total is not None else ""
+    done = f"{_bytes(layer.current)}{size}" if layer.current or size else ""
+    between = " after " if layer.phase != layer.reached else ", "
+    return f"{layer.phase}{between}{done}" if done else layer.phase
+
+
+def _bytes(count: float) -> str:
+    """Return a number of bytes in decimal units with three digits: ``1.23 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

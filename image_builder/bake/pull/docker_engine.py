@@ -1,0 +1,314 @@
+"""An image's own dockerd, run in a sandbox for the length of a bake, with nothing but pulling in mind.
+
+Its configuration is the bake's: no bridge, no iptables rule, no cgroup of its own, and a data root that the
+caller binds to ``DATA_ROOT``. What the node's daemon.json says is validated apart, by the role.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import socket
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import docker
+import requests
+import urllib3
+from docker.errors import APIError, DockerException, ImageNotFound
+from docker.utils.json_stream import json_stream
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import outbound
+from image_builder.bake.pull.attempt import Attempt
+from image_builder.bake.pull.credentials import credentials_for, docker_header
+from image_builder.bake.pull.docker_events import Failed, parse
+from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.model import CANT_START, Seen
+from image_builder.bake.pull.reference import familiar, names_of
+from image_builder.bake.pull.reference import parse as parse_reference
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.errors import PullError
+from image_builder.system import cgroups, process
+from image_builder.system.sandbox import Root
+from image_builder.system.trees import remove_tree
+
+DATA_ROOT = "/var/lib/docker"
+_RUN = "run/image-builder"
+_START_SECONDS, _STOP_SECONDS = 60.0, 60.0
+_API_SECONDS = 120
+_BLOCK = 1 << 20
+_FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
+# What of a data root is images; the rest is of the daemon that ran.
+_KEPT = ("image", "overlay2")
+
+
+def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the bake's daemon.json. Every key exists from Docker 20.10 on. Docker mirrors Docker Hub alone."""
+    return {
+        "data-root": DATA_ROOT,
+        "exec-root": "/run/docker",
+        "pidfile": "/run/docker.pid",
+        "hosts": ["unix:///run/docker.sock"],
+        # Never left to the daemon: Docker 29 takes containerd's store for a blank data root.
+        "storage-driver": "overlay2",
+        "exec-opts": ["native.cgroupdriver=cgroupfs"],
+        "cgroup-parent": cgroups.PARENT,
+        "bridge": "none",
+        "iptables": False,
+        "ip-forward": False,
+        "ip-masq": False,
+        "userland-proxy": False,
+        "max-concurrent-downloads": downloads,
+        "raw-logs": True,
+        **({"registry-mirrors": list(mirrors)} if mirrors else {}),
+    }
+
+
+@contextmanager
+def running(
+    root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+) -> Iterator[DockerEngine]:
+    """Run dockerd in ``root``, which has a network and a data root; yields it when it answers.
+
+    ``downloads`` is how many layers come at once. Raises PullError with the end of its log.
+    """
+    run = root.path / _RUN
+    run.mkdir(parents=True, exist_ok=True)
+    hub = [mirror.url for mirror in (mirrors or {}).get("docker.io", ())]
+    (run / "daemon.json").write_text(json.dumps(configuration(downloads, hub)), encoding="utf-8")
+    for endpoint in endpoints.values():
+        certs = root.path / "etc/docker/certs.d" / endpoint.host
+        certs.mkdir(parents=True, exist_ok=True)
+        (certs / "ca.crt").write_bytes(endpoint.ca.read_bytes())
+    surroundings = outbound.variables(root, endpoints)
+    argv = root.argv(["dockerd", f"--config-file=/{_RUN}/daemon.json"], surroundings, proxies=True)
+    folder = os.open(root.path / "run", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # The path of a socket has at most 108 bytes; a store's may be longer.
+        url = f"unix:///proc/self/fd/{folder}/docker.sock"
+        with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
+            _wait_until_it_answers(url, lambda: daemon.poll() is None, log)
+            yield DockerEngine(root, url, lambda: daemon.poll() is None, log)
+    finally:
+        os.close(folder)
+
+
+def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and alive():
+        try:
+            with _connected(url) as client:
+                client.ping()
+            return
+        except (DockerException, requests.RequestException, OSError):
+            time.sleep(0.05)
+    raise PullError(f"dockerd does not start\n{process.tail(log)}")
+
+
+@contextmanager
+def _connected(url: str) -> Iterator[docker.APIClient]:
+    client = docker.APIClient(base_url=url, version="auto", timeout=_API_SECONDS)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class DockerEngine:
+    """A running dockerd. Methods may be called from several threads and raise PullError."""
+
+    name = "docker"
+    binary = "/usr/sbin/dockerd"
+
+    def __init__(self, root: Root, url: str, alive: Callable[[], bool], log: Path) -> None:
+        self.root, self.url, self.alive, self.log = root, url, alive, log
+
+    def version(self) -> str:
+        """Return the daemon's version."""
+        with _connected(self.url) as client:
+            return str(client.version()["Version"])
+
+    def has(self, image: LockedImage) -> bool:
+        """Tell whether an image is there as it was locked, by its digest and by its tag."""
+        reference = parse_reference(image.ref)
+        with _connected(self.url) as client:
+            try:
+                found = [_inspect(client, name) for name in (reference.at(image.digest), image.ref)]
+            except ImageNotFound:
+                return False
+        return all(self._fault(image, one) is None for one in found)
+
+    def pull(self, image: LockedImage, attempt: Attempt) -> None:
+        """Pull by digest and tag it; raises PullError with the daemon's words."""
+        reference = parse_reference(image.ref)
+        try:
+            with _connected(self.url) as client:
+                self._stream(client, image, attempt)
+                client.tag(reference.at(image.digest), reference.repository, reference.tag)
+                found = _inspect(client, image.ref)
+        except (*_FAILURES, http.client.HTTPException) as error:
+            raise PullError(str(getattr(error, "explanation", None) or error)) from error
+        if fault := self._fault(image, found):
+            raise PullError(fault)
+
+    def _stream(self, client: docker.APIClient, image: LockedImage, attempt: Attempt) -> None:
+        reference = parse_reference(image.ref)
+        query = {"fromImage": reference.repository, "tag": image.digest, "platform": image.platform}
+        headers = {"Host": "docker", **docker_header(credentials_for(reference.registry))}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.url.removeprefix("unix://"))
+            # Whoever gives up ends the reading here; the daemon sees the connection close and stops pulling. It sends
+            # not even its headers before it has the manifest, so this can't wait for them.
+            attempt.ended_by(lambda: connection.shutdown(socket.SHUT_RDWR))
+            client_side = http.client.HTTPConnection("docker")
+            client_side.sock = connection
+            path = f"/v{client.api_version}/images/create?{urllib.parse.urlencode(query)}"
+            client_side.request("POST", path, headers=headers)
+            with client_side.getresponse() as response:
+                if response.status != 200:
+                    raise PullError(_explanation(response.status, response.read()))
+                for message in json_stream(_blocks(response)):
+                    told = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
+                    if isinstance(told, Failed):
+                        raise PullError(told.message)
+                    if isinstance(told, Seen):
+                        attempt.seen(told)
+        attempt.check()
+
+    def _fault(self, image: LockedImage, found: Mapping[str, Any]) -> str | None:
+        """Tell how what is there differs from what was locked; None when it doesn't."""
+        platform = f"{found.get('Os')}/{found.get('Architecture')}"
+        if not image.platform.startswith(platform):
+            return f"is for {platform}, not for {image.platform}"
+        if found.get("Id") != image.config:
+            return f"is {found.get('Id')}, not {image.config} as locked"
+        if found.get("RootFS", {}).get("Layers") != [layer.diff_id for layer in image.layers]:
+            return "does not have the layers that were locked"
+        return None
+
+    def mark(self, image: LockedImage, *, pin: bool) -> None:
+        """Docker has no pins: of what the kubelet protects, it protects the pause image by its name."""
+
+    def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
+        """Remove every reference to other images; return what was removed."""
+        return self.keep_only_names(names_of(images))
+
+    def keep_only_names(self, wanted: Set[str]) -> list[str]:
+        """Remove every other reference; return what was removed."""
+        wanted = {familiar(name) for name in wanted}
+        removed = []
+        with _connected(self.url) as client:
+            for image in client.images(all=False):
+                for name in [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]:
+                    if familiar(name) not in wanted and "<none>" not in name:
+                        try:
+                            client.remove_image(name)
+                        except ImageNotFound:  # went with its last tag
+                            continue
+                        removed.append(name)
+        return removed
+
+    def try_out(self, image: LockedImage) -> float | None:
+        """Start a container and end it; return the seconds until it ran, None for an image without a command.
+
+        What the command then does is its own affair: without a GPU or a network it may well fail.
+        """
+        with _connected(self.url) as client:
+            config = _inspect(client, image.ref)["Config"]
+            command = None if config.get("Cmd") or config.get("Entrypoint") else ["/nothing"]
+            started = time.monotonic()
+            try:
+                host = client.create_host_config(network_mode="none")
+                made = client.create_container(image.ref, command, host_config=host)["Id"]
+                if command is None:
+                    client.start(made)
+                seconds = time.monotonic() - started
+                client.remove_container(made, force=True)
+            except (DockerException, requests.RequestException) as error:
+                raise PullError(
+                    f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}",
+                    hint=CANT_START,
+                ) from error
+        return round(seconds, 3) if command is None else None
+
+    def unpacked_bytes(self, image: LockedImage) -> int:
+        """Return the bytes of an image's files."""
+        with _connected(self.url) as client:
+            return int(_inspect(client, image.ref)["Size"])
+
+    def layer_folders(self, image: LockedImage) -> list[str]:
+        """Return where the files of an image's layers are, the lowest first, relative to the data root."""
+        with _connected(self.url) as client:
+            data = _inspect(client, image.ref)["GraphDriver"]["Data"]
+        folders = [data["UpperDir"], *(data["LowerDir"].split(":") if data.get("LowerDir") else ())]
+        return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(folders)]
+
+    def save(
+        self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]
+    ) -> tuple[int, str]:
+        """Write what ``docker image save -o`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
+        digest, size = hashlib.sha256(), 0
+        try:
+            with _connected(self.url) as client, target.open("xb") as sink:
+                response = client.get(
+                    f"{client.base_url}/v{client.api_version}/images/get",
+                    params={"names": [image.ref for image in images]},
+                    stream=True,
+                    timeout=None,
+                )
+                with response:
+                    if response.status_code != 200:
+                        raise PullError(_explanation(response.status_code, response.content))
+                    for chunk in response.iter_content(_BLOCK):
+                        sink.write(chunk)
+                        digest.update(chunk)
+                        size += len(chunk)
+                        told(size)
+        except (APIError, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            raise PullError(f"the images can't be saved: {error}") from error
+        return size, digest.hexdigest()
+
+
+def _inspect(client: docker.APIClient, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = client.inspect_image(name)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _blocks(response: http.client.HTTPResponse) -> Iterator[Any]:
+    while block := response.read1(_BLOCK):
+        yield block
+
+
+def _explanation(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"dockerd says {status} {body[:200].decode(errors='replace')}"
+
+
+def strip(data_root: Path) -> None:
+    """Leave of a stopped daemon's data root what belongs to its images."""
+    for path in data_root.iterdir():
+        if path.name not in _KEPT:
+            remove_tree(path) if path.is_dir() else path.unlink()
+    for name in ("mounts", "tmp"):
+        remove_tree(data_root / "image/overlay2/layerdb" / name)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Give a new bake the data root of an earlier one. Files are shared: a layer's are never changed in place."""
+    process.run(["cp", "-al", "--", f"{source}/.", target])
+    # The one file that is rewritten; Docker replaces it by rename, but that is not ours to promise.
+    names = target / "image/overlay2/repositories.json"
+    if names.exists():
+        data = names.read_bytes()
+        names.unlink()
+        names.write_bytes(data)
+        names.chmod(0o600)

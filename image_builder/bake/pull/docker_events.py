@@ -1,0 +1,106 @@
+"""Docker's pull stream: what `POST /images/create` tells, as the SDK's ``api.pull(stream=True, decode=True)``
+yields it.
+
+Per layer Docker tells "Pulling fs layer", "Waiting", "Downloading", "Verifying Checksum", "Download complete",
+"Extracting" and "Pull complete"; or "Already exists"; or "Retrying in N seconds" in between. "Pulling fs layer"
+and "Waiting" are both ``waiting``: Docker announces all layers at once, "Waiting" is told only of those that are
+above ``max-concurrent-downloads``, and nothing at all when one leaves the queue until its first bytes came. So
+a registry that takes the request for a layer and never sends a byte of it can't be told from the queue here.
+
+Numbers are those of ``progressDetail``; version 29 has no ``progress`` any more. Its containerd image store
+counts the seconds of an extraction there (``units`` is ``s``), which would be progress for ever: they are left
+out, and such an extraction has a beginning and an end only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from image_builder.bake.pull.model import Phase, Seen
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The manifest's digest, ``sha256:…``. It comes near the end of a pull that went well."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last line of a pull that went well: ``Downloaded newer image for …``, ``Image is up to date for …``."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last line of a pull that failed. ``code`` is like an HTTP status, None where Docker gives none."""
+
+    message: str
+    code: int | None = None
+
+
+Ended = Digest | Finished | Failed
+
+_LAYER = re.compile(r"[0-9a-f]{12}")
+_PHASES: Mapping[str, Phase] = {
+    "Pulling fs layer": "waiting",
+    "Waiting": "waiting",
+    "Downloading": "downloading",
+    "Pulling layer fs": "downloading",  # the containerd image store, where it pulls by containerd's transfer service
+    "Verifying Checksum": "downloaded",
+    "Download complete": "downloaded",
+    "Extracting": "extracting",
+    "Pull complete": "done",
+    "Already exists": "done",
+}
+
+
+def parse(message: Mapping[str, object], at: float) -> Seen | Ended | None:
+    """Return what a message of the stream says, ``at`` being when it came (seconds of a monotonic clock).
+
+    A status that isn't known, "Pulling from …" among them, is of the image as a whole, ``waiting``, with
+    its words as the text: it is shown to people and counts neither as progress nor as a queue. A message
+    with neither status nor error says nothing (None).
+    """
+    if failed := _failed(message):
+        return failed
+    status, named = message.get("status"), message.get("id")
+    if not isinstance(status, str) or not status:
+        return None
+    if status.startswith("Digest: "):
+        return Digest(status.removeprefix("Digest: ").strip())
+    if status.startswith("Status: "):
+        return Finished(status.removeprefix("Status: ").strip())
+    phase = "retrying" if status.startswith("Retrying in ") else _PHASES.get(status)
+    if phase is None:
+        # The id of "Pulling from" is the tag, which may well look like a layer's.
+        whole = not isinstance(named, str) or not named or status.startswith("Pulling from ")
+        return Seen(at, "", "waiting", text=status if whole else f"{named}: {status}")
+    layer = named if isinstance(named, str) and _LAYER.fullmatch(named) else ""
+    current, total = _numbers(message.get("progressDetail"))
+    return Seen(at, layer, phase, current, total, status)
+
+
+def _failed(message: Mapping[str, object]) -> Failed | None:
+    """Return the error that a message tells. Every version has ``errorDetail``, the older ones ``error`` too."""
+    detail, error = message.get("errorDetail"), message.get("error")
+    if not detail and not error:
+        return None
+    said, code = (detail.get("message"), detail.get("code")) if isinstance(detail, Mapping) else (None, None)
+    text = said or error or "Docker told of an error without a word about it"
+    return Failed(str(text), code if isinstance(code, int) else None)
+
+
+def _numbers(detail: object) -> tuple[int, int | None]:
+    """Return the bytes done and in all (None: not known) of a ``progressDetail``; what isn't bytes is left out."""
+    if not isinstance(detail, Mapping) or detail.get("units") not in (None, "", "bytes"):
+        return 0, None
+    current, total = detail.get("current"), detail.get("total")
+    return (
+        max(0, current) if isinstance(current, int) else 0,
+        total if isinstance(total, int) and total > 0 else None,
+    )

@@ -1,0 +1,29 @@
+"""What an engine in the sandbox needs to know of the network outside: proxies, authorities."""
+
+from __future__ import annotations
+
+import os
+
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.system.environment import environment
+from image_builder.system.sandbox import Root
+from image_builder.system.web import trusted_authorities
+
+_BUNDLE = "run/image-builder/authorities.pem"
+
+
+def variables(root: Root, endpoints: Endpoints) -> dict[str, str]:
+    """Hand the host's authorities to the sandbox, on its tmpfs; return the variables of a program that asks outside.
+
+    The proxies' addresses are not among them, since they may hold a password: ``Root.argv(…, proxies=True)``.
+    """
+    found = {}
+    if bundle := trusted_authorities():
+        path = root.path / _BUNDLE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bundle)
+        found["SSL_CERT_FILE"] = os.fspath("/" + _BUNDLE)
+    direct = [environment().get("no_proxy", ""), *endpoints]
+    if excepted := ",".join(filter(None, direct)):
+        found["no_proxy"] = excepted
+    return found

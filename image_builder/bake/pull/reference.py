@@ -1,0 +1,60 @@
+"""References of container images: ``registry.example:5000/name:tag``, fully qualified, never a short name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from image_builder.bake.lock.model import LockedImage
+
+_DOCKER_HUB = ("docker.io", "index.docker.io")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``registry`` is the host (and port) that the reference names, ``name`` the repository's path in it."""
+
+    registry: str
+    name: str
+    tag: str
+
+    @property
+    def repository(self) -> str:
+        """Return the reference without its tag."""
+        return f"{self.registry}/{self.name}"
+
+    def at(self, digest: str) -> str:
+        """Return the same repository by ``digest`` (``sha256:…``)."""
+        return f"{self.repository}@{digest}"
+
+    @property
+    def api_host(self) -> str:
+        """Return the host that serves the registry's API: Docker Hub's is another one than its name says."""
+        return "registry-1.docker.io" if self.registry in _DOCKER_HUB else self.registry
+
+    @property
+    def api_name(self) -> str:
+        """Return the repository's path in the API: Docker Hub's short names lie below ``library/``."""
+        hub = self.registry in _DOCKER_HUB and "/" not in self.name
+        return f"library/{self.name}" if hub else self.name
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.tag}"
+
+
+def parse(text: str) -> Reference:
+    """Split a reference that the definition's model has checked already."""
+    path, _, tag = text.rpartition(":")
+    registry, _, name = path.partition("/")
+    return Reference(registry, name, tag)
+
+
+def familiar(name: str) -> str:
+    """Return a name as Docker lists it: of what is Docker Hub's, neither the registry nor ``library/`` is said."""
+    registry, _, rest = name.partition("/")
+    return rest.removeprefix("library/") if registry in _DOCKER_HUB else name
+
+
+def names_of(images: Iterable[LockedImage]) -> set[str]:
+    """Return what images are called: by tag and by digest."""
+    return {name for i in images for name in (i.ref, parse(i.ref).at(i.digest))}

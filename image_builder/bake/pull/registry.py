@@ -1,0 +1,368 @@
+"""Ask a registry what a tag means: the one place that turns tags into digests, for the lock alone.
+
+A small client of the OCI distribution API. What is pulled later is pulled by a container runtime, by digest; one that
+can't renew a token does so through this client (``gateway.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import urllib3
+
+from image_builder.bake.lock.model import LockedImage, LockedLayer
+from image_builder.bake.pull.credentials import Credentials, credentials_for
+from image_builder.bake.pull.mirrors import Mirror, Mirrors
+from image_builder.bake.pull.reference import Reference, parse
+from image_builder.errors import PullError
+from image_builder.system.web import pool
+
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+_MANIFESTS = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+_TIMEOUT = urllib3.Timeout(connect=20, read=30)
+# For who only wants to know how long to wait: a build that is to end waits for the answer.
+_SHORT = urllib3.Timeout(connect=2, read=2)
+# A layer on which nothing comes for so long is asked for again, from where it broke off.
+STREAM = urllib3.Timeout(connect=20, read=60)
+# Retry-After is honoured, up to the longest wait that makes sense before anything was started.
+_RETRIES = urllib3.Retry(
+    total=5,
+    other=0,  # a certificate that is refused once is refused again
+    backoff_factor=0.5,
+    backoff_jitter=0.5,
+    status_forcelist=(429, 500, 502, 503, 504),
+    allowed_methods=("GET", "HEAD"),
+    raise_on_status=False,
+    retry_after_max=120,
+)
+_SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
+_NO_LIMIT = 10**9
+_LARGEST_DOCUMENT = 8 << 20
+_READS = 3
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the registry called ``host`` is really reached: the lab's has no name in any DNS."""
+
+    host: str
+    address: str
+    port: int
+    ca: Path
+
+
+Endpoints = Mapping[str, Endpoint]
+
+
+def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | None = None) -> LockedImage:
+    """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
+
+    Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
+    """
+    image = parse(ref)
+    failures = []
+    for mirror in (mirrors or {}).get(image.registry, ()):
+        try:
+            with RegistryClient(image, endpoints, mirror, retries=False) as client:
+                return _locate(ref, platform, client)
+        except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
+            authority = (
+                f" (its `ca`, {mirror.ca}, is a file of the image: not read here)" if mirror.ca else ""
+            )
+            failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
+    try:
+        with RegistryClient(image, endpoints) as client:
+            return _locate(ref, platform, client)
+    except PullError as error:
+        raise PullError(f"{error.message}{''.join(failures)}", hint=error.hint) from error
+
+
+def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
+    image = client.image
+    try:
+        top, digest = client.manifest(image.tag)
+        manifest, of_platform = top, digest
+        if top.get("mediaType") in _INDEXES or "manifests" in top:
+            of_platform = _choose(ref, top, platform)
+            manifest, _ = client.manifest(of_platform)
+        if "layers" not in manifest or "config" not in manifest:
+            raise PullError(
+                f"{ref}: {manifest.get('mediaType', 'its manifest')} is of a kind no longer in use"
+            )
+        config_digest = str(manifest["config"]["digest"])
+        config = client.blob(config_digest)
+    except urllib3.exceptions.HTTPError as error:
+        raise PullError(f"{ref}: {client.unreachable(error)}") from error
+    found = f"{config.get('os')}/{config.get('architecture')}"
+    if platform.split("/")[:2] != found.split("/"):
+        raise PullError(f"{ref}: is for {found}, not for {platform}", hint="choose a tag for this platform")
+    if not manifest["layers"]:
+        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
+    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
+    if len(diff_ids) != len(manifest["layers"]):
+        raise PullError(
+            f"{ref}: its configuration names {len(diff_ids)} layers, its manifest {len(manifest['layers'])}"
+        )
+    layers = [
+        LockedLayer(digest=str(layer["digest"]), size=int(layer["size"]), diff_id=str(diff_id))
+        for layer, diff_id in zip(manifest["layers"], diff_ids, strict=True)
+    ]
+    return LockedImage(
+        ref=ref, platform=platform, digest=digest, manifest=of_platform, config=config_digest, layers=layers
+    )
+
+
+def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
+    """Ask the registry how long it wants to be left alone: seconds, 0 when it answers.
+
+    Runtimes hand on that it said 429, but not for how long.
+    """
+    image = parse(ref)
+    try:
+        with RegistryClient(image, endpoints, retries=False, timeout=_SHORT) as client:
+            # It logs in: a registry that doesn't know us says 401, however often it was asked.
+            answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
+            answer.close()
+    except (urllib3.exceptions.HTTPError, PullError):
+        return 0.0
+    if answer.status != 429:
+        return 0.0
+    seconds: float | None = urllib3.Retry(retry_after_max=_NO_LIMIT).get_retry_after(answer)
+    return float(seconds or 0.0)
+
+
+def _choose(ref: str, index: Mapping[str, Any], platform: str) -> str:
+    """Return the digest of the manifest for ``platform``: that which the runtimes take, whatever the order."""
+    offered: dict[str, str] = {}
+    for entry in index.get("manifests", []):
+        of = entry.get("platform", {})
+        name = "/".join(p for p in (of.get("os"), of.get("architecture"), of.get("variant")) if p)
+        if "unknown" not in name:
+            offered.setdefault(name, str(entry["digest"]))
+    # A processor's plain name and that of its oldest variant mean the same (containerd's platforms.Normalize).
+    for name in (platform, *(same for pair in _SAME for same in pair if platform in pair)):
+        if name in offered:
+            return offered[name]
+    raise PullError(f"{ref}: none for {platform}; the registry has {', '.join(sorted(offered)) or 'none'}")
+
+
+def _reason(error: urllib3.exceptions.HTTPError) -> str:
+    return str(getattr(error, "reason", None) or error)
+
+
+class RegistryClient:
+    """The API of one repository, at its registry or at a mirror of it, with connections. Threads may share it."""
+
+    def __init__(
+        self,
+        image: Reference,
+        endpoints: Endpoints,
+        mirror: Mirror | None = None,
+        *,
+        retries: bool = True,
+        timeout: urllib3.Timeout = _TIMEOUT,
+    ) -> None:
+        self.image, self.endpoints = image, endpoints
+        self.server = mirror.server if mirror else f"https://{image.api_host}"
+        self.api = mirror.api if mirror else "/v2"
+        self.registry = mirror.host if mirror else image.registry
+        self.credentials = credentials_for(self.registry)
+        self.retries: urllib3.Retry | bool = _RETRIES if retries else False
+        self.timeout = timeout
+        self._unchecked = bool(mirror and mirror.skip_verify)
+        self._authorization: str | None = None
+        self._challenge = ""
+        self._lock = threading.Lock()
+        self._pools: dict[str, tuple[urllib3.PoolManager, str, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for connections, _, _ in self._pools.values():
+            connections.clear()
+
+    def path(self, what: str) -> str:
+        """Return the path of a manifest or a blob."""
+        return f"{self.api}/{self.image.api_name}/{what}"
+
+    def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
+        """Return an error of the connection in words."""
+        return f"{self.registry} can't be reached: {_reason(error)}"
+
+    def local(self, location: str) -> str:
+        """Return where a redirect leads: within this registry as a path, elsewhere as it is."""
+        parts = urllib.parse.urlsplit(location)
+        if parts.netloc == urllib.parse.urlsplit(self.server).netloc:
+            return urllib.parse.urlunsplit(parts._replace(scheme="", netloc=""))
+        return location
+
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], **options: Any
+    ) -> urllib3.BaseHTTPResponse:
+        """Ask any server: one that no DNS knows where it is, another through the proxy."""
+        parts = urllib.parse.urlsplit(url)
+        site = f"{parts.scheme}://{parts.netloc}"
+        if site not in self._pools:
+            self._pools[site] = self._pool(site, parts.netloc)
+        connections, base, host = self._pools[site]
+        options = {"retries": self.retries, "timeout": self.timeout, **options}
+        sent = {**headers, "Host": host} if base != site else headers
+        return connections.request(method, f"{base}{url.removeprefix(site)}", headers=sent, **options)
+
+    def _pool(self, site: str, host: str) -> tuple[urllib3.PoolManager, str, str]:
+        """Return connections to a server, under which address, and what it calls itself."""
+        endpoint = self.endpoints.get(host)
+        if endpoint is None:
+            return pool(site, **({"cert_reqs": "CERT_NONE"} if self._unchecked else {})), site, host
+        connections = urllib3.PoolManager(
+            ca_certs=str(endpoint.ca), server_hostname=endpoint.host, assert_hostname=endpoint.host
+        )
+        return connections, f"https://{endpoint.address}:{endpoint.port}", host
+
+    def manifest(self, what: str) -> tuple[dict[str, Any], str]:
+        """Return a manifest by tag or digest, and its digest; raises PullError."""
+        data = self._get(f"manifests/{what}")
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if what.startswith("sha256:") and digest != what:
+            raise PullError(f"{self.image}: the registry gave {digest} for {what}")
+        return self._json(data), digest
+
+    def blob(self, digest: str) -> dict[str, Any]:
+        """Return a small blob that is JSON; raises PullError."""
+        data = self._get(f"blobs/{digest}")
+        if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
+            raise PullError(f"{self.image}: the registry gave other bytes than those of {digest}")
+        return self._json(data)
+
+    def _json(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise PullError(f"{self.image}: {self.image.registry} did not answer with JSON")
+        return found
+
+    def _get(self, what: str) -> bytes:
+        headers = {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
+        left = _READS if self.retries else 1
+        while True:
+            left -= 1
+            with closing(self.stream("GET", self.path(what), headers, redirect=True)) as answer:
+                try:
+                    data = answer.read(_LARGEST_DOCUMENT + 1)
+                except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
+                    if not left:
+                        raise
+                    time.sleep(1)
+                    continue
+                if len(data) > _LARGEST_DOCUMENT:
+                    raise PullError(f"{self.image}: {what} is too large to be what it should be")
+                if answer.status != 200:
+                    words = self.refusal(answer, data)
+                    raise PullError(f"{self.image}: {words}", hint=_HINTS.get(answer.status))
+                return data
+
+    def stream(
+        self, method: str, path: str, headers: Mapping[str, str], *, redirect: bool = False
+    ) -> urllib3.BaseHTTPResponse:
+        """Ask the registry and return its answer unread, which the caller closes. A token that ran out is renewed.
+
+        Raises PullError when the registry's own credentials are refused, and urllib3's HTTPError.
+        """
+
+        def ask() -> urllib3.BaseHTTPResponse:
+            sent = {**headers, "Authorization": used} if used else headers
+            url = f"{self.server}{path}"
+            return self._send(method, url, sent, redirect=redirect, preload_content=False)
+
+        used = self._authorization
+        answer = ask()
+        if answer.status in (401, 403):
+            try:
+                renewed = self._renew(answer.headers.get("WWW-Authenticate", ""), used)
+            except BaseException:
+                answer.close()
+                raise
+            if renewed:
+                answer.drain_conn()
+                used = self._authorization
+                answer = ask()
+        return answer
+
+    def _renew(self, challenge: str, used: str | None) -> bool:
+        """Log in, unless another thread just did; return whether there is something new to ask with."""
+        with self._lock:
+            if self._authorization == used:
+                self._challenge = challenge or self._challenge
+                self._log_in(self._challenge)
+            return self._authorization != used
+
+    def refusal(self, answer: urllib3.BaseHTTPResponse, body: bytes) -> str:
+        """Return in words what an answer says that isn't what was asked for."""
+        try:
+            error = json.loads(body)["errors"][0]
+            words = str(error.get("message") or error.get("code"))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            words = answer.reason or ""
+        return f"{self.registry} says {answer.status} {words}".rstrip()
+
+    def _log_in(self, challenge: str) -> None:
+        """Get what the registry asks for: the password itself, or a token for it."""
+        kind = challenge.partition(" ")[0].lower()
+        asked = dict(_CHALLENGE.findall(challenge))
+        if kind == "basic" and self.credentials:
+            self._authorization = _basic(self.credentials)
+            return
+        if kind != "bearer" or not asked.get("realm", "").startswith("https://"):
+            return
+        answer = self._ask_for_token(asked["realm"], asked.get("service", ""))
+        if answer.status != 200:
+            raise PullError(f"{self.image}: {asked['realm']} says {answer.status}: not let in")
+        token = self._json(answer.data)
+        self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
+
+    def _ask_for_token(self, realm: str, service: str) -> urllib3.BaseHTTPResponse:
+        """Ask for a token to pull with, as whoever we are.
+
+        An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
+        OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").
+        """
+        fields = {"service": service, "scope": f"repository:{self.image.api_name}:pull"}
+        if self.credentials and self.credentials.token:
+            fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}
+            fields["refresh_token"] = self.credentials.token
+            return self._send("POST", realm, {}, fields=fields, encode_multipart=False, redirect=False)
+        headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
+        return self._send("GET", f"{realm}?{urllib.parse.urlencode(fields)}", headers)
+
+
+_HINTS = {
+    401: "credentials come from IMAGE_BUILDER_REGISTRY_AUTH or the Docker client's configuration",
+    403: "credentials come from IMAGE_BUILDER_REGISTRY_AUTH or the Docker client's configuration",
+    404: "is the tag right, and is it public, or are there credentials for it?",
+}
+
+
+def _basic(credentials: Credentials) -> str:
+    pair = f"{credentials.username}:{credentials.password}".encode()
+    return f"Basic {base64.b64encode(pair).decode('ascii')}"

@@ -1,0 +1,61 @@
+"""What a stage gets to work with. Each module beside this one is one kind of stage with a ``run``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.canonical import JSON
+from image_builder.events import Monitor
+from image_builder.settings import Settings
+from image_builder.system.sandbox import Root
+
+if TYPE_CHECKING:
+    from image_builder.definition import ImageDefinition
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """A stage's whole world while it runs.
+
+    ``work`` is scratch on the store's filesystem and is deleted afterwards; ``product`` is the directory to
+    fill, committed by rename. ``lowers`` are the trees of the stages below, topmost first, ``ground`` those of the
+    trees that it only works in (see ``StagePlan``). ``inputs`` maps
+    an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
+    locked packages that this stage may install, ``archives`` a directory of locked files by SHA-256 and
+    ``inputs["sources"]`` one of source files by name. ``shell``, when set, gives the terminal a shell in a root
+    in which something failed. ``endpoints`` tells where registries are reached that no DNS knows, ``mirrors`` who else
+    has their images, ``previous`` is the product of the last finished stage of this kind that it may take over
+    from, and ``stop`` is set when the build is to end.
+    """
+
+    plan: StagePlan
+    definition: ImageDefinition
+    work: Path
+    product: Path
+    lowers: tuple[Path, ...]
+    ground: tuple[Path, ...]
+    inputs: Mapping[str, Path]
+    repo: Path | None
+    archives: Path | None
+    monitor: Monitor
+    log: Path
+    settings: Settings
+    shell: Callable[[Root], None] | None = None
+    endpoints: Endpoints = field(default_factory=dict)
+    mirrors: Mirrors = field(default_factory=dict)
+    previous: Path | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def doing(self, what: str) -> None:
+        """Tell in a few words what happens now."""
+        self.monitor.stage_doing(self.plan.name, what)
+
+
+Stage = Callable[[StageContext], Mapping[str, JSON]]

@@ -1,0 +1,1 @@
+"""The stage ``control_plane_build``."""

@@ -1,0 +1,201 @@
+"""Build kubelet (with dockershim, when its version has one) from Debian's ``kubernetes`` source package.
+
+The source is fetched by the lock; nothing here needs the network. It is compiled in a root of the release
+that the source package belongs to, by that release's Go: 1.20 needs a Go that still knows GOPATH mode and the
+old standard library, and Go 1.19 (Debian 12) is the newest one that was tried.
+
+Product: one static, stripped program for each entry of the option ``programs``, ``VERSION`` (``1.20.2``) and
+``copyright`` (Debian's). The same source, Go and options give the same bytes on any host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake.stages import StageContext
+from image_builder.canonical import JSON
+from image_builder.errors import FetchError, LockError
+from image_builder.system.sandbox import Root, open_root
+
+# What the build root holds beside mmdebstrap's `apt` variant. golang-go would bring gcc, which a build
+# without cgo never calls.
+BUILD_PACKAGES = ("ca-certificates", "dpkg-dev", "golang-1.19-go")
+SOURCE_PACKAGE = "kubernetes"
+DEFAULT_VERSION = "1.20.2"
+DEFAULT_PROGRAMS = ("kubelet",)
+
+_GO = "/usr/lib/go-1.19/bin/go"
+_BUILD = "/run/image-builder/build"
+_SOURCES = "/run/image-builder/sources"
+_IMPORT = "k8s.io/kubernetes"
+# Both copies of the version variables are linked in: the one a program prints, and the client library's.
+_VERSION_PACKAGES = (
+    f"{_IMPORT}/vendor/k8s.io/component-base/version",
+    f"{_IMPORT}/vendor/k8s.io/client-go/pkg/version",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the source package, by the name that the .dsc gives it."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    version: str
+    programs: tuple[str, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def dsc(self) -> str:
+        return next(s.name for s in self.sources if s.name.endswith(".dsc"))
+
+
+def parse_options(options: Mapping[str, Any]) -> BuildOptions:
+    """Return the stage's options; raises LockError when the lock doesn't describe a source package."""
+    sources = tuple(Source(str(s["name"]), str(s["sha256"])) for s in options.get("sources", ()))
+    names = [s.name for s in sources]
+    if sum(name.endswith(".dsc") for name in names) != 1 or any("/" in name for name in names):
+        raise LockError(
+            f"{SOURCE_PACKAGE}: one .dsc and its files are needed, got {', '.join(names) or 'none'}"
+        )
+    programs = tuple(options.get("programs") or DEFAULT_PROGRAMS)
+    return BuildOptions(str(options.get("version") or DEFAULT_VERSION), programs, sources)
+
+
+def linker_flags(version: str, source_version: str, epoch: int) -> str:
+    """Return Go's ``-ldflags``: no symbols, no build id, and what ``--version`` tells.
+
+    ``epoch`` (seconds, the date of the package's changelog) stands for the time of the build.
+    """
+    major, minor, _ = version.split(".", 2)
+    date = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    values = {
+        "gitVersion": f"v{version}",
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitCommit": f"debian/{source_version}",
+        "gitTreeState": "archive",
+        "buildDate": date,
+    }
+    defines = [
+        f"-X={package}.{key}={value}" for package in _VERSION_PACKAGES for key, value in values.items()
+    ]
+    return " ".join(["-s", "-w", "-buildid=", *defines])
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Build the programs. Raises LockError, FetchError (a source file's hash), CommandError (the compiler)."""
+    options = parse_options(ctx.plan.options)
+    sources, build = ctx.work / "sources", ctx.work / "build"
+    for directory in (sources, build):
+        directory.mkdir()
+    ctx.doing("checking the source package")
+    collect_sources(options.sources, [ctx.inputs["sources"]], sources)
+    with open_root(
+        [ctx.inputs["build_root"] / "tree"],
+        ctx.work / "root",
+        binds={_SOURCES: sources},
+        writable_binds={_BUILD: build},
+        env=_go_environment(),
+    ) as root:
+        ctx.doing("unpacking and patching the source")
+        tree = f"{_BUILD}/gopath/src/{_IMPORT}"
+        (build / "gopath/src/k8s.io").mkdir(parents=True)
+        (build / "tmp").mkdir()
+        root.run(["dpkg-source", "-x", f"{_SOURCES}/{options.dsc}", tree], log=ctx.log)
+        source_version, epoch = _read_changelog(root, tree)
+        if options.version not in source_version:
+            raise LockError(f"{options.dsc} is version {source_version}, not {options.version}")
+        flags = linker_flags(options.version, source_version, epoch)
+        for program in options.programs:
+            _compile(ctx, root, program, flags)
+            _check_version(root, program, options.version)
+            shutil.move(os.fspath(build / program), ctx.product / program)
+        go_version = root.run([_GO, "env", "GOVERSION"]).stdout.strip()
+        shutil.copyfile(build / f"gopath/src/{_IMPORT}/debian/copyright", ctx.product / "copyright")
+    (ctx.product / "VERSION").write_text(f"{options.version}\n", encoding="ascii")
+    return {
+        "version": options.version,
+        "source_version": source_version,
+        "go": go_version,
+        "programs": {name: _sha256(ctx.product / name) for name in options.programs},
+    }
+
+
+def _go_environment() -> dict[str, str]:
+    return {
+        "GOPATH": f"{_BUILD}/gopath",
+        "GO111MODULE": "off",
+        "GOCACHE": f"{_BUILD}/cache",
+        "GOTMPDIR": f"{_BUILD}/tmp",
+        "GOFLAGS": "",
+        "CGO_ENABLED": "0",
+        "GOOS": "linux",
+        "GOARCH": "amd64",
+        "GOAMD64": "v1",
+    }
+
+
+def collect_sources(sources: Sequence[Source], places: Sequence[Path], target: Path) -> None:
+    """Copy every source file, by its name, out of the first of ``places`` that has it.
+
+    Raises FetchError for a file that isn't there or has other bytes than the lock says.
+    """
+    for source in sources:
+        found = next((place / source.name for place in places if (place / source.name).is_file()), None)
+        if found is None:
+            raise FetchError(f"{SOURCE_PACKAGE}: {source.name} was not fetched")
+        shutil.copyfile(found, target / source.name)
+        if (actual := _sha256(target / source.name)) != source.sha256:
+            raise FetchError(f"{source.name}: sha256 is {actual}, the lock says {source.sha256}")
+
+
+def _read_changelog(root: Root, tree: str) -> tuple[str, int]:
+    """Return the source package's version and its date (seconds since 1970)."""
+    argv = ["dpkg-parsechangelog", "-l", f"{tree}/debian/changelog"]
+    version = root.run([*argv, "-S", "Version"]).stdout.strip()
+    return version, int(root.run([*argv, "-S", "Timestamp"]).stdout)
+
+
+def _compile(ctx: StageContext, root: Root, program: str, flags: str) -> None:
+    package = f"{_IMPORT}/cmd/{program}"
+    ctx.doing(f"listing the packages of {program}")
+    total = len(root.run([_GO, "list", "-deps", package]).stdout.split())
+    done = 0
+
+    def show(line: str) -> None:
+        nonlocal done
+        if line and not line.startswith(("#", "+")) and " " not in line:
+            done += 1
+            ctx.doing(f"compiling {line.removeprefix(f'{_IMPORT}/').removeprefix('vendor/')}")
+            ctx.monitor.stage_progress(ctx.plan.name, min(done, total), total, "packages")
+
+    build = ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags]
+    root.run([_GO, *build, "-o", f"{_BUILD}/{program}", package], log=ctx.log, on_line=show)
+
+
+def _check_version(root: Root, program: str, version: str) -> None:
+    """Run what was built; raises CommandError when it can't tell its version, LockError when that is another."""
+    arguments = ["version", "-o", "short"] if program == "kubeadm" else ["--version"]
+    said = root.run([f"{_BUILD}/{program}", *arguments]).stdout.split()
+    if not said or said[-1] != f"v{version}":
+        raise LockError(f"the {program} that was built calls itself {' '.join(said)!r}, not v{version}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,103 @@
+"""A layer: one playbook's changes on top of the stages below."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from image_builder.bake import ansible
+from image_builder.bake.lock import repository
+from image_builder.bake.stages import StageContext
+from image_builder.canonical import JSON
+from image_builder.errors import CommandError
+from image_builder.system.sandbox import Root, open_root
+
+ARCHIVES = "/run/image-builder/archives"
+INPUTS = "/run/image-builder/inputs"
+# Packages start their daemons through invoke-rc.d, which asks this program first; 101 means "not allowed".
+_POLICY = Path("usr/sbin/policy-rc.d")
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Run the layer's playbook in the sandbox; ``product/tree`` gets what it changed."""
+    tree = ctx.product / "tree"
+    tree.mkdir()
+    binds = {f"{INPUTS}/{name}": path for name, path in ctx.inputs.items()}
+    if ctx.repo:
+        binds[repository.MOUNT_POINT] = ctx.repo
+    if ctx.archives:
+        binds[ARCHIVES] = ctx.archives
+    with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
+        if ctx.repo:
+            _offer_packages(root, ctx)
+        result = play(ctx, root, ctx.settings.repo_root / str(ctx.plan.options["playbook"]))
+    return {"tasks_ok": result.ok, "tasks_changed": result.changed}
+
+
+def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
+    """Run a playbook in an open sandbox with the variables that every play of a bake gets."""
+    try:
+        return _play(ctx, root, playbook)
+    except CommandError:
+        if ctx.shell:
+            ctx.shell(root)
+        raise
+
+
+def _play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
+    epoch = ctx.plan.options["source_date_epoch"]
+    return ansible.play(
+        playbook,
+        ctx.definition.name,
+        inventories=ctx.definition.inventory_paths,
+        root=root.path,
+        environment_in_root={
+            **root.environment,
+            "APT_CONFIG": repository.APT_CONFIG_PATH,
+            "SOURCE_DATE_EPOCH": str(epoch),
+        },
+        variables={
+            **ctx.definition.play_variables,
+            "node_is_booted": False,
+            "node_archive_dir": ARCHIVES,
+            "node_input_dir": INPUTS,
+        },
+        work=ctx.work,
+        log=ctx.log,
+        roles=ctx.settings.repo_root / "roles",
+        doing=ctx.doing,
+        vault_password_file=ctx.settings.vault_password_file,
+        python=ctx.settings.python,
+    )
+
+
+def _offer_packages(root: Root, ctx: StageContext) -> None:
+    """Configure apt (by APT_CONFIG, outside the tree) for the locked packages and read their index."""
+    ctx.doing("reading the package index")
+    folder = root.path / Path(repository.APT_CONFIG_PATH).parent.relative_to("/")
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True)
+    (folder / "apt.conf").write_text(repository.APT_CONFIG, encoding="utf-8")
+    (folder / "sources.list").write_text(repository.SOURCES_LINE + "\n", encoding="utf-8")
+    root.run(
+        ["apt-get", "update", "-q", "--error-on=any"],
+        env={"APT_CONFIG": repository.APT_CONFIG_PATH},
+        log=ctx.log,
+    )
+
+
+@contextmanager
+def _no_services(root: Path) -> Iterator[None]:
+    """Keep packages from starting daemons while they are installed; leaves no trace in the tree."""
+    policy = root / _POLICY
+    if os.path.lexists(policy):
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink()

@@ -1,0 +1,200 @@
+"""Preload: pull container images with the image's own engine, and pack them for the nodes.
+
+The engine is the one of the layer ``container_runtime``, run in that layer's tree with a configuration of the bake's
+(``pull/docker_engine.py``, ``pull/containerd_engine.py``). What an earlier bake pulled with the same packages
+is taken over, so that one more image in the list means one more pull.
+
+Product: ``tree/opt/preloaded_docker_images.tar`` and ``.json``, which go into the image; ``state``, the engine's
+data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``images.json``, the
+engine and what is known of each image; ``pulls.json``, how each pull went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import containerd_engine, docker_engine, retry
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.puller import Puller, Wanted
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.stages import StageContext
+from image_builder.canonical import JSON
+from image_builder.errors import PullError
+from image_builder.node import layout
+from image_builder.system.sandbox import Root, open_root
+
+ARCHIVE = os.fspath(layout.ARCHIVE.relative_to("/"))
+LIST = os.fspath(layout.LIST.relative_to("/"))
+LAYERS = "layers.json"
+IMAGES = "images.json"
+FORMAT = 1
+_OUT = "/run/image-builder/out"
+_ENGINES = {"docker": docker_engine, "containerd": containerd_engine}
+# Layers that the engine downloads at once; images are limited by image_pull.parallel.
+_DOWNLOADS = 10
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
+    options: Mapping[str, Any] = ctx.plan.options
+    module = _ENGINES[options["engine"]]
+    images = locked_images(options["images"])
+    pins = {i["ref"]: bool(i["pin"]) for i in options["images"]}
+    state, opt = ctx.product / "state", ctx.product / "tree" / "opt"
+    state.mkdir()
+    opt.mkdir(parents=True)
+    if ctx.previous:
+        ctx.doing("taking over what was pulled before")
+        module.copy(ctx.previous / "state", state)
+    with open_root(
+        ctx.ground,
+        ctx.work / "root",
+        writable_binds={module.DATA_ROOT: state, _OUT: opt},
+        network=True,
+    ) as root:
+        write_names(root.path, ctx.endpoints)
+        downloads = max(_DOWNLOADS, ctx.definition.pull.parallel)
+        with module.running(
+            root, downloads=downloads, endpoints=ctx.endpoints, mirrors=ctx.mirrors, log=ctx.log
+        ) as engine:
+            engine.keep_only(images)
+            failed = _pull(ctx, engine, images)
+            here = [image for image in images if image.ref not in failed]
+            for image in here:
+                engine.mark(image, pin=pins[image.ref])
+            listed = [_entry(engine, image, pins[image.ref]) for image in here]
+            _write_layers(ctx, engine, here)
+            archive = _save(ctx, engine, here, sum(int(str(entry["bytes"])) for entry in listed))
+            binary = _binary(root, engine.binary)
+            version = engine.version()
+    module.strip(state)
+    facts: dict[str, JSON] = {"name": engine.name, "version": version, **binary}
+    known = {"engine": facts, "images": listed}
+    (ctx.product / IMAGES).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    if archive:
+        document = {"format": FORMAT, "engine": options["engine"], "archive": archive, "images": listed}
+        target = ctx.product / "tree" / LIST
+        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        target.chmod(0o644)
+    return {
+        "engine": facts,
+        "images": [str(entry["ref"]) for entry in listed],
+        "left_out": dict(failed),
+        "archive_bytes": archive.get("bytes", 0),
+        # The store need not hash the archive a second time.
+        "files": [{"name": f"tree/{ARCHIVE}", "sha256": archive["sha256"]}] if archive else [],
+    }
+
+
+def _save(ctx: StageContext, engine: Any, images: Sequence[LockedImage], total: int) -> dict[str, JSON]:
+    """Save the images as an archive; return where nodes find it, nothing where none is wanted."""
+    if not ctx.plan.options["save"]:
+        return {}
+    ctx.doing("packing the archive")
+    size, sha256 = engine.save(
+        images,
+        ctx.product / "tree" / ARCHIVE,
+        lambda done: ctx.monitor.stage_progress(ctx.plan.name, done, max(done, total), "B"),
+    )
+    return {"path": f"/{ARCHIVE}", "bytes": size, "sha256": sha256}
+
+
+def locked_images(options: Sequence[Mapping[str, JSON]]) -> list[LockedImage]:
+    """Return the images of a stage's options as they are locked."""
+    known = LockedImage.model_fields
+    return [LockedImage.model_validate({k: v for k, v in i.items() if k in known}) for i in options]
+
+
+def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapping[str, str]:
+    """Pull what isn't there; return why each image that may be missing is. Writes pulls.json in any case."""
+    required = {i.ref: i.required for i in ctx.definition.preload}
+    missing = [image for image in images if not engine.has(image)]
+    settings = ctx.definition.pull
+    puller = Puller(
+        engine,
+        limits=Limits(
+            progress_seconds=settings.progress_seconds,
+            min_rate=float(settings.min_bytes_per_second),
+            overall_seconds=settings.overall_seconds,
+        ),
+        policy=retry.Policy(attempts=settings.attempts),
+        parallel=settings.parallel,
+        endpoints=ctx.endpoints,
+        stage=ctx.plan.name,
+        monitor=ctx.monitor,
+        stop=ctx.stop,
+    )
+    ctx.doing(f"pulling {len(missing)} of {len(images)} images")
+    present: list[Mapping[str, JSON]] = [
+        {"ref": i.ref, "digest": i.digest, "bytes": i.size, "outcome": "there already"}
+        for i in images
+        if i not in missing
+    ]
+    records: list[Mapping[str, JSON]] = []
+    pulled = None
+    try:
+        pulled = puller.pull([Wanted(image, required.get(image.ref, True)) for image in missing])
+        records = list(pulled.records)
+    except PullError as error:
+        records = list(error.records)
+        raise PullError(f"images that can't be pulled:\n  {error.message}") from error
+    finally:
+        text = json.dumps({"images": [*present, *records]}, indent=1) + "\n"
+        (ctx.product / "pulls.json").write_text(text, encoding="utf-8")
+        if not pulled:  # the product goes with the failed stage, its log stays
+            with ctx.log.open("a", encoding="utf-8") as log:
+                log.write(f"pulls.json:\n{text}")
+    for ref, why in pulled.failed.items():
+        ctx.monitor.note(f"left out, it is not required: {ref}: {why}")
+    return pulled.failed
+
+
+def _entry(engine: Any, image: LockedImage, pin: bool) -> dict[str, JSON]:
+    """Return what a node is told of an image."""
+    return {
+        "ref": image.ref,
+        "digest": image.digest,
+        "manifest": image.manifest,
+        "id": image.config,
+        "platform": image.platform,
+        "pin": pin,
+        "bytes": engine.unpacked_bytes(image),
+        "diff_ids": [layer.diff_id for layer in image.layers],
+    }
+
+
+def _write_layers(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> None:
+    """Write ``layers.json``: {path relative to the data root: diff id}."""
+    found: dict[str, str] = {}
+    for image in images:
+        folders = engine.layer_folders(image)
+        if len(folders) != len(image.layers):
+            raise PullError(f"{image.ref} has {len(image.layers)} layers, the engine shows {len(folders)}")
+        found |= zip(folders, (layer.diff_id for layer in image.layers), strict=True)
+    (ctx.product / LAYERS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def write_names(root: Path, endpoints: Endpoints) -> None:
+    """Give the sandbox the host's resolver, and the registries that no DNS knows. Nothing of it is kept."""
+    lines = ["127.0.0.1 localhost", *(f"{e.address} {e.host}" for e in endpoints.values())]
+    files = {"hosts": "\n".join(lines) + "\n", "resolv.conf": ""}
+    resolver = Path("/etc/resolv.conf")
+    if resolver.exists():
+        files["resolv.conf"] = resolver.read_text(encoding="utf-8", errors="replace")
+    for name, text in files.items():
+        path = root / "etc" / name
+        if os.path.lexists(path):
+            path.unlink()
+        path.write_text(text, encoding="utf-8")
+
+
+def _binary(root: Root, program: str) -> dict[str, JSON]:
+    """Return which program it was that pulled."""
+    with (root.path / program.lstrip("/")).open("rb") as stream:
+        return {"binary": program, "binary_sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

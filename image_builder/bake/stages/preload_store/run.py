@@ -1,0 +1,258 @@
+"""Preload store: what the engines unpacked, as one read-only filesystem that a node mounts (``node/store.py``).
+
+A layer's files lie in it once, by diff id, whichever engines and images have them. What an engine keeps beside them
+is packed as it is, with a link in place of the files; what belongs to a daemon that ran was taken away before
+(``pull/*.strip``). EROFS with lz4 and clusters of 4 KiB: every kernel since 5.4 reads it, and one page of a program
+costs one page of disk.
+
+Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree behind the filesystem, and ``store.json``, which has
+the root hash, or the file's SHA-256 where the definition does without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake import identity
+from image_builder.bake.pull import containerd_engine, docker_engine
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.preload.run import IMAGES, LAYERS, locked_images
+from image_builder.canonical import JSON
+from image_builder.errors import ImageBuilderError
+from image_builder.node import layout
+from image_builder.node.seed import records
+from image_builder.node.store import BLOCK, FORMAT
+from image_builder.system.sandbox import Root, open_root
+
+_ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
+_FOLDER = layout.STORE_FILE.parent.relative_to("/")
+_PACK, _OUT = "/run/pack", "/run/out"
+_FILE = f"{_OUT}/{layout.STORE_FILE.name}"
+# Modules of the image's kernel that the node can't do without.
+_EROFS, _VERITY = "erofs", "dm-verity"
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Pack the layers of every engine. Raises ImageBuilderError: metadata that isn't root's, or an unfit kernel."""
+    options: Mapping[str, Any] = ctx.plan.options
+    require_kernel(ctx.ground, verity=options["verity"])
+    folder = ctx.product / "tree" / _FOLDER
+    folder.mkdir(parents=True)
+    states = {name: path / "state" for name, path in ctx.inputs.items() if name in _ENGINES}
+    kept = ctx.work / "pack"
+    layers: dict[str, Path] = {}
+    archived = [image["ref"] for image in options["images"] if image["mode"] == "archive"]
+    if archived:
+        states = {name: _without(ctx, name, state, archived) for name, state in states.items()}
+    for name, state in states.items():
+        found = json.loads((ctx.inputs[name] / LAYERS).read_bytes())
+        for path, diff_id in found.items():
+            if (state / path).is_dir():
+                layers.setdefault(diff_id, state / path)
+        _metadata(state, found, kept / name)
+    require_root(kept)
+    for name in states:
+        records.pack(kept / name)
+    (kept / layout.LAYERS).mkdir()
+    for diff_id in layers:
+        (kept / layout.LAYERS / diff_id[7:]).mkdir()
+    epoch = int(options["source_date_epoch"])
+    for path in (kept, *_all(kept)):
+        if (
+            path.is_dir() or path.lstat().st_nlink == 1
+        ):  # other files are those of the state, and have its times
+            os.utime(path, (epoch, epoch), follow_symlinks=False)
+    ctx.doing(f"packing {len(layers)} layers")
+    binds = {_PACK: kept}
+    binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}
+    with open_root(
+        [ctx.inputs["tools"] / "tree"], ctx.work / "tools", binds=binds, writable_binds={_OUT: folder}
+    ) as tools:
+        argv = ["mkfs.erofs", "--quiet", "-zlz4", f"-C{BLOCK}", f"-T{epoch}", "--mkfs-time"]
+        argv += [f"-U{identity.filesystem_uuid(ctx.plan.id, 'preload')}"]
+        tools.run([*argv, _FILE, _PACK], log=ctx.log)
+        salt = _salt(options["images"])
+        verity = _add_hashes(tools, folder / layout.STORE_FILE.name, salt) if options["verity"] else None
+    document = _manifest(ctx, states, layers, folder / layout.STORE_FILE.name, verity)
+    target = ctx.product / "tree" / layout.MANIFEST.relative_to("/")
+    target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for path in (target, folder / layout.STORE_FILE.name):
+        path.chmod(0o644)
+    return {"bytes": document["bytes"], "layers": len(layers), "verity": verity}
+
+
+def require_kernel(trees: tuple[Path, ...], *, verity: bool) -> None:
+    """Raise ImageBuilderError when the image's kernel can't read the store, or can't check it and should."""
+    for tree in trees:
+        modules = tree / "usr/lib/modules"
+        for version in sorted(os.listdir(modules)) if modules.is_dir() else ():
+            known = _modules(modules / version)
+            if known and _EROFS not in known:
+                raise ImageBuilderError(
+                    f"kernel {version} has no EROFS: no node could mount the preload store"
+                )
+            if known and verity and _VERITY not in known:
+                raise ImageBuilderError(
+                    f"kernel {version} has no dm-verity: the preload store could not be checked",
+                    hint="image_preload_verity: false takes it unchecked",
+                )
+
+
+def _modules(folder: Path) -> set[str]:
+    """Return the names of a kernel's modules, built in or not; empty where there is no list of them."""
+    names: set[str] = set()
+    for name in ("modules.dep", "modules.builtin"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            names |= {
+                m[1].replace("_", "-") for m in re.finditer(r"^\S*?([^/\s]+)\.ko\b", text, re.MULTILINE)
+            }
+    return names
+
+
+def _without(ctx: StageContext, engine: str, state: Path, refs: list[str]) -> Path:
+    """Return a copy of a data root without some images: nodes load those from the archive."""
+    module = _ENGINES[engine]
+    options: Mapping[str, Any] = ctx.plan.options
+    kept = [image for image in locked_images(options["images"]) if image.ref not in refs]
+    copied = ctx.work / f"state-{engine}"
+    copied.mkdir()
+    module.copy(state, copied)
+    with (
+        open_root(
+            ctx.ground, ctx.work / "root", writable_binds={module.DATA_ROOT: copied}, network=True
+        ) as root,
+        module.running(root, downloads=1, endpoints={}, log=ctx.log) as running,
+    ):
+        running.keep_only(kept)
+    module.strip(copied)
+    return copied
+
+
+def _metadata(state: Path, layers: Mapping[str, str], target: Path) -> None:
+    """Copy what an engine keeps beside its layers, small files and hard links; a layer is a link to its files."""
+    target.parent.mkdir(exist_ok=True)
+    target.mkdir(mode=stat.S_IMODE(state.stat().st_mode))
+    for folder, folders, names in os.walk(state):
+        here = Path(folder).relative_to(state)
+        for name in list(folders):
+            path = here / name
+            if os.fspath(path) in layers or (name == "diff" and here.parts[:1] == ("overlay2",)):
+                folders.remove(name)
+                if diff_id := layers.get(os.fspath(path)):
+                    up = os.path.relpath("/", Path("/", target.name, path).parent)
+                    (target / path).symlink_to(f"{up}/{layout.LAYERS}/{diff_id[7:]}")
+            elif (state / path).is_symlink():
+                folders.remove(name)
+                (target / path).symlink_to(os.readlink(state / path))
+            else:
+                (target / path).mkdir()
+                (target / path).chmod(stat.S_IMODE((state / path).stat().st_mode))
+        for name in names:
+            source = state / here / name
+            if source.is_symlink():
+                (target / here / name).symlink_to(os.readlink(source))
+            else:
+                os.link(source, target / here / name)
+
+
+def require_root(tree: Path) -> None:
+    """Raise ImageBuilderError for metadata that isn't root's: an engine takes over whom it finds."""
+    for path in _all(tree):
+        info = path.lstat()
+        if (info.st_uid, info.st_gid) != (0, 0):
+            raise ImageBuilderError(
+                f"{path.relative_to(tree)} belongs to {info.st_uid}:{info.st_gid}, not to root"
+            )
+
+
+def _all(tree: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(tree):
+        yield from (Path(folder, name) for name in (*folders, *names))
+
+
+def _salt(images: Sequence[Mapping[str, Any]]) -> str:
+    """Return the salt of the hash tree: another one for other images, the same one for the same."""
+    return hashlib.sha256("\n".join(sorted(str(i["manifest"]) for i in images)).encode()).hexdigest()
+
+
+def _add_hashes(tools: Root, file: Path, salt: str) -> dict[str, JSON]:
+    """Append the dm-verity hash tree of ``file`` to it; return what leads to it."""
+    size = file.stat().st_size
+    if size % BLOCK:
+        with file.open("r+b") as stream:
+            stream.truncate(size := -(-size // BLOCK) * BLOCK)
+    argv = ["veritysetup", "format", "--no-superblock", f"--hash-offset={size}", f"--salt={salt}"]
+    argv += [f"--data-block-size={BLOCK}", f"--hash-block-size={BLOCK}", f"--data-blocks={size // BLOCK}"]
+    told = tools.run([*argv, "--hash=sha256", _FILE, _FILE]).stdout
+    found = re.search(r"^Root hash:\s*([0-9a-f]{64})$", told, re.MULTILINE)
+    if not found:
+        raise ImageBuilderError(f"veritysetup told no root hash:\n{told}")
+    return {"root_hash": found[1], "salt": salt, "hash_offset": size}
+
+
+def _manifest(
+    ctx: StageContext,
+    states: Mapping[str, Path],
+    layers: Mapping[str, Path],
+    file: Path,
+    verity: Mapping[str, JSON] | None,
+) -> dict[str, Any]:
+    """Return store.json."""
+    options: Mapping[str, Any] = ctx.plan.options
+    engines = {}
+    listed: dict[str, Any] = {}
+    for name in states:
+        known = json.loads((ctx.inputs[name] / IMAGES).read_bytes())
+        engine = known["engine"]
+        program = next(path for tree in ctx.ground if (path := tree / engine["binary"].lstrip("/")).is_file())
+        engines[name] = {
+            "version": engine["version"],
+            "binary": engine["binary"],
+            "bytes": program.stat().st_size,
+        }
+        mine = {entry["ref"]: entry for entry in known["images"]}
+        # One that an engine had to leave out is no promise of the store.
+        listed = {ref: entry for ref, entry in listed.items() if ref in mine} if listed else mine
+    wanted = {image["ref"]: image for image in options["images"]}
+    return {
+        "format": FORMAT,
+        "id": ctx.plan.id,
+        "file": os.fspath(layout.STORE_FILE),
+        "bytes": file.stat().st_size,
+        "verity": verity,
+        "sha256": None if verity else _sha256(file),
+        "engines": engines,
+        "images": [
+            {**entry, "mode": wanted[ref]["mode"], "required": wanted[ref]["required"]}
+            for ref, entry in listed.items()
+        ],
+        "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _bytes(tree: Path) -> int:
+    """Return the bytes of a tree on a disk: files and directories in whole blocks, hard links once.
+
+    Counted from sizes: what a filesystem has allocated depends on its history.
+    """
+    sizes: dict[int, int] = {}
+    for path in (tree, *_all(tree)):
+        info = path.lstat()
+        if stat.S_ISREG(info.st_mode):
+            sizes[info.st_ino] = -(-info.st_size // BLOCK) * BLOCK
+        elif stat.S_ISDIR(info.st_mode):
+            sizes[info.st_ino] = BLOCK
+    return sum(sizes.values())

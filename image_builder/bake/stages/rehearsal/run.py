@@ -1,0 +1,221 @@
+"""Rehearsal: what a node does at boot, done once in the bake, with the very program that is shipped.
+
+A blank directory is seeded from the preload store, a second daemon is started on it, and each image must be listed
+with its digests and start a container. What a container read until it ran tells a node which layers to copy to its
+disk first.
+
+Product: ``tree/opt/preload/rehearsal.json``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import containerd_engine, docker_engine
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.preload.run import locked_images
+from image_builder.canonical import JSON
+from image_builder.errors import CommandError, ImageBuilderError
+from image_builder.node import layout, zipapp
+from image_builder.system import cgroups, namespace
+from image_builder.system.sandbox import Root, open_root
+
+FORMAT = 1
+_ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
+_AGENT = "/run/image-builder/node-agent"
+_DISK = "/run/image-builder/disk"
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Seed, list, start. Raises ImageBuilderError naming every image that isn't as it was locked."""
+    options: Mapping[str, Any] = ctx.plan.options
+    stored = json.loads(_manifest(ctx).read_bytes())["images"]
+    images = {image["ref"] for image in stored if image["mode"] != "archive"}
+    locked = [image for image in locked_images(options["images"]) if image.ref in images]
+    seeds: dict[str, dict[str, JSON]] = {}
+    seconds: dict[str, dict[str, JSON]] = {image.ref: {} for image in locked}
+    read: dict[str, list[str]] = {image.ref: [] for image in locked}
+    for name in options["engines"]:
+        done = _rehearse(ctx, name, locked)
+        seeds[name] = done.seed
+        for image in locked:
+            seconds[image.ref][name] = done.seconds[image.ref]
+            read[image.ref] += [layer for layer in done.read[image.ref] if layer not in read[image.ref]]
+    # What took how long is in the stage's facts. What was read depends on the moment, too, but nodes go by it: the one
+    # thing here that may differ from bake to bake (docs/decisions/0007).
+    found: dict[str, JSON] = {
+        "format": FORMAT,
+        "seed": {name: {key: seed[key] for key in ("layers", "files")} for name, seed in seeds.items()},
+        "images": [
+            {
+                "ref": image.ref,
+                "started": {name: took is not None for name, took in seconds[image.ref].items()},
+                "read": list(read[image.ref]),
+            }
+            for image in locked
+        ],
+    }
+    target = ctx.product / "tree" / layout.REHEARSAL.relative_to("/")
+    target.parent.mkdir(parents=True)
+    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    target.chmod(0o644)
+    return {"seed": seeds, "seconds": dict(seconds)}
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """How it went with one engine: what the agent says of its seed; for each image the seconds until a container
+    ran (None for one without a command), and the layers that were read for it first, by diff id.
+    """
+
+    seed: dict[str, JSON]
+    seconds: Mapping[str, float | None]
+    read: Mapping[str, list[str]]
+
+
+def _manifest(ctx: StageContext) -> Path:
+    return ctx.inputs["preload_store"] / "tree" / layout.MANIFEST.relative_to("/")
+
+
+def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> Rehearsed:
+    module = _ENGINES[name]
+    disk = ctx.work / f"disk-{name}"
+    disk.mkdir()
+    store = ctx.inputs["preload_store"] / "tree" / layout.STORE_FILE.parent.relative_to("/")
+    with open_root(
+        ctx.ground,
+        ctx.work / f"root-{name}",
+        binds={os.fspath(layout.STORE_FILE.parent): store},
+        writable_binds={_DISK: disk},
+        network=True,
+        writable_cgroups=True,
+    ) as root:
+        ctx.doing(f"seeding {name}")
+        try:
+            seeded = _seed(root, name)
+            # An engine takes a data root for its own that is a mount, and leaves it mounted.
+            with cgroups.held(), _bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/")):
+                seconds, read = _start_all(ctx, name, root, images)
+        finally:
+            if os.path.ismount(_store(root)):
+                namespace.unmount(os.fspath(_store(root)))
+    return Rehearsed(seeded, seconds, read)
+
+
+def _store(root: Root) -> Path:
+    return root.path / layout.MOUNT_POINT.relative_to("/")
+
+
+@contextmanager
+def _bound(source: Path, target: Path) -> Iterator[None]:
+    target.mkdir(parents=True, exist_ok=True)
+    namespace.bind(os.fspath(source), os.fspath(target), read_only=False)
+    try:
+        yield
+    finally:
+        namespace.unmount(os.fspath(target))
+
+
+def _start_all(
+    ctx: StageContext, name: str, root: Root, images: list[LockedImage]
+) -> tuple[dict[str, float | None], dict[str, list[str]]]:
+    """Start a container of each image; return the seconds that took, and the layers read for it first."""
+    before: set[str] = set()
+    seconds: dict[str, float | None] = {}
+    read: dict[str, list[str]] = {}
+    with _ENGINES[name].running(root, downloads=1, endpoints={}, log=ctx.log) as engine:
+        _require_listed(engine, images)
+        for number, image in enumerate(images, 1):
+            ctx.doing(f"starting {image.ref} with {name} ({number} of {len(images)})")
+            seconds[image.ref] = engine.try_out(image)
+            now = resident(_store(root) / layout.LAYERS)
+            read[image.ref] = [layer.diff_id for layer in image.layers if layer.diff_id in now - before]
+            before |= now
+    return seconds, read
+
+
+def _seed(root: Root, engine: str) -> dict[str, JSON]:
+    """Seed the disk with the agent as it is shipped; return what it says of it."""
+    agent = root.path / _AGENT.lstrip("/")
+    agent.parent.mkdir(parents=True, exist_ok=True)
+    agent.write_bytes(zipapp.archive())
+    agent.chmod(0o755)
+    settings = root.path / "etc/node-agent"
+    settings.mkdir(parents=True, exist_ok=True)
+    # This host's kernel is not the node's: the store is taken unchecked here, and was made a minute ago.
+    document = {"engine": engine, "data_root": f"{_DISK}/data", "mount_point": _DISK, "verity": "off"}
+    (settings / "preload.json").write_text(json.dumps(document), encoding="utf-8")
+    try:
+        root.run([_AGENT, "seed"])
+    except CommandError as error:
+        raise ImageBuilderError(f"the seed of {engine} fails: {error.tail}") from error
+    found = json.loads((root.path / "run/node/status.json").read_bytes())["seed"]
+    if found["state"] != "ok":
+        raise ImageBuilderError(f"the seed of {engine} fails: {found['code']}: {found['reason']}")
+    return {key: found[key] for key in ("layers", "files", "seconds")}
+
+
+def _require_listed(engine: Any, images: list[LockedImage]) -> None:
+    if absent := [image.ref for image in images if not engine.has(image)]:
+        raise ImageBuilderError(
+            f"seeded, the engine does not have {', '.join(absent)} under its tag and digest",
+            hint="this engine keeps its data in another way than the seed expects: please report its version",
+        )
+
+
+def resident(layers: Path) -> set[str]:
+    """Return the diff ids of the layers that have pages in memory: those that were read since the mount.
+
+    ``layers`` lies in a filesystem that was mounted for this and that nothing else reads.
+    """
+    found = set()
+    for layer in layers.iterdir():
+        if any(_is_resident(path) for path in _regular(layer)):
+            found.add(f"sha256:{layer.name}")
+    return found
+
+
+def _regular(tree: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            path = os.path.join(folder, name)
+            info = os.lstat(path)
+            if stat.S_ISREG(info.st_mode) and info.st_size:
+                yield path
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _is_resident(path: str) -> bool:
+    """Tell whether any page of a file is in memory (mincore(2)); looking at it reads none."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED:
+            raise OSError(ctypes.get_errno(), "mmap", path)
+        try:
+            pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+            if _libc.mincore(address, size, pages) != 0:
+                raise OSError(ctypes.get_errno(), "mincore", path)
+            return any(byte & 1 for byte in pages.raw)
+        finally:
+            _libc.munmap(address, size)
+    finally:
+        os.close(fd)

@@ -1,0 +1,181 @@
+"""Seal: take away what must not be shared by the machines that boot an image, and give it its identity.
+
+The role ``image_seal`` removes what can be told by name. Afterwards this module removes what that play itself
+leaves, searches the bytes of the files that a bake makes for the names of this host, and writes the files that
+name the build.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from image_builder.bake import identity
+from image_builder.bake.pull.credentials import credentials_for
+from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.layer.run import play
+from image_builder.canonical import JSON
+from image_builder.errors import ImageBuilderError
+from image_builder.system.sandbox import open_root
+from image_builder.system.trees import remove_tree
+
+PLAYBOOK = "playbooks/seal.yml"
+
+# What the play that seals leaves itself. Everything else is the role's: tests/image looks for all of it.
+_EMPTIED = ("tmp", "var/tmp")
+_REMOVED = ("root/.ansible", "home/*/.ansible")
+# Where files are made during a bake; the rest of the tree is packages' files, whose bytes the lock knows.
+_SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
+# Files of registries, known by digest, and gigabytes of them.
+_FOREIGN = ("opt/preloaded_docker_images.tar", "opt/preload/store.erofs")
+# A shorter path would be found by chance; so would the host's name, which tests/image looks for in its places.
+_SHORTEST_TRACE = 6
+# Nothing waits for the ESP (`nofail`); a virtual machine that gets few of its processors finds it after minutes.
+_FSTAB = """\
+# Written by image-builder for this build's own partitions.
+PARTUUID={root} / ext4 defaults,x-systemd.growfs 0 1
+PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=5min 0 2
+"""
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Run the seal playbook, scrub, search, and write fstab and ``/etc/image-release``.
+
+    Raises ImageBuilderError when a file still names the place of the bake.
+    """
+    tree = ctx.product / "tree"
+    tree.mkdir()
+    with open_root(ctx.lowers, ctx.work / "root", upper=tree) as root:
+        result = play(ctx, root, ctx.settings.repo_root / PLAYBOOK)
+        ctx.doing("scrubbing")
+        removed = 0
+        for path in _doomed(root.path):
+            _remove(path)
+            removed += 1
+        ctx.doing("searching for traces of the bake")
+        if found := list(find_traces(root.path, _traces(ctx))):
+            shown = "\n  ".join(f"{path}: {trace}" for path, trace in found[:10])
+            raise ImageBuilderError(f"{len(found)} files hold what is the bake's own:\n  {shown}")
+        _write_identity(ctx, root.path)
+    return {"tasks_changed": result.changed, "scrubbed": removed}
+
+
+def _doomed(root: Path) -> Iterator[Path]:
+    for name in _EMPTIED:
+        if (root / name).is_dir() and not (root / name).is_mount():
+            yield from sorted((root / name).iterdir())
+    for pattern in _REMOVED:
+        yield from sorted(root.glob(pattern))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _traces(ctx: StageContext) -> dict[str, str]:
+    """Return the words that only this host's bake could have put into a file, and how each is shown."""
+    words = {
+        _unmistakable(ctx.settings.store, "staging"),
+        _unmistakable(ctx.settings.repo_root, "roles"),
+        os.fspath(ctx.work.parent.parent.name),
+        ctx.settings.mirror or "",
+    }
+    traces = {word: word for word in sorted(words)} | _secrets(ctx)
+    return {word: shown for word, shown in traces.items() if len(word) >= _SHORTEST_TRACE}
+
+
+def _secrets(ctx: StageContext) -> dict[str, str]:
+    """Return what registries are told by the bake, as it may stand in a file, and what it is: never shown itself."""
+    secrets = {}
+    for registry in {image.ref.partition("/")[0] for image in ctx.definition.preload}:
+        if known := credentials_for(registry):
+            pair = f"{known.username}:{known.password}".encode()
+            for word in (known.password, known.token, base64.b64encode(pair).decode()):
+                secrets[word] = f"the credentials for {registry}"
+    return secrets
+
+
+def _unmistakable(place: Path, inside: str) -> str:
+    """Return a path to look for: one of a single name, such as /store, is a part of many that packages have."""
+    return os.fspath(place if len(place.parts) > 2 else place / inside)
+
+
+def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds, as it is shown).
+
+    A configuration file as its package ships it is none of the bake's: cloud-init's names Debian's mirror.
+    """
+    wanted = [(shown, word.encode()) for word, shown in traces.items()]
+    shipped = _shipped(root)
+    for name in _SEARCHED:
+        for folder, _, files in os.walk(root / name):
+            for file in files:
+                path = Path(folder, file)
+                if path.is_symlink() or not path.is_file():
+                    continue
+                where = os.fspath(path.relative_to(root))
+                if where in _FOREIGN:
+                    continue
+                found = _held(path, wanted)
+                if found and shipped.get(where) != _md5(path):
+                    yield from ((where, trace) for trace in found)
+
+
+def _held(path: Path, wanted: Sequence[tuple[str, bytes]]) -> list[str]:
+    """Return which words a file holds. It is mapped, not read: a model's weights may be larger than memory."""
+    if not path.stat().st_size:
+        return []
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return [shown for shown, word in wanted if data.find(word) >= 0]
+
+
+def _md5(path: Path) -> str:
+    """Return the digest that dpkg keeps of its configuration files."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _shipped(root: Path) -> dict[str, str]:
+    """Return the MD5 of each configuration file as its package has it, by its path, from dpkg's status."""
+    status = root / "var/lib/dpkg/status"
+    text = status.read_text(encoding="utf-8", errors="replace") if status.is_file() else ""
+    return {m[1]: m[2] for m in re.finditer(r"^ /(\S+) ([0-9a-f]{32})\b", text, re.MULTILINE)}
+
+
+def _write_identity(ctx: StageContext, root: Path) -> None:
+    """Write the files that name the build; its id is this stage's own, so no earlier stage can know it."""
+    build_id = ctx.plan.id
+    definition = ctx.definition
+    _write(
+        root / "etc/fstab",
+        _FSTAB.format(
+            root=identity.partition_uuid(build_id, "root"), esp=identity.partition_uuid(build_id, "esp")
+        ),
+    )
+    release = {
+        "IMAGE_NAME": definition.name,
+        "IMAGE_BUILD_ID": build_id,
+        # As the output directory has it, and short enough for a label of Kubernetes (63 characters).
+        "IMAGE_BUILD": build_id[:12],
+        "IMAGE_DISTRIBUTION": definition.base.distribution,
+        "IMAGE_SUITE": definition.base.suite,
+        "IMAGE_LAYERS": " ".join(definition.layers),
+        "IMAGE_SOURCE_DATE_EPOCH": str(ctx.plan.options["source_date_epoch"]),
+    }
+    _write(root / "etc/image-release", "".join(f'{key}="{value}"\n' for key, value in release.items()))
+    _write(root / "etc/hosts", "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
+
+
+def _write(path: Path, text: str) -> None:
+    if os.path.lexists(path):
+        path.unlink()
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o644)

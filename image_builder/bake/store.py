@@ -1,0 +1,499 @@
+"""The store: finished stages by id, staging areas of running builds, downloads by digest.
+
+    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed; product for root only
+    staging/<build>/                                  scratch of a running build, held by a lock
+    debs/, files/                                     downloads by SHA-256
+    locks/, logs/
+
+Deleting refuses to cross a mount. Builds share the store; collecting garbage waits for them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from image_builder.bake.formats import deb
+from image_builder.bake.plan.model import StagePlan
+from image_builder.canonical import JSON
+from image_builder.errors import StoreError
+from image_builder.node import durable
+from image_builder.system import sparse
+from image_builder.system.trees import remove_tree
+
+# Who waits for another build looks this often whether it has ended.
+_LOOK_SECONDS = 0.2
+# A stage's claim has this much of its id for a name.
+_CLAIM = 32
+# What may be in a store's path beside letters and digits, of any alphabet.
+_IN_PATHS = "/._-+@=~"
+# Trees hold setuid programs of every release that was ever baked. `plan` needs no more than the records beside them.
+_CLOSED = 0o700
+# Extended attributes that belong to the host or to where a tree lies, not to the tree.
+_ATTRIBUTES_OF_PLACE = frozenset(
+    ["security.selinux", *(f"trusted.overlay.{name}" for name in ("origin", "impure", "uuid", "nlink"))]
+)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What ``Store.verify`` found wrong with one object."""
+
+    id: str
+    name: str
+    what: str
+    repaired: bool = False
+
+
+class Collected(NamedTuple):
+    """What ``Store.gc`` removed: ids of stages, the bytes freed, names of downloads."""
+
+    stages: list[str]
+    bytes: int
+    downloads: list[str]
+
+
+class Store:
+    """One directory. Safe for several builds at once; every method may raise StoreError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # -- layout ------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the store's directories, open to all users but for what stages made.
+
+        Raises StoreError for a path that some program of a bake can't read: apt's sources, or an overlay's options.
+        """
+        if unfit := sorted({c for c in os.path.abspath(self.path) if not (c.isalnum() or c in _IN_PATHS)}):
+            shown = ", ".join(ascii(c) for c in unfit)
+            raise StoreError(
+                f"the path of the store {os.fspath(self.path)!a} has characters that can't be in it: {shown}",
+                hint=f"letters, digits and {_IN_PATHS} are fine: --store DIR, or IMAGE_BUILDER_STORE=DIR",
+            )
+        for name in ("objects", "staging", "debs", "files", "locks", "logs"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o755)
+        (self.path / "staging").chmod(_CLOSED)
+        for stage_id in os.listdir(self.path / "objects"):
+            with suppress(FileNotFoundError):  # gc took it away meanwhile
+                if stat.S_IMODE(self.product(stage_id).stat().st_mode) != _CLOSED:
+                    self.product(stage_id).chmod(_CLOSED)
+
+    def object(self, stage_id: str) -> Path:
+        return self.path / "objects" / stage_id
+
+    def product(self, stage_id: str) -> Path:
+        """Return the product directory of a finished stage."""
+        return self.object(stage_id) / "product"
+
+    def has(self, stage_id: str) -> bool:
+        """Tell whether a stage is finished."""
+        return (self.object(stage_id) / "meta.json").exists()
+
+    def meta(self, stage_id: str) -> dict[str, Any]:
+        """Return what was recorded of a finished stage: name, plan parts, seconds, bytes, facts."""
+        path = self.object(stage_id) / "meta.json"
+        try:
+            meta: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} can't be read: {error}", hint="image-builder store verify") from error
+        return meta
+
+    # -- locks -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep garbage collection away while a build runs."""
+        with _flock(self.path / "locks" / ".store", fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def claim(
+        self,
+        stage_id: str,
+        on_wait: Callable[[], None] | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[None]:
+        """Be the only builder of a stage; a second one waits here and then finds it finished.
+
+        ``on_wait`` is called once where that takes time; StoreError ends the waiting when ``stop`` is set.
+        """
+        with _flock(self.path / "locks" / stage_id[:_CLAIM], fcntl.LOCK_EX, on_wait, stop):
+            yield
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Give a build its scratch directory and remove it at the end; reap those of dead builds first."""
+        path = self.path / "staging" / uuid.uuid4().hex[:12]
+        with ExitStack() as held:
+            with self._staging_alone():
+                self._reap()
+                path.mkdir(mode=0o700)
+                held.enter_context(_flock(path / ".lock", fcntl.LOCK_EX))
+            try:
+                yield path
+            finally:
+                with self._staging_alone():
+                    remove_tree(path)
+
+    def reap(self) -> None:
+        """Remove the staging areas of builds that are no more: nobody holds their lock."""
+        if (self.path / "staging").is_dir():
+            with self._staging_alone():
+                self._reap()
+
+    def _reap(self) -> None:
+        for path in (self.path / "staging").iterdir():
+            try:
+                with _flock(path / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    remove_tree(path)
+            except BlockingIOError:
+                continue
+
+    @contextmanager
+    def _staging_alone(self) -> Iterator[None]:
+        """Let nobody else make, reap or remove a staging area: a half-made one looks like a dead build's."""
+        with _flock(self.path / "locks" / ".staging", fcntl.LOCK_EX):
+            yield
+
+    def commit(
+        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, JSON]
+    ) -> dict[str, Any]:
+        """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
+
+        The manifest is written from what lies there, one ``syncfs`` makes all of it durable, one rename makes
+        it visible. A stage that hashed its files while it wrote them tells so in ``facts["files"]``, items with
+        ``name`` and ``sha256``. Returns the stage's meta.
+        """
+        started = time.monotonic()
+        for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
+            path.chmod(mode)
+        hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
+        entries, size = _write_manifest(staged / "product", staged / "manifest.gz", hashed)
+        meta: dict[str, Any] = {
+            "name": plan.name,
+            "id": plan.id,
+            **plan.parts,
+            "facts": dict(facts),
+            "entries": entries,
+            "bytes": size,
+            "manifest_sha256": _sha256(staged / "manifest.gz"),
+        }
+        durable.syncfs(staged)
+        meta["seconds"] = round(seconds + time.monotonic() - started, 2)
+        (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
+        _sync_file(staged / "meta.json")
+        target = self.object(plan.id)
+        if target.exists():
+            remove_tree(target)
+        staged.rename(target)
+        durable.sync_directory(target.parent)
+        return meta
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def check(self, stage_id: str) -> None:
+        """Compare a stage with its manifest by ``stat`` (names, types, modes, owners, sizes, times, attributes).
+
+        Raises StoreError naming the first difference. Content is compared by ``verify``.
+        """
+        for what in _differences(self.object(stage_id), contents=False):
+            raise StoreError(
+                f"stage {self.meta(stage_id).get('name')} {stage_id[:12]} in the store is damaged: {what}",
+                hint=f"remove {self.object(stage_id)} and build again; image-builder store verify checks all",
+            )
+
+    def ids(self) -> list[str]:
+        """Return the ids of all finished stages."""
+        objects = self.path / "objects"
+        return sorted(p.name for p in objects.iterdir() if self.has(p.name)) if objects.exists() else []
+
+    def verify(self) -> list[Damage]:
+        """Hash every object against its manifest and every download against its name.
+
+        What was read of packages' control files is compared with the packages, and written anew where it differs.
+        """
+        with self.in_use():
+            return self._damages()
+
+    def _damages(self) -> list[Damage]:
+        damages = []
+        for stage_id in self.ids():
+            try:
+                name = str(self.meta(stage_id)["name"])
+            except (StoreError, KeyError):
+                name = "a stage"
+            damages += [
+                Damage(stage_id, name, what)
+                for what in _differences(self.object(stage_id), contents=True, limit=5)
+            ]
+        for folder in ("debs", "files"):
+            for path in sorted((self.path / folder).iterdir()):
+                if path.suffix != ".control" and _sha256(path) != path.name:
+                    damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
+        damages += [
+            Damage(path.stem, "debs", "its control file was damaged", repaired=True)
+            for path in sorted((self.path / "debs").glob("*.control"))
+            if _repair_control(path)
+        ]
+        return damages
+
+    # -- garbage -----------------------------------------------------------------------------------------
+
+    def record(self, image: str, ids: list[str]) -> None:
+        """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image.
+
+        ``image`` is a definition's ``record_name``, or the name of something that no inventory has.
+        """
+        path = self.path / "locks" / f"{image}.builds"
+        # No image's name makes this one of the store's own locks, which whoever calls may hold.
+        with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
+            builds = [b for b in _builds(path) if b != ids] + [ids]
+            durable.write(path, json.dumps(builds[-50:]).encode())
+
+    def adopt(self, name: str) -> bool:
+        """Give an image what was remembered by its name only, as it was before inventories counted.
+
+        ``name`` is a definition's ``record_name``. Who comes first has it; what is remembered of it already stays.
+        """
+        locks, image = self.path / "locks", name.partition("@")[0]
+        adopted = False
+        for suffix in (".lock.json", ".builds"):
+            with suppress(FileNotFoundError, FileExistsError):
+                durable.rename_new(locks / f"{image}{suffix}", locks / f"{name}{suffix}")
+                adopted = True
+        if adopted:
+            durable.sync_directory(locks)
+        return adopted
+
+    def last_build(self, image: str) -> dict[str, dict[str, Any]]:
+        """Return the meta of the stages of an image's last build, by name; without those collected since."""
+        last = _builds(self.path / "locks" / f"{image}.builds")[-1:]
+        return {meta["name"]: meta for ids in last for meta in (self.meta(i) for i in ids if self.has(i))}
+
+    def gc(
+        self, keep: int, on_wait: Callable[[], None] | None = None, *, downloads: bool = False
+    ) -> Collected:
+        """Remove what the last ``keep`` builds of every image don't need.
+
+        With ``downloads`` also those that no remembered lock names; StoreError where one of these can't be read. Else
+        they stay: small beside stages, and where a mirror has newer versions only, all that a kept lock can be built
+        from. ``on_wait`` is called once where builds have to end first.
+        """
+        with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX, on_wait):
+            self.reap()
+            doomed_downloads = self._unnamed_downloads() if downloads else []
+            kept: set[str] = set()
+            for path in (self.path / "locks").glob("*.builds"):
+                builds = _builds(path)
+                kept.update(i for build in (builds[-keep:] if keep else []) for i in build)
+            removed = [i for i in self.ids() if i not in kept]
+            freed = 0
+            for stage_id in removed:
+                with suppress(StoreError):  # its record can't be read, which nothing needs any more
+                    freed += int(self.meta(stage_id)["bytes"])
+                doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
+                self.object(stage_id).rename(doomed)
+            for path in doomed_downloads:
+                freed += path.stat().st_blocks * 512
+                path.unlink()
+            self.reap()
+            self._remove_unused_claims()
+            return Collected(removed, freed, [path.name for path in doomed_downloads])
+
+    def _unnamed_downloads(self) -> list[Path]:
+        named: set[str] = set()
+        for path in (self.path / "locks").glob("*.lock.json"):
+            try:
+                named |= set(_digests(json.loads(path.read_bytes())))
+            except ValueError as error:
+                raise StoreError(
+                    f"{path} can't be read: {error}", hint="remove it: image-builder lock makes a new one"
+                ) from error
+        folders = (self.path / name for name in ("debs", "files"))
+        present = [path for folder in folders for path in sorted(folder.iterdir())]
+        return [path for path in present if path.name.split(".")[0] not in named]
+
+    def _remove_unused_claims(self) -> None:
+        """Remove the claims' locks of stages that aren't there; nobody waits at one, all builds have ended."""
+        kept = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
+        for path in (self.path / "locks").iterdir():
+            if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in kept:
+                path.unlink()
+
+
+def _digests(value: JSON) -> Iterator[str]:
+    """Yield every ``sha256`` of a lock, whatever its format."""
+    if isinstance(value, Mapping):
+        yield from (str(item) for name, item in value.items() if name == "sha256")
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _digests(item)
+
+
+def _builds(path: Path) -> list[list[str]]:
+    """Return the ids of the stages of an image's builds, the last one last; raises StoreError."""
+    try:
+        found: list[list[str]] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise StoreError(
+            f"{path} can't be read: {error}",
+            hint="remove it: `store gc` then keeps no build before the next one",
+        ) from error
+    return found
+
+
+# -- trees -----------------------------------------------------------------------------------------------
+
+
+def _entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Walk ``root`` in a fixed order: (path below it, lstat)."""
+    for folder, dirs, files in os.walk(root):
+        dirs.sort()
+        for name in sorted([*dirs, *files]):
+            full = os.path.join(folder, name)
+            yield os.path.relpath(full, root), os.lstat(full)
+
+
+def _line(path: str, info: os.stat_result, content: str) -> list[JSON]:
+    device = info.st_rdev if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode) else 0
+    size = info.st_size if stat.S_ISREG(info.st_mode) else 0
+    mtime = 0 if stat.S_ISDIR(info.st_mode) else info.st_mtime_ns
+    return [path, info.st_mode, info.st_uid, info.st_gid, size, mtime, device, content]
+
+
+def _attributes(full: Path) -> str:
+    """Return the extended attributes of an entry as text, sorted: a file's capabilities, an overlay's marks."""
+    names = sorted(set(os.listxattr(full, follow_symlinks=False)) - _ATTRIBUTES_OF_PLACE)
+    return " ".join(f"{name}={os.getxattr(full, name, follow_symlinks=False).hex()}" for name in names)
+
+
+def _content(full: Path, info: os.stat_result) -> str:
+    if stat.S_ISREG(info.st_mode):
+        # A disk image is mostly holes; reading them would fill the page cache with zeros.
+        return sparse.sha256(full) if info.st_blocks * 512 < info.st_size else _sha256(full)
+    return os.readlink(full) if stat.S_ISLNK(info.st_mode) else ""
+
+
+def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
+    files = facts.get("files")
+    return [f for f in files if isinstance(f, Mapping)] if isinstance(files, list) else []
+
+
+def _write_manifest(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int]:
+    """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes.
+
+    ``hashed`` are SHA-256 of files that are known already.
+    """
+    count = size = 0
+    with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
+        for path, info in _entries(root):
+            content = hashed.get(path) or _content(root / path, info)
+            line = [*_line(path, info, content), _attributes(root / path)]
+            out.write(json.dumps(line).encode() + b"\n")
+            count += 1
+            size += info.st_blocks * 512
+    return count, size
+
+
+def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
+    """Compare an object with its manifest; return at most ``limit`` differences in words."""
+    found: list[str] = []
+    try:
+        recorded = json.loads((obj / "meta.json").read_bytes())["manifest_sha256"]
+        if _sha256(obj / "manifest.gz") != recorded:
+            return ["its manifest is not the one that was committed"]
+        with gzip.open(obj / "manifest.gz", "rt", encoding="utf-8") as stream:
+            lines = [json.loads(line) for line in stream]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        return [f"its manifest can't be read: {error}"]
+    root = obj / "product"
+    present = dict(_entries(root))
+    for line in lines:
+        path = line[0]
+        info = present.pop(path, None)
+        if info is None:
+            found.append(f"{path} is missing")
+        elif _line(path, info, "")[:7] != line[:7]:
+            found.append(f"{path} was changed")
+        # Manifests of before extended attributes were recorded have no such column.
+        elif line[8:] and _attributes(root / path) != line[8]:
+            found.append(f"the extended attributes of {path} were changed")
+        elif contents and _content(root / path, info) != line[7]:
+            found.append(f"the content of {path} was changed")
+        if len(found) >= limit:
+            return found
+    found += [f"{path} was added" for path in list(present)[: limit - len(found)]]
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _repair_control(path: Path) -> bool:
+    """Write a control file that isn't its package's anew, or remove it without one; tell whether it was so."""
+    kept = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        control = deb.read_control(path.with_suffix(""))
+    except (deb.NotAPackageError, FileNotFoundError):
+        if not kept:
+            path.unlink()
+        return not kept
+    if kept == deb.fields(control):
+        return False
+    durable.write(path, control.encode())
+    return True
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+@contextmanager
+def _flock(
+    path: Path, how: int, on_wait: Callable[[], None] | None = None, stop: threading.Event | None = None
+) -> Iterator[IO[bytes]]:
+    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError.
+
+    ``on_wait`` is called once when another one holds it; StoreError ends the waiting when ``stop`` is set.
+    """
+    with path.open("ab") as stream:
+        if on_wait is None:
+            fcntl.flock(stream, how)
+        elif not _taken(stream, how):
+            on_wait()
+            stop = stop or threading.Event()
+            while not _taken(stream, how):
+                if stop.wait(_LOOK_SECONDS):
+                    raise StoreError("the build ends")
+        yield stream
+
+
+def _taken(stream: IO[bytes], how: int) -> bool:
+    try:
+        fcntl.flock(stream, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

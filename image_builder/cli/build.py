@@ -1,0 +1,256 @@
+"""The commands from a definition to published files: ``images``, ``validate``, ``lock``, ``plan`` and ``build``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from image_builder.cli import render
+from image_builder.cli.command import host_settings, register, show
+from image_builder.cli.options import AsJson, Image, Inventories, Locked, Mirror, Output, StoreDir, VaultFile
+from image_builder.settings import DEFAULT_STORE, REPO_ROOT
+from image_builder.text import columns, human_seconds
+
+if TYPE_CHECKING:
+    from image_builder.bake.lock.model import Lock
+    from image_builder.definition import Inventory
+    from image_builder.system.sandbox import Root
+
+
+app = typer.Typer()
+
+
+def _load(inventories: list[Path] | None, vault_password_file: Path | None) -> Inventory:
+    from image_builder.definition import load_inventory
+
+    return load_inventory(inventories or [REPO_ROOT / "inventories/lab"], vault_password_file)
+
+
+@register(app)
+def images(
+    inventory: Inventories = None, vault_password_file: VaultFile = None, as_json: AsJson = False
+) -> int:
+    """List the images of an inventory.
+
+    Example:
+
+        image-builder images -i inventories/azure_vmss
+    """
+    found = _load(inventory, vault_password_file)
+    show({"images": list(found.images)}, "\n".join(found.images), as_json=as_json)
+    return 0
+
+
+@register(app)
+def validate(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[IMAGES]...", help="images or patterns  [default: all]"),
+    ] = None,
+    inventory: Inventories = None,
+    vault_password_file: VaultFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check definitions and name everything that is wrong with them, all at once.
+
+    Example:
+
+        image-builder validate -i inventories/azure_vmss
+    """
+    from image_builder.errors import DefinitionError
+
+    found = _load(inventory, vault_password_file)
+    chosen = found.select(names or ())
+    if problems := found.problems(chosen):
+        raise DefinitionError(problems)
+    warnings = [str(warning) for warning in found.warnings(chosen)]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    show(
+        {"images": list(chosen), "problems": [], "warnings": warnings},
+        f"{', '.join(chosen)}: no problems",
+        as_json=as_json,
+    )
+    return 0
+
+
+@register(app, isolated=True)
+def lock(
+    image: Image,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: IMAGE.lock.json]")] = None,
+    inventory: Inventories = None,
+    vault_password_file: VaultFile = None,
+    store: StoreDir = DEFAULT_STORE,
+    mirror: Mirror = None,
+    as_json: AsJson = False,
+) -> int:
+    """Ask the mirrors what is newest and write down every byte that a build will take.
+
+    The next builds of the image use it too, until there is a newer one.
+
+    Example:
+
+        image-builder lock worker -o worker.lock.json
+    """
+    from image_builder.bake.build import make_lock
+    from image_builder.bake.lock.model import Lock
+    from image_builder.bake.lock.resolve import remembered_lock
+    from image_builder.errors import UsageError
+
+    settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
+    definition = _load(inventory, vault_password_file).define(image)
+    path = output or Path(f"{image}.lock.json")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"the lock can't be written to {path}", hint="name a file in a directory that is there"
+        )
+    before = Lock.load(path) if path.exists() else None
+    with render.monitor(f"lock {image}") as monitor:
+        made = make_lock(definition, settings, monitor)
+    made.save(path)
+    made.save(remembered_lock(settings, definition.record_name))
+    changes = _changed_packages(before, made) if before else []
+    packages = sum(len(g.packages) for g in made.groups.values())
+    images = f", {len(made.images)} container images" if made.images else ""
+    text = [
+        f"{path}: {packages} packages, {len(made.archives)} archives{images}",
+        *(f"  {c}" for c in changes),
+    ]
+    result = {
+        "image": image,
+        "lock": os.fspath(path),
+        "packages": packages,
+        "images": len(made.images),
+        "changes": changes,
+    }
+    show(result, "\n".join(text), as_json=as_json)
+    return 0
+
+
+def _changed_packages(before: Lock, now: Lock) -> list[str]:
+    """Tell how the versions of two locks differ, one sentence a package or container image."""
+    old, new = (
+        {p.name: p.version for g in x.groups.values() for p in g.packages}
+        | {i.ref: i.digest for i in x.images}
+        for x in (before, now)
+    )
+    return [
+        f"{name} {old.get(name, '(new)')} -> {new.get(name, '(gone)')}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+@register(app)
+def plan(
+    image: Image,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="tell what changed since the last build")
+    ] = False,
+    locked: Locked = None,
+    inventory: Inventories = None,
+    vault_password_file: VaultFile = None,
+    store: StoreDir = DEFAULT_STORE,
+    mirror: Mirror = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show the stages of an image with their ids, and which of them a build would run.
+
+    Example:
+
+        image-builder plan worker --explain
+    """
+    from image_builder.bake.build import obtain_lock
+    from image_builder.bake.plan.explain import explain as reasons
+    from image_builder.bake.plan.resolve import resolve
+    from image_builder.bake.store import Store
+
+    settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
+    definition = _load(inventory, vault_password_file).define(image)
+    with render.monitor(f"plan {image}") as monitor:
+        resolved = resolve(definition, obtain_lock(definition, settings, monitor, locked), settings.repo_root)
+        for warning in resolved.warnings:
+            monitor.note(f"warning: {warning}")
+    kept_stages = Store(settings.store)
+    stored = {s.id for s in resolved.stages if kept_stages.has(s.id)}
+    rows = [("stage", "id", "state")]
+    rows += [(s.name, s.id[:12], "there already" if s.id in stored else "to do") for s in resolved.stages]
+    text, result = [columns(rows)], resolved.as_json()
+    result["stored"] = [s.name for s in resolved.stages if s.id in stored]
+    if explain:
+        before = kept_stages.last_build(definition.record_name)
+        why = reasons(resolved, before, stored)
+        result["reasons"] = {r.stage: list(r.changes) for r in why}
+        text += ["", *(f"{r.stage}: {c}" for r in why for c in r.changes)]
+        if not why:
+            text.append(
+                "nothing changed since the last build"
+                if before
+                else "this image was never built; other builds have made its stages"
+            )
+    show(result, "\n".join(text), as_json=as_json)
+    return 0
+
+
+@register(app, isolated=True)
+def build(
+    image: Image,
+    locked: Locked = None,
+    output: Output = Path("output"),
+    stop_after: Annotated[
+        str | None,
+        typer.Option("--stop-after", metavar="STAGE", help="run this stage and what it needs, no more"),
+    ] = None,
+    shell_on_failure: Annotated[
+        bool,
+        typer.Option("--shell-on-failure", help="open a shell where a stage failed, before it is torn down"),
+    ] = False,
+    inventory: Inventories = None,
+    vault_password_file: VaultFile = None,
+    store: StoreDir = DEFAULT_STORE,
+    mirror: Mirror = None,
+    as_json: AsJson = False,
+) -> int:
+    """Bake an image, verify it and publish its artefacts.
+
+    Stages that are in the store already are not run again.
+
+    Example:
+
+        image-builder build worker --output /srv/images
+    """
+    from image_builder.bake import build as building
+    from image_builder.system import host
+
+    host.check_host(store)
+    settings = host_settings(
+        store, output=output.absolute(), mirror=mirror, vault_password_file=vault_password_file
+    )
+    definition = _load(inventory, vault_password_file).define(image)
+    with render.monitor(f"build {image}") as monitor:
+
+        def shell(root: Root) -> None:
+            with render.paused(monitor):
+                print(f"a shell in {root.path}; leave it to go on tearing down", file=sys.stderr)
+                building.open_shell(root)
+
+        made = building.build(
+            definition,
+            settings,
+            monitor,
+            locked=locked,
+            stop_after=stop_after,
+            shell=shell if shell_on_failure else None,
+        )
+    ran = sum(not stage["cached"] for stage in made.stages)
+    text = (
+        f"{made.artefact or made.image}  {ran} of {len(made.stages)} stages run, "
+        f"{human_seconds(made.seconds)}"
+    )
+    show(dataclasses.asdict(made), text, as_json=as_json)
+    return 0

@@ -1,0 +1,206 @@
+"""``image-builder gate``: the controller, and what a person does at the gate."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from image_builder.cli.command import register, show
+from image_builder.cli.options import AsJson, Kubeconfig
+from image_builder.cluster.gate.model import Rules
+from image_builder.errors import ImageBuilderError
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import Client
+from image_builder.system.signals import waking
+from image_builder.text import columns
+
+app = typer.Typer(
+    help="Let nodes in whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_DEFAULTS = Rules()
+Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
+
+
+def _connect(kubeconfig: Path | None) -> Client:
+    agent = "image-builder-gate"
+    return Client.from_kubeconfig(kubeconfig, agent=agent) if kubeconfig else Client.in_cluster(agent=agent)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a pod may run as a number that no name belongs to
+        return f"uid {os.getuid()}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _failed(error: NodeError) -> ImageBuilderError:
+    return ImageBuilderError(error.message, hint="--kubeconfig FILE names another API server or another user")
+
+
+@register(app)
+def run(
+    kubeconfig: Kubeconfig = None,
+    taint: Taint = _DEFAULTS.taint,
+    rate: Annotated[float, typer.Option(min=0.1, help="the most nodes that are changed in a second")] = 50.0,
+    namespace: Annotated[str, typer.Option(help="where the leader's lease is")] = "kube-system",
+    retest_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="the most of the fleet that may be out for re-tests; 0: none is made"
+        ),
+    ] = 0.02,
+    approve: Annotated[
+        bool,
+        typer.Option("--approve", help="approve the certificates of nodes that the token broker lets join"),
+    ] = False,
+    breaker_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="hold reboots and replacements for a code by which more of a pool failed in an hour; 1: never",
+        ),
+    ] = 0.05,
+    pool_label: Annotated[
+        str, typer.Option(metavar="KEY", help="the label that names a node's pool")
+    ] = _DEFAULTS.pool,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="change nothing, say what would be admitted, gated and held")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="say each thing as one JSON object a line")] = False,
+) -> int:
+    """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
+
+    Several may run; one of them acts. It ends on SIGTERM.
+
+    Example:
+
+        image-builder gate run --kubeconfig gate.conf
+    """
+    from image_builder.cluster.gate import breaker
+    from image_builder.cluster.gate.approver import Approver
+    from image_builder.cluster.gate.controller import Controller, Settings
+    from image_builder.cluster.gate.lease import Settings as LeaseSettings
+    from image_builder.cluster.gate.retest import Limits
+
+    settings = Settings(
+        Rules(taint=taint, pool=pool_label),
+        rate,
+        lease=LeaseSettings(namespace=namespace),
+        limits=Limits(share=retest_share),
+        breaker=breaker.Limits(share=breaker_share),
+        advises=advise,
+    )
+    identity = f"{os.uname().nodename}_{os.getpid()}"
+
+    def tell(text: str) -> None:
+        stream, line = (
+            (sys.stdout, json.dumps({"at": _now(), "said": text})) if as_json else (sys.stderr, text)
+        )
+        stream.write(f"{line}\n")
+        stream.flush()
+
+    over = threading.Event()
+    try:
+        with waking(over.set, signal.SIGTERM, signal.SIGINT):
+            controller = Controller(lambda: _connect(kubeconfig), identity, settings, tell)
+            election = controller.election
+            approver = Approver(lambda: _connect(kubeconfig), lambda: election.leads, tell)
+            controller.run(over, *([approver.run] if approve else []))
+    except NodeError as error:
+        raise _failed(error) from error
+    return 0
+
+
+@register(app)
+def admit(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="the node's name")],
+    reason: Annotated[str, typer.Option("--reason", help="why; it stands in the node's annotation")],
+    who: Annotated[str, typer.Option("--by", help="who lets it in")] = "",
+    kubeconfig: Kubeconfig = None,
+    taint: Taint = _DEFAULTS.taint,
+    as_json: AsJson = False,
+) -> int:
+    """Let a node in by hand, for this boot of it, whatever its preflight said. The controller need not run.
+
+    Example:
+
+        image-builder gate admit gpu-17 --reason "INC-1234: controller down" --kubeconfig admin.conf
+    """
+    from image_builder.cluster.gate.admit import admit as let_in
+    from image_builder.cluster.gate.admit import why
+
+    try:
+        found = let_in(_connect(kubeconfig), node, Rules(taint=taint), who=who or _user(), reason=reason)
+    except NodeError as error:
+        raise _failed(error) from error
+    result = {"node": node, "boot_id": found.boot_id, "was": why(found)}
+    show(result, f"{node} is let in until it is started again; it was: {why(found)}", as_json=as_json)
+    return 0
+
+
+@register(app)
+def release(
+    code: Annotated[str, typer.Argument(metavar="CODE", help="what is held, as `gate status` says it")],
+    reason: Annotated[str, typer.Option("--reason", help="why the nodes are to blame after all")],
+    pool: Annotated[
+        str | None, typer.Option(help="the pool, where the code is held for several of them")
+    ] = None,
+    who: Annotated[str, typer.Option("--by", help="who releases it")] = "",
+    kubeconfig: Kubeconfig = None,
+    as_json: AsJson = False,
+) -> int:
+    """Let nodes of a pool that fail by a code be started again and replaced, though many fail alike.
+
+    Example:
+
+        image-builder gate release gpu.lost --reason "INC-1234: a rack lost its power" --kubeconfig admin.conf
+    """
+    from image_builder.cluster.gate import holder
+
+    try:
+        held = holder.release(_connect(kubeconfig), code, pool, who=who or _user(), reason=reason)
+    except NodeError as error:
+        raise _failed(error) from error
+    show(
+        {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
+        f"{held.name} is released until no node fails by it any more; it was held: {held.words}",
+        as_json=as_json,
+    )
+    return 0
+
+
+@register(app)
+def status(kubeconfig: Kubeconfig = None, taint: Taint = _DEFAULTS.taint, as_json: AsJson = False) -> int:
+    """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
+
+    Example:
+
+        image-builder gate status --kubeconfig admin.conf
+    """
+    from image_builder.cluster.gate.admit import overview
+
+    try:
+        lines = overview(_connect(kubeconfig), Rules(taint=taint))
+    except NodeError as error:
+        raise _failed(error) from error
+    rows = [("node", "gate", "may work", "why")]
+    rows += [(line["node"], line["gate"], line["may_work"], line["why"]) for line in lines]
+    show({"nodes": lines}, columns(rows), as_json=as_json)
+    return 0 if all((line["gate"] == "in") == (line["may_work"] == "yes") for line in lines) else 1

@@ -1,0 +1,141 @@
+"""``image-builder boot`` and ``verify``: an artefact as a machine, and the checks on machines and trees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from image_builder.cli import failure, render
+from image_builder.cli.command import host_settings, register, show
+from image_builder.cli.options import AsJson, Facts, Output, StoreDir
+from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.settings import DEFAULT_STORE
+from image_builder.text import human_seconds
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer()
+
+
+@register(app)
+def boot(
+    artefact: Annotated[str, typer.Argument(help="a disk, the directory of a build, or an image's name")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="run the checks for booted machines, then switch it off")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")
+    ] = False,
+    secure_boot: Annotated[
+        bool, typer.Option("--secure-boot", help="with a firmware that enforces it")
+    ] = False,
+    local_disk: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--local-disk",
+            metavar="SIZE",
+            help="a blank local disk such as 16G; repeatable  [default: one for an image with the layer `node`]",
+        ),
+    ] = None,
+    no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="without any local disk")] = False,
+    facts: Facts = None,
+    output: Output = Path("output"),
+    store: StoreDir = DEFAULT_STORE,
+    as_json: AsJson = False,
+) -> int:
+    """Boot an artefact in QEMU; the machine's writes go to a throw-away layer.
+
+    Reports go to OUTPUT/boot/NAME.
+
+    Example:
+
+        image-builder boot worker --verify
+    """
+    from image_builder.system import host
+    from image_builder.verify import boot as booting
+    from image_builder.verify import report as verification
+
+    if local_disk and no_local_disk:
+        raise UsageError("--local-disk and --no-local-disk exclude each other")
+    disks = booting.local_disks(local_disk or ()) if local_disk or no_local_disk else None
+    host.check_store(store)
+    path = _artefact(artefact, output)
+    out_dir = output.absolute() / "boot" / path.stem
+    with render.monitor(f"boot {path.name}") as monitor:
+        result = booting.boot(
+            path,
+            verify=verify,
+            out_dir=out_dir,
+            settings=host_settings(store, output=output.absolute()),
+            monitor=monitor,
+            facts=facts,
+            keep=keep,
+            secure_boot=secure_boot,
+            extra_disks=disks,
+        )
+    if result.suite:
+        render.stderr_console().print(verification.table(result.suite))
+    text = f"{result.image}: {result.system_state}, ssh after {human_seconds(result.ssh_seconds)}"
+    show({**result.as_json(), "reports": out_dir}, f"{text}; reports in {out_dir}", as_json=as_json)
+    return _judge(result.require_passed) if verify else 0
+
+
+def _judge(require_passed: Callable[[], None]) -> int:
+    """Return the status of a verdict. The result was printed already: on stdout it stays the only document."""
+    try:
+        require_passed()
+    except ImageBuilderError as error:
+        print(failure.text(error), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _artefact(name: str, output: Path) -> Path:
+    """Return the path that ``name`` means: a path as it is, else the newest build of an image."""
+    path, latest = Path(name), output / name / "latest"
+    if not path.exists() and latest.exists():
+        return latest.resolve()
+    if not path.exists():
+        raise UsageError(
+            f"no such file, directory or built image: {name}", hint=f"image-builder build {name}"
+        )
+    return path.resolve()
+
+
+@register(app, isolated=lambda target, **_: not target.startswith("ssh://"))
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…&known_hosts=…"),
+    ],
+    facts: Facts = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the reports go")] = Path(
+        "output/verify"
+    ),
+    store: StoreDir = DEFAULT_STORE,
+    as_json: AsJson = False,
+) -> int:
+    """Run the checks on an unpacked image (DIR), on a build (DIR with a manifest.json) or on a live machine.
+
+    Example:
+
+        image-builder verify 'ssh://admin@node7?key=KEY&known_hosts=FILE' --facts facts.json
+    """
+    from image_builder.verify import command as verifying
+    from image_builder.verify import report as verification
+
+    with render.monitor(f"verify {target}") as monitor:
+        result = verifying.verify(
+            target, facts, output.absolute(), settings=host_settings(store), monitor=monitor
+        )
+    if as_json:
+        print(json.dumps(result.as_json(), indent=1))
+    else:
+        render.stdout_console().print(verification.table(result))
+    return _judge(lambda: verification.require_passed(result))

@@ -1,0 +1,17 @@
+"""``image-builder pool``: plan a rollout, run it, look at one, and what is needed beside it."""
+
+from __future__ import annotations
+
+import typer
+
+from image_builder.cli.pool import broker, plan, render, run, snapshot
+from image_builder.cli.pool import slice as slice_
+
+app = typer.Typer(
+    help="Bring pools up from an image, in waves.\n\nExample:\n\n\b\n"
+    "  image-builder pool plan -i inventories/azure_vmss vmss_h100_a --out h100.plan.json",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for _commands in (plan, run, render, slice_, snapshot, broker):
+    app.add_typer(_commands.app)

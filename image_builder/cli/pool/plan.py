@@ -1,0 +1,200 @@
+"""The commands for pools: plan a rollout, and look at one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from image_builder.cli.command import register, show
+from image_builder.cli.options import AsJson, VaultFile
+from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.text import columns, human_seconds
+
+if TYPE_CHECKING:
+    from image_builder.pool.plan.plan import Plan
+    from image_builder.pool.plan.policy import Policy
+    from image_builder.pool.run.records import Record
+    from image_builder.pool.run.state import Progress
+
+app = typer.Typer()
+
+Inventory = Annotated[
+    list[Path],
+    typer.Option(
+        "-i", "--inventory", metavar="PATH", help="an inventory, as in Ansible; repeatable, required"
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
+
+
+@register(app)
+def plan(
+    pools: Annotated[list[str], typer.Argument(metavar="POOL...", help="groups of the inventory")],
+    inventory: Inventory,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="where to write the plan")],
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="sizes of waves, rates, budgets, deadlines, as YAML"),
+    ] = None,
+    vault_password_file: VaultFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write down which hosts come up in which wave, and what stops them. Nothing is touched.
+
+    Example:
+
+        image-builder pool plan -i inventories/azure_vmss pools --out pools.plan.json
+    """
+    from image_builder.pool.plan.inventory import read_fleet
+    from image_builder.pool.plan.plan import make_plan, save
+    from image_builder.pool.run.faults import Faults
+
+    faults = Faults()
+    chosen = faults.collect("--policy", lambda: _policy(policy))
+    if chosen is None:
+        faults.collect("inventory", lambda: read_fleet(inventory, pools, vault_password_file))
+        raise faults.all()
+    fleet = read_fleet(inventory, pools, vault_password_file)
+    made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
+    _keep_begun(out, made)
+    with writing(out):
+        save(made, out)
+    result = {
+        "plan": os.fspath(out),
+        "digest": made.digest,
+        "inventory": made.inventory.digest,
+        "hosts": len(made.hosts),
+        "skipped": {state: list(names) for state, names in fleet.skipped.items()},
+        "pools": {pool.name: pool.hosts for pool in made.pools},
+        "waves": [
+            {"name": w.name, "hosts": len(w.hosts), "slices": len(w.slices), "budget": w.budget}
+            for w in made.waves
+        ],
+        "budget": made.budget,
+        "max_unavailable": made.max_unavailable,
+    }
+    show(result, "\n".join([*fleet.warnings, _plan_text(out, made)]), as_json=as_json)
+    return 0
+
+
+def _keep_begun(out: Path, made: Plan) -> None:
+    """Raise UsageError where another plan of that name has a run: without it nobody could take that up again."""
+    from image_builder.pool.run.journal import journal_of, read_journal
+    from image_builder.pool.run.resume import past
+
+    journal = journal_of(out)
+    try:
+        past(made, read_journal(journal) if journal.exists() else [], str(journal))
+    except ImageBuilderError as error:
+        raise UsageError(
+            f"{out} stays as it is: the run of the plan there has begun ({error.message})",
+            hint="write the new plan to another file",
+        ) from error
+
+
+def _policy(path: Path | None) -> Policy:
+    """Return the policy in a file, the default one without; raises DefinitionError with all problems."""
+    from image_builder import strict_yaml as settings_file
+    from image_builder.pool.plan.policy import Policy
+
+    return settings_file.load(path, Policy, "policy") if path else Policy()
+
+
+def _plan_text(out: Path, made: Plan) -> str:
+    rows = [("wave", "hosts", "slices", "may fail", "soak")]
+    rows += [
+        (w.name, str(len(w.hosts)), str(len(w.slices)), str(w.budget), human_seconds(w.soak_seconds))
+        for w in made.waves
+    ]
+    total = (
+        f"{len(made.hosts)} hosts in {len(made.waves)} waves; {made.budget} may fail, "
+        f"{made.max_unavailable} may be unavailable at once, {made.policy.join_rate:g} join in a second"
+    )
+    return f"{columns(rows)}\n{total}\n{out}"
+
+
+@register(app)
+def status(plan: PlanFile, as_json: AsJson = False) -> int:
+    """Tell how far a plan's run is; exit status 1 when it was stopped or interrupted.
+
+    Example:
+
+        image-builder pool status h100.plan.json
+    """
+    from image_builder.pool.show.report import text
+
+    told = read_run(plan)[2]
+    brief = {key: value for key, value in told.items() if key not in ("results", "slowest", "gates")}
+    show(brief, text(told), as_json=as_json)
+    return 1 if told["state"] in ("stopped", "interrupted") else 0
+
+
+@register(app)
+def report(
+    plan: PlanFile,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="write it as one HTML file, too")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write it as JUnit XML, too, for a CI")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Tell how each host of a plan's run ended, what failed alike, and the waves in time.
+
+    Example:
+
+        image-builder pool report h100.plan.json --html h100.html
+    """
+    from image_builder.pool.show.html import page
+    from image_builder.pool.show.junit import junit as junit_document
+    from image_builder.pool.show.report import text
+
+    progress, records, told = read_run(plan)
+    if html:
+        _write(html, page(progress, records, told).encode())
+    if junit:
+        _write(junit, junit_document(progress, told))
+    rows = [
+        (name, result["outcome"]["kind"] if result["outcome"] else result["state"])
+        for name, result in told["results"].items()
+    ]
+    show(told, f"{text(told)}\n{columns(rows)}", as_json=as_json)
+    return 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file in one step; raises UsageError where it can't be one, OSError."""
+    from image_builder.node import durable
+
+    with writing(path):
+        durable.write(path, data)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write what the command line names; raises UsageError where that can't be there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        raise UsageError(f"can't write {path}: {error.strerror}") from error
+
+
+def read_run(path: Path) -> tuple[Progress, list[Record], dict[str, Any]]:
+    """Return the state, the records and the report of the run whose journal lies beside a plan."""
+    from image_builder.pool.plan import plan as plans
+    from image_builder.pool.run.journal import in_use, journal_of, read_journal
+    from image_builder.pool.run.resume import past
+    from image_builder.pool.show.report import report as make_report
+
+    made = plans.load(path)
+    journal = journal_of(path)
+    records = read_journal(journal) if journal.exists() else []
+    running = bool(records) and in_use(journal)
+    progress = past(made, records, str(journal))
+    return progress, records, make_report(progress, records, running=running)

@@ -1,0 +1,133 @@
+"""Whether a document of Azure's metadata service proves a machine: signed by Azure, for this nonce, now.
+
+https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service#attested-data. Every process of a machine
+can have such a document of that machine, and of no other one. Pure but for the arithmetic of certificates.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+from image_builder.cluster.broker import signed_data
+from image_builder.cluster.broker.refusal import forbidden, unproven
+from image_builder.errors import HostError
+from image_builder.node.join import schema
+
+MOST_CHARACTERS = 12288
+_GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_TIME = "%m/%d/%y %H:%M:%S %z"
+# Documents were seen that end at the very second that they are stamped with. How fresh one is says our own nonce.
+_GRACE = 300.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who signs (``authorities``, and the certificate's ``names``), and whose machines are believed.
+
+    ``leeway`` is how far clocks may be apart, in seconds.
+    """
+
+    authorities: Store
+    names: tuple[str, ...]
+    subscriptions: tuple[str, ...]
+    leeway: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a document says: which machine, and the nonce that it was asked with."""
+
+    vm_id: str
+    nonce: str
+
+
+def load_authorities(path: Path) -> Store:
+    """Return the certificates of a PEM file; each of them is believed. Raises HostError."""
+    try:
+        return Store(x509.load_pem_x509_certificates(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise HostError(f"{path}: no certificates can be read from it: {error}") from error
+
+
+def verify(document: str, rules: Rules, now: float) -> Machine:
+    """Return what a document proves. Raises RefusedError (401, 403). ``now`` is Unix time."""
+    if len(document) > MOST_CHARACTERS:
+        raise unproven("document.malformed", "the attested document is too long")
+    try:
+        message = signed_data.parse(base64.b64decode(document, validate=True))
+    except (binascii.Error, ValueError, IndexError, x509.InvalidVersion) as error:
+        raise unproven(
+            "document.malformed", "the attested document is no PKCS#7 message of Azure's"
+        ) from error
+    _check_signer(message, rules, now)
+    return _check_content(message.content, rules, now)
+
+
+def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> None:
+    key = message.signer.public_key()
+    name = _name(message.signer, rules.names)
+    if name is None:
+        raise unproven("document.signer", "the attested document is signed by somebody else than Azure")
+    policy = (
+        PolicyBuilder().store(rules.authorities).time(datetime.fromtimestamp(now, UTC).replace(tzinfo=None))
+    )
+    try:
+        policy.build_server_verifier(x509.DNSName(name)).verify(message.signer, list(message.others))
+    except VerificationError as error:
+        raise unproven(
+            "document.signer",
+            "the attested document's certificate leads to none of `attestation.authorities`",
+        ) from error
+    try:
+        if not isinstance(key, rsa.RSAPublicKey):
+            raise InvalidSignature
+        key.verify(message.signature, message.content, padding.PKCS1v15(), hashes.SHA256())
+    except InvalidSignature as error:
+        raise unproven("document.signature", "the attested document's signature is wrong") from error
+
+
+def _name(certificate: x509.Certificate, names: tuple[str, ...]) -> str | None:
+    """Return a name of a certificate that is one of ``names``, or below one of them: each region has its own."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        return None
+    for pattern in found.value.get_values_for_type(x509.DNSName):
+        name = pattern.lower().replace("*.", "any.", 1)
+        if any(name == known or name.endswith(f".{known}") for known in names):
+            return name
+    return None
+
+
+def _check_content(content: bytes, rules: Rules, now: float) -> Machine:
+    try:
+        found = schema.load(content)
+        vm_id, subscription = (str(found[name]).lower() for name in ("vmId", "subscriptionId"))
+        created, expires = (_moment(found["timeStamp"], name) for name in ("createdOn", "expiresOn"))
+        nonce = str(found["nonce"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise unproven("document.malformed", "the attested document does not say what it should") from error
+    if not _GUID.fullmatch(vm_id):
+        raise unproven("document.malformed", "the attested document names no machine")
+    if not created - rules.leeway <= now <= expires + _GRACE:
+        raise unproven("document.expired", "the attested document is not of now; or one of the clocks is off")
+    if subscription not in rules.subscriptions:
+        raise forbidden("document.subscription", f"no machine of the subscription {subscription} may join")
+    return Machine(vm_id, nonce)
+
+
+def _moment(found: Mapping[str, Any], name: str) -> float:
+    return datetime.strptime(str(found[name]), _TIME).astimezone(UTC).timestamp()

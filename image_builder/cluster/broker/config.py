@@ -1,0 +1,173 @@
+"""What an operator tells the broker, in one YAML file. What is not allowed there is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from image_builder import strict_yaml as settings_file
+from image_builder.node.join import binding
+
+_GUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+# Kubernetes' own rule (bootstrap token secrets, auth-extra-groups).
+_GROUP = r"^system:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]$"
+# What Entra ID writes as issuer, by the version of the token; a managed identity's is usually the first.
+_ISSUERS = ("https://sts.windows.net/{}/", "https://login.microsoftonline.com/{}/v2.0")
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return text
+
+
+def _unbound(text: str) -> str:
+    if text.startswith(binding.PREFIX):
+        raise ValueError("is what a token is bound to a machine by: no pool may have it")
+    return text
+
+
+def _absolute(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("is no absolute path")
+    return text
+
+
+def _source(text: str) -> str:
+    if not text.startswith(("https://", "/")):
+        raise ValueError("is neither an https address nor an absolute path")
+    return text
+
+
+Guid = Annotated[str, Field(pattern=_GUID)]
+File = Annotated[str, AfterValidator(_absolute)]
+ResourceId = Annotated[
+    str, Field(pattern=r"^/subscriptions/[^/]+/resource[gG]roups/[^/]+/providers/[^/]+/[^/]+/[^/]+$")
+]
+
+
+class Strict(BaseModel):
+    """Frozen data that takes no other types and no unknown keys."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Listen(Strict):
+    """Where it is served, and the certificate that nodes prove it by; both files may be replaced while it runs."""
+
+    address: str = "0.0.0.0"  # noqa: S104  # a pod's port, behind a service
+    port: int = Field(default=8443, ge=0, le=65535)
+    certificate: File
+    key: File
+    connections: int = Field(default=64, ge=1, le=1024, description="Served at once; more wait.")
+    share: int = Field(default=16, ge=1, le=1024, description="Of those, for one source address.")
+    seconds: float = Field(default=30.0, gt=0, le=300, description="All that a connection gets.")
+
+
+class Identity(Strict):
+    """Whose tokens are believed."""
+
+    tenant: Guid
+    audience: str = Field(min_length=1, description="`credentials.resource` of the node configuration.")
+    keys: Annotated[str, AfterValidator(_source)] | None = Field(
+        default=None, description="JWKS, as address or file; Entra ID's of the tenant if none."
+    )
+    authority: File | None = Field(
+        default=None, description="What proves that address; the system's CAs if none."
+    )
+    issuers: tuple[str, ...] = Field(default=(), description="Empty: Entra ID's two of the tenant.")
+    refresh_seconds: float = Field(default=21600.0, ge=60, description="How old the keys may become.")
+    leeway_seconds: float = Field(default=60.0, ge=0, le=300, description="How far clocks may be apart.")
+
+    @property
+    def jwks(self) -> str:
+        """Return where the keys are."""
+        return self.keys or f"https://login.microsoftonline.com/{self.tenant}/discovery/v2.0/keys"
+
+    @property
+    def believed(self) -> tuple[str, ...]:
+        """Return the issuers whose tokens are believed."""
+        return self.issuers or tuple(one.format(self.tenant) for one in _ISSUERS)
+
+
+class Attestation(Strict):
+    """What proves a machine: the attested document of its metadata service."""
+
+    authorities: File = Field(
+        description="PEM: who signs the documents' certificates, intermediate CAs too. Read at the start."
+    )
+    subscriptions: tuple[Guid, ...] = Field(min_length=1, description="Whose machines may join.")
+    names: tuple[str, ...] = Field(
+        default=("metadata.azure.com",),
+        min_length=1,
+        description="Whom the documents' certificates name; each region has one below it.",
+    )
+
+
+class Pool(Strict):
+    """Who may have a token of a pool, and for which nodes. An identity is one of the two lists, or of both."""
+
+    name: str = Field(min_length=1, max_length=63)
+    nodes: Annotated[str, Field(min_length=1), AfterValidator(_pattern)] = Field(
+        description="What a node of this pool is called: a regular expression for the whole name."
+    )
+    resources: tuple[ResourceId, ...] = Field(
+        default=(), description="`xms_mirid`: scale sets, or user-assigned identities, by resource id."
+    )
+    objects: tuple[Guid, ...] = Field(default=(), description="`oid`: identities by their object ids.")
+    groups: tuple[Annotated[str, Field(pattern=_GROUP), AfterValidator(_unbound)], ...] = Field(
+        default=(), description="Beside system:bootstrappers, whose member each token is."
+    )
+
+    @model_validator(mode="after")
+    def _has_somebody(self) -> Self:
+        if not self.resources and not self.objects:
+            raise ValueError("names neither resources nor objects: nobody could ever have a token")
+        return self
+
+
+class Rate(Strict):
+    """``burst`` requests at once, then ``per_second``."""
+
+    burst: int = Field(ge=1)
+    per_second: float = Field(gt=0)
+
+
+class Limits(Strict):
+    node: Rate = Field(default=Rate(burst=5, per_second=0.1), description="For one machine.")
+    pool: Rate = Field(default=Rate(burst=200, per_second=20.0), description="For all nodes of a pool.")
+
+
+class Tokens(Strict):
+    """``seconds``: how long one lives; an hour is the most that the admission policy lets pass."""
+
+    seconds: int = Field(default=1800, ge=120, le=3600)
+    namespace: Literal["kube-system"] = "kube-system"  # no other one's are bootstrap tokens
+
+
+class Config(Strict):
+    listen: Listen
+    identity: Identity
+    attestation: Attestation
+    pools: tuple[Pool, ...]
+    limits: Limits = Limits()
+    tokens: Tokens = Tokens()
+
+    @model_validator(mode="after")
+    def _has_pools(self) -> Self:
+        if not self.pools:
+            raise ValueError("pools: there is none: nobody could ever have a token")
+        names = [pool.name for pool in self.pools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"pools: {', '.join(twice)} is there twice")
+        return self
+
+
+def load(path: Path) -> Config:
+    """Return the configuration of a file; raises DefinitionError with everything that is wrong."""
+    return settings_file.load(path, Config, "broker")

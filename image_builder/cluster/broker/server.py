@@ -1,0 +1,263 @@
+"""The broker's one door: ``POST /token``, over TLS. Each request leaves one line, and no line holds a secret."""
+
+from __future__ import annotations
+
+import collections
+import json
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from image_builder.cluster.broker import attestation, jwt, nonces, policy, tokens
+from image_builder.cluster.broker.config import Config, Pool
+from image_builder.cluster.broker.keys import Keys
+from image_builder.cluster.broker.limits import Limiter, whole_seconds
+from image_builder.cluster.broker.policy import Asked
+from image_builder.cluster.broker.refusal import RefusedError, forbidden, unproven
+from image_builder.errors import HostError
+from image_builder.node import serving
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import Client, KubeError
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes one line of the audit log, as an object."""
+# Until a cluster is asked again that does not answer, in seconds.
+_CLUSTER_PAUSE = 5.0
+# The metadata service may answer with a document of an earlier question.
+_NONCE_PAUSE = 2.0
+
+
+class Clients:
+    """Connections to the API server, each used by one thread at a time and then by the next."""
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        self._connect = connect
+        self._idle: collections.deque[Client] = collections.deque()
+
+    @contextmanager
+    def one(self) -> Iterator[Client]:
+        """Lend a connection. Raises NodeError."""
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._connect()
+        try:
+            yield client
+        finally:
+            self._idle.append(client)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Certificate:
+    """What the broker is proven by. Files that change are taken up; where they can't be, what was there serves on."""
+
+    def __init__(self, certificate: Path, key: Path, tell: Callable[[str], None]) -> None:
+        self._paths, self._tell = (certificate, key), tell
+        self._seen = self._stamp()
+        self._context = self._load()
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a new connection. For the accepting thread alone."""
+        if (stamp := self._stamp()) != self._seen:
+            self._seen = stamp
+            try:
+                self._context = self._load()
+            except HostError as error:
+                self._tell(error.message)
+        return self._context
+
+    def _stamp(self) -> list[tuple[int, int] | None]:
+        found: list[tuple[int, int] | None] = []
+        for path in self._paths:
+            try:
+                now = path.stat()
+                found.append((now.st_ino, now.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(*self._paths)
+        except (OSError, ValueError) as error:
+            raise HostError(f"{self._paths[0]} with {self._paths[1]} can't be served by: {error}") from error
+        return context
+
+
+class Broker:
+    """Decides about requests. For several threads."""
+
+    def __init__(self, config: Config, keys: Keys, clients: Clients) -> None:
+        identity = config.identity
+        self.keys = keys
+        self._config, self._clients = config, clients
+        self._rules = jwt.Rules(
+            identity.believed, identity.audience, identity.tenant, identity.leeway_seconds
+        )
+        self._documents = attestation.Rules(
+            attestation.load_authorities(Path(config.attestation.authorities)),
+            config.attestation.names,
+            config.attestation.subscriptions,
+            identity.leeway_seconds,
+        )
+        # All replicas serve with one key, and nobody else has it.
+        self._nonces = nonces.Nonces(Path(config.listen.key).read_bytes)
+        self._machines = Limiter(config.limits.node.burst, config.limits.node.per_second)
+        self._pools = Limiter(config.limits.pool.burst, config.limits.pool.per_second)
+
+    def answer(self, authorization: str, body: bytes, seen: dict[str, Any]) -> dict[str, str]:
+        """Return the answer to a request: a nonce, or for a document with it a token. Raises RefusedError.
+
+        Nothing of a request is believed, or told, before its token is; ``seen`` is told what becomes known of it.
+        """
+        kind, _, proof = authorization.partition(" ")
+        if kind.lower() != "bearer" or not proof:
+            raise unproven("token.none", "there is no bearer token")
+        proven = jwt.verify(proof.strip(), self.keys.find, self._rules, time.time())
+        seen.update(oid=proven.object_id, mirid=proven.resource)
+        asked = policy.parse(body)
+        seen.update(node=asked.node, vm_id=asked.vm_id, boot_id=asked.boot_id)
+        pool = policy.decide(self._config.pools, proven, asked)
+        seen.update(pool=pool.name)
+        now = time.time()
+        try:
+            if asked.document is None:
+                return {"nonce": self._nonces.current(asked.vm_id, asked.node, now)}
+            nonce = self._proven_nonce(asked, asked.document, now)
+        except OSError as error:
+            raise RefusedError(503, "nonce", "there is no key for nonces", _CLUSTER_PAUSE) from error
+        self._slow_down(asked.vm_id, pool.name)
+        issued = self._issue(asked, nonce, pool)
+        seen.update(token_id=issued.id)
+        expires = datetime.fromtimestamp(issued.expires, UTC)
+        return {"token": issued.text, "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+    def _proven_nonce(self, asked: Asked, document: str, now: float) -> str:
+        """Return the nonce by which a document proves that this machine asks now, for this node.
+
+        Raises RefusedError (401, 403, 409).
+        """
+        machine = attestation.verify(document, self._documents, now)
+        if machine.vm_id != asked.vm_id:
+            raise forbidden("document.machine", "the attested document is of another machine")
+        if not self._nonces.is_valid(machine.nonce, asked.vm_id, asked.node, now):
+            raise RefusedError(
+                409, "document.nonce", "the attested document is of another nonce", _NONCE_PAUSE
+            )
+        return machine.nonce
+
+    def _slow_down(self, vm_id: str, pool: str) -> None:
+        # By the machine that is proven: nobody uses up what is another one's.
+        now = time.monotonic()
+        for what, limiter, key in (("node", self._machines, vm_id), ("pool", self._pools, pool)):
+            if wait := limiter.take(key, now):
+                raise RefusedError(429, f"limit.{what}", f"too many requests for the {what} {key}", wait)
+
+    def _issue(self, asked: Asked, nonce: str, pool: Pool) -> tokens.Issued:
+        ends = self._config.tokens
+        wanted = tokens.Wanted(
+            asked.node, asked.vm_id, nonce, pool.name, pool.groups, ends.seconds, ends.namespace
+        )
+        try:
+            with self._clients.one() as client:
+                return tokens.issue(client, wanted, time.time())
+        except KubeError as error:
+            # 403 too: it is this broker that may not, and its operator can change that while nodes wait.
+            status = f" ({error.status})" if error.status else ""
+            words = f"the API server did not do it{status}"
+            raise RefusedError(503, "cluster", words, error.retry_after or _CLUSTER_PAUSE) from error
+        except NodeError as error:
+            raise RefusedError(503, "cluster", "the API server can't be asked", _CLUSTER_PAUSE) from error
+
+
+def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
+    """Return the class that answers requests."""
+
+    class Door(serving.Handler):
+        server_version = "image-builder-broker"
+
+        def respond(self) -> None:
+            path = self.path.partition("?")[0]
+            if (self.command, path) == ("GET", "/healthz"):
+                is_ready = broker.keys.is_ready()
+                self.answer(200 if is_ready else 503, {"ready": is_ready})
+                return
+            began = time.monotonic()
+            seen: dict[str, Any] = {"client": str(self.client_address[0])}
+            try:
+                _check_door(self.command, path)
+                value = broker.answer(self.headers.get("Authorization", ""), self._body(), seen)
+            except RefusedError as error:
+                cause = error.__cause__
+                why = {"cause": str(cause)[:300]} if isinstance(cause, NodeError) else {}
+                _note(tell, error.status, error.code, {**seen, **why}, began)
+                self._refuse(error)
+                return
+            _note(tell, 200, "", seen, began)
+            self.answer(200, value)
+
+        def _body(self) -> bytes:
+            length = self.headers.get("Content-Length", "")
+            if not (length.isascii() and length.isdigit()) or self.headers.get("Transfer-Encoding"):
+                raise RefusedError(411, "body", "there is no Content-Length")
+            # A number of thousands of digits is none to Python.
+            if len(length) > 9 or int(length) > policy.MOST_BYTES:
+                raise RefusedError(413, "body", f"more than {policy.MOST_BYTES} bytes")
+            return self.body(int(length))
+
+        def _refuse(self, error: RefusedError) -> None:
+            headers = {}
+            if error.retry_after:
+                headers["Retry-After"] = str(whole_seconds(error.retry_after))
+            if error.status == 401:
+                headers["WWW-Authenticate"] = "Bearer"
+            self.answer(error.status, {"error": error.code, "message": error.message}, headers)
+
+    return Door
+
+
+def _check_door(method: str, path: str) -> None:
+    if path != "/token":
+        raise RefusedError(404, "path", "there is /token alone")
+    if method != "POST":
+        raise RefusedError(405, "method", "POST alone")
+
+
+def _note(tell: Tell, status: int, code: str, seen: dict[str, Any], began: float) -> None:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    tell({"at": now, "status": status, "code": code, **seen, "seconds": round(time.monotonic() - began, 4)})
+
+
+def open_server(config: Config, broker: Broker, tell: Tell) -> serving.Server:
+    """Return a server that has its port already. Raises HostError."""
+    listen = config.listen
+
+    def say(text: str) -> None:
+        tell({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "said": text})
+
+    certificate = Certificate(Path(listen.certificate), Path(listen.key), say)
+    try:
+        return serving.Server(
+            (listen.address, listen.port),
+            handler(broker, tell),
+            most=listen.connections,
+            seconds=listen.seconds,
+            per_address=listen.share,
+            tls=certificate.context,
+        )
+    except OSError as error:
+        raise HostError(f"{listen.address}:{listen.port} can't be served: {error.strerror}") from error
+
+
+def line(value: dict[str, Any]) -> str:
+    """Return one line of the audit log."""
+    return json.dumps(value, separators=(",", ":")) + "\n"

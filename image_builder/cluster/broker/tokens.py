@@ -1,0 +1,107 @@
+"""Bootstrap tokens as Kubernetes keeps them: secrets of kube-system, each bound to one machine and one node.
+
+https://kubernetes.io/docs/reference/access-authn-authz/bootstrap-tokens/. They are made and never read: a token's id
+follows from the attested document that it is given for, so that of two brokers that see one document the second is
+refused by the API server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import string
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.cluster.broker import nonces
+from image_builder.cluster.broker.refusal import RefusedError
+from image_builder.node.join import binding
+from image_builder.node.kube import Client, KubeError
+
+TYPE = "bootstrap.kubernetes.io/token"
+LABELS = {"app.kubernetes.io/managed-by": "image-builder-broker"}
+_ALPHABET = string.digits + string.ascii_lowercase
+_ID, _SECRET = 6, 16
+_NODE, _VM, _POOL = (f"image-builder/{name}" for name in ("node", "vm-id", "pool"))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A token for a node: who asks, by which nonce, and what it is to give. ``seconds`` is its whole life."""
+
+    node: str
+    vm_id: str
+    nonce: str
+    pool: str
+    groups: tuple[str, ...]
+    seconds: int
+    namespace: str = "kube-system"
+
+    @property
+    def id(self) -> str:
+        """Return the part of the token that is no secret."""
+        said = f"{self.node}\n{self.vm_id}\n{self.nonce}".encode()
+        value = int.from_bytes(hashlib.sha256(said).digest()[:8])
+        digits = []
+        for _ in range(_ID):
+            value, digit = divmod(value, len(_ALPHABET))
+            digits.append(_ALPHABET[digit])
+        return "".join(digits)
+
+
+@dataclass(frozen=True, repr=False)
+class Issued:
+    """A token, and until when (Unix time). Its text is in no ``repr``."""
+
+    text: str
+    expires: float
+
+    @property
+    def id(self) -> str:
+        """Return the part that is no secret."""
+        return self.text.partition(".")[0]
+
+
+def issue(client: Client, wanted: Wanted, now: float) -> Issued:
+    """Make a node's token. Raises RefusedError (409: this document was used already), KubeError."""
+    text = "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET))
+    # Kubernetes has whole seconds.
+    expires = float(int(now) + wanted.seconds)
+    try:
+        client.request(
+            "POST", f"/api/v1/namespaces/{wanted.namespace}/secrets", secret(wanted, text, expires)
+        )
+    except KubeError as error:
+        if error.status != 409:
+            raise
+        raise RefusedError(
+            409, "document.used", "a token was given for this document already", nonces.until_next(now)
+        ) from error
+    return Issued(f"{wanted.id}.{text}", expires)
+
+
+def secret(wanted: Wanted, text: str, expires: float) -> dict[str, Any]:
+    """Return the secret of a token; ``expires`` is Unix time."""
+    # In this order: the admission policy looks at what the list begins with.
+    groups = (binding.of_machine(wanted.vm_id), binding.of_node(wanted.node), *wanted.groups)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": TYPE,
+        "metadata": {
+            "name": f"bootstrap-token-{wanted.id}",
+            "namespace": wanted.namespace,
+            "labels": dict(LABELS),
+            "annotations": {_NODE: wanted.node, _VM: wanted.vm_id, _POOL: wanted.pool},
+        },
+        "stringData": {
+            "description": f"image-builder's token broker, for {wanted.node}",
+            "token-id": wanted.id,
+            "token-secret": text,
+            "expiration": datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "usage-bootstrap-authentication": "true",
+            "usage-bootstrap-signing": "false",
+            "auth-extra-groups": ",".join(groups),
+        },
+    }

@@ -1,0 +1,82 @@
+"""What a person does at the gate: look, and let one node in by hand."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.cluster.gate import holder
+from image_builder.cluster.gate.breaker import code_of
+from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch, pointer_of
+from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from, path_of
+from image_builder.errors import UsageError
+from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.preflight.hold import OPEN, Hold, of_node
+
+
+def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
+    """Let this boot of a node in, whatever its preflight said; return the node as it was.
+
+    Works without the controller, which honours the annotation until the node is started again. Raises KubeError, and
+    UsageError for a node that has not told its boot id.
+    """
+    path = path_of(name)
+    found = client.request("GET", path)
+    node = node_from(found, rules)
+    if not node.boot_id:
+        raise UsageError(f"{name} has not told its boot id: nothing of it runs yet")
+    record = {
+        "by": who,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reason": reason,
+        "boot_id": node.boot_id,
+    }
+    changes = _annotate(found, json.dumps(record))
+    if is_tainted(node, rules):
+        changes = [*patch(node, Action.ADMIT, rules), *changes]
+    client.request("PATCH", path, changes, JSON_PATCH)
+    return node
+
+
+def _annotate(found: dict[str, Any], value: str) -> list[dict[str, Any]]:
+    if not found["metadata"].get("annotations"):
+        return [{"op": "add", "path": "/metadata/annotations", "value": {ADMITTED: value}}]
+    return [{"op": "add", "path": pointer_of(ADMITTED), "value": value}]
+
+
+def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
+    """Return what the gate knows of each node; two requests."""
+    query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
+    listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
+    holds = holder.read(client) or {}
+    return [_line(item, rules, holds) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
+
+
+def _line(found: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
+    node = node_from(found, rules)
+    held = of_node(code_of(node), found["metadata"].get("labels") or {}, holds)
+    words = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
+    return {
+        "node": node.name,
+        "gate": "out" if is_tainted(node, rules) else "in",
+        "may_work": "yes" if may_work(node) else "no",
+        "why": words + why(node),
+    }
+
+
+def why(node: Node) -> str:
+    """Return in words what the gate knows of a node's present boot."""
+    if not node.boot_id:
+        return "it has not told its boot id"
+    if node.admitted_boot == node.boot_id:
+        return "let in by hand"
+    if node.is_under_test:
+        return "it is tested again"
+    if not node.status:
+        return "nothing was reported yet"
+    if node.tested_boot != node.boot_id:
+        return "what was reported is of another boot"
+    return node.message

@@ -1,0 +1,220 @@
+"""The gate's controller: one informer, one queue, one that acts.
+
+Several may run; all of them watch, and the one that has the lease acts. Whatever it does is what ``decide`` says of the
+newest that is known, tested by the API server itself: done twice it is done once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from image_builder.cluster.gate import breaker
+from image_builder.cluster.gate.decide import Action, decide, patch
+from image_builder.cluster.gate.holder import Holder
+from image_builder.cluster.gate.informer import Informer
+from image_builder.cluster.gate.lease import Election
+from image_builder.cluster.gate.lease import Settings as LeaseSettings
+from image_builder.cluster.gate.model import Node, Rules, path_of
+from image_builder.cluster.gate.queue import Queue
+from image_builder.cluster.gate.retest import Limits
+from image_builder.cluster.gate.retester import Retester
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import JSON_PATCH, Client, KubeError, backoff
+
+_NOT_FOUND = 404
+# Answers that speak of one node's change; all others speak of the API server.
+_OF_THE_NODE = frozenset({400, 403, 409, 422})
+_LONGEST_PAUSE = 60.0
+_IDLE = 0.5
+_chance: Callable[[], float] = random.random
+
+Connect = Callable[[], Client]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``rate`` is the most changes a second, ``burst`` how many at once after a pause. Re-tests and the breaker are
+    thought of every ``turn`` seconds. ``advises``: nothing is changed, what would be is said; it needs no lease."""
+
+    rules: Rules = field(default_factory=Rules)
+    rate: float = 50.0
+    burst: int = 100
+    limits: Limits = field(default_factory=Limits)
+    turn: float = 30.0
+    lease: LeaseSettings = field(default_factory=LeaseSettings)
+    breaker: breaker.Limits = field(default_factory=breaker.Limits)
+    advises: bool = False
+
+
+class Controller:
+    """Runs until it is stopped. ``connect`` opens a connection of its own for each of the three threads."""
+
+    def __init__(self, connect: Connect, identity: str, settings: Settings, tell: Tell) -> None:
+        self.settings = settings
+        self._tell = tell
+        self._client = connect()
+        self._lock = threading.Condition()
+        self._queue = Queue(settings.rate, settings.burst, _chance)
+        self.election = Election(connect(), identity, settings.lease, time.monotonic)
+        self.informer = Informer(connect(), settings.rules, self._changed, self._removed, tell)
+        self._failures = 0
+        self._retester = Retester(self._client, settings.rules, settings.limits, tell)
+        self._holder = Holder(
+            self._client, settings.breaker, settings.rules.pool, tell, advises=settings.advises
+        )
+        self._advised: dict[str, Node] = {}
+        self._turned = float("-inf")
+
+    def run(self, stop: threading.Event, *parts: Callable[[threading.Event], None]) -> None:
+        """Work until ``stop`` is set, and so do ``parts``, each in a thread.
+
+        Raises NodeError when a part of it has died: better none than half of one.
+        """
+        threads = [
+            *(threading.Thread(target=part, args=(stop,), daemon=True) for part in parts),
+            threading.Thread(target=self.informer.run, args=(stop,), name="informer", daemon=True),
+            threading.Thread(target=self._elect, args=(stop,), name="election", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while not stop.is_set():
+                if not all(thread.is_alive() for thread in threads):
+                    raise NodeError(
+                        "gate", "a part of the controller ended: whoever starts it starts it again"
+                    )
+                self._once(stop)
+        finally:
+            stop.set()
+            self.informer.interrupt()
+            for thread in threads:
+                thread.join(5)
+            self._client.close()
+
+    @property
+    def _acts(self) -> bool:
+        """Tell whether this is the one that acts; who only advises is no one's rival."""
+        return self.settings.advises or self.election.leads
+
+    def _once(self, stop: threading.Event) -> None:
+        """Do what is next, if it is ours to do; return after a short while in any case."""
+        if not self._acts or not self.informer.synced.is_set():
+            stop.wait(_IDLE / 5)
+            return
+        self._turn(stop)
+        node = self._next()
+        if node is not None:
+            stop.wait(self._settle(node))
+
+    def _turn(self, stop: threading.Event) -> None:
+        """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
+        now = time.monotonic()
+        if now - self._turned >= self.settings.turn:
+            nodes = list(self.informer.nodes.values())
+            self._holder.turn(nodes, time.time())
+            if not self.settings.advises:
+                self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
+            self._turned = time.monotonic()
+
+    def _elect(self, stop: threading.Event) -> None:
+        """Take and renew the lease; nothing may end this but ``stop``, or nobody would renew it."""
+        led = False
+        if self.settings.advises:
+            stop.wait()
+        while not stop.is_set():
+            try:
+                self.election.attempt()
+            except NodeError as error:
+                self._tell(f"the lease: {error.message}")
+            if self.election.leads != led:
+                led = not led
+                self._tell("this is the leader" if led else "this is the leader no more")
+            stop.wait(self.settings.lease.pause * (0.8 + 0.4 * _chance()))
+        try:
+            self.election.release()
+        except NodeError as error:
+            self._tell(f"the lease is not given back: {error.message}")
+        self.election.close()
+
+    def _changed(self, node: Node) -> None:
+        with self._lock:
+            if decide(node, self.settings.rules) is Action.NONE:
+                self._queue.drop(node.name)
+            else:
+                self._queue.add(node.name, time.monotonic())
+                self._lock.notify()
+
+    def _removed(self, name: str) -> None:
+        with self._lock:
+            self._queue.drop(name)
+
+    def _next(self) -> Node | None:
+        """Return the node whose turn it is; None after a short while without one."""
+        with self._lock:
+            name, wait = self._queue.take(time.monotonic())
+            if name is None:
+                self._lock.wait(min(wait, _IDLE))
+                return None
+        return self.informer.nodes.get(name)
+
+    def _settle(self, node: Node) -> float:
+        """Carry out what is decided for a node; return the seconds to leave the API server alone."""
+        action = decide(node, self.settings.rules)
+        if action is Action.NONE:
+            return 0.0
+        if self.settings.advises:
+            self._advise(node, action)
+            return 0.0
+        changes = patch(node, action, self.settings.rules)
+        try:
+            self._client.request("PATCH", path_of(node.name), changes, JSON_PATCH)
+        except NodeError as error:
+            return self._put_back(node, error)
+        self._failures = 0
+        with self._lock:
+            self._queue.drop(node.name)
+            # It may have changed while this was under way, before it was dropped.
+            newest = self.informer.nodes.get(node.name)
+            if (
+                newest is not None
+                and newest != node
+                and decide(newest, self.settings.rules) is not Action.NONE
+            ):
+                self._queue.add(node.name, time.monotonic())
+        self._tell(f"{node.name}: {_DONE[action]} (boot {node.boot_id})")
+        return 0.0
+
+    def _advise(self, node: Node, action: Action) -> None:
+        """Say once for each boot and test of a node what would be done."""
+        with self._lock:
+            self._queue.drop(node.name)
+        before = self._advised.get(node.name)
+        self._advised[node.name] = node
+        seen = ("boot_id", "status", "tested_boot", "admitted_boot")
+        if before and all(getattr(before, name) == getattr(node, name) for name in seen):
+            return
+        self._tell(f"{node.name}: would be {_DONE[action]} (boot {node.boot_id})")
+
+    def _put_back(self, node: Node, error: NodeError) -> float:
+        status = error.status if isinstance(error, KubeError) else 0
+        retry_after = error.retry_after if isinstance(error, KubeError) else None
+        with self._lock:
+            if status == _NOT_FOUND:
+                self._queue.drop(node.name)
+            elif status in _OF_THE_NODE:
+                self._queue.failed(node.name, time.monotonic())
+            else:
+                self._queue.add(node.name, time.monotonic())
+        self._tell(f"{node.name}: not done: {error.message}")
+        if status == _NOT_FOUND or status in _OF_THE_NODE:
+            return 0.0
+        self._failures += 1
+        return backoff(self._failures, retry_after=retry_after, cap=_LONGEST_PAUSE)
+
+
+_DONE = {Action.ADMIT: "admitted", Action.GATE: "gated"}

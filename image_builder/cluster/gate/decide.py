@@ -1,0 +1,95 @@
+"""What to do with a node: the gate's one rule, without any I/O."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from image_builder.cluster.gate.model import EFFECT, Node, Rules
+from image_builder.node.preflight.model import ANSWER, HELD, WISH
+
+PENDING, FAILED, RETEST = "pending", "failed", "retest"
+
+
+class Action(enum.Enum):
+    NONE = "none"
+    ADMIT = "admit"  # take the taint away
+    GATE = "gate"  # put it back
+
+
+def is_tainted(node: Node, rules: Rules) -> bool:
+    return any(_is_ours(taint, rules) for taint in node.taints)
+
+
+def may_work(node: Node) -> bool:
+    """Tell whether this boot of the node passed and is not under a re-test, or a person let this boot in.
+
+    A kubelet that has not told its boot id yet runs nothing that was tested.
+    """
+    passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
+    return bool(node.boot_id) and (passed or node.admitted_boot == node.boot_id)
+
+
+def decide(node: Node, rules: Rules) -> Action:
+    """Return what makes the node's taint agree with whether it may work."""
+    tainted = is_tainted(node, rules)
+    if may_work(node) == (not tainted):
+        return Action.NONE
+    return Action.ADMIT if tainted else Action.GATE
+
+
+def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:
+    """Return the JSON patch that carries out ``ADMIT`` or ``GATE``.
+
+    It tests what the decision was made from, boot id and taints, so that the API server refuses it (422) where either
+    has changed meanwhile. Other fields may change: a busy node's status does so all the time.
+    """
+    if action is Action.ADMIT:
+        return [*_same_boot(node), *_set_taints(node, _without_ours(node, rules))]
+    value = FAILED if node.status == "False" else PENDING
+    return [*_same_boot(node), *_set_taints(node, [*node.taints, _taint(value, rules)])]
+
+
+def answered(node: Node, nonce: str, state: str, now: float, rules: Rules) -> list[dict[str, Any]]:
+    """Return the JSON patch that answers a node's wish of that number, by the same tests as ``patch``.
+
+    ``held`` takes the node out of service at the same time: before it is looked at again, and before it is granted.
+    """
+    answer = {"boot_id": node.boot_id, "nonce": nonce, "state": state, "at": int(now)}
+    same = [{"op": "test", "path": pointer_of(WISH), "value": node.wish.text}] if node.wish else []
+    said = {"op": "add", "path": pointer_of(ANSWER), "value": json.dumps(answer)}
+    held = _set_taints(node, [*node.taints, _taint(RETEST, rules)]) if state == HELD else []
+    return [*_same_boot(node), *same, said, *held]
+
+
+def _same_boot(node: Node) -> list[dict[str, Any]]:
+    return [{"op": "test", "path": "/status/nodeInfo/bootID", "value": node.boot_id}] if node.boot_id else []
+
+
+def _taint(value: str, rules: Rules) -> dict[str, str]:
+    return {"key": rules.taint, "value": value, "effect": EFFECT}
+
+
+def pointer_of(annotation: str) -> str:
+    """Return the place of an annotation as a JSON pointer (RFC 6901)."""
+    return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
+
+
+def _without_ours(node: Node, rules: Rules) -> list[Mapping[str, Any]]:
+    return [taint for taint in node.taints if not _is_ours(taint, rules)]
+
+
+def _set_taints(node: Node, taints: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the replacement of all taints, provided that they still are what they were. Without any, the API has no
+    list, which a test calls null."""
+    path = "/spec/taints"
+    return [
+        {"op": "test", "path": path, "value": [dict(taint) for taint in node.taints] or None},
+        {"op": "add", "path": path, "value": [dict(taint) for taint in taints]},
+    ]
+
+
+def _is_ours(taint: Mapping[str, Any], rules: Rules) -> bool:
+    return taint.get("key") == rules.taint and taint.get("effect") == EFFECT

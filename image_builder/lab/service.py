@@ -1,0 +1,194 @@
+"""The lab's registry as a service: one for a host, started by ``lab up``, ended by ``lab down``.
+
+What runs is told by one file below /run, so a reboot forgets it. It names the process by its id and its start
+time: a number that was given to another process since is not taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import urllib3
+
+from image_builder.bake.build import Lab, obtain_lock
+from image_builder.bake.store import Store
+from image_builder.canonical import JSON
+from image_builder.definition import ImageDefinition
+from image_builder.errors import ImageBuilderError
+from image_builder.events import Monitor
+from image_builder.lab.registry import HOST
+from image_builder.node.lock import held
+from image_builder.settings import Settings
+from image_builder.system import process
+from image_builder.system.signals import listening
+
+_PLACE = Path("/run/image-builder-lab")
+# The server, in a PID namespace of its own, tells where it serves; who started it adds which process that is.
+_SERVING, _STATE, _CA = _PLACE / "serving.json", _PLACE / "state.json", _PLACE / "ca.pem"
+_STARTING = _PLACE.with_suffix(".lock")  # beside it: the server removes its directory
+_START_SECONDS = 1800.0
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class State:
+    """A running lab: ``pid`` and ``started`` (kernel ticks since boot) name its process."""
+
+    pid: int
+    started: int
+    host: str
+    address: str
+    port: int
+    ca: str
+    images: tuple[str, ...]
+
+    def as_json(self) -> dict[str, JSON]:
+        """Return the state for people's tools."""
+        return {**asdict(self), "images": list(self.images)}
+
+    def answers(self) -> bool:
+        """Ask it over TLS, under its name."""
+        with urllib3.HTTPSConnectionPool(
+            self.address,
+            self.port,
+            ca_certs=self.ca,
+            server_hostname=self.host,
+            assert_hostname=self.host,
+            timeout=5,
+            retries=False,
+        ) as pool:
+            try:
+                return pool.request("GET", "/v2/", headers={"Host": self.host}).status == 200
+            except urllib3.exceptions.HTTPError:
+                return False
+
+
+def running() -> State | None:
+    """Return the lab that runs; None when there is none."""
+    try:
+        told = json.loads(_STATE.read_bytes())
+        state = State(**{**told, "images": tuple(told["images"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return state if _started(state.pid) == state.started else None
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks; None for one that isn't there, or only in name."""
+    try:
+        # The second field may hold blanks and brackets; what follows its last bracket does not (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
+    """Start ``argv``, which is to serve, in a session of its own, and wait until it does.
+
+    Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
+    for any more is killed. Who comes while another one starts it waits, and gets the same one.
+    """
+    with held(_STARTING):
+        return running() or _start(argv, store, monitor)
+
+
+def _start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
+    (store / "logs").mkdir(parents=True, exist_ok=True)
+    log = store / "logs" / "lab.log"
+    for path in (log, _SERVING, _STATE):  # of one that was killed
+        path.unlink(missing_ok=True)
+    child = process.detach(argv, log=log)
+    monitor.stage_started("lab")
+    started = time.monotonic()
+    try:
+        state = _await_serving(child.pid, lambda: child.poll() is None, log, monitor)
+    except BaseException:
+        # No file names it yet: `lab down` could not find it. Its namespaces go with it.
+        child.kill()
+        child.wait()
+        monitor.stage_failed("lab", time.monotonic() - started)
+        raise
+    monitor.stage_finished("lab", time.monotonic() - started, cached=False)
+    return state
+
+
+def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Monitor) -> State:
+    """Wait until process ``pid`` serves, and write down that it does; raises ImageBuilderError."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and alive():
+        if _SERVING.exists():
+            told = json.loads(_SERVING.read_bytes())
+            partial = _STATE.with_suffix(".partial")
+            known = {**told, "pid": pid, "started": _started(pid)}
+            partial.write_text(json.dumps(known), encoding="utf-8")
+            partial.rename(_STATE)
+            if state := running():
+                return state
+        if last := _last_line(log):
+            monitor.stage_doing("lab", last)
+        time.sleep(0.2)
+    raise ImageBuilderError(f"the lab does not start:\n{process.tail(log)}", hint=f"its log: {log}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
+    return lines[-1].partition(" ")[2].strip() if lines else ""
+
+
+def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> None:
+    """Serve the lab's images until SIGTERM or SIGINT; runs in the namespace."""
+    store = Store(settings.store)
+    store.prepare()
+    with listening(signal.SIGTERM, signal.SIGINT) as wait:
+        lock = obtain_lock(definition, settings, monitor)
+        with (
+            store.in_use(),
+            store.staging() as staging,
+            Lab(definition, lock, settings, monitor, staging) as lab,
+        ):
+            endpoint = lab.endpoints()[HOST]
+            _PLACE.mkdir(mode=0o755, exist_ok=True)
+            shutil.copyfile(endpoint.ca, _CA)
+            images = [i.ref for i in definition.preload if i.ref.startswith(f"{HOST}/")]
+            told = {
+                "host": HOST,
+                "address": endpoint.address,
+                "port": endpoint.port,
+                "ca": os.fspath(_CA),
+                "images": images,
+            }
+            partial = _SERVING.with_suffix(".partial")
+            partial.write_text(json.dumps(told), encoding="utf-8")
+            partial.rename(_SERVING)
+            monitor.note(f"serving at {endpoint.address}")
+            try:
+                wait()
+            finally:
+                for path in (_SERVING, _STATE, _CA):
+                    path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    _PLACE.rmdir()
+
+
+def stop() -> bool:
+    """End the lab that runs and wait for that; False when there was none."""
+    state = running()
+    if state is None:
+        return False
+    with suppress(ProcessLookupError):  # it ended by itself, just now
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while _started(state.pid) == state.started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _started(state.pid) == state.started:
+        raise ImageBuilderError(f"the lab (process {state.pid}) does not end")
+    return True

@@ -1,0 +1,296 @@
+"""A machine reached by SSH: ``ssh://USER@HOST:PORT?key=FILE&known_hosts=FILE``.
+
+Keys come from that address alone: no agent, no ``~/.ssh``. A host key that was never seen is pinned for the
+time of the connection object when ``known_hosts`` is missing, and refused when it differs later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import posixpath
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+import paramiko
+
+from image_builder.errors import BootError, CommandError, UsageError
+from image_builder.system.process import TAIL_LINES, Completed
+
+# paramiko logs every refused attempt with a traceback; what matters comes as an exception.
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+
+_CONNECT_SECONDS = 10.0
+_BANNER_SECONDS = 30.0  # an emulated machine takes seconds to fork its sshd
+_AUTH_SECONDS = 60.0
+_KEEPALIVE_SECONDS = 15
+# Standard output wakes its reader; standard error, which fills the same window, is looked at this often.
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class SshAddress:
+    """Where a machine is and how to get in. ``key`` is a private key file without passphrase."""
+
+    user: str
+    host: str
+    port: int = 22
+    key: Path | None = None
+    known_hosts: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Return the address in the form that ``parse`` takes."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        files = {"key": self.key, "known_hosts": self.known_hosts}
+        query = urlencode(
+            {name: str(path) for name, path in files.items() if path}, safe="/", quote_via=quote
+        )
+        return f"ssh://{quote(self.user, safe='')}@{host}:{self.port}" + (f"?{query}" if query else "")
+
+    @property
+    def command(self) -> list[str]:
+        """Return OpenSSH's command line for people."""
+        argv = ["ssh", "-p", str(self.port)]
+        if self.key:
+            argv += ["-i", str(self.key), "-o", "IdentitiesOnly=yes"]
+        if self.known_hosts:
+            argv += ["-o", f"UserKnownHostsFile={self.known_hosts}"]
+        return [*argv, f"{self.user}@{self.host}"]
+
+
+def parse(url: str) -> SshAddress:
+    """Return the address that ``url`` stands for; raises UsageError with what is wrong."""
+    hint = "an address looks like ssh://user@host:22?key=/path/to/private/key"
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise UsageError(f"{url}: the port is not a number below 65536", hint=hint) from None
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    unknown = sorted(set(query) - {"key", "known_hosts"})
+    if (
+        parts.scheme != "ssh"
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.password
+        or unknown
+    ):
+        what = f"unknown option {', '.join(unknown)}" if unknown else "not an SSH address"
+        raise UsageError(f"{url}: {what}", hint=hint)
+    files = {name: Path(value) for name, value in query.items() if value}
+    return SshAddress(
+        user=unquote(parts.username or "root"),
+        host=parts.hostname,
+        port=port or 22,
+        key=files.get("key"),
+        known_hosts=files.get("known_hosts"),
+    )
+
+
+class _PinFirst(paramiko.MissingHostKeyPolicy):
+    """Accept the first key of a host and keep it; paramiko itself refuses another one later."""
+
+    def __init__(self, keys: paramiko.HostKeys) -> None:
+        self.keys = keys
+
+    def missing_host_key(self, _client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        if self.keys.lookup(hostname) is not None:
+            raise paramiko.SSHException(f"{hostname} shows a host key of another type than before")
+        self.keys.add(hostname, key.get_name(), key)
+
+
+class SshTarget:
+    """A connection to a booted machine; a context manager. Commands run by sudo unless the user is root."""
+
+    def __init__(self, address: SshAddress) -> None:
+        self.address = address
+        self._pinned = paramiko.HostKeys()
+        self._client: paramiko.SSHClient | None = None
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection; ``connect`` may follow."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def connect(self, *, banner_seconds: float = _BANNER_SECONDS) -> None:
+        """Log in. Raises BootError: not reachable, another host key, or the key is not let in.
+
+        ``banner_seconds`` is how long a server may take to show that it is one.
+        """
+        self.close()
+        address = self.address
+        client = paramiko.SSHClient()
+        if address.known_hosts:
+            try:
+                client.load_host_keys(str(address.known_hosts))
+            except OSError as error:
+                raise BootError(f"{address.known_hosts}: {error.strerror}") from error
+            client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        else:
+            client.set_missing_host_key_policy(_PinFirst(self._pinned))
+            for host, keys in self._pinned.items():
+                for name, key in keys.items():
+                    client.get_host_keys().add(host, name, key)
+        try:
+            client.connect(
+                address.host,
+                address.port,
+                username=address.user,
+                key_filename=str(address.key) if address.key else None,
+                sock=dial(address.host, address.port, _CONNECT_SECONDS, banner_seconds),
+                look_for_keys=False,
+                allow_agent=False,
+                timeout=_CONNECT_SECONDS,
+                banner_timeout=_BANNER_SECONDS,
+                auth_timeout=_AUTH_SECONDS,
+                channel_timeout=_AUTH_SECONDS,
+            )
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            client.close()
+            raise BootError(
+                f"{address.user}@{address.host}:{address.port}: {error or type(error).__name__}"
+            ) from error
+        transport = client.get_transport()
+        if transport is not None:
+            transport.set_keepalive(_KEEPALIVE_SECONDS)
+        self._client = client
+
+    def save_known_hosts(self, path: Path) -> None:
+        """Write the pinned host key to ``path`` and use it from now on."""
+        self._connected()
+        self._pinned.save(str(path))
+        self.address = replace(self.address, known_hosts=path)
+
+    def _connected(self) -> paramiko.SSHClient:
+        if self._client is None:
+            self.connect()
+        assert self._client is not None
+        return self._client
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        ok: Sequence[int] = (0,),
+        input: str | None = None,
+        timeout: float = 120,
+        root: bool = True,
+    ) -> Completed:
+        """Run a command, as root unless ``root`` is False; ``timeout`` (seconds) is for the whole of it."""
+        words = list(argv)
+        if root and self.address.user != "root":
+            words = ["sudo", "-n", "--", *words]
+        command = shlex.join(words)
+        started = time.monotonic()
+        try:
+            status, out, err = self._execute(command, input, started + timeout)
+        except TimeoutError as error:
+            raise CommandError(
+                f"timed out after {timeout:g} s on {self.address.host}: {command}", argv=words
+            ) from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            self.close()
+            raise CommandError(f"lost {self.address.host} ({error}): {command}", argv=words) from error
+        done = Completed(tuple(words), status, out, err, time.monotonic() - started)
+        if status not in ok:
+            tail = "\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:])
+            raise CommandError(
+                f"exit status {status} on {self.address.host}: {command}", argv=words, tail=tail
+            )
+        return done
+
+    def _execute(self, command: str, input: str | None, deadline: float) -> tuple[int, str, str]:
+        transport = self._connected().get_transport()
+        if transport is None:
+            raise EOFError("the connection is closed")
+        channel = transport.open_session(timeout=_AUTH_SECONDS)
+        try:
+            channel.settimeout(_AUTH_SECONDS)
+            channel.exec_command(command)
+            if input is not None:
+                channel.sendall(input.encode())
+            channel.shutdown_write()
+            out, err = (stream.decode("utf-8", "replace") for stream in drain(channel, deadline))
+            return channel.recv_exit_status(), out, err
+        finally:
+            channel.close()
+
+    def put(self, content: bytes, path: str, *, mode: int = 0o644) -> None:
+        """Write a root-owned file: by SFTP to the user's home, then into its place in one step."""
+        staging = f".image-builder.{time.monotonic_ns():x}"
+        try:
+            with self._connected().open_sftp() as sftp:
+                channel = sftp.get_channel()
+                if channel is not None:
+                    channel.settimeout(_AUTH_SECONDS)
+                with sftp.open(staging, "wb") as file:
+                    file.set_pipelined(True)
+                    file.write(content)
+                home = sftp.normalize(".")
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise CommandError(f"can't copy {path} to {self.address.host}: {error}") from error
+        source = posixpath.join(home, staging)
+        # Written under another name beside the target and renamed: a daemon that watches the directory
+        # (kubelet: static pods, which skips names with a leading dot) never reads half a file.
+        partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.partial")
+        script = 'install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" && rm -f "$2"'
+        self.run(["sh", "-c", script, "put", f"{mode:o}", source, partial, path])
+
+
+def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) -> socket.socket:
+    """Connect and see that the server says something, so that a port forward to nowhere is told from a server.
+
+    Raises OSError: TimeoutError after either time, ConnectionRefusedError also where it hangs up at once.
+    """
+    sock = socket.create_connection((host, port), connect_seconds)
+    try:
+        sock.settimeout(banner_seconds)
+        if not sock.recv(1, socket.MSG_PEEK):
+            raise ConnectionRefusedError("the port is open but no SSH server answers")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def drain(channel: paramiko.Channel, deadline: float) -> tuple[bytes, bytes]:
+    """Read both streams until the command has ended; raises TimeoutError at ``deadline`` (monotonic seconds)."""
+    out, err = bytearray(), bytearray()
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        channel.settimeout(min(left, _LOOK_SECONDS))
+        part = None
+        with contextlib.suppress(TimeoutError):
+            part = channel.recv(65536)
+            out += part
+        # Both streams end at once: what is left of this one then is here already.
+        while channel.recv_stderr_ready():
+            err += channel.recv_stderr(65536)
+        if part == b"":
+            break
+    if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return bytes(out), bytes(err)

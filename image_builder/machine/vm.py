@@ -1,0 +1,353 @@
+"""A machine in QEMU that boots an artefact without writing to it.
+
+    with Vm(VmOptions(name="worker", disk=Path("worker.qcow2")), directory) as vm:
+        ssh = vm.wait_for_ssh()
+        ssh.run(["systemctl", "is-system-running", "--wait"])
+        assert not vm.problems()
+
+The machine dies with this process (and with the thread that powered it on), however that ends. All it writes
+lies in ``directory``: overlay, firmware variables, blank disks, keys, console.
+
+While its power is off the machine can be given other disks. So one machine is an instance with its OS disk, whatever
+happens to its local ones: ``set_disks((blank,))`` is what a deallocation does. A new machine that is given a disk of
+an earlier one, by its file, is a reimaged instance.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from image_builder.errors import BootError
+from image_builder.machine import console, monitor, qemu
+from image_builder.machine.accelerator import accelerator
+from image_builder.machine.seed import write_seed
+from image_builder.machine.ssh import SshAddress, SshTarget
+from image_builder.system import process
+
+# A machine is given up when its console has been still for this long, or after this long in all (seconds).
+QUIET_SECONDS = 180.0
+TOTAL_SECONDS = 900.0
+_TAIL_LINES = 20
+_BANNER_SECONDS = 3.0
+
+
+class _Process(Protocol):
+    """What is used of a ``Popen``."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ExtraDisk:
+    """A further disk: blank with ``size`` bytes, or a raw file ``path`` that the machine writes to.
+
+    A file that is not there yet is made, blank and sparse. ``rate`` as of ``qemu.Drive``.
+    """
+
+    serial: str
+    size: int = 0
+    path: Path | None = None
+    bus: qemu.DiskBus = "nvme"
+    model: str = ""
+    vendor: str = ""
+    rate: int = 0
+
+
+@dataclass(frozen=True)
+class VmOptions:
+    """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
+
+    ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
+    flushes, which only tests of power loss need: what QEMU said was written then is in the host's page cache, whoever
+    kills QEMU, and the guest's own cache is lost. ``restrict_network`` leaves SSH alone: the machine then has
+    an address, but no default route and no name server.
+    """
+
+    name: str
+    disk: Path
+    bus: qemu.DiskBus = "virtio"
+    extra_disks: tuple[ExtraDisk, ...] = ()
+    secure_boot: bool = False
+    restrict_network: bool = False
+    user: str = "debian"
+    memory_mib: int = qemu.MEMORY_MIB
+    disk_size: int = 0
+    durable: bool = False
+
+
+class Vm:
+    """A context manager: powered on inside the block, killed at its end.
+
+    ``console_kept`` is where who calls keeps a copy of ``console_log``, if ``directory`` goes: errors name it.
+    """
+
+    def __init__(self, options: VmOptions, directory: Path, console_kept: Path | None = None) -> None:
+        self.options = options
+        self.directory = directory
+        self.console_log = directory / "console.log"
+        self._console_named = console_kept or self.console_log
+        self.accelerator = accelerator()
+        self.seconds_to_ssh: float | None = None
+        self._qemu_log = directory / "qemu.log"
+        self._monitor = monitor.socket_path(directory / "monitor")
+        self._power = ExitStack()
+        self._process: _Process | None = None
+        self._powered_on_at = 0.0
+        self._console_start = 0
+        self._target: SshTarget | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        options, directory = self.options, self.directory
+        code, template = qemu.find_firmware(options.secure_boot)
+        variables = directory / "firmware-variables.fd"
+        shutil.copyfile(template, variables)
+        root = directory / "disk0.qcow2"
+        qemu.overlay(options.disk.resolve(), qemu.disk_format(options.disk), root, options.disk_size)
+        os_disk = qemu.Drive(root, options.bus, "qcow2", "os", durable=options.durable)
+        self._seed = write_seed(
+            directory,
+            instance_id=f"{options.name}-{os.urandom(4).hex()}",
+            hostname=options.name.replace("_", "-").lower(),
+        )
+        self._machine = qemu.Machine(
+            name=options.name,
+            firmware=qemu.Firmware(code, variables, options.secure_boot),
+            drives=(os_disk, *self._blank_or_given(options.extra_disks)),
+            console=self.console_log,
+            monitor=self._monitor,
+            seed=self._seed.directory,
+            accelerator=self.accelerator,
+            cpus=min(2, os.cpu_count() or 1),
+            memory_mib=options.memory_mib,
+            restrict_network=options.restrict_network,
+        )
+
+    def _blank_or_given(self, disks: Sequence[ExtraDisk], first: int = 1) -> list[qemu.Drive]:
+        drives = []
+        for number, disk in enumerate(disks, first):
+            path = disk.path or self.directory / f"disk{number}.raw"
+            if disk.path is None:
+                path.unlink(missing_ok=True)
+            if not path.exists():
+                with path.open("xb") as file:
+                    file.truncate(disk.size)
+            drives.append(
+                qemu.Drive(
+                    path,
+                    disk.bus,
+                    "raw",
+                    disk.serial,
+                    disk.model,
+                    disk.vendor,
+                    durable=self.options.durable,
+                    rate=disk.rate,
+                )
+            )
+        return drives
+
+    # -- disks -------------------------------------------------------------------------------------------
+
+    def set_disks(self, disks: Sequence[ExtraDisk]) -> None:
+        """Take all further disks out and put these in; a disk without a path is a new, blank one.
+
+        Raises BootError while the machine is on.
+        """
+        if self.running:
+            raise BootError(f"{self.options.name} is on: its disks stay as they are")
+        drives = (self._machine.drives[0], *self._blank_or_given(disks))
+        self._machine = replace(self._machine, drives=drives)
+
+    def plug(self, disk: ExtraDisk) -> None:
+        """Put one more SCSI disk in while the machine runs, until it gets others; raises BootError.
+
+        It needs the controller of another SCSI disk that was there at power-on.
+        """
+        index = len(self._machine.drives)
+        (drive,) = self._blank_or_given((disk,), index)
+        content, device = qemu.plugged(drive, index)
+        monitor.execute(self._monitor, "blockdev-add", content)
+        monitor.execute(self._monitor, "device_add", device)
+        self._machine = replace(self._machine, drives=(*self._machine.drives, drive))
+
+    def break_disk(self, serial: str) -> None:
+        """Let every read and write of a disk fail from now on, until the power is cut; raises BootError.
+
+        The guest sees the same controller, which answers each command with an error.
+        """
+        serials = [drive.serial for drive in self._machine.drives]
+        if serial not in serials:
+            raise BootError(f"{self.options.name} has no disk {serial}; it has {', '.join(serials)}")
+        index = serials.index(serial)
+        layer = qemu.failing(index)
+        monitor.execute(self._monitor, "blockdev-add", layer)
+        where = {"path": f"/machine/peripheral/{qemu.device_id(index)}", "property": "drive"}
+        monitor.execute(self._monitor, "qom-set", {**where, "value": layer["node-name"]})
+
+    # -- power -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self.power_on()
+        except BaseException:  # a block that never began has no end
+            self.power_off()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.power_off()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def power_on(self, *, clock: str = "") -> None:
+        """Start the machine; raises BootError when QEMU doesn't. ``clock`` as of ``qemu.Machine``."""
+        if self.running:
+            return
+        self.power_off()
+        self._monitor.unlink(missing_ok=True)
+        self._console_start = self.console_log.stat().st_size if self.console_log.exists() else 0
+        argv = qemu.command_line(replace(self._machine, clock=clock))
+        self._process = self._power.enter_context(process.background(argv, log=self._qemu_log))
+        self._powered_on_at = time.monotonic()
+        self.seconds_to_ssh = None
+        self._await(lambda: monitor.listens(self._monitor), 30, "QEMU didn't start")
+        usernet = monitor.execute(self._monitor, "human-monitor-command", {"command-line": "info usernet"})
+        port = qemu.forwarded_port(str(usernet))
+        self._target = SshTarget(SshAddress(self.options.user, "127.0.0.1", port, self._seed.key))
+
+    def power_off(self) -> None:
+        """Cut the power: kill QEMU. What the guest had not yet written is lost, as with a real machine."""
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+        self._power.close()
+        self._process = None
+
+    def shutdown(self, seconds: float = 120) -> None:
+        """Press the power button and wait for the end; raises BootError when it doesn't come."""
+        monitor.execute(self._monitor, "system_powerdown")
+        deadline = time.monotonic() + seconds
+        while self.running:
+            if time.monotonic() > deadline:
+                raise BootError(f"{self.options.name} did not power off within {seconds:g} s")
+            time.sleep(0.1)
+        self.power_off()
+
+    def reset(self) -> None:
+        """Press the reset button; the port forward stays."""
+        if self._target is not None:
+            self._target.close()
+        self._console_start = self.console_log.stat().st_size
+        self._powered_on_at = time.monotonic()
+        self.seconds_to_ssh = None
+        monitor.execute(self._monitor, "system_reset")
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since the machine was powered on or reset."""
+        return time.monotonic() - self._powered_on_at
+
+    # -- console -----------------------------------------------------------------------------------------
+
+    def console(self) -> str:
+        """Return what the console has shown since the last power-on or reset."""
+        if not self.console_log.exists():
+            return ""
+        with self.console_log.open("rb") as file:
+            file.seek(self._console_start)
+            return file.read().decode("utf-8", "replace")
+
+    def last_line(self) -> str:
+        """Return the last line of the console that says something."""
+        lines = console.plain(self.console()).split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def problems(self) -> list[str]:
+        """Return what the console shows and must not show."""
+        return console.problems(self.console(), emulated=self.accelerator == "tcg")
+
+    # -- access ------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> SshTarget:
+        """Return the way in; raises BootError when the machine is off."""
+        if self._target is None:
+            raise BootError(f"{self.options.name} is not powered on")
+        return self._target
+
+    def wait_for_ssh(
+        self,
+        *,
+        quiet_seconds: float = QUIET_SECONDS,
+        total_seconds: float = TOTAL_SECONDS,
+        on_line: Callable[[str], None] | None = None,
+    ) -> SshTarget:
+        """Wait until a login works, and return the connection.
+
+        A console that grows is progress. ``on_line`` gets its last line as it changes. Raises BootError with
+        the console's last lines: QEMU ended, a fatal line, no progress, or too late.
+        """
+        target, size, grown_at, refusal, pause = self.target, -1, time.monotonic(), "", 0.25
+        while True:
+            if not self.running:
+                raise self._failure("QEMU ended")
+            if self.accelerator == "kvm" and monitor.gave_up(self._monitor):
+                raise self._failure("KVM gave the machine up")
+            text = self.console()
+            if len(text) != size:
+                size, grown_at = len(text), time.monotonic()
+                if on_line:
+                    on_line(self.last_line())
+                if (trouble := console.fatal(text)) is not None:
+                    raise self._failure(f"it can't come up any more: {trouble}")
+            try:
+                # Short: QEMU accepts for a guest that isn't there yet, and the console must be watched.
+                target.connect(banner_seconds=_BANNER_SECONDS)
+            except BootError as error:
+                refusal = error.message
+            else:
+                break
+            if time.monotonic() - grown_at > quiet_seconds:
+                raise self._failure(f"no login and a still console for {quiet_seconds:g} s; {refusal}")
+            if self.seconds > total_seconds:
+                raise self._failure(f"no login within {total_seconds:g} s; {refusal}")
+            # sshd shuts out an address for a while after several refused logins, so refusals slow us down.
+            pause = min(pause * 1.5, 10) if "uthentication" in refusal else 0.25
+            time.sleep(pause)
+        self.seconds_to_ssh = self.seconds
+        target.save_known_hosts(self.directory / "known_hosts")
+        return target
+
+    def _await(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            if not self.running or time.monotonic() > deadline:
+                raise self._failure(what)
+            time.sleep(0.02)
+
+    def _failure(self, what: str) -> BootError:
+        """Return an error with the last lines of the console, or of QEMU where there are none."""
+        text = console.plain(self.console()).strip() or self._read_qemu_log()
+        tail = "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
+        return BootError(
+            f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self._console_named}"
+        )
+
+    def _read_qemu_log(self) -> str:
+        return self._qemu_log.read_text(errors="replace").strip() if self._qemu_log.exists() else ""

@@ -1,0 +1,1 @@
+"""The plan of a rollout, as data: hosts, waves, limits and the policy."""

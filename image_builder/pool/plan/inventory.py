@@ -1,0 +1,295 @@
+"""Ansible inventory -> the hosts of pools; everything that is wrong with them is found before one is touched.
+
+A pool is a group of the inventory. A scale set is a group in it (or the pool itself) whose hosts have in common:
+
+    pool_image      the image that they run, a host of the group `images`
+    pool_vm_size    Azure's name of the size
+    pool_zone       the availability zone; without it there are none
+    pool_capacity   how many hosts there must be; without it nobody counts
+    pool_scale_set  the scale set's name, where it isn't the group's
+    pool_vm_id      Azure's id of the instance
+    pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.definition.suggest import did_you_mean
+from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.errors import DefinitionError, Problem, UsageError
+from image_builder.pool.plan.model import Host, Pool, ScaleSet
+from image_builder.pool.plan.plan import PlannedFrom, named
+from image_builder.pool.plan.source import opened, values_of, where
+from image_builder.settings import REPO_ROOT
+
+_TEXTS = (
+    "pool_image",
+    "pool_vm_size",
+    "pool_zone",
+    "pool_scale_set",
+    "pool_vm_id",
+    "pool_power_state",
+    "ansible_host",
+)
+_READ = (*_TEXTS, "pool_capacity", "ansible_port")
+# Nobody answers there: such hosts would time out, and spend what may fail.
+_OFF = ("stopping", "stopped", "deallocating", "deallocated")
+_REQUIRED = ("pool_image", "pool_vm_size")
+_VARIABLES_BESIDE = ("group_vars", "host_vars")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The pools that were asked for, as an inventory has them now.
+
+    ``skipped`` are hosts that are off, by their power state; capacities count them, ``hosts`` doesn't have them.
+    """
+
+    inventory: PlannedFrom
+    pools: tuple[Pool, ...]
+    hosts: tuple[Host, ...]
+    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a line for each power state that hosts are left out for."""
+        return [f"skipped: {state}: {named(names)}" for state, names in self.skipped.items()]
+
+
+@dataclass
+class _Reading:
+    """An inventory while it is read. ``problems`` are few even if many hosts share one: they are gathered first."""
+
+    source: Any
+    here: str
+    images: frozenset[str]
+    problems: list[Problem] = field(default_factory=list)
+    # (variable, what is wrong with it) -> the hosts
+    faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    # (pool, scale set) -> capacity that was told -> the hosts that told it
+    capacities: dict[tuple[str, str], dict[JSON, list[str]]] = field(default_factory=dict)
+    addresses: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    ids: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    # power state -> the hosts that are off
+    skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def read_fleet(
+    paths: Sequence[Path],
+    pools: Sequence[str],
+    vault_password_file: Path | None = None,
+    *,
+    repo_root: Path = REPO_ROOT,
+) -> Fleet:
+    """Return the hosts of these pools.
+
+    Raises UsageError without an inventory or pool, DefinitionError with every problem, VaultError for a file that
+    can't be decrypted: what it hides may be a host's size or zone.
+    """
+    if not paths:
+        raise UsageError("no inventory was given", hint="give it with -i: pools have no default one")
+    if not pools:
+        raise UsageError("no pool was given", hint="name groups of the inventory, or `pools` for all")
+    absolute = [path.absolute() for path in paths]
+    with opened(absolute, vault_password_file, repo_root) as source:
+        reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
+        hosts = _hosts(reading, list(dict.fromkeys(pools)))
+        made = _pools(reading, dict.fromkeys(pools))
+        reading.problems += _doubles(reading)
+        skipped = {state: tuple(sorted(names)) for state, names in sorted(reading.skipped.items())}
+        if skipped and not hosts:
+            states = "; ".join(f"{state}: {named(names)}" for state, names in skipped.items())
+            reading.problems.append(Problem(reading.here, "pool_power_state", f"no host runs: {states}"))
+        reading.problems += [
+            Problem(where(source, names[0], variable), variable, f"{what}: {named(names)}")
+            for (variable, what), names in reading.faults.items()
+        ]
+    if reading.problems:
+        raise DefinitionError(reading.problems)
+    digest = inventory_digest(absolute, hosts)
+    planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=digest)
+    return Fleet(planned_from, made, tuple(hosts), skipped)
+
+
+def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
+    """Return the hosts of all pools, each once."""
+    groups = reading.source.manager.groups
+    found: list[Host] = []
+    pool_of: dict[str, str] = {}
+    for pool in pools:
+        if pool not in groups:
+            known = [str(name) for name in groups if name not in ("all", "ungrouped", "images")]
+            what = f"unknown pool `{pool}`{did_you_mean(pool, known)}"
+            reading.problems.append(Problem(reading.here, "pool", what))
+            continue
+        sets = _scale_set_groups(reading, groups[pool])
+        for name in (str(host.name) for host in groups[pool].get_hosts()):
+            if name in pool_of:
+                reading.faults["pool", f"is in pool `{pool_of[name]}` and in `{pool}`"].append(name)
+                continue
+            pool_of[name] = pool
+            if name in reading.images:
+                reading.faults["pool", f"is an image, no host: `{pool}` has more than a pool's"].append(name)
+                continue
+            host = _host(reading, name, pool, sets[name])
+            if host:
+                found.append(host)
+    return found
+
+
+def _scale_set_groups(reading: _Reading, pool: Any) -> dict[str, list[str]]:
+    """Return the groups of a pool that list each host, and note the ones without any host."""
+    listed: dict[str, list[str]] = defaultdict(list)
+    seen: set[str] = set()
+    todo = [pool]
+    while todo:
+        group = todo.pop()
+        if group.name in seen:
+            continue
+        seen.add(group.name)
+        todo += group.child_groups
+        if not group.get_hosts():
+            reading.problems.append(Problem(reading.here, str(group.name), "no host in this group"))
+        for host in group.hosts:
+            listed[str(host.name)].append(str(group.name))
+    return listed
+
+
+def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | None:
+    """Return a host, or None where it is off or what it needs is missing or wrong, which is noted."""
+    values, wrong = _values(reading, name)
+
+    def fault(variable: str, what: str) -> None:
+        wrong.add(variable)
+        reading.faults[variable, what].append(name)
+
+    if "/" in name or name in (".", ".."):
+        # Its reports have a directory of this name, which is removed when all is well.
+        fault("inventory_hostname", "can't be the name of a directory")
+    texts: dict[str, str] = {}
+    for key in _TEXTS:
+        value = values.get(key)
+        if value is None or value == "":
+            if key in _REQUIRED and key not in wrong:
+                fault(key, "is missing")
+        elif is_vaulted(value):
+            fault(key, "can't be a vaulted value")
+        elif isinstance(value, str | int) and not isinstance(value, bool):
+            texts[key] = str(value)
+        else:
+            fault(key, f"must be a text, got {json.dumps(value)}")
+    image = texts.get("pool_image")
+    if image and reading.images and image not in reading.images:
+        fault("pool_image", f"unknown image `{image}`{did_you_mean(image, reading.images)}")
+    if "pool_scale_set" not in texts and len(groups) > 1:
+        fault("pool_scale_set", f"is missing, and the host is in {', '.join(sorted(groups))}")
+    port = values.get("ansible_port", 22)
+    if isinstance(port, bool) or not str(port).isdigit() or not 0 < int(str(port)) < 65536:
+        fault("ansible_port", f"must be a port, got {json.dumps(port)}")
+    scale_set = texts.get("pool_scale_set", groups[0] if groups else pool)
+    reading.addresses[texts.get("ansible_host", name), str(port)].append(name)
+    if "pool_vm_id" in texts:
+        reading.ids[texts["pool_vm_id"]].append(name)
+    told = reading.capacities.setdefault((pool, scale_set), {})
+    told.setdefault(_hashable(values.get("pool_capacity")), []).append(name)
+    if wrong:
+        return None
+    if (state := texts.get("pool_power_state", "").lower()) in _OFF:
+        reading.skipped[state].append(name)
+        return None
+    return Host(
+        name=name,
+        address=texts.get("ansible_host", name),
+        port=int(str(port)),
+        pool=pool,
+        scale_set=scale_set,
+        vm_size=texts["pool_vm_size"],
+        zone=texts.get("pool_zone", ""),
+        image=texts["pool_image"],
+        vm_id=texts.get("pool_vm_id", ""),
+    )
+
+
+def _hashable(value: JSON) -> JSON:
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
+    """Return the variables of a host that matter here, evaluated, and those that can't be, which is noted."""
+    values, failures = values_of(reading.source, name, _READ.__contains__)
+    for key, why in failures.items():
+        reading.faults[key, why].append(name)
+    return values, set(failures)
+
+
+def _pools(reading: _Reading, names: Iterable[str]) -> tuple[Pool, ...]:
+    sets: dict[str, list[ScaleSet]] = defaultdict(list)
+    for (pool, name), told in reading.capacities.items():
+        count = sum(len(hosts) for hosts in told.values())
+        sets[pool].append(ScaleSet(name=name, capacity=_capacity(reading, pool, name, count), hosts=count))
+    return tuple(Pool(name=name, scale_sets=tuple(sets[name])) for name in names if name in sets)
+
+
+def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None:
+    told = reading.capacities[pool, name]
+    first = next(iter(told.values()))[0]
+    place = where(reading.source, first, "pool_capacity")
+    what = ""
+    (capacity, *others) = told
+    if others:
+        what = f"differs within scale set `{name}`: {', '.join(str(c) for c in told)}"
+    elif capacity is None:
+        return None
+    elif not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        what = f"must be a number of hosts, got {json.dumps(capacity)}"
+    elif count < capacity:
+        what = f"scale set `{name}` has {count} of {capacity} hosts in this inventory: {capacity - count} are lost"
+    if what:
+        reading.problems.append(Problem(place, "pool_capacity", what))
+    return capacity if isinstance(capacity, int) and not what else None
+
+
+def _doubles(reading: _Reading) -> list[Problem]:
+    shared = [("ansible_host", address, names) for (address, _), names in reading.addresses.items()]
+    shared += [("pool_vm_id", vm_id, names) for vm_id, names in reading.ids.items()]
+    return [
+        Problem(where(reading.source, names[0], variable), variable, f"{value} is that of {named(names)}")
+        for variable, value, names in shared
+        if len(names) > 1
+    ]
+
+
+def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
+    """Return the SHA-256 over an inventory: its files, by their names in it, and its hosts.
+
+    The hosts tell of what no file holds, a dynamic inventory's answer; the files of variables that only a
+    playbook reads.
+    """
+    files = [
+        [f"{number}/{file.relative_to(path if path.is_dir() else path.parent)}", _sha256(file)]
+        for number, path in enumerate(paths)
+        for file in inventory_files(path)
+    ]
+    facts = [host.model_dump(mode="json") for host in sorted(hosts, key=lambda h: h.name)]
+    text = json.dumps([files, facts], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def inventory_files(path: Path) -> list[Path]:
+    """Return the files of an inventory, in order: a directory's, or a file and the variables beside it."""
+    if path.is_dir():
+        found = path.rglob("*")
+        return sorted(f for f in found if f.is_file() and not f.relative_to(path).as_posix().startswith("."))
+    beside = [f for name in _VARIABLES_BESIDE for f in (path.parent / name).rglob("*") if f.is_file()]
+    return [path, *sorted(beside)]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,189 @@
+"""The plan of a rollout as a document: nothing runs that doesn't stand in one.
+
+It is made from an inventory and a policy alone, without a clock: the same ones give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from image_builder import json_lines
+from image_builder.errors import DefinitionError, Problem
+from image_builder.node import durable
+from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.plan.waves import Wave, plan_waves
+
+_NAMED = 5
+
+
+class PlannedFrom(Strict):
+    """The inventory that a plan was made from. ``digest`` covers its files and every planned host."""
+
+    paths: tuple[str, ...]
+    digest: str
+
+
+class Plan(Strict):
+    """Hosts, waves and the policy; ``digest`` covers all of the rest."""
+
+    format: Literal[1] = 1
+    digest: str
+    inventory: PlannedFrom
+    policy: Policy
+    pools: tuple[Pool, ...]
+    hosts: tuple[Host, ...]
+    waves: tuple[Wave, ...]
+
+    @cached_property
+    def host(self) -> dict[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    @property
+    def max_unavailable(self) -> int:
+        return at_least(self.policy.max_unavailable, len(self.hosts))
+
+    @property
+    def budget(self) -> int:
+        return at_most(self.policy.budget, len(self.hosts))
+
+    @property
+    def same(self) -> int:
+        return max(self.policy.same_least, at_least(self.policy.same_share, len(self.hosts)))
+
+
+def make_plan(
+    inventory: PlannedFrom,
+    pools: Sequence[Pool],
+    hosts: Sequence[Host],
+    policy: Policy,
+    waves: tuple[Wave, ...] | None = None,
+) -> Plan:
+    """Return the plan of these hosts; unless ``waves`` are given, in those of the policy."""
+    plan = Plan(
+        digest="",
+        inventory=inventory,
+        policy=policy,
+        pools=tuple(pools),
+        hosts=tuple(sorted(hosts, key=lambda h: h.name)),
+        waves=plan_waves(hosts, policy) if waves is None else waves,
+    )
+    return plan.model_copy(update={"digest": _digest(plan)})
+
+
+def _digest(plan: Plan) -> str:
+    content = plan.model_dump(mode="json", exclude={"digest"})
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def render(plan: Plan) -> bytes:
+    """Return a plan as its document: JSON, with a line for each host and each slice."""
+    return json_lines.render(plan.model_dump(mode="json")).encode()
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan; afterwards the file holds it or what it held before. Raises OSError."""
+    durable.write(path, render(plan))
+
+
+def load(path: Path) -> Plan:
+    """Read a plan; raises DefinitionError with every problem."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DefinitionError([Problem(str(path), "plan", str(error.strerror))]) from error
+    return parse(data, str(path))
+
+
+def parse(data: bytes, where: str) -> Plan:
+    """Return the plan in a document; raises DefinitionError, also for one that was edited by hand."""
+    try:
+        plan = Plan.model_validate_json(data)
+    except ValidationError as error:
+        problems = [
+            Problem(where, ".".join(str(part) for part in fault["loc"]) or "plan", fault["msg"])
+            for fault in error.errors()
+        ]
+        raise DefinitionError(problems, hint="make it anew: image-builder pool plan") from error
+    problems = [Problem(where, "plan", what) for what in _inconsistent(plan)]
+    if problems:
+        raise DefinitionError(problems, hint="make it anew: image-builder pool plan")
+    return plan
+
+
+def _inconsistent(plan: Plan) -> list[str]:
+    found = []
+    if plan.digest != _digest(plan):
+        found.append("was changed after it was made: its digest is of something else")
+    placed = Counter(name for wave in plan.waves for name in wave.hosts)
+    if twice := sorted(name for name, count in placed.items() if count > 1):
+        found.append(f"in more than one wave: {named(twice)}")
+    if lost := sorted(plan.host.keys() ^ placed.keys()):
+        found.append(f"in the waves and not among the hosts, or the other way round: {named(lost)}")
+    return found
+
+
+def named(names: Sequence[str]) -> str:
+    """Return some names for a message: all, or the first few and the number of the rest."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class Difference(NamedTuple):
+    """How an inventory differs from the hosts that were planned, as names in order.
+
+    ``replaced`` are other machines under a planned name, ``changed`` the same ones with another address or place.
+    """
+
+    new: tuple[str, ...]
+    gone: tuple[str, ...]
+    replaced: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        parts = ((len(names), what) for what, names in zip(self._fields, self, strict=True))
+        return ", ".join(f"{count} {what}" for count, what in parts if count)
+
+
+def compare(planned: Iterable[Host], found: Iterable[Host]) -> Difference:
+    """Return how the hosts that were ``found`` now differ from the ``planned`` ones.
+
+    Without ids of the machines, another address means another machine: it is looked at before it is trusted.
+    """
+    before, now = ({host.name: host for host in hosts} for hosts in (planned, found))
+    both = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    replaced = tuple(name for name in both if _other_machine(before[name], now[name]))
+    return Difference(
+        new=tuple(sorted(now.keys() - before.keys())),
+        gone=tuple(sorted(before.keys() - now.keys())),
+        replaced=replaced,
+        changed=tuple(name for name in both if name not in set(replaced)),
+    )
+
+
+def _other_machine(before: Host, now: Host) -> bool:
+    if before.vm_id and now.vm_id:
+        return before.vm_id != now.vm_id
+    return (before.address, before.port) != (now.address, now.port)
+
+
+def stale(plan: Plan, inventory: PlannedFrom, hosts: Iterable[Host]) -> list[Problem]:
+    """Return why a plan doesn't fit an inventory as it is now; nothing where they fit."""
+    if plan.inventory.digest == inventory.digest:
+        return []
+    return [older(inventory.paths, compare(plan.hosts, hosts).text or "no host differs, a file does")]
+
+
+def older(paths: Iterable[str], how: str) -> Problem:
+    """Return the problem of a plan that was made of another state of these inventories."""
+    return Problem(", ".join(paths), "plan", f"is older than the inventory: {how}")

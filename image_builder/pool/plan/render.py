@@ -1,0 +1,192 @@
+"""Inventory variables -> node configurations, as ``node-agent join`` reads them.
+
+Each variable is a part of the configuration (docs/reference/node-config.md). What the node would refuse is refused
+here, by the same rules, and a secret anywhere in them is: user data are readable by every process of a machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_builder.definition.suggest import did_you_mean
+from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.errors import DefinitionError, Problem, UsageError
+from image_builder.node.join import config as node_config
+from image_builder.node.join import secrets
+from image_builder.pool.plan.plan import named
+from image_builder.pool.plan.source import opened, values_of, where
+from image_builder.settings import REPO_ROOT
+
+PREFIX = "join_"
+# variable -> where its value goes
+VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "join_generation": ("generation",),
+    "join_server": ("cluster", "server"),
+    "join_ca": ("cluster", "ca"),
+    "join_dns": ("cluster", "dns"),
+    "join_credentials": ("credentials",),
+    "join_node_name": ("node", "name"),
+    "join_node_ip": ("node", "ip"),
+    "join_provider_id": ("node", "provider_id"),
+    "join_max_pods": ("node", "max_pods"),
+    "join_labels": ("node", "labels"),
+    "join_platform_labels": ("node", "platform_labels"),
+    "join_taints": ("node", "taints"),
+    "join_hosts": ("join", "hosts"),
+    "join_rate": ("join", "rate"),
+    "join_budget_seconds": ("join", "budget_seconds"),
+    "join_deadlines": ("join", "deadlines"),
+}
+_PLACES = {".".join(path): name for name, path in VARIABLES.items()}
+# Parts of `node` that a single one can have.
+_ITS_OWN = ("name", "ip", "provider_id")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A host's configuration, as text; how many bytes it is as user data, which are base64."""
+
+    host: str
+    text: str
+
+    @property
+    def user_data_bytes(self) -> int:
+        return len(base64.b64encode(self.text.encode()))
+
+
+@dataclass
+class _Reading:
+    """An inventory while it is read. (variable, what is wrong with it) -> the hosts; ``nodes``: what each is to be."""
+
+    source: Any
+    faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    nodes: dict[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+def render(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    vault_password_file: Path | None = None,
+    *,
+    repo_root: Path = REPO_ROOT,
+) -> list[Rendered]:
+    """Return the configuration of each host of these groups and hosts, each once.
+
+    Raises UsageError without an inventory or a name, DefinitionError with every problem, VaultError for a file that
+    can't be decrypted.
+    """
+    if not paths or not names:
+        raise UsageError("an inventory is needed, and a host or group of it", hint="-i INVENTORY GROUP")
+    absolute = [path.absolute() for path in paths]
+    with opened(absolute, vault_password_file, repo_root) as source:
+        reading = _Reading(source)
+        problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
+        made = [_render(reading, host) for host in hosts]
+        for (key, value), alike in doubles(reading.nodes).items():
+            reading.faults[_variable(f"node.{key}"), f"{value} can be that of one node alone"] += alike
+        problems += _told(reading)
+    if problems:
+        raise DefinitionError(problems)
+    return made
+
+
+def write(rendered: Iterable[Rendered], directory: Path) -> None:
+    """Write ``HOST.json`` for each host."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for one in rendered:
+        (directory / f"{one.host}.json").write_text(one.text, encoding="utf-8")
+
+
+def doubles(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
+    """Return what belongs to a single node and is said of several: (key of ``node``, value) -> the hosts.
+
+    Of two kubelets with one name the second takes the first one's Node object over.
+    """
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for host, node in nodes.items():
+        for key in _ITS_OWN:
+            value = node.get(key, "")
+            if isinstance(value, str) and value not in ("", node_config.PLATFORM, node_config.NONE):
+                found[key, value].append(host)
+    return {what: hosts for what, hosts in found.items() if len(hosts) > 1}
+
+
+def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem], list[str]]:
+    problems: list[Problem] = []
+    found: dict[str, None] = {}
+    for name in names:
+        hosts = source.group(name)
+        if hosts is None and name in source.manager.hosts:
+            hosts = [name]
+        if hosts is None:
+            known = [*map(str, source.manager.groups), *map(str, source.manager.hosts)]
+            what = f"unknown group or host `{name}`{did_you_mean(name, known)}"
+            problems.append(Problem(here, "pool", what))
+        elif not hosts:
+            problems.append(Problem(here, name, "no host in this group"))
+        found.update(dict.fromkeys(hosts or []))
+    return problems, list(found)
+
+
+def _render(reading: _Reading, host: str) -> Rendered:
+    """Return a host's configuration; what is wrong with it is noted."""
+    values = _values(reading, host)
+    if "/" in host:
+        reading.faults["inventory_hostname", "can't be the name of a file"].append(host)
+    document: dict[str, Any] = {"format": 1, "cluster": {}}
+    for name, path in VARIABLES.items():
+        if name in values:
+            _set(document, path, values[name])
+    for place, what in secrets.found(document):
+        reading.faults[_variable(place), f"{what} must not be in user data"].append(host)
+    for problem in node_config.problems(document):
+        place, _, what = problem.partition(": ")
+        reading.faults[_variable(place), what].append(host)
+    reading.nodes[host] = document.get("node", {})
+    rendered = Rendered(host, json.dumps(document, indent=1) + "\n")
+    if len(rendered.text.encode()) > node_config.MOST_BYTES:
+        reading.faults["join_*", f"more than {node_config.MOST_BYTES} bytes in all"].append(host)
+    return rendered
+
+
+def _set(document: dict[str, Any], path: tuple[str, ...], value: JSON) -> None:
+    for part in path[:-1]:
+        document = document.setdefault(part, {})
+    document[path[-1]] = value
+
+
+def _values(reading: _Reading, host: str) -> dict[str, JSON]:
+    """Return the variables of a host that are parts of its configuration, evaluated; what can't be is noted."""
+    found, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
+    for name in sorted((found.keys() | failures.keys()) - VARIABLES.keys()):
+        reading.faults[name, f"there is no such variable{did_you_mean(name, VARIABLES)}"].append(host)
+    values = {name: value for name, value in found.items() if name in VARIABLES}
+    for name in failures.keys() & VARIABLES.keys():
+        reading.faults[name, failures[name]].append(host)
+    for name in [name for name, value in values.items() if is_vaulted(value)]:
+        reading.faults[name, "a vaulted value must not be in user data"].append(host)
+        del values[name]
+    return values
+
+
+def _variable(path: str) -> str:
+    """Return the variable that a path of the configuration comes from, and what is behind it."""
+    for place, name in _PLACES.items():
+        if path == place or path.startswith((f"{place}.", f"{place}[")):
+            return name + path.removeprefix(place)
+    return path
+
+
+def _told(reading: _Reading) -> list[Problem]:
+    problems = []
+    for (variable, what), hosts in reading.faults.items():
+        top = variable.partition(".")[0].partition("[")[0]
+        place = where(reading.source, hosts[0], top)
+        problems.append(Problem(place, variable, f"{what}: {named(hosts)}"))
+    return sorted(problems)

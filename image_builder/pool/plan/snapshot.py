@@ -1,0 +1,333 @@
+"""What Azure tells of scale sets -> a static inventory, and everything that speaks against it.
+
+A host is lost in two ways that a listing doesn't show: it isn't in it, or it has no address. So the number of hosts is
+compared with the capacity of the scale set, and the instances with the owners of the network interfaces, which are
+listed by another service. Nothing that is taken from the cloud becomes part of an inventory unless it has the form that
+it must have: Ansible evaluates what it reads there, and a tag may hold a template.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.errors import DefinitionError, Problem, UsageError
+from image_builder.pool.plan.plan import named
+
+Json = Mapping[str, Any]
+
+# The tag of an instance, or of its scale set, that says which build of image-builder its image is.
+BUILD_TAG = "image-builder-build"
+_ID = re.compile(
+    r"/subscriptions/(?P<subscription>[0-9a-f-]{36})/resourceGroups/(?P<group>[\w.()-]{1,90})"
+    r"/providers/Microsoft\.Compute/virtualMachineScaleSets/(?P<name>[\w.-]{1,64})",
+    re.IGNORECASE | re.ASCII,
+)
+_GALLERY = re.compile(r"/galleries/[^/]+/images/(?P<definition>[^/]+)(?:/versions/[^/]+)?$", re.IGNORECASE)
+_POOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# Groups that Ansible has, that image definitions are, and that all pools are in.
+_TAKEN = frozenset({"all", "ungrouped", "images", "pools"})
+# A name, number, version or state: no space, brace or other sign that YAML or a template gives a meaning.
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_MACHINE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_GONE = ("deleting", "deleted")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A scale set that belongs to a pool. ``id`` is its name in Resource Manager."""
+
+    pool: str
+    id: str
+    subscription: str
+    group: str
+    name: str
+
+    @property
+    def inventory_group(self) -> str:
+        """The group that its hosts are in; a pool has one for each scale set."""
+        return re.sub(r"[^a-z0-9_]", "_", f"{self.pool}_{self.name}".lower())
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A scale set's model, its instances with their instance view, and network interfaces, as Azure's JSON."""
+
+    scale_set: Json
+    instances: Sequence[Json]
+    interfaces: Sequence[Json]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host of an inventory: its name, its variables, and its instance's id in Resource Manager, in lower case."""
+
+    name: str
+    id: str
+    variables: Mapping[str, str | bool]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A scale set that was read. ``expected`` is its capacity (None: it has none), ``missing`` says who is not here."""
+
+    wanted: Wanted
+    image: str
+    expected: int | None
+    machines: tuple[Machine, ...]
+    missing: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [Problem(self.wanted.id, self.wanted.pool, what) for what in self.wrong]
+
+    @property
+    def shortfalls(self) -> list[Problem]:
+        return [Problem(self.wanted.id, self.wanted.pool, what) for what in self.missing]
+
+
+def wanted(text: str) -> Wanted:
+    """Return what ``POOL=SCALE_SET_ID`` asks for; raises UsageError."""
+    pool, _, name = text.partition("=")
+    found = _ID.fullmatch(name.rstrip("/"))
+    if not found or not _POOL.fullmatch(pool):
+        form = "POOL=/subscriptions/…/resourceGroups/…/providers/Microsoft.Compute/virtualMachineScaleSets/…"
+        raise UsageError(
+            f"not a pool and a scale set: {text}", hint=f"{form}, as `az vmss list` shows its id"
+        )
+    if pool in _TAKEN:
+        raise UsageError(
+            f"no pool can be called `{pool}`: that is a group already", hint="give it another name"
+        )
+    return Wanted(pool=pool, id=name.rstrip("/"), **found.groupdict())
+
+
+def is_flexible(scale_set: Json) -> bool:
+    """Return whether a scale set's machines are ordinary ones: orchestration mode Flexible."""
+    return str(_part(scale_set, "properties").get("orchestrationMode", "")).lower() == "flexible"
+
+
+def take(asked: Wanted, listing: Listing) -> Taken:
+    """Return the hosts of a scale set, in order of their names, and what is missing or wrong with them."""
+    addresses, owners = _addresses(listing.interfaces)
+    tags = _part(listing.scale_set, "tags")
+    present: dict[str, Json] = {}
+    wrong: list[str] = []
+    for instance in listing.instances:
+        before = present.setdefault(_id(instance), instance)
+        # While machines come and go one may be on two pages. That it is the same one is all that matters.
+        if _identity(before) != _identity(instance):
+            wrong.append(f"two machines have the id {_id(instance)}")
+    machines, missing = [], []
+    for key, instance in present.items():
+        state = str(_part(instance, "properties").get("provisioningState", "unknown"))
+        if state.lower() in _GONE:
+            continue
+        if key not in addresses:
+            missing.append(f"{_last(key)} has no network interface with a private address; it is {state}")
+            continue
+        variables = _variables(instance, addresses[key], tags)
+        name = variables.pop("name")
+        wrong += _malformed(str(name), variables)
+        machines.append(Machine(str(name), key, variables))
+    model = _part(listing.scale_set, "properties", "virtualMachineProfile")
+    image = _definition(_part(model, "storageProfile", "imageReference"))
+    if image and not _PLAIN.fullmatch(image):
+        wrong.append(f"the scale set's image can't be {json.dumps(image)}")
+    expected = _part(listing.scale_set, "sku").get("capacity")
+    lost = sorted(owner for owner in owners - present.keys() if owner.startswith(f"{asked.id}/".lower()))
+    missing += [f"{_last(owner)} has a network interface and isn't among the instances" for owner in lost]
+    if not isinstance(expected, int):
+        missing.append("the scale set says no capacity, so nobody knows how many hosts there must be")
+    elif len(machines) < expected:
+        missing.append(f"{len(machines)} of {expected} hosts are there: {expected - len(machines)} are lost")
+    return Taken(
+        wanted=asked,
+        image=image,
+        expected=expected if isinstance(expected, int) else None,
+        machines=tuple(sorted(machines, key=lambda machine: machine.name)),
+        missing=tuple(missing),
+        wrong=tuple(wrong),
+    )
+
+
+def _variables(instance: Json, address: str, tags: Json) -> dict[str, Any]:
+    """Return an instance's name and variables; what Azure doesn't say is left out."""
+    properties = _part(instance, "properties")
+    view = _part(properties, "instanceView")
+    reference = _part(properties, "storageProfile", "imageReference")
+    size = _part(instance, "sku").get("name") or _part(properties, "hardwareProfile").get("vmSize")
+    computer = _part(properties, "osProfile").get("computerName") or instance.get("name", "")
+    found = {
+        "name": str(computer).lower(),
+        "ansible_host": address,
+        "pool_vm_id": str(properties.get("vmId", "")).lower(),
+        "pool_vm_size": size,
+        "pool_zone": next(iter(instance.get("zones") or ()), None),
+        "pool_instance_id": instance.get("instanceId") or instance.get("name"),
+        "pool_fault_domain": _text(view.get("platformFaultDomain", properties.get("platformFaultDomain"))),
+        "pool_image_definition": _definition(reference),
+        "pool_image_version": reference.get("exactVersion") or reference.get("version"),
+        "pool_build_id": _part(instance, "tags").get(BUILD_TAG) or tags.get(BUILD_TAG),
+        "pool_provisioning_state": properties.get("provisioningState"),
+        "pool_power_state": _state(view, "PowerState"),
+        "pool_latest_model": properties.get("latestModelApplied"),
+    }
+    return {key: value for key, value in found.items() if value is not None and value != ""}
+
+
+def _malformed(name: str, variables: Mapping[str, Any]) -> list[str]:
+    """Return what is not of the form that it must have; an address is one already."""
+    wrong = [] if _PLAIN.fullmatch(name) else [f"can't be a host's name: {json.dumps(name)}"]
+    if not _MACHINE_ID.fullmatch(str(variables.get("pool_vm_id", ""))):
+        wrong.append(f"{name} has no id of a machine: {json.dumps(variables.get('pool_vm_id'))}")
+    for key, value in variables.items():
+        if key != "ansible_host" and not isinstance(value, bool) and not _PLAIN.fullmatch(str(value)):
+            wrong.append(f"{name}: {key} can't be {json.dumps(value)}")
+    return wrong
+
+
+def _addresses(interfaces: Iterable[Json]) -> tuple[dict[str, str], set[str]]:
+    """Return the private address of each instance that has one, and all instances that own an interface."""
+    ranked: dict[str, tuple[tuple[bool, bool], str]] = {}
+    owners = set()
+    for interface in interfaces:
+        properties = _part(interface, "properties")
+        owner = str(_part(properties, "virtualMachine").get("id", "")).lower()
+        owners.add(owner)
+        for configuration in properties.get("ipConfigurations") or ():
+            inner = _part(configuration, "properties")
+            address = str(inner.get("privateIPAddress", ""))
+            if not _is_address(address):
+                continue
+            # The primary address of the primary interface; a machine with one alone may say neither.
+            rank = (bool(properties.get("primary")), bool(inner.get("primary")))
+            if owner not in ranked or rank > ranked[owner][0]:
+                ranked[owner] = (rank, address)
+    return {owner: address for owner, (_, address) in ranked.items()}, owners - {""}
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _definition(reference: Json) -> str:
+    """Return the name of the gallery's image definition; empty for an image of another kind."""
+    found = _GALLERY.search(str(reference.get("id", "")))
+    return found["definition"] if found else ""
+
+
+def _state(view: Json, kind: str) -> str | None:
+    codes = [str(status.get("code", "")) for status in view.get("statuses") or ()]
+    return next((code.partition("/")[2] for code in codes if code.startswith(f"{kind}/")), None)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _part(value: Json, *keys: str) -> Json:
+    """Return an object inside another; an empty one where it isn't there."""
+    for key in keys:
+        inner = value.get(key)
+        value = inner if isinstance(inner, Mapping) else {}
+    return value
+
+
+def _id(instance: Json) -> str:
+    return str(instance.get("id", "")).lower()
+
+
+def _identity(instance: Json) -> object:
+    return _part(instance, "properties").get("vmId")
+
+
+def _last(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def check(taken: Sequence[Taken], *, fewer: bool) -> None:
+    """Raise DefinitionError with everything that speaks against these hosts; ``fewer`` hosts may be wanted."""
+    problems = [p for one in taken for p in (*one.problems, *(() if fewer else one.shortfalls))]
+    groups = Counter(one.wanted.inventory_group for one in taken)
+    groups.update({one.wanted.pool for one in taken})
+    problems += [
+        Problem("", group, "would be the group of two scale sets, or of one and of a pool")
+        for group, count in groups.items()
+        if count > 1
+    ]
+    shared: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for machine in (m for one in taken for m in one.machines):
+        for key, value in (("name", machine.name), *_unique(machine)):
+            shared[key, value].append(machine.id)
+    problems += [
+        Problem("", key, f"{value} is that of {named(sorted(ids))}")
+        for (key, value), ids in shared.items()
+        if len(ids) > 1
+    ]
+    if problems:
+        hint = "nothing was written"
+        if not fewer and any(one.missing for one in taken):
+            hint += "; ask again, or take the hosts that are there with --allow-fewer"
+        raise DefinitionError(problems, hint=hint)
+
+
+def _unique(machine: Machine) -> Iterable[tuple[str, str]]:
+    return ((key, str(machine.variables[key])) for key in ("ansible_host", "pool_vm_id"))
+
+
+def document(taken: Sequence[Taken], at: str) -> bytes:
+    """Return the inventory of these scale sets: the same bytes for the same hosts and the time ``at``, a line each.
+
+    Where fewer hosts than the capacity were accepted, ``pool_capacity`` is what is there: that was decided here.
+    """
+    lines = [
+        "# Made by `image-builder pool snapshot`; the next one replaces it. What you want to say of these hosts",
+        "# belongs into group_vars.",
+        "---",
+        "all:",
+        "  children:",
+        "    pools:",
+        f"      vars: {_flow({'pool_snapshot_taken': at})}",
+        "      children:",
+    ]
+    by_pool: dict[str, list[Taken]] = defaultdict(list)
+    for one in sorted(taken, key=lambda t: (t.wanted.pool, t.wanted.inventory_group)):
+        by_pool[one.wanted.pool].append(one)
+    for pool, sets in by_pool.items():
+        lines += [f"        {pool}:", "          children:"]
+        for one in sets:
+            lines += [f"            {one.wanted.inventory_group}:", *_group(one)]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _group(one: Taken) -> list[str]:
+    variables: dict[str, object] = {"pool_scale_set": one.wanted.name}
+    if one.expected is not None:
+        variables["pool_capacity"] = min(one.expected, len(one.machines))
+    if one.image:
+        variables["pool_image"] = one.image
+    lines = [f"              vars: {_flow(variables)}", "              hosts:"]
+    for machine in one.machines:
+        told = dict(machine.variables)
+        definition = told.pop("pool_image_definition", "")
+        if definition != one.image:
+            # It runs another image than its scale set's model says: what it is counts.
+            told["pool_image"] = definition
+        lines.append(f"                {json.dumps(machine.name)}: {_flow(told)}")
+    return lines
+
+
+def _flow(values: Mapping[str, object]) -> str:
+    """Return an object as JSON, which is YAML too."""
+    return json.dumps(values, sort_keys=True)

@@ -1,0 +1,110 @@
+"""Which hosts are brought up together, and in which order: pure functions over hosts and a policy.
+
+Canaries come first and cover every VM size x zone x image; then waves of the sizes that the policy has. The order
+within is that of a hash of the names: each wave is a random sample of all scale sets, and the same in every plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+
+from pydantic import Field
+
+from image_builder.pool.plan.model import Cell, Host, Strict, at_least, at_most, rank
+from image_builder.pool.plan.policy import Policy
+
+
+class Wave(Strict):
+    """Hosts that are brought up together, cut into slices of one Ansible process each.
+
+    ``budget`` is the number of failed hosts that doesn't stop the run, ``same`` that of identical failures that
+    does. ``verify`` are the hosts whose verification is part of the wave.
+    """
+
+    name: str
+    slices: tuple[tuple[str, ...], ...] = Field(min_length=1)
+    verify: tuple[str, ...]
+    budget: int
+    same: int
+    soak_seconds: float
+    cadence_seconds: float
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(name for part in self.slices for name in part)
+
+
+def plan_waves(
+    hosts: Collection[Host], policy: Policy, *, covered: Collection[Cell] = (), waves_before: int = 0
+) -> tuple[Wave, ...]:
+    """Return the waves of these hosts: each host is in exactly one of them.
+
+    ``covered`` are the cells that had their canaries in ``waves_before`` waves of the same run, which these waves
+    come after. No wave is larger than what may be unavailable at once.
+    """
+    ordered = sorted(hosts, key=lambda host: rank(host.name))
+    canaries = choose_canaries(ordered, policy.canaries, covered)
+    chosen = {host.name for host in canaries}
+    rest = [host for host in ordered if host.name not in chosen]
+    most = at_least(policy.max_unavailable, len(hosts))
+    waves: list[Wave] = []
+    for names, is_canary in [
+        *((part, True) for part in _chunks([h.name for h in canaries], most)),
+        *((part, False) for part in _sized([h.name for h in rest], policy, len(hosts), most)),
+    ]:
+        number = waves_before + len(waves)
+        waves.append(_wave(number, names, policy, is_canary=is_canary))
+    return tuple(waves)
+
+
+def choose_canaries(ordered: Iterable[Host], each: int, covered: Collection[Cell] = ()) -> list[Host]:
+    """Return the first ``each`` hosts of every VM size x zone x image that isn't ``covered`` yet."""
+    by_cell: dict[Cell, list[Host]] = defaultdict(list)
+    for host in ordered:
+        if host.cell not in covered and len(by_cell[host.cell]) < each:
+            by_cell[host.cell].append(host)
+    return [host for cell in sorted(by_cell) for host in by_cell[cell]]
+
+
+def _sized(names: Sequence[str], policy: Policy, total: int, most: int) -> list[Sequence[str]]:
+    """Cut hosts into the policy's sizes, of which the last one repeats."""
+    parts: list[Sequence[str]] = []
+    start = 0
+    while start < len(names):
+        share = policy.waves[min(len(parts), len(policy.waves) - 1)]
+        size = min(at_least(share, total), most)
+        parts.append(names[start : start + size])
+        start += size
+    return parts
+
+
+def _chunks(names: Sequence[str], most: int) -> list[Sequence[str]]:
+    return [names[n : n + most] for n in range(0, len(names), most)]
+
+
+def _wave(number: int, names: Sequence[str], policy: Policy, *, is_canary: bool) -> Wave:
+    size = len(names)
+    sample = size if is_canary else at_most(policy.verify, size)
+    # One more than the others at most: a slice of three hosts would cost an Ansible process all the same.
+    count = -(-size // policy.slice_hosts)
+    bounds = [size * n // count for n in range(count + 1)]
+    return Wave(
+        name=("canaries" if not number else f"canaries {number}") if is_canary else f"wave {number}",
+        slices=tuple(tuple(names[a:b]) for a, b in pairwise(bounds)),
+        # In the order of the names' hash already: its beginning is a random sample.
+        verify=tuple(names[:sample]),
+        budget=at_most(policy.wave_budget, size),
+        same=max(policy.same_least, at_least(policy.same_share, size)),
+        soak_seconds=policy.soak_seconds[min(number, len(policy.soak_seconds) - 1)],
+        cadence_seconds=policy.cadence_seconds,
+    )
+
+
+def join_delays(names: Iterable[str], rate: float) -> dict[str, float]:
+    """Return for each host of a slice how many seconds after its start it joins: ``rate`` hosts a second.
+
+    Slots are given by rank, not drawn: of hosts that each draw one by themselves, some second gets too many.
+    """
+    return {name: place / rate for place, name in enumerate(sorted(names, key=rank))}

@@ -1,0 +1,1 @@
+"""Connections to hosts: host keys, sessions, reachability and provisioning."""

@@ -1,0 +1,118 @@
+"""What a host tells of its joining: `/run/node/provision.json`, as ``node-agent join --status`` prints it.
+
+Told to join, a host does it by itself (playbooks/bootstrap.yml starts it and lets go): a connection that breaks
+takes nothing back. Whether something on it still tries is told by a lock that it holds until it gave up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from image_builder.pool.plan.model import OK, Joined, Outcome, ended, failed, writable
+
+# Held on the host from when it is told to join until that ended, its join slot included. Its own directory is made
+# by the node agent's unit, or here.
+LOCK = "/run/node/.told-to-join"
+# After one of these phases failed the kubelet was not started: the host is certainly no member. Behind them it may be.
+BEFORE_KUBELET = frozenset({"identity", "network", "disk", "runtime", "gpu", "credentials", "join"})
+# What failed in `bootstrap`, which is all that isn't a phase of the host's own.
+NO_AGENT, NO_CONFIG, NOT_STARTED, NOT_ENDED = 1, 2, 3, 4
+_NOT_FOUND = 127
+STILL_HELD = 75  # flock's, as playbooks/bootstrap.yml asks for it
+BUSY = "busy"
+_MOST_SECONDS = 1e9
+# A node has nine. What it tells stands in the journal, and in each report.
+_MOST_PHASES = 64
+# `exec 9<` would need the file to be there; a shell that can't open it has told why, and asks nothing.
+_ASK = (
+    f"if [ -e {LOCK} ] && ! flock --nonblock --shared {LOCK} true; then echo {BUSY}; exit 0; fi; "
+    "exec node-agent join --status"
+)
+ASK = ("sh", "-c", _ASK)
+
+
+class Told(NamedTuple):
+    """What a host answered. ``busy``: something on it still tries to join; nothing else is known then."""
+
+    outcome: Outcome
+    joined: Joined
+    phases: tuple[tuple[str, float], ...] = ()
+    busy: bool = False
+
+
+def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> Told:
+    """Return what ``ASK`` was answered: how joining ended. A host that was never told is `ok`, with `no`."""
+    out, err = (_text(stream).strip() for stream in (stdout, stderr))
+    if out == BUSY:
+        return Told(OK, "unknown", busy=True)
+    if status == _NOT_FOUND:
+        return Told(failed("bootstrap", NO_AGENT, f"no node agent is on it: {err or out}"), "no")
+    document = _document(out)
+    if document is None:
+        if status == 0 or out:
+            return Told(failed("bootstrap", NOT_ENDED, f"not understood: {out or err}"), "unknown")
+        return Told(OK, "no")
+    return _judge(document, joined=status == 0)
+
+
+def after_join(status: int, stdout: str, stderr: str = "") -> Told:
+    """Return how a host that was told to join ended: as ``read`` tells it, and `no` without a failure is one."""
+    told = read(status, stdout, stderr)
+    if told.busy or status == STILL_HELD:
+        return Told(ended("unknown", "still tries to join"), "unknown")
+    if told.outcome.ok and told.joined != "yes":
+        return Told(ended("unknown", "told to join, and says nothing of it"), "unknown")
+    return told
+
+
+def _text(stream: bytes | str) -> str:
+    return stream.decode("utf-8", "replace") if isinstance(stream, bytes) else stream
+
+
+def _document(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _judge(document: Mapping[str, Any], *, joined: bool) -> Told:
+    phases = tuple(_phases(document))
+    match document.get("state"):
+        case "ok" if joined:
+            return Told(OK, "yes", phases)
+        case "running":
+            # Nobody holds the lock: it is told by the boot itself, or what wrote it was killed.
+            return Told(OK, "unknown", phases, busy=True)
+        case "failed":
+            phase, code = str(document.get("phase") or "bootstrap"), document.get("code")
+            if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 1 << 31:
+                code = NOT_ENDED
+            outcome = failed(phase, code, str(document.get("reason") or ""))
+            return Told(outcome, "no" if phase in BEFORE_KUBELET else "unknown", phases)
+        case None if not joined:
+            return Told(OK, "no", phases)
+        case other:
+            what = f"state {other!r} with exit status {0 if joined else 1}: not understood"
+            return Told(failed("bootstrap", NOT_ENDED, what), "unknown", phases)
+
+
+def _phases(document: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the phases that succeeded, with their seconds."""
+    listed = document.get("phases")
+    return [
+        (writable(str(phase["name"])), float(phase["seconds"]))
+        for phase in (listed[:_MOST_PHASES] if isinstance(listed, list) else [])
+        if isinstance(phase, dict)
+        and phase.get("state") == "ok"
+        and "name" in phase
+        and _is_duration(phase.get("seconds"))
+    ]
+
+
+def _is_duration(value: object) -> bool:
+    """Tell whether it is one: JSON has numbers that no float holds, and Python reads NaN there."""
+    return isinstance(value, int | float) and 0 <= value < _MOST_SECONDS

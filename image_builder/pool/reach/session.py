@@ -1,0 +1,197 @@
+"""A connection to a host that is logged in: its shell, the time that it has, and its rest between two commands."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+import paramiko
+
+from image_builder.errors import ImageBuilderError
+from image_builder.machine.shell import Shell, ShellEndedError
+from image_builder.pool.plan.model import Class, Host, ended
+
+OUTPUT_LIMIT = 1 << 20  # bytes of each stream that are kept
+GRACE_SECONDS = 2.0  # what ends by itself gets this much before the watch ends it
+_WATCH_SECONDS = 0.25
+
+
+class NotReachedError(Exception):
+    """A host was not reached, or is no longer: ``outcome`` tells its class."""
+
+    def __init__(self, kind: Class, detail: object) -> None:
+        super().__init__(kind)
+        self.outcome = ended(kind, str(detail) or type(detail).__name__)
+
+
+class Session:
+    """Commands on a host that is reached, one after the other; for one thread at a time."""
+
+    def __init__(self, transport: paramiko.Transport, *, sudo: bool, seconds: float) -> None:
+        """Take over a connection; ``seconds`` are what a shell, with ``sudo`` root's, has to answer."""
+        self.transport = transport
+        self._sudo, self._seconds = sudo, seconds
+        self._shell: Shell | None = None
+
+    def run(self, command: str, seconds: float, limit: int) -> tuple[int, bytes, bytes]:
+        """Run a command of the shell's language; see ``Shell.run``.
+
+        Raises TimeoutError, and ShellEndedError where the shell is gone and not the connection: the next command gets
+        another one. NotReachedError where there is no shell, EOFError and SSHException without connection.
+        """
+        try:
+            if self._shell is None:
+                self._shell = self._start()
+            return self._shell.run(command, seconds, limit)
+        except OSError as error:
+            self._shell = None
+            self._raise_lost(error)
+            raise
+
+    def cut(self) -> None:
+        """End the connection, and so what runs over it; may be called from any thread."""
+        _cut(self.transport)
+
+    def _start(self) -> Shell:
+        """Start a shell, and see that it is one. Raises as ``run``."""
+        who = "sudo" if self._sudo else "the shell"
+        kind: Class = "sudo" if self._sudo else "auth"  # an account may let nobody work
+        # Longer than the watch waits: what paramiko raises in the end doesn't say that it is a timeout.
+        shell = Shell(self.transport, sudo=self._sudo, seconds=self._seconds + 2 * GRACE_SECONDS)
+        try:
+            shell.run(":", self._seconds, OUTPUT_LIMIT)
+        except TimeoutError as error:
+            raise NotReachedError(kind, f"{who} doesn't answer") from error
+        except ShellEndedError as error:
+            self._raise_lost(error)
+            raise NotReachedError(kind, error.said or f"{who} ended without a word") from error
+        return shell
+
+    def _raise_lost(self, error: OSError) -> None:
+        """Raise what ended the connection, if that was it."""
+        if isinstance(error, ShellEndedError) and error.lost:
+            raise self.transport.get_exception() or EOFError(
+                "the connection broke during the command"
+            ) from error
+
+
+class _Connection(NamedTuple):
+    session: Session
+    root: bool
+    stack: ExitStack
+    """Closes it."""
+
+
+class Kept:
+    """Connections that wait for their hosts' next commands, up to so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._guard = threading.Lock()
+        self._connections: dict[Host, _Connection] = {}
+
+    def put(self, host: Host, root: bool, session: Session, stack: ExitStack) -> None:
+        """Keep a connection, or close it where there is no room."""
+        connection = _Connection(session, root, stack)
+        with self._guard:
+            gone = {
+                h: c for h, c in self._connections.items() if h == host or not c.session.transport.is_active()
+            }
+            for each in gone:
+                del self._connections[each]
+            if len(self._connections) < self._most:
+                self._connections[host] = connection
+            else:
+                gone[host] = connection
+        for _, _, left in gone.values():
+            left.close()
+
+    def take(self, stack: ExitStack, host: Host, root: bool) -> Session | None:
+        """Return what is kept for a host, which the stack then closes."""
+        with self._guard:
+            connection = self._connections.pop(host, None)
+        if connection is None:
+            return None
+        if connection.root != root or not connection.session.transport.is_active():
+            connection.stack.close()
+            return None
+        stack.enter_context(connection.stack)
+        return connection.session
+
+    def close(self, host: Host | None = None) -> None:
+        """Close what is kept for a host, or all."""
+        with self._guard:
+            hosts = list(self._connections) if host is None else [host]
+            connections = [c for h in hosts if (c := self._connections.pop(h, None))]
+        for connection in connections:
+            connection.stack.close()
+
+
+class Watch:
+    """Cuts connections that are past their time, so that whoever waits for one is woken."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._times: dict[paramiko.Transport, float] = {}
+        self._late: set[paramiko.Transport] = set()
+        self._all = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="reach-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_WATCH_SECONDS):
+            now = time.monotonic()
+            with self._guard:
+                late = [transport for transport, end in self._times.items() if end < now]
+                self._late.update(late)
+            for transport in late:
+                _cut(transport)
+
+    def until(self, transport: paramiko.Transport, seconds: float) -> None:
+        """Let a connection be for so long from now on; raises NotReachedError once all are cut."""
+        with self._guard:
+            if self._all:
+                raise NotReachedError("dropped", "given up")
+            self._times[transport] = time.monotonic() + seconds
+
+    def cut_all(self) -> None:
+        """Cut every connection, and let no further one get far."""
+        with self._guard:
+            self._all = True
+            transports = list(self._times)
+        for transport in transports:
+            _cut(transport)
+
+    @contextmanager
+    def over(self, transport: paramiko.Transport) -> Iterator[None]:
+        """Watch a connection and close it in the end; what paramiko raises inside becomes NotReachedError."""
+        try:
+            yield
+        except (NotReachedError, ImageBuilderError):
+            raise
+        except Exception as error:  # what a broken peer's bytes make of paramiko's parsers can be anything
+            kind: Class = "timeout" if transport in self._late else "dropped"
+            raise NotReachedError(kind, error) from error
+        finally:
+            _cut(transport)  # else its thread holds the connection until it looks again
+            transport.close()
+            with self._guard:
+                self._times.pop(transport, None)
+                self._late.discard(transport)
+
+
+def _cut(transport: paramiko.Transport) -> None:
+    # Not close(): that waits for the transport's thread, which waits for this.
+    with suppress(OSError):
+        transport.sock.shutdown(socket.SHUT_RDWR)

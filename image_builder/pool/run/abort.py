@@ -1,0 +1,85 @@
+"""Ask the process that drives a run to stop, from any other one of the same machine.
+
+Who that is, the kernel knows: who holds the lock of the journal. No file has to tell, so none can be stale.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from image_builder.errors import PoolError, UsageError
+from image_builder.pool.run.journal import in_use
+
+_LOCKS = Path("/proc/locks")
+_POLL_SECONDS = 0.2
+
+
+def ask_to_stop(journal: Path) -> int:
+    """Send SIGTERM to the process that writes ``journal``; return its id.
+
+    Raises UsageError where no run has begun or none is at work, PoolError where its process can't be found or told.
+    """
+    if not journal.exists():
+        raise UsageError(f"no run has begun: there is no {journal}", hint="image-builder pool run")
+    for pid in holders(journal):
+        try:
+            told = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            # It is still the one that writes, now that its number can't become another one's.
+            if pid in holders(journal):
+                signal.pidfd_send_signal(told, signal.SIGTERM)
+                return pid
+        except ProcessLookupError:
+            continue
+        except PermissionError as error:
+            raise PoolError(f"process {pid} drives the run, and may not be told by this user") from error
+        finally:
+            os.close(told)
+    if in_use(journal):
+        raise PoolError(
+            f"the process that writes {journal} can't be seen from here",
+            hint="send it a SIGTERM where it runs",
+        )
+    raise UsageError("no process drives this run now", hint="image-builder pool status")
+
+
+def wait_until_over(journal: Path, tell: Callable[[], None] = lambda: None) -> None:
+    """Return when nobody drives the run any more; ``tell`` is called meanwhile."""
+    while in_use(journal):
+        tell()
+        time.sleep(_POLL_SECONDS)
+
+
+def holders(path: Path) -> list[int]:
+    """Return the processes that hold flock(2) on a file for themselves, as far as they can be seen from here."""
+    wanted = path.stat()
+    return [
+        pid
+        for pid, inode in _locks(_LOCKS.read_text(encoding="ascii"))
+        if inode == wanted.st_ino and _has_open(pid, wanted)
+    ]
+
+
+def _locks(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (process, inode) of each exclusive flock: ``1: FLOCK  ADVISORY  WRITE 123 fe:01:456 0 EOF``."""
+    for line in text.splitlines():
+        words = line.split()
+        if words[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and int(words[4]) > 0:
+            yield int(words[4]), int(words[5].rpartition(":")[2])
+
+
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
+    """Tell whether a process has a file open: an inode's number is unique in its filesystem alone."""
+    with suppress(OSError):  # it ended, or is somebody else's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.path.samestat(entry.stat(), wanted):
+                    return True
+    return False

@@ -1,0 +1,129 @@
+"""Does the run go on? Pure decisions on its state: budgets, identical failures, stragglers, soak.
+
+Two kinds of limits. What may be *unavailable* at once is reserved before a host is touched, so it is never
+exceeded, whatever happens then. What may *fail* is only known afterwards: the first failure beyond a budget stops
+the run, nothing is started from then on, and what is in work by then is at most what may be unavailable.
+"""
+
+from __future__ import annotations
+
+from image_builder.pool.plan.model import STEPS, Step, quantile
+from image_builder.pool.run.records import Passed
+from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
+
+# Of fewer durations the 95th percentile says nothing.
+_MIN_DURATIONS = 10
+_STRAGGLER = 0.95
+
+
+def room(progress: Progress) -> int:
+    """Return how many more hosts may be made unavailable now."""
+    return max(0, progress.plan.max_unavailable - progress.unavailable)
+
+
+def in_work(progress: Progress) -> int:
+    """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
+    count = sum(
+        w.count("probing", "joining", "joined", "verifying") for w in progress.waves[: progress.began]
+    )
+    return count + sum(
+        progress.hosts[name].touched for w in progress.waves[: progress.began] for name in w.names("waiting")
+    )
+
+
+def stop_reason(progress: Progress, now: float) -> str:
+    """Return why nothing may be started any more, or nothing."""
+    plan = progress.plan
+    if progress.failed > plan.budget:
+        return f"{_hosts(progress.failed)} failed, the run's budget is {plan.budget}"
+    for signature, count in progress.signatures.items():
+        if count >= plan.same:
+            return f"{_hosts(count)} failed alike: {signature}"
+    for status in progress.waves[: progress.began]:
+        wave = status.wave
+        if status.failed > wave.budget:
+            return f"{_hosts(status.failed)} of {wave.name} failed, its budget is {wave.budget}"
+        for signature, count in status.signatures.items():
+            if count >= wave.same:
+                return f"{_hosts(count)} of {wave.name} failed alike: {signature}"
+    if progress.verdict == "stop":
+        return "; ".join(progress.reasons)
+    red = progress.red_since
+    if red is not None and now - red > (patience := plan.policy.gate.patience_seconds):
+        return f"the control plane is red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
+    if not room(progress) and not in_work(progress) and _to_start(progress):
+        return f"{_hosts(progress.unavailable)} unavailable, no more may be: nothing can be started"
+    return ""
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host{'' if count == 1 else 's'}"
+
+
+def _to_start(progress: Progress) -> int:
+    return sum(wave.count("waiting", "ready") for wave in progress.waves)
+
+
+def decide(progress: Progress, number: int, now: float) -> Passed | None:
+    """Return the record that lets a wave be over, or None while it has to be waited for.
+
+    A wave is over when all its hosts ended. It is, too, when it would keep its budget, and the run its own, even
+    if all that are left failed, and those are much slower than the rest: a single host that hangs until its
+    deadline would hold up every other one. They stay in work, and hold their place among the unavailable.
+    """
+    status = progress.waves[number]
+    left = status.unfinished
+    if left and not (_affordable(progress, status, left) and _all_straggle(progress, status, now)):
+        return None
+    return Passed(at=now, wave=number, failed=status.failed, stragglers=left)
+
+
+def _affordable(progress: Progress, status: WaveStatus, left: int) -> bool:
+    everywhere = sum(w.unfinished for w in progress.waves[: progress.began])
+    return status.failed + left <= status.wave.budget and progress.failed + everywhere <= progress.plan.budget
+
+
+def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:
+    """Tell whether every host of a wave that isn't finished is repeated, or slower than most by the policy's factor."""
+    if status.count("ready", "joined"):
+        return False
+    hosts = [progress.hosts[name] for name in status.names("waiting", "probing", "joining", "verifying")]
+    if any(host.started is None for host in hosts):
+        return False
+    limits = {step: straggler_seconds(progress, status, step) for step in STEPS}
+    return all(
+        host.state == "waiting"
+        or any(
+            host.state == RUNNING[step] and limit is not None and now - host.since - host.delay > limit
+            for step, limit in limits.items()
+        )
+        for host in hosts
+    )
+
+
+def straggler_seconds(progress: Progress, status: WaveStatus, step: Step) -> float | None:
+    """Return after how many seconds a host is a straggler in a step, None while there is too little to compare."""
+    durations = [
+        host.seconds[step]
+        for host in (progress.hosts[name] for name in status.names("ended"))
+        if host.outcome and host.outcome.ok and step in host.seconds
+    ]
+    if len(durations) < _MIN_DURATIONS:
+        return None
+    return progress.plan.policy.straggler_factor * quantile(durations, _STRAGGLER)
+
+
+def next_wave_at(progress: Progress) -> float | None:
+    """Return when the next wave may begin, None while the last one isn't over or the control plane is red.
+
+    The soak counts from the wave's end or from the last red reading: a gate has to hold all through it.
+    """
+    if progress.verdict != "go":
+        return None
+    current = progress.current
+    if current is None:
+        return 0.0
+    if current.passed is None or current.began is None:
+        return None
+    calm = max(current.passed, progress.red_at or 0.0)
+    return max(calm + current.wave.soak_seconds, current.began + current.wave.cadence_seconds)

@@ -1,0 +1,287 @@
+"""The loop that brings pools up: what to do next is decided from the state, and done through ``Steps``.
+
+One thread, one journal. ``Steps`` begins work and tells of its end; with a real fleet or a simulated one this code
+is the same. Whatever is learnt becomes a record first and changes the state then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from image_builder.pool.plan.model import Host, Joined, Outcome, Step, ended
+from image_builder.pool.plan.waves import join_delays
+from image_builder.pool.run import budgets, gates
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.progress import apply
+from image_builder.pool.run.records import Began, Finished, Gated, Intent, Record, Result, Stopped
+from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
+
+# Hosts that came back after a repetition, or for which there was no room, are started when there are as many as
+# this share of a slice, or when nothing else is in work: each slice costs an Ansible process.
+_WORTH_A_SLICE = 10
+# A control plane that takes longer for one reading needs no more nodes.
+_READING_SECONDS = 15.0
+
+
+class Work(NamedTuple):
+    """A step on a host. ``delay`` is the join slot: so many seconds pass before the host joins."""
+
+    host: Host
+    attempt: int
+    delay: float = 0.0
+
+
+class Event(NamedTuple):
+    """A step ended on a host. ``seconds`` don't count the join slot; ``phases`` are what the host told of itself."""
+
+    host: str
+    step: Step
+    attempt: int
+    outcome: Outcome
+    joined: Joined
+    seconds: float
+    phases: tuple[tuple[str, float], ...] = ()
+
+
+class Steps(Protocol):
+    """What a fleet does. The three steps return at once; how they end is told by ``wait``.
+
+    An event without `ok` has ``joined`` `no` only where it is certain that the host is no member of the cluster and
+    that nothing on it still tries to become one.
+    """
+
+    def now(self) -> float:
+        """Return seconds since 1970; never less than before."""
+
+    def wait(self, until: float) -> Sequence[Event]:
+        """Return what ended, as soon as there is anything, at ``until`` the latest."""
+
+    def probe(self, work: Sequence[Work]) -> None:
+        """Begin to find out whether hosts answer, and whether they joined. Changes nothing on them."""
+
+    def bootstrap(self, work: Sequence[Work]) -> None:
+        """Begin to make hosts of one slice join. Not idempotent."""
+
+    def verify(self, work: Sequence[Work]) -> None:
+        """Begin to check hosts. Changes nothing on them."""
+
+    def give_up(self, host: str, step: Step, attempt: int) -> None:
+        """Take back a step whose deadline is over; what still comes of it is not waited for."""
+
+    def room(self, step: Step) -> int:
+        """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
+
+    def gate(self) -> Reading | None:
+        """Return what the control plane shows, None while it is being read; ``wait`` returns once it was."""
+
+
+@dataclass
+class _Run:
+    progress: Progress
+    steps: Steps
+    write: Callable[[Record], None]
+    # (when, host, step, attempt): deadlines of steps, and with an empty host the ends of pauses.
+    alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
+    # When the reading that is under way was asked for.
+    asked: float | None = None
+
+    def note(self, record: Record) -> None:
+        self.write(record)
+        apply(self.progress, record)
+
+
+def run(
+    progress: Progress,
+    steps: Steps,
+    write: Callable[[Record], None],
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> None:
+    """Bring the waves up until all are over or the run is stopped; ``progress`` tells which.
+
+    ``progress`` is the state of all records so far, the last of which opened the journal. ``write`` makes a
+    record last before it returns. ``stop_asked`` is asked all the time: then nothing is started any more.
+    """
+    r = _Run(progress, steps, write)
+    # Of a run that was taken up: who was being told when the last driver ended is not asked at once.
+    pauses = sorted({status.not_before for status in progress.hosts.values() if status.not_before})
+    r.alarms += [(at, "", "probe", 0) for at in pauses]
+    while True:
+        now = steps.now()
+        _expire(r, now)
+        _read_gate(r, now)
+        if not progress.stopped:
+            reason = "it was asked for" if stop_asked() else budgets.stop_reason(progress, now)
+            if reason:
+                r.note(Stopped(at=now, reason=reason))
+        if progress.stopped:
+            if not budgets.in_work(progress):
+                return
+        else:
+            _turn_waves(r, now)
+            if progress.finished:
+                return
+        _dispatch(r, now)
+        for event in steps.wait(_wake(r, now)):
+            _observe(r, event, steps.now())
+
+
+def _observe(r: _Run, event: Event, at: float) -> None:
+    """Record how a step ended, unless nobody waits for it any more."""
+    status = r.progress.hosts.get(event.host)
+    if status is None or status.state != RUNNING[event.step] or status.tries[event.step] != event.attempt:
+        return
+    r.note(
+        Result(
+            at=at,
+            host=event.host,
+            step=event.step,
+            attempt=event.attempt,
+            outcome=event.outcome,
+            joined=event.joined,
+            seconds=event.seconds,
+            phases=dict(event.phases),
+        )
+    )
+    if status.not_before > at:
+        heapq.heappush(r.alarms, (status.not_before, "", "probe", 0))
+
+
+def _expire(r: _Run, now: float) -> None:
+    """End the steps whose deadline is over. Whether the host joined meanwhile nobody knows then."""
+    while r.alarms and r.alarms[0][0] <= now:
+        _, name, step, attempt = heapq.heappop(r.alarms)
+        if not name:
+            continue
+        status = r.progress.hosts[name]
+        if status.state == RUNNING[step] and status.tries[step] == attempt:
+            seconds = now - status.since - status.delay
+            r.steps.give_up(name, step, attempt)
+            outcome = ended("timeout", f"{step} did not end within {seconds:.0f} s")
+            _observe(r, Event(name, step, attempt, outcome, "unknown", seconds), now)
+
+
+def _read_gate(r: _Run, now: float) -> None:
+    progress = r.progress
+    limits = progress.plan.policy.gate
+    if progress.read_at is not None and now < progress.read_at + limits.interval_seconds:
+        return
+    asked = now if r.asked is None else r.asked
+    reading = r.steps.gate()
+    r.asked = asked if reading is None else None
+    if reading is None:
+        if now < asked + _READING_SECONDS:
+            return  # hosts and their deadlines don't wait for it
+        reading = Reading(unread=f"no answer for {now - asked:.0f} s")
+    current = progress.current
+    verdict, reasons = gates.judge(
+        reading,
+        limits,
+        # Before the first wave there is nothing to compare with: what is so then is what is so before it.
+        not_ready_before=current.not_ready_before if current else reading.not_ready,
+        hosts=len(progress.plan.hosts),
+    )
+    r.note(Gated(at=now, reading=reading, verdict=verdict, reasons=reasons))
+
+
+def _turn_waves(r: _Run, now: float) -> None:
+    """Let the wave be over when it is, and begin the next one when that may be."""
+    progress = r.progress
+    current = progress.current
+    if current and current.passed is None and (passed := budgets.decide(progress, progress.began - 1, now)):
+        r.note(passed)
+    due = budgets.next_wave_at(progress)
+    if due is None or now < due:
+        return
+    if progress.began < len(progress.waves):
+        r.note(Began(at=now, wave=progress.began))
+    elif not any(wave.unfinished for wave in progress.waves):
+        r.note(Finished(at=now))
+
+
+def _dispatch(r: _Run, now: float) -> None:
+    """Begin every step that may be begun. Of a stopped run only what ends what is in work."""
+    for wave in r.progress.waves[: r.progress.began]:
+        if not wave.unfinished:
+            continue
+        _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
+        _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
+        if not r.progress.stopped and r.progress.verdict == "go":
+            for part in wave.wave.slices:
+                _start_slice(r, wave, part, now)
+
+
+def _fitting(r: _Run, step: Step, names: Iterable[str], now: float) -> list[str]:
+    """Return those on which a step is due and can be in work at once, first come first served."""
+    due = _due(r, names, now)
+    return due[: max(0, r.steps.room(step))] if due else due
+
+
+def _due(r: _Run, names: Iterable[str], now: float) -> list[str]:
+    statuses = r.progress.hosts
+    stopped = bool(r.progress.stopped)
+    return [
+        name
+        for name in names
+        if statuses[name].not_before <= now
+        and (not stopped or statuses[name].touched or statuses[name].state != "waiting")
+    ]
+
+
+def _start_slice(r: _Run, wave: WaveStatus, part: Sequence[str], now: float) -> None:
+    """Start those of a slice that are ready, as far as the join rate and the unavailable hosts allow."""
+    progress = r.progress
+    if now < progress.next_join or not wave.count("ready"):
+        return
+    states = [(name, progress.hosts[name].state) for name in part]
+    ready = [name for name, state in states if state == "ready"]
+    # Who is asked for the first time, or waits for room to be asked, will be ready soon.
+    soon = [name for name, state in states if state in ("waiting", "probing")]
+    if not ready or not all(progress.hosts[name].row for name in soon):
+        return
+    untouched = [name for name in ready if not progress.hosts[name].touched]
+    kept = set(untouched[: budgets.room(progress)])
+    chosen = [name for name in ready if progress.hosts[name].touched or name in kept]
+    few = len(chosen) < min(len(ready), -(-len(part) // _WORTH_A_SLICE))
+    if chosen and not (few and wave.count("probing", "joining", "verifying")):
+        _begin(r, "bootstrap", chosen, now)
+
+
+def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
+    if not names:
+        return
+    policy = r.progress.plan.policy
+    delays = join_delays(names, policy.join_rate) if step == "bootstrap" else {}
+    r.note(Intent(at=now, step=step, hosts=tuple(names), delays=delays))
+    work = []
+    for name in names:
+        status = r.progress.hosts[name]
+        attempt, delay = status.tries[step], delays.get(name, 0.0)
+        work.append(Work(status.host, attempt, delay))
+        until = now + delay + policy.deadlines.of(step)
+        if step == "probe":
+            # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
+            # does it without being told.
+            until = max(until, status.until)
+        heapq.heappush(r.alarms, (until, name, step, attempt))
+    {"probe": r.steps.probe, "bootstrap": r.steps.bootstrap, "verify": r.steps.verify}[step](work)
+
+
+def _wake(r: _Run, now: float) -> float:
+    """Return when there is something to do even if nothing happens until then."""
+    progress = r.progress
+    due = []
+    if progress.read_at is not None:
+        due.append(progress.read_at + progress.plan.policy.gate.interval_seconds)
+    if r.asked is not None:
+        # Its answer wakes us; without one it is red then, and stays so from reading to reading.
+        due = [max([r.asked + _READING_SECONDS, *due])]
+    if r.alarms:
+        due.append(r.alarms[0][0])
+    if progress.next_join > now:
+        due.append(progress.next_join)
+    if (begins := budgets.next_wave_at(progress)) is not None and begins > now:
+        due.append(begins)
+    return max(now, min(due))

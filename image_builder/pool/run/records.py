@@ -1,0 +1,121 @@
+"""What a journal tells, line by line. The state of a run is these, one applied after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from image_builder.pool.plan.model import Host, Joined, Outcome, Step, Strict
+from image_builder.pool.plan.waves import Wave
+from image_builder.pool.run.gates import Reading, Verdict
+
+
+class _Record(Strict):
+    """``at`` is the moment, in seconds since 1970 by the clock of the machine that drives."""
+
+    at: float
+
+
+class Opened(_Record):
+    """A process took the journal. ``retry``: hosts that failed before get another chance."""
+
+    kind: Literal["opened"] = "opened"
+    plan: str
+    retry: bool = False
+
+
+class Changed(_Record):
+    """The inventory differs from the plan: what is dropped, has another address, or is new, in waves of its own.
+
+    Another machine under a known name is both dropped and new.
+    """
+
+    kind: Literal["changed"] = "changed"
+    gone: tuple[str, ...] = ()
+    updated: tuple[Host, ...] = ()
+    new: tuple[Host, ...] = ()
+    waves: tuple[Wave, ...] = ()
+
+
+class Began(_Record):
+    """A wave began."""
+
+    kind: Literal["began"] = "began"
+    wave: int
+
+
+class Intent(_Record):
+    """A step is about to be taken on these hosts. ``delays`` are their join slots, in seconds."""
+
+    kind: Literal["intent"] = "intent"
+    step: Step
+    hosts: tuple[str, ...]
+    delays: Mapping[str, float] = Field(default_factory=dict)
+
+
+class Result(_Record):
+    """A step ended on a host. ``attempt`` counts the intents of that step for that host, from 1."""
+
+    kind: Literal["result"] = "result"
+    host: str
+    step: Step
+    attempt: int
+    outcome: Outcome
+    joined: Joined = "unknown"
+    seconds: float = Field(default=0.0, ge=0)
+    phases: Mapping[str, float] = Field(default_factory=dict)
+
+
+class Gated(_Record):
+    """The control plane was read, and judged."""
+
+    kind: Literal["gated"] = "gated"
+    reading: Reading
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()
+
+
+class Passed(_Record):
+    """A wave was decided: ``stragglers`` are still in work, and counted as if they had failed."""
+
+    kind: Literal["passed"] = "passed"
+    wave: int
+    failed: int
+    stragglers: int = 0
+
+
+class Stopped(_Record):
+    """Nothing is started any more; what is in work may finish."""
+
+    kind: Literal["stopped"] = "stopped"
+    reason: str
+
+
+class Finished(_Record):
+    """All waves are over, and every host has its class."""
+
+    kind: Literal["finished"] = "finished"
+
+
+Record = Annotated[
+    Opened | Changed | Began | Intent | Result | Gated | Passed | Stopped | Finished,
+    Field(discriminator="kind"),
+]
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def must_last(record: Record) -> bool:
+    """Tell whether a record has to be on the disk before anything else is done.
+
+    A step that isn't idempotent must not be taken before its intent is. What the rest tells is found out again by
+    asking the hosts.
+    """
+    match record:
+        case Opened() | Changed() | Stopped() | Finished():
+            return True
+        case Intent(step="bootstrap"):
+            return True
+        case _:
+            return False

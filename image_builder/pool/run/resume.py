@@ -1,0 +1,67 @@
+"""Take up a run, a new one or one that was killed: what its journal tells, set against the inventory as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from image_builder.errors import ImageBuilderError
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.plan import Plan, compare
+from image_builder.pool.plan.waves import plan_waves
+from image_builder.pool.run.journal import Journal
+from image_builder.pool.run.progress import apply, replay
+from image_builder.pool.run.records import Changed, Opened, Record
+from image_builder.pool.run.state import Progress
+
+
+def take_up(
+    plan: Plan, journal: Journal, hosts: Collection[Host], *, at: float, retry: bool = False
+) -> Progress:
+    """Return the state to go on from, after noting in the journal that it was taken up.
+
+    ``hosts`` are those of the inventory now: vanished ones are dropped, new ones get waves of their own after the
+    planned ones, with canaries for what has none yet. With ``retry`` failed hosts get another chance. Raises
+    ImageBuilderError for a journal of another plan, OSError.
+    """
+    progress = past(plan, journal.records, str(journal.path))
+    for record in [Opened(at=at, plan=plan.digest, retry=retry), reconcile(progress, hosts, at=at)]:
+        if record is not None:
+            journal.append(record)
+            apply(progress, record)
+    return progress
+
+
+def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
+    """Return the state that records tell; raises ImageBuilderError where they are those of another plan."""
+    records = list(records)
+    for record in records:
+        if isinstance(record, Opened) and record.plan != plan.digest:
+            raise ImageBuilderError(
+                f"{where} is the journal of another plan",
+                hint="give the plan that the run began with; a new plan gets a journal of its own",
+            )
+    return replay(plan, records)
+
+
+def reconcile(progress: Progress, hosts: Collection[Host], *, at: float) -> Changed | None:
+    """Return the record that lets a run's hosts be those of the inventory now, None where they are."""
+    known = {s.host.name: s for s in progress.hosts.values() if s.state != "gone"}
+    difference = compare((status.host for status in known.values()), hosts)
+    if not any(difference):
+        return None
+    now = {host.name: host for host in hosts}
+    new = tuple(now[name] for name in sorted((*difference.new, *difference.replaced)))
+    leaving = {*difference.gone, *difference.replaced}
+    covered = {
+        status.host.cell
+        for name, status in known.items()
+        if name not in leaving and status.outcome and status.outcome.ok
+    }
+    policy = progress.plan.policy
+    return Changed(
+        at=at,
+        gone=tuple(sorted(leaving)),
+        updated=tuple(now[name] for name in difference.changed),
+        new=new,
+        waves=plan_waves(new, policy, covered=covered, waves_before=len(progress.waves)),
+    )

@@ -1,0 +1,122 @@
+"""The state of a run: of each host, of each wave, and of all of it; ``progress.py`` changes it, and nothing else does.
+
+waiting  to be probed; with `joins` > 0 it was touched, and whether it joined has to be found out first
+probing -> ready  reached, and not a member yet
+joining -> joined -> verifying
+ended    with an outcome
+gone     no longer in the inventory
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from image_builder.pool.plan.model import STEPS, Host, Outcome, Step
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.plan.waves import Wave
+from image_builder.pool.run.gates import Reading, Verdict
+
+State = Literal["waiting", "probing", "ready", "joining", "joined", "verifying", "ended", "gone"]
+# The state that a step leads to, and those that it may be taken in.
+RUNNING: dict[Step, State] = {"probe": "probing", "bootstrap": "joining", "verify": "verifying"}
+
+
+@dataclass(slots=True)
+class HostStatus:
+    """One host.
+
+    ``tries`` counts the intents of each step, ``starts`` those of joining since the journal was opened, ``row`` the
+    failures in a row that were no verdict. ``last`` is how the last attempt to join ended. ``since`` is when the
+    step in progress was begun, ``delay`` the join slot before it, ``not_before`` when the next one may be, ``until``
+    how long the last attempt to join may take. ``seconds`` are the last durations of each step, ``phases`` those that
+    the host told.
+    """
+
+    host: Host
+    wave: int
+    state: State = "waiting"
+    outcome: Outcome | None = None
+    last: Outcome | None = None
+    tries: dict[Step, int] = field(default_factory=lambda: dict.fromkeys(STEPS, 0))
+    starts: int = 0
+    row: int = 0
+    since: float = 0.0
+    delay: float = 0.0
+    not_before: float = 0.0
+    until: float = 0.0
+    started: float | None = None
+    ended_at: float | None = None
+    seconds: dict[Step, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def touched(self) -> bool:
+        """Whether it was told to join, in this run."""
+        return self.tries["bootstrap"] > 0
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether it counts as missing: touched and not yet fine, or ended in anything but that."""
+        if self.state == "gone":
+            return False
+        if self.state == "ended":
+            return self.outcome is None or not self.outcome.ok
+        return self.touched
+
+
+@dataclass
+class WaveStatus:
+    """One wave. ``at`` has its hosts by state, in the order in which they came into it.
+
+    ``sample`` are the hosts to verify, ``not_ready_before`` the nodes that were NotReady when it began.
+    """
+
+    wave: Wave
+    sample: frozenset[str]
+    at: dict[State, dict[str, None]] = field(default_factory=dict)
+    began: float | None = None
+    passed: float | None = None
+    failed: int = 0
+    signatures: Counter[str] = field(default_factory=Counter)
+    not_ready_before: int = 0
+
+    def names(self, *states: State) -> list[str]:
+        return [name for state in states for name in self.at.get(state, ())]
+
+    def count(self, *states: State) -> int:
+        return sum([len(self.at[state]) for state in states if state in self.at])
+
+    @property
+    def unfinished(self) -> int:
+        return self.count("waiting", "probing", "ready", "joining", "joined", "verifying")
+
+
+@dataclass
+class Progress:
+    """The state of a run."""
+
+    plan: Plan
+    hosts: dict[str, HostStatus] = field(default_factory=dict)
+    waves: list[WaveStatus] = field(default_factory=list)
+    records: int = 0
+    opened: int = 0
+    began: int = 0
+    unavailable: int = 0
+    failed: int = 0
+    signatures: Counter[str] = field(default_factory=Counter)
+    next_join: float = 0.0
+    reading: Reading | None = None
+    verdict: Verdict = "hold"
+    reasons: tuple[str, ...] = ()
+    read_at: float | None = None
+    red_at: float | None = None
+    red_since: float | None = None
+    stopped: str = ""
+    finished: bool = False
+
+    @property
+    def current(self) -> WaveStatus | None:
+        """The wave that began last."""
+        return self.waves[self.began - 1] if self.began else None

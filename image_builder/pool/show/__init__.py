@@ -1,0 +1,1 @@
+"""How a rollout is shown: reports, timelines, the live table and JUnit."""

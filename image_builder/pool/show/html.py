@@ -1,0 +1,212 @@
+"""The report of a run as one HTML file: nothing is loaded from anywhere, and nothing of a host's is trusted.
+
+Names and details come from inventories and hosts. They are escaped, and a content security policy that names the
+hashes of the page's own script and style lets nothing else act, should that ever fail.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from image_builder.pool.plan.model import STEPS, Class
+from image_builder.pool.run.records import Record
+from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.pool.show.timeline import LABELS, ROW, TOP, WIDTH, timeline
+from image_builder.text import human_seconds
+
+_TEMPLATES = Path(__file__).with_name("templates")
+# A sign beside each colour: nothing is told by colour alone.
+_SIGNS: Mapping[str, str] = {
+    "finished": "✓",
+    "running": "▶",
+    "stopped": "✗",
+    "interrupted": "!",
+    "not started": "·",
+}
+MEANINGS: Mapping[Class, str] = {
+    "ok": "joined, and verified where it is of the sample",
+    "refused": "nobody listens there",
+    "timeout": "nothing answered in time",
+    "auth": "no login with this key",
+    "host key": "shows another host key than the known one",
+    "sudo": "logged in, but no rights",
+    "dropped": "the connection broke",
+    "failed": "the host says which phase failed",
+    "unknown": "told to join, and nobody can tell whether it did",
+}
+_BAR = 240.0
+
+
+@dataclass(frozen=True)
+class _Duration:
+    """Quantiles of a step, or of a phase in it. ``p50_width`` and ``p95_width`` are pixels, of the largest p95."""
+
+    step: str
+    phase: str
+    p50: str
+    p95: str
+    p99: str
+    p50_width: float
+    p95_width: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table of hosts. ``number`` is its place in it, ``good`` None while the host has no class."""
+
+    number: int
+    name: str
+    scale_set: str
+    zone: str
+    vm_size: str
+    wave: str
+    result: str
+    good: bool | None
+    tries: str
+    seconds: float
+    time: str
+    detail: str
+
+
+def page(progress: Progress, records: Sequence[Record], told: Mapping[str, Any]) -> str:
+    """Return the page of a run; ``told`` is its report (``pool.report.report``)."""
+    rows = list(_rows(progress, told))
+    style, script = ((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js"))
+    return _template().render(
+        told=told,
+        sign=_SIGNS[told["state"]],
+        pools=", ".join(pool["name"] for pool in told["pools"]),
+        facts=list(_facts(progress, records, told)),
+        meanings=MEANINGS,
+        drawing=timeline(told, [wave.wave.soak_seconds for wave in progress.waves], records),
+        width=WIDTH,
+        labels=LABELS,
+        top=TOP,
+        row_height=ROW,
+        durations=list(_durations(told["seconds"])),
+        bar=_BAR,
+        rows=rows,
+        number={row.name: row.number for row in rows},
+        classes=sorted({row.result for row in rows}),
+        style=style,
+        script=script,
+        policy=_policy(style, script),
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(duration=human_seconds, moment=moment, share=_share, listed=_listed)
+    return environment.get_template("report.html.j2")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return a content security policy that allows this style and this script, and nothing else."""
+    own = {"style": style, "script": script}
+    allowed = [
+        f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for kind, text in own.items()
+    ]
+    # Without an icon of its own a browser would ask a server for one.
+    return "; ".join(
+        ["default-src 'none'", *allowed, "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    )
+
+
+def moment(at: float | None) -> str:
+    """Return a moment in UTC: ``2026-11-21 14:03:20``, or a dash where there is none."""
+    return "\u2013" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _share(count: int, total: int) -> str:
+    """Return a share in percent that is never rounded to nothing or to all."""
+    if count in (0, total):
+        return "100%" if count else "0%"
+    return f"{min(99.9, max(0.1, 100 * count / total)):.1f}%"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return what hosts have in common, most frequent first: ``gpu-17 (3), gpu-02 (1)``."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name or 'none'} ({count})" for name, count in ordered)
+
+
+def _facts(
+    progress: Progress, records: Sequence[Record], told: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    yield "Pools", ", ".join(f"{pool.name} ({pool.hosts} hosts)" for pool in progress.plan.pools)
+    if records:
+        first, last = records[0].at, max(record.at for record in records)
+        yield "From (UTC)", moment(first)
+        yield ("To (UTC)" if progress.finished else "Last record (UTC)"), moment(last)
+        yield "Duration", human_seconds(last - first)
+    yield "Failed", f"{told['budget']['failed']} of {told['budget']['allowed']} allowed"
+    yield "Unavailable", f"{told['unavailable']['now']} of {told['unavailable']['allowed']} allowed"
+    yield "Waves", f"{sum(w['passed'] is not None for w in told['waves'])} of {len(told['waves'])} over"
+    if progress.opened > 1:
+        yield "Taken up again", f"{progress.opened - 1} times"
+    yield "Plan", told["plan"][:16]
+
+
+def _durations(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[_Duration]:
+    """Yield the steps in their order, each followed by its phases."""
+    most = max((values["p95"] for values in seconds.values()), default=0.0) or 1.0
+    for step in STEPS:
+        for name, values in seconds.items():
+            of, _, phase = name.partition(".")
+            if of == step:
+                yield _Duration(
+                    step,
+                    phase,
+                    human_seconds(values["p50"]),
+                    human_seconds(values["p95"]),
+                    human_seconds(values["p99"]),
+                    p50_width=round(_BAR * values["p50"] / most, 1),
+                    p95_width=round(_BAR * values["p95"] / most, 1),
+                )
+
+
+def _rows(progress: Progress, told: Mapping[str, Any]) -> Iterator[_Row]:
+    """Yield the hosts: those that failed come first."""
+
+    def place(name: str) -> tuple[int, str]:
+        good = _good(progress.hosts[name])
+        return (0 if good is False else 1 if good is None else 2), name
+
+    for number, name in enumerate(sorted(told["results"], key=place)):
+        status, result = progress.hosts[name], told["results"][name]
+        seconds = sum(result["seconds"].values())
+        yield _Row(
+            number=number,
+            name=name,
+            scale_set=status.host.scale_set,
+            zone=status.host.zone,
+            vm_size=status.host.vm_size,
+            wave=progress.waves[status.wave].wave.name,
+            result=status.outcome.signature if status.outcome else status.state,
+            good=_good(status),
+            tries="/".join(str(result["tries"][step]) for step in STEPS),
+            seconds=round(seconds, 1),
+            time=human_seconds(seconds) if seconds else "",
+            detail=status.outcome.detail if status.outcome else "",
+        )
+
+
+def _good(status: HostStatus) -> bool | None:
+    return status.outcome.ok if status.outcome else None

@@ -1,0 +1,98 @@
+"""The report of a run as JUnit XML, for the pages of CI systems.
+
+A suite for each wave, a case for each host. A run can be stopped without a failed host, by a red control plane for
+one: the first suite has a single case, the run itself, so that such a run isn't green.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from image_builder.pool.plan.model import Outcome
+from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.pool.show.report import counts
+
+# What XML 1.0 has no way to write, not even escaped: https://www.w3.org/TR/xml/#charsets
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(progress: Progress, told: Mapping[str, Any]) -> bytes:
+    """Return the document; ``told`` is the run's report (``pool.report.report``).
+
+    A host that ended in anything but `ok` is a ``failure``, with its signature as the type: what failed alike has
+    the same. One that has no class yet is ``skipped``.
+    """
+    root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
+    suites = [_run_suite(told)]
+    for wave in progress.waves:
+        names = sorted(name for state in wave.at if state != "gone" for name in wave.at[state])
+        statuses = [progress.hosts[name] for name in names]
+        suites.append(_suite(wave.wave.name, wave.began, (_case(status) for status in statuses)))
+    for suite in suites:
+        root.append(suite)
+    for key in ("tests", "failures", "errors", "skipped"):
+        root.set(key, str(sum(int(suite.get(key, "0")) for suite in suites)))
+    ElementTree.indent(root, " ")
+    document: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return document + b"\n"
+
+
+def _suite(name: str, began: float | None, cases: Iterable[Element]) -> Element:
+    """Return a suite; its time is the sum of its cases' time, as JUnit has it."""
+    suite = Element("testsuite", name=_text(name))
+    suite.extend(cases)
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(len(suite.findall("testcase/failure"))))
+    suite.set("errors", "0")
+    suite.set("skipped", str(len(suite.findall("testcase/skipped"))))
+    suite.set("time", f"{sum(float(case.get('time', '0')) for case in suite):.3f}")
+    if began is not None:
+        suite.set("timestamp", datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%dT%H:%M:%S"))
+    return suite
+
+
+def _run_suite(told: Mapping[str, Any]) -> Element:
+    case = Element("testcase", classname="run", name="all waves are over", time="0.000")
+    state = told["state"]
+    if state in ("stopped", "interrupted"):
+        why = told["reason"] or "the process that drove it is gone"
+        SubElement(case, "failure", type=state, message=_text(why))
+    elif state != "finished":
+        SubElement(case, "skipped", message=state)
+    return _suite("run", None, [case])
+
+
+def _case(status: HostStatus) -> Element:
+    host = status.host
+    seconds = sum(status.seconds.values())
+    case = Element(
+        "testcase",
+        classname=_text(f"{host.pool}.{host.scale_set}"),
+        name=_text(host.name),
+        time=f"{seconds:.3f}",
+    )
+    if status.outcome is None:
+        (what,) = (name for name, count in counts([status]).items() if count)
+        SubElement(case, "skipped", message=what)
+    elif not status.outcome.ok:
+        case.append(_failure(status, status.outcome))
+    return case
+
+
+def _failure(status: HostStatus, outcome: Outcome) -> Element:
+    failure = Element("failure", type=_text(outcome.signature), message=_text(outcome.detail or outcome.kind))
+    host = status.host
+    failure.text = _text(
+        f"{outcome.signature}\n{outcome.detail}\n"
+        f"{host.address} port {host.port}, {host.vm_size}, zone {host.zone or 'none'}, image {host.image}"
+    )
+    return failure
+
+
+def _text(text: str) -> str:
+    return _NO_XML.sub("\ufffd", text)

@@ -1,0 +1,173 @@
+"""What a run has come to, as data and as text: counts, durations, failures by signature, the waves in time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from image_builder.pool.plan.model import CLASSES, STEPS, quantile
+from image_builder.pool.plan.plan import named
+from image_builder.pool.run.records import Gated, Passed, Record, Result
+from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.text import printable
+
+FORMAT = 1
+_SLOWEST = 20
+# What people are told of a host that has no class yet.
+_NOT_ENDED = ("not started", "in work")
+
+
+def state(progress: Progress, *, running: bool) -> str:
+    """Return a run's state in a word: `finished`, `stopped`, `running`, `interrupted` or `not started`.
+
+    ``running`` tells whether a process has its journal now.
+    """
+    if not progress.records:
+        return "not started"
+    if progress.finished:
+        return "finished"
+    if running:
+        return "running"
+    return "stopped" if progress.stopped else "interrupted"
+
+
+def counts(statuses: Iterable[HostStatus]) -> dict[str, int]:
+    """Return how many hosts ended in each class, and how many did not yet; vanished ones are left out."""
+    found: Counter[str] = Counter()
+    for status in statuses:
+        if status.state == "gone":
+            continue
+        if status.state == "ended" and status.outcome:
+            found[status.outcome.kind] += 1
+        else:
+            found["not started" if status.started is None or _untouched(status) else "in work"] += 1
+    return {name: found[name] for name in (*CLASSES, *_NOT_ENDED)}
+
+
+def _untouched(status: HostStatus) -> bool:
+    return status.state in ("waiting", "ready") and not status.touched
+
+
+def report(progress: Progress, records: Sequence[Record], *, running: bool = False) -> dict[str, Any]:
+    """Return the report of a run as one JSON object."""
+    plan = progress.plan
+    statuses = [s for s in progress.hosts.values() if s.state != "gone"]
+    return {
+        "format": FORMAT,
+        "state": state(progress, running=running),
+        "reason": progress.stopped,
+        "plan": plan.digest,
+        "pools": [pool.model_dump(mode="json") for pool in plan.pools],
+        "hosts": len(statuses),
+        "vanished": sorted(s.host.name for s in progress.hosts.values() if s.state == "gone"),
+        "counts": counts(statuses),
+        "budget": {"failed": progress.failed, "allowed": plan.budget},
+        "unavailable": {"now": progress.unavailable, "allowed": plan.max_unavailable},
+        "seconds": durations(records),
+        "failures": failures(statuses),
+        "slowest": slowest(statuses),
+        "waves": waves(progress, records),
+        "gates": gates(records),
+        "results": {s.host.name: _result(s) for s in sorted(statuses, key=lambda s: s.host.name)},
+    }
+
+
+def _result(status: HostStatus) -> dict[str, Any]:
+    outcome = status.outcome.model_dump(mode="json") if status.outcome else None
+    return {
+        "wave": status.wave,
+        "state": status.state,
+        "outcome": outcome,
+        "tries": {step: status.tries[step] for step in STEPS},
+        "seconds": {step: round(value, 3) for step, value in status.seconds.items()},
+        "phases": status.phases,
+    }
+
+
+def durations(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """Return p50, p95 and p99 of each step that succeeded, and of each phase that hosts told of."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if isinstance(record, Result) and record.outcome.ok:
+            found.setdefault(record.step, []).append(record.seconds)
+            for phase, seconds in record.phases.items():
+                found.setdefault(f"{record.step}.{phase}", []).append(seconds)
+    return {
+        name: {f"p{round(100 * q)}": round(quantile(values, q), 3) for q in (0.5, 0.95, 0.99)}
+        for name, values in sorted(found.items())
+    }
+
+
+def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
+    """Return what failed alike, most frequent first, and what those hosts have in common."""
+    alike: dict[str, list[HostStatus]] = {}
+    for status in statuses:
+        if status.outcome and not status.outcome.ok:
+            alike.setdefault(status.outcome.signature, []).append(status)
+    return [
+        {
+            "signature": signature,
+            "count": len(found),
+            "vm_sizes": dict(Counter(s.host.vm_size for s in found)),
+            "zones": dict(Counter(s.host.zone for s in found)),
+            "scale_sets": dict(Counter(s.host.scale_set for s in found)),
+            "hosts": sorted(s.host.name for s in found),
+            "detail": found[0].outcome.detail if found[0].outcome else "",
+        }
+        for signature, found in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+
+
+def slowest(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
+    """Return the hosts that took longest, with the seconds of all their steps together."""
+    sums = [(sum(s.seconds.values()), s.host.name) for s in statuses if s.seconds]
+    return [{"host": name, "seconds": round(t, 3)} for t, name in sorted(sums, reverse=True)[:_SLOWEST]]
+
+
+def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return the waves in time, as seconds since 1970."""
+    stragglers = {r.wave: r.stragglers for r in records if isinstance(r, Passed)}
+    return [
+        {
+            "name": wave.wave.name,
+            "hosts": len(wave.wave.hosts),
+            "began": wave.began,
+            "passed": wave.passed,
+            "stragglers": stragglers.get(number, 0),
+            "failed": wave.failed,
+            "budget": wave.wave.budget,
+            # Who is gone may be another machine by now, in a wave of its own.
+            "counts": counts(
+                progress.hosts[name] for state in wave.at if state != "gone" for name in wave.at[state]
+            ),
+        }
+        for number, wave in enumerate(progress.waves)
+    ]
+
+
+def gates(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return the readings that changed the verdict."""
+    found: list[dict[str, Any]] = []
+    for record in records:
+        if isinstance(record, Gated) and (not found or found[-1]["verdict"] != record.verdict):
+            found.append(record.model_dump(mode="json", exclude={"kind"}))
+    return found
+
+
+def text(told: dict[str, Any]) -> str:
+    """Return a report for people, in lines."""
+    ended = ", ".join(f"{count} {name}" for name, count in told["counts"].items() if count)
+    lines = [
+        f"{told['state']}{': ' + told['reason'] if told['reason'] else ''}",
+        f"{told['hosts']} hosts: {ended}",
+        f"{told['budget']['failed']} failed of {told['budget']['allowed']} allowed, "
+        f"{told['unavailable']['now']} unavailable of {told['unavailable']['allowed']}",
+    ]
+    for wave in told["waves"]:
+        if wave["began"] is None:
+            continue
+        what = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
+        lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {what}")
+    lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in told["failures"]]
+    return "\n".join(map(printable, lines))

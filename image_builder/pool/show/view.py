@@ -1,0 +1,135 @@
+"""What is to be seen of a run while it goes on, taken out of its state: plain, frozen, the same for any drawing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from image_builder.pool.plan.model import STEPS, Step, quantile
+from image_builder.pool.run import budgets
+from image_builder.pool.run.gates import Verdict
+from image_builder.pool.run.state import RUNNING, Progress, State, WaveStatus
+from image_builder.pool.show.report import state as state_of
+
+# The states of hosts that haven't ended, in the order in which a host goes through them.
+STATES: tuple[State, ...] = ("waiting", "probing", "ready", "joining", "joined", "verifying")
+_SLOWEST = 5
+
+# p50 and p95 in seconds, by step (`bootstrap`) and by the phases that hosts told of (`disk`).
+Quantiles = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class WaveView:
+    """A wave: ``counts`` are its hosts by state, ended ones as `ok` and `failed`. Times are seconds since 1970."""
+
+    name: str
+    hosts: int
+    counts: Mapping[str, int]
+    budget: int
+    began: float | None
+    passed: float | None
+    signatures: Mapping[str, int]
+
+    @property
+    def left(self) -> int:
+        return sum(self.counts[state] for state in STATES)
+
+    @property
+    def state(self) -> str:
+        if self.began is None:
+            return "to come"
+        if self.passed is None:
+            return "in work"
+        return f"over, {self.left} late" if self.left else "over"
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A host in work: its step, and since when, its join slot left out."""
+
+    host: str
+    step: Step
+    since: float
+
+
+@dataclass(frozen=True)
+class View:
+    """What is to be seen of a run. ``current`` is the number of waves that began; ``next_at`` when one more may."""
+
+    state: str
+    reason: str
+    began_at: float | None
+    waves: tuple[WaveView, ...]
+    current: int
+    failed: int
+    budget: int
+    unavailable: int
+    max_unavailable: int
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    next_at: float | None
+    signatures: Mapping[str, int]
+    quantiles: Sequence[Quantiles] = ()
+    slowest: tuple[Slow, ...] = ()
+
+
+def look(progress: Progress, quantiles: Sequence[Quantiles] = (), slowest: tuple[Slow, ...] = ()) -> View:
+    """Return what is to be seen of a run now; ``quantiles`` (of each wave) and ``slowest`` are sought more rarely."""
+    plan = progress.plan
+    return View(
+        state=state_of(progress, running=not progress.stopped),
+        reason=progress.stopped,
+        began_at=progress.waves[0].began if progress.waves else None,
+        waves=tuple(_wave(wave) for wave in progress.waves),
+        current=progress.began,
+        failed=progress.failed,
+        budget=plan.budget,
+        unavailable=progress.unavailable,
+        max_unavailable=plan.max_unavailable,
+        verdict=progress.verdict,
+        reasons=progress.reasons,
+        next_at=budgets.next_wave_at(progress) if progress.began < len(progress.waves) else None,
+        signatures=dict(progress.signatures),
+        quantiles=quantiles,
+        slowest=slowest,
+    )
+
+
+def _wave(status: WaveStatus) -> WaveView:
+    counts: dict[str, int] = {state: status.count(state) for state in STATES}
+    counts["ok"] = status.count("ended") - status.failed
+    counts["failed"] = status.failed
+    return WaveView(
+        name=status.wave.name,
+        hosts=sum(counts.values()),
+        counts=counts,
+        budget=status.wave.budget,
+        began=status.began,
+        passed=status.passed,
+        signatures=dict(status.signatures),
+    )
+
+
+def wave_quantiles(progress: Progress, status: WaveStatus) -> Quantiles:
+    """Return p50 and p95 of the steps and phases of a wave's hosts that joined."""
+    found: dict[str, list[float]] = {}
+    for name in status.names("joined", "verifying", "ended"):
+        host = progress.hosts[name]
+        if host.outcome is None or host.outcome.ok:
+            for what, seconds in (*host.seconds.items(), *host.phases.items()):
+                found.setdefault(what, []).append(seconds)
+    return {what: (quantile(values, 0.5), quantile(values, 0.95)) for what, values in found.items()}
+
+
+def slowest(progress: Progress) -> tuple[Slow, ...]:
+    """Return the hosts that have been in a step for longest."""
+    working = (
+        Slow(name, step, status.since + status.delay)
+        for wave in progress.waves[: progress.began]
+        for step in STEPS
+        for name in wave.names(RUNNING[step])
+        for status in (progress.hosts[name],)
+    )
+    return tuple(heapq.nsmallest(_SLOWEST, working, key=lambda slow: slow.since))

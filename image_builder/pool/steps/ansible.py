@@ -1,0 +1,384 @@
+"""Slices by ansible-runner over OpenSSH: a private data directory, a process that runs it, a class for each host.
+
+The directory is the whole contract (inventory, project, env): another engine that runs ansible-runner can be given
+the same one. No secret is in it; the key is a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from image_builder.errors import ImageBuilderError
+from image_builder.pool.plan.model import Outcome, ended, failed
+from image_builder.pool.reach.hostkeys import openssh_options
+from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, Told, after_join
+from image_builder.pool.reach.reach import Access
+from image_builder.pool.run.driver import Work
+from image_builder.pool.run.journal import in_use
+from image_builder.pool.steps.remote_slice import DATA, WORKER, Worker, describe
+from image_builder.pool.steps.slice import CONTROL, PLAYBOOK
+from image_builder.settings import REPO_ROOT
+from image_builder.system import process
+from image_builder.system.trees import remove_tree
+
+# Tasks of playbooks/bootstrap.yml, by which their results are told apart; a test compares the names.
+CONFIGURE, START, WAIT = (
+    "Deliver the node configuration",
+    "Tell the host to join",
+    "Wait until it has joined or given up",
+)
+# Waiting hosts hold a fork each, yet all were told before: a full slice waits about as long as its slowest host.
+FORKS = 50
+_KEEPALIVES = 3
+_SAID = ("msg", "stderr", "module_stderr", "stdout")
+# Seconds: for what comes before joining, and for a process to end that was asked to.
+_TASKS_SECONDS, _GRACE = 120.0, 30.0
+# Any end is judged by what it said of each host.
+_ANY_STATUS = range(-64, 256)
+# A first line that is well formed, and a message of Ansible's around it.
+_CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"\bsudo\b|\bsudoers\b|privilege escalation|a password is required", "sudo"),
+        (
+            r"host key verification failed|host identification has changed|no .* host key is known"
+            r"|revoked host key|certificate (?:invalid|not yet valid|has expired)",
+            "host key",
+        ),
+        (r"permission denied|too many authentication failures|no supported authentication", "auth"),
+        (r"connection refused|kex_exchange_identification|invalid ssh identification string", "refused"),
+        (
+            r"timed out during banner|connect to host \S+ port \d+: connection timed out|no route to host"
+            r"|network is unreachable|could not resolve hostname|operation timed out",
+            "timeout",
+        ),
+        (
+            # No word at all: a connection is shared, and who opened it tells nobody why it broke.
+            r"via ssh:$|broken pipe|connection reset|connection closed|closed by remote|not responding"
+            r"|connection timed out|connection to \S+ (?:port \d+ )?timed out",
+            "dropped",
+        ),
+    )
+)
+
+OnEnd = Callable[[str, Told], None]
+"""Called with a host's name and how joining ended on it, from the slice's thread."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One Ansible process. ``configurations`` are files by host's name, ``seconds`` is for joining, of one host.
+
+    It runs here, or on a ``worker``.
+    """
+
+    work: Sequence[Work]
+    access: Access
+    seconds: float
+    configurations: Mapping[str, Path] = field(default_factory=dict)
+    worker: Worker | None = None
+
+
+def unreached(message: str, *, told: bool) -> Outcome:
+    """Return the class of a host that OpenSSH or sudo did not let us do it on, by what they said.
+
+    ``told``: it had answered before, so that whatever it is now is a connection that broke.
+    """
+    said = " ".join(message.split())
+    for pattern, kind in _CLASSES:
+        if pattern.search(said):
+            lost = told and kind in ("refused", "timeout")
+            return ended("dropped" if lost else kind, said)  # type: ignore[arg-type]  # the classes above
+    return ended("dropped" if told else "timeout", said)
+
+
+class Results:
+    """Makes one end for each host out of the ends of its tasks, and of their absence."""
+
+    def __init__(self, names: Sequence[str], on_end: OnEnd) -> None:
+        self._left = dict.fromkeys(names)
+        self._told: set[str] = set()
+        self._on_end = on_end
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The hosts that have not ended."""
+        return tuple(self._left)
+
+    def line(self, line: str) -> str:
+        """Take a line of the slice's process; return what Ansible said last where it says so."""
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return line  # a traceback of Python's
+        if not isinstance(said, dict) or "host" not in said:
+            return str(said.get("tail", "")) if isinstance(said, dict) else ""
+        self._task(said["host"], said["task"], said["what"], said["result"])
+        return ""
+
+    def over(self, why: str) -> None:
+        """End what is left: the process ended without a word on these hosts."""
+        for name in self.left:
+            if name in self._told:
+                self._end(name, Told(ended("unknown", f"told to join, then {why}"), "unknown"))
+            else:
+                # It may have been in the middle of being told: that is not known to be otherwise.
+                self._end(name, Told(ended("dropped", why), "unknown"))
+
+    def _task(self, name: str, task: str, what: str, result: Mapping[str, Any]) -> None:
+        if name not in self._left:
+            return
+        message = " ".join(str(result[key]) for key in _SAID if result.get(key))
+        if task == START and what == "ok":
+            self._told.add(name)
+        elif task == WAIT and "rc" in result:
+            self._end(name, _joined(result))
+        elif what == "unreachable" or (what == "failed" and _is_sudo(message)):
+            self._end(name, _lost(message, task, told=name in self._told))
+        elif what == "failed" and task == CONFIGURE:
+            self._end(name, Told(failed("bootstrap", NO_CONFIG, message), "no"))
+        elif what == "failed":
+            self._end(name, Told(failed("bootstrap", NOT_STARTED, message), "unknown"))
+
+    def _end(self, name: str, told: Told) -> None:
+        del self._left[name]
+        self._on_end(name, told)
+
+
+def _lost(message: str, task: str, *, told: bool) -> Told:
+    outcome = unreached(message, told=told)
+    # Who did not let us in can't have been told. Where the connection broke while it was, anything may be.
+    untold = not told and (task == CONFIGURE or outcome.kind in ("refused", "auth", "host key", "sudo"))
+    return Told(outcome, "no" if untold else "unknown")
+
+
+def _joined(result: Mapping[str, Any]) -> Told:
+    return after_join(int(result["rc"]), str(result.get("stdout", "")), str(result.get("stderr", "")))
+
+
+def _is_sudo(message: str) -> bool:
+    return bool(_CLASSES[0][0].search(message))
+
+
+class Process:
+    """The process of one slice: ``run`` blocks in a thread until it ended, ``end`` ends it from any other."""
+
+    def __init__(self, slice_: Slice, folder: Path, python: Path) -> None:
+        self._slice, self._folder, self._python = slice_, folder, python
+        self._guard = threading.Lock()
+        self._pidfd = -1
+        self._unwanted = False
+
+    def run(self, on_end: OnEnd) -> None:
+        """Run the slice; every host of it gets one end. ``folder`` is made here, and is gone afterwards."""
+        results = Results([work.host.name for work in self._slice.work], on_end)
+        said = ""
+
+        def line(text: str) -> None:
+            nonlocal said
+            said = self._began(text) or results.line(text) or said
+
+        longest = _longest(self._slice)
+        try:
+            write(self._slice, self._folder)
+            process.run(
+                self._argv(longest),
+                ok=_ANY_STATUS,
+                env=_environment(self._folder),
+                timeout=longest + _GRACE,
+                on_line=line,
+            )
+            results.over(f"its Ansible process ended: {said}" if said else "its Ansible process ended")
+        except (ImageBuilderError, OSError) as error:
+            results.over(str(error))
+        finally:
+            self._close()
+            remove_tree(self._folder)
+
+    def end(self) -> None:
+        """End it, with everything that it started; it needs not run any more, or not yet."""
+        with self._guard:
+            self._unwanted = True
+            if self._pidfd >= 0:
+                _terminate(self._pidfd)
+
+    def _began(self, line: str) -> str:
+        """Take note of the process, by the first line that it says."""
+        if self._pidfd < 0 and line.startswith('{"pid":'):
+            with self._guard:
+                # It can't be another one yet: nobody has waited for it.
+                self._pidfd = os.pidfd_open(json.loads(line)["pid"])
+                if self._unwanted:
+                    _terminate(self._pidfd)
+        return ""
+
+    def _close(self) -> None:
+        with self._guard:
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
+
+    def _argv(self, seconds: float) -> list[process.Arg]:
+        module = ("-P", "-m", "image_builder.pool.steps.slice")
+        return [self._python, *module, self._folder, f"{seconds:.0f}", str(os.getpid())]
+
+
+def _terminate(pidfd: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended by itself
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+
+
+def _longest(slice_: Slice) -> float:
+    """Return how many seconds a slice may take: its last host's slot and deadline, and the tasks before."""
+    return slice_.seconds + max(work.delay for work in slice_.work) + _TASKS_SECONDS
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
+        "HOME": os.fspath(folder / "tmp"),
+        "PYTHONPATH": os.fspath(REPO_ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def clear(folder: Path) -> None:
+    """Remove what slices of a killed run left in ``folder``, once nothing of them runs any more.
+
+    Raises ImageBuilderError where something still does after half a minute, OSError.
+    """
+    for left in sorted(folder.iterdir()) if folder.is_dir() else ():
+        deadline = time.monotonic() + _GRACE
+        while not _is_free(left):
+            if time.monotonic() > deadline:
+                raise ImageBuilderError(
+                    f"an Ansible process of an earlier run still works in {left}",
+                    hint="end it, then resume: two would tell the same hosts to join",
+                )
+            time.sleep(0.1)
+        remove_tree(left)
+
+
+def _is_free(folder: Path) -> bool:
+    try:
+        return not in_use(folder)
+    except FileNotFoundError:
+        return True
+
+
+def write(slice_: Slice, folder: Path) -> None:
+    """Make the private data directory of a slice, and what its process needs beside. Raises OSError."""
+    folder.mkdir(mode=0o700)
+    if slice_.worker:
+        (folder / WORKER).write_text(describe(slice_.worker, slice_.access.key), encoding="utf-8")
+        write_portable(slice_, folder / DATA)
+        return
+    for name in ("tmp", CONTROL):
+        (folder / name).mkdir()
+    _fill(folder, inventory(slice_), environment(folder, slice_.access, len(slice_.work)))
+
+
+def write_portable(slice_: Slice, folder: Path) -> None:
+    """Make a private data directory that any ansible-runner can run anywhere: all paths in it lead into itself.
+
+    Only the private key is not in it: the runner's ``ssh_key`` brings that, as an agent. Raises OSError.
+    """
+    here, access = "{{ inventory_dir }}/../env", slice_.access
+    known = type(access.host_keys)(Path(here) / "known_hosts")
+    moved = replace(
+        slice_,
+        access=replace(access, host_keys=known),
+        configurations={name: Path(here) / f"{name}.json" for name in slice_.configurations},
+    )
+    told = inventory(moved)
+    del told["all"]["vars"]["ansible_ssh_private_key_file"]
+    folder.mkdir(mode=0o700)
+    # Ansible's working directory is `project`.
+    _fill(folder, told, environment(Path(".."), access, len(slice_.work), agent=True))
+    (folder / "env" / "known_hosts").write_bytes(access.host_keys.path.read_bytes())
+    for work in slice_.work:
+        if path := slice_.configurations.get(work.host.name):
+            (folder / "env" / f"{work.host.name}.json").write_bytes(path.read_bytes())
+
+
+def _fill(folder: Path, inventory: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    for name in ("inventory", "project", "env"):
+        (folder / name).mkdir()
+    (folder / "project" / PLAYBOOK).write_bytes((REPO_ROOT / "playbooks" / PLAYBOOK).read_bytes())
+    (folder / "project" / "ansible.cfg").touch()
+    (folder / "inventory" / "hosts.json").write_text(json.dumps(inventory, indent=1), encoding="utf-8")
+    (folder / "env" / "envvars").write_text(json.dumps(environment, indent=1), encoding="utf-8")
+
+
+def inventory(slice_: Slice) -> dict[str, Any]:
+    """Return the inventory of a slice. Who joins first stands first: that is the order in which they're waited for."""
+    access = slice_.access
+    hosts = {
+        work.host.name: {
+            "ansible_host": work.host.address,
+            "ansible_port": work.host.port,
+            "ansible_ssh_common_args": shlex.join(openssh_options(access.host_keys, work.host)),
+            "pool_join_delay": round(work.delay, 3),
+            **_configuration(slice_.configurations.get(work.host.name)),
+        }
+        for work in sorted(slice_.work, key=lambda w: w.delay)
+    }
+    variables = {
+        "ansible_user": access.user,
+        "ansible_ssh_private_key_file": os.fspath(access.key),
+        "ansible_become": access.user != "root",
+        "ansible_python_interpreter": "/usr/bin/python3",
+        "pool_join_lock": LOCK,
+        "pool_join_seconds": round(slice_.seconds),
+    }
+    return {"all": {"hosts": hosts, "vars": variables}}
+
+
+def _configuration(path: Path | None) -> dict[str, str]:
+    return {"pool_node_config": os.fspath(path)} if path else {}
+
+
+def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False) -> dict[str, str]:
+    """Return Ansible's settings: whatever configuration this host or its user has plays no part.
+
+    With ``agent`` the key is that of the runner's own agent, and there is no other one.
+    """
+    options = {
+        "BatchMode": "yes",
+        # Else Ansible's own timeout would be taken, which lasts until sudo has answered.
+        "ConnectTimeout": f"{access.connect_seconds:.0f}",
+        "ControlMaster": "auto",
+        "ControlPersist": "60s",
+        "ServerAliveInterval": f"{access.keepalive_seconds:.0f}",
+        "ServerAliveCountMax": str(_KEEPALIVES),
+        "PreferredAuthentications": "publickey",
+        "LogLevel": "ERROR",
+    }
+    options |= {"IdentityFile": "none"} if agent else {"IdentitiesOnly": "yes", "IdentityAgent": "none"}
+    words = ["-F", "none", *(w for name, value in options.items() for w in ("-o", f"{name}={value}"))]
+    return {
+        "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),
+        "ANSIBLE_HOME": os.fspath(folder / "tmp"),
+        "ANSIBLE_LOCAL_TEMP": os.fspath(folder / "tmp"),
+        "ANSIBLE_SSH_ARGS": shlex.join(words),
+        "ANSIBLE_HOST_KEY_CHECKING": "true",
+        "ANSIBLE_PIPELINING": "true",
+        # On a terminal what sudo warns of would be mixed with what the host answers.
+        "ANSIBLE_SSH_USETTY": "false",
+        "ANSIBLE_GATHERING": "explicit",
+        "ANSIBLE_FORKS": str(min(hosts, FORKS)),
+        "ANSIBLE_TIMEOUT": f"{access.answer_seconds:.0f}",
+        "ANSIBLE_RETRY_FILES_ENABLED": "false",
+        "ANSIBLE_NOCOLOR": "true",
+        "ANSIBLE_FORCE_COLOR": "false",
+    }

@@ -1,0 +1,247 @@
+"""Readings of a Kubernetes control plane: what its API server counts, pending certificate requests, nodes.
+
+The user of the kubeconfig needs ``get`` on /metrics, ``list`` on nodes and on certificatesigningrequests. Behind a
+load balancer the counters are those of the API server that answered: one connection is kept, so that they stay
+comparable, and one that restarted (or is another one) begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from image_builder.errors import UsageError
+from image_builder.node import asking, kube, kubeconfig
+from image_builder.node.errors import NodeError
+from image_builder.node.join.credentials import check_clock
+from image_builder.pool.run.gates import Reading
+
+NODES = "/api/v1/nodes"
+# What people see of nodes, as text, from the API server's memory: nothing is asked of etcd, and it is a sixteenth of
+# what simulated nodes are (tests/bench/gate.py); real ones have lists of images besides.
+# https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
+SHOWN_NODES = f"{NODES}?resourceVersion=0&includeObject=None"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
+REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+# Who signs what joining nodes ask for. Others may leave requests to a person, who takes days: serving certificates of
+# kubelets are never approved by Kubernetes itself, those of people neither.
+SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
+# Nodes that registered since may well not be Ready: they join.
+JOINING_SECONDS = 300.0
+# For each answer, of three requests.
+_SECONDS = 5.0
+# An age as the API server writes it: to the second up to ten minutes, `<invalid>` by a clock that was ahead.
+_AGE = re.compile(r"(?:(\d+)y)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_AGE_SECONDS = (31_536_000, 86_400, 3_600, 60, 1)
+# How far the clocks may be apart: ages of requests and nodes are told by both.
+_CLOCK_SECONDS = 60.0
+# Who asks is not known there, or may not: no patience changes that.
+_NEVER = frozenset({401, 403})
+_COUNTER = re.compile(r'apiserver_request_total\{[^}]*\bcode="(\d+)"[^}]*\} (\S+)')
+
+
+class ControlPlane(Protocol):
+    """Where readings come from. ``is_read``: whether they mean anything."""
+
+    is_read: bool
+
+    def read(self) -> Reading:
+        """Return what happened since the last call. A failure to read is a reading with ``unread``."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class Unwatched:
+    """No control plane was named: nothing is known of it, which holds nobody up. Who runs it is told so."""
+
+    is_read = False
+
+    def read(self) -> Reading:
+        return Reading(unwatched=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Kubernetes:
+    """A control plane, by its API server; a context manager."""
+
+    is_read = True
+
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, joining_seconds: float = JOINING_SECONDS
+    ) -> None:
+        """Read the kubeconfig; raises UsageError. For so long a node that registered need not be Ready."""
+        try:
+            self._client = kube.Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
+        except NodeError as error:
+            raise UsageError(str(error.message)) from error
+        self._access, self._clock, self._joining_seconds = self._client.access, clock, joining_seconds
+        self._before: Mapping[str, float] | None = None
+
+    def faults(self) -> list[str]:
+        """Return what no patience mends: a server that isn't proven, a user who is not known or may not, a clock.
+
+        That it doesn't answer now, or is throttled, is none of that: the gate waits for it.
+        """
+        found = list(self._faults())
+        if found:
+            self.close()
+        return found
+
+    def _faults(self) -> Iterator[str]:
+        try:
+            # By its address alone it can't be proven where it has another name.
+            context, is_named = kube.tls(self._access), bool(self._access.server_name)
+            told = "" if is_named else server_fault(self._access.server, context, self._clock())
+            if told:
+                yield told
+            for path in ("/metrics", f"{REQUESTS}?limit=1", f"{NODES}?limit=1"):
+                try:
+                    self._client.text(path)
+                except kube.KubeError as error:
+                    is_unproven = isinstance(error.__cause__, ssl.SSLCertVerificationError)
+                    if error.status in _NEVER or (is_unproven and not told):
+                        yield str(error.message)
+                    if error.status != 403:
+                        return  # the others would say the same
+        except ssl.SSLError as error:
+            yield f"the certificates of the kubeconfig can't be used: {error}"
+        except NodeError as error:
+            yield str(error.message)
+
+    def read(self) -> Reading:
+        try:
+            return self._read()
+        except NodeError as error:
+            return Reading(unread=str(error.message)[:500])
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # JSON, and not what an API server says: something between here and there answered.
+            return Reading(unread=f"the answer is not understood: {error!r}"[:500])
+
+    def _read(self) -> Reading:
+        counters = count_requests(self._client.text("/metrics"))
+        certificates = _gather(self._client, REQUESTS)
+        nodes = json.loads(self._client.text(SHOWN_NODES, TABLE))
+        before, self._before = self._before, counters
+        now = self._clock()
+        answered = since(before, counters)
+        return Reading(
+            requests=answered.all,
+            throttled=answered.throttled,
+            errors=answered.errors,
+            csr_seconds=oldest_pending(certificates, now),
+            not_ready=count_not_ready(nodes, self._joining_seconds),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
+    """Return why an API server is not the one that ``context`` proves, or that our clock is off; else nothing.
+
+    Nor is anything known of one that doesn't answer from here. It is sent nothing that tells who asks.
+    """
+    try:
+        said = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
+        check_clock(said.date, now, _CLOCK_SECONDS)
+    except NodeError as error:
+        return str(error.message)
+    except ssl.SSLCertVerificationError as error:
+        return f"{server} is not proven by this CA: {error.verify_message}"
+    except OSError:
+        pass
+    return ""
+
+
+def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
+    """Return of each item what is looked at here."""
+    found: list[dict[str, Any]] = []
+
+    def take(item: dict[str, Any]) -> None:
+        conditions = item.get("status", {}).get("conditions") or []
+        found.append(
+            {
+                "created": item["metadata"]["creationTimestamp"],
+                "signer": (item.get("spec") or {}).get("signerName", ""),
+                "conditions": {c["type"]: c.get("status", "True") for c in conditions},
+            }
+        )
+
+    client.each(path, take)
+    return found
+
+
+def count_requests(metrics: str) -> dict[str, float]:
+    """Return how many requests an API server has answered, by HTTP status (``apiserver_request_total``)."""
+    found: dict[str, float] = {}
+    for code, value in _COUNTER.findall(metrics):
+        found[code] = found.get(code, 0.0) + float(value)
+    return found
+
+
+class Answered(NamedTuple):
+    """Requests between two counts: all, those with 429, those with 5xx."""
+
+    all: int = 0
+    throttled: int = 0
+    errors: int = 0
+
+
+def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answered:
+    """Return what was answered between two counts; of a first one, or one that began anew, nothing is known."""
+    if before is None or any(now.get(code, 0.0) < count for code, count in before.items()):
+        return Answered()
+    new = {code: count - before.get(code, 0.0) for code, count in now.items()}
+    errors = sum(count for code, count in new.items() if code.startswith("5"))
+    return Answered(round(sum(new.values())), round(new.get("429", 0.0)), round(errors))
+
+
+def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
+    """Return the age in seconds of the oldest request of a joining node that nobody decided on; 0 without one."""
+    ages = [
+        now - _moment(request["created"])
+        for request in requests
+        if request["signer"] == SIGNER and not request["conditions"]
+    ]
+    return max([0.0, *ages])
+
+
+def count_not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_SECONDS) -> int:
+    """Return how many nodes of a table aren't Ready, those aside that registered only just now.
+
+    Raises ValueError and the like for what is no such table.
+    """
+    if table["kind"] != "Table":
+        raise ValueError(f"a {table['kind']} of nodes, not a table")
+    names = [column["name"] for column in table["columnDefinitions"]]
+    status, age = names.index("Status"), names.index("Age")
+    cells = [row["cells"] for row in table.get("rows") or []]
+    return sum(
+        # Such as `NotReady,SchedulingDisabled`.
+        cell[status].partition(",")[0] != "Ready" and _age(cell[age]) > joining_seconds
+        for cell in cells
+    )
+
+
+def _age(text: str) -> float:
+    """Return seconds of an age such as `5m30s`, `3h` or `2y10d`."""
+    if text == "<invalid>":
+        return 0.0
+    found = _AGE.fullmatch(text)
+    if not found or not text:
+        raise ValueError(f"no age: {text!r}")
+    parts = zip(found.groups("0"), _AGE_SECONDS, strict=True)
+    return float(sum(int(number) * seconds for number, seconds in parts))
+
+
+def _moment(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()

@@ -1,0 +1,280 @@
+"""The real fleet: the driver's ``Steps`` over SSH, Ansible, the verification suite, and a control plane.
+
+Whatever happens elsewhere (a connection's thread, a slice's process, a suite's run) comes to ``wait`` through one
+queue, and everything here is decided in the driver's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+from image_builder.pool.plan.model import Joined, Outcome, Step, ended
+from image_builder.pool.plan.policy import Deadlines
+from image_builder.pool.reach import provision
+from image_builder.pool.reach.provision import Told
+from image_builder.pool.reach.reach import Access, Answer, Reach
+from image_builder.pool.run.driver import Event, Work
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.steps import ansible
+from image_builder.pool.steps.ansible import Slice
+from image_builder.pool.steps.control_plane import ControlPlane
+from image_builder.pool.steps.remote_slice import Worker
+from image_builder.pool.steps.suite import Runs, Suite
+from image_builder.system.trees import remove_tree
+
+# A question to a host, not counting the login: an interpreter is started there.
+_ASK_SECONDS = 30.0
+# Between two questions to a host that still tries to join: this, and later on a part of the time that it takes.
+_AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
+# Runs of the suite at once, of each core.
+_SUITES = 4
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a fleet is worked on with.
+
+    ``folder`` holds the private data of the slices while they run and is removed in the end. ``configurations`` are
+    the node configurations of hosts that don't have theirs by user data. ``on_wait`` is called in each round, in the
+    driver's thread. ``workers`` run the slices, in turn; without any they run here.
+    """
+
+    access: Access
+    deadlines: Deadlines
+    folder: Path
+    python: Path
+    control_plane: ControlPlane
+    suite: Suite | None = None
+    configurations: Mapping[str, Path] = field(default_factory=dict)
+    on_wait: Callable[[], None] = lambda: None
+    at_once: int = 200
+    workers: Sequence[Worker] = ()
+    # A run waits for its host most of the time.
+    suites: int = field(default_factory=lambda: _SUITES * len(os.sched_getaffinity(0)))
+
+
+class _Begun(NamedTuple):
+    """A step on a host that is in work. ``at`` is when it began, its join slot not counted."""
+
+    work: Work
+    step: Step
+    at: float
+
+
+class _Slice(NamedTuple):
+    process: ansible.Process
+    thread: threading.Thread
+    left: set[str]
+
+
+_T = TypeVar("_T")
+_Key = tuple[str, Step, int]
+# What comes through the queue: something to do in the driver's thread, or nothing, which only wakes it.
+_Message = Callable[[], None] | None
+
+
+class Fleet:
+    """Hosts that are reached; a context manager. See ``driver.Steps`` for what its methods promise."""
+
+    def __init__(self, means: Means) -> None:
+        """Read the key and the hosts' keys; raises UsageError when they can't be had."""
+        self._means = means
+        self._reach = Reach(means.access, at_once=means.at_once)
+        self._suites = ThreadPoolExecutor(means.suites, thread_name_prefix="suite")
+        self._runs = Runs(means.suite, self._reach) if means.suite else None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="gate")
+        self._reading: Future[Reading] | None = None
+        self._queue: SimpleQueue[_Message] = SimpleQueue()
+        self._begun: dict[_Key, _Begun] = {}
+        self._again: list[tuple[float, _Key]] = []
+        self._slices: list[_Slice] = []
+        self._number = 0
+        self._events: list[Event] = []
+        # A clock that is set while hosts are in work neither holds up their deadlines nor ends them all.
+        self._since_1970 = time.time() - time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Raises ImageBuilderError while an earlier run's processes still work, OSError."""
+        ansible.clear(self._means.folder)
+        self._means.folder.mkdir(mode=0o700, exist_ok=True)
+        self._reach.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for slice_ in self._slices:
+            slice_.process.end()
+        # A reading that is under way is nobody's any more, and ends by its own deadlines.
+        for executor in (self._suites, self._reader):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._reach.__exit__(kind, error, trace)
+        for slice_ in self._slices:
+            slice_.thread.join()
+        # Nobody waits for what the suites that are left find.
+        if self._runs:
+            self._runs.__exit__(kind, error, trace)
+        self._suites.shutdown()
+        remove_tree(self._means.folder)
+
+    def wake(self) -> None:
+        """Let ``wait`` return soon; may be called from any thread."""
+        self._queue.put(None)
+
+    def now(self) -> float:
+        return self._since_1970 + time.monotonic()
+
+    def wait(self, until: float) -> Sequence[Event]:
+        self._means.on_wait()
+        self._ask_again()
+        due = min([until, *(at for at, _ in self._again)])
+        try:
+            message = self._queue.get(timeout=max(0.0, due - self.now()))
+            while True:
+                if message is not None:
+                    message()
+                message = self._queue.get_nowait()
+        except Empty:
+            pass
+        found, self._events = self._events, []
+        return found
+
+    def probe(self, work: Sequence[Work]) -> None:
+        for w in work:
+            key = self._begin(w, "probe")
+            self._ask(key)
+
+    def bootstrap(self, work: Sequence[Work]) -> None:
+        for w in work:
+            self._begin(w, "bootstrap")
+            # Ansible has its own, and this takes longer than one is kept.
+            self._reach.release(w.host)
+        means = self._means
+        self._number += 1
+        # In turn: what was lost with one worker is tried again by another.
+        worker = means.workers[(self._number - 1) % len(means.workers)] if means.workers else None
+        slice_ = Slice(tuple(work), means.access, means.deadlines.bootstrap, means.configurations, worker)
+        process = ansible.Process(slice_, means.folder / f"slice-{self._number}", means.python)
+        attempts = {w.host.name: w.attempt for w in work}
+
+        def on_end(name: str, told: Told) -> None:
+            self._queue.put(partial(self._joined, (name, "bootstrap", attempts[name]), told))
+
+        thread = threading.Thread(target=process.run, args=(on_end,), name=f"slice-{self._number}")
+        self._slices = [s for s in self._slices if s.thread.is_alive()]
+        self._slices.append(_Slice(process, thread, set(attempts)))
+        thread.start()
+
+    def verify(self, work: Sequence[Work]) -> None:
+        for w in work:
+            key = self._begin(w, "verify")
+            future = self._suites.submit(self._run_suite, key)
+            future.add_done_callback(self._answered(self._verified, key))
+
+    def give_up(self, host: str, step: Step, attempt: int) -> None:
+        self._begun.pop((host, step, attempt), None)
+        self._leave_slice(host, step)
+
+    def room(self, step: Step) -> int:
+        # Who is asked again meanwhile holds no connection.
+        resting = {key for _, key in self._again}
+        busy = sum(key[1] == step for key in self._begun.keys() - resting)
+        return (self._means.suites if step == "verify" else self._means.at_once) - busy
+
+    def gate(self) -> Reading | None:
+        if self._reading is None:
+            self._reading = self._reader.submit(self._means.control_plane.read)
+            self._reading.add_done_callback(lambda _: self.wake())
+        if not self._reading.done():
+            return None
+        reading, self._reading = self._reading.result(), None
+        return reading
+
+    def _begin(self, work: Work, step: Step) -> _Key:
+        key = (work.host.name, step, work.attempt)
+        self._begun[key] = _Begun(work, step, self.now() + work.delay)
+        return key
+
+    def _end(
+        self, key: _Key, outcome: Outcome, joined: Joined, phases: Sequence[tuple[str, float]] = ()
+    ) -> None:
+        """Tell that a step ended, unless it was given up."""
+        begun = self._begun.pop(key, None)
+        if begun is None:
+            return
+        name, step, attempt = key
+        seconds = max(0.0, self.now() - begun.at)
+        self._events.append(Event(name, step, attempt, outcome, joined, seconds, tuple(phases)))
+        self._leave_slice(name, step)
+
+    def _leave_slice(self, host: str, step: Step) -> None:
+        """End the process of a slice of which nobody is waited for any more."""
+        for slice_ in self._slices if step == "bootstrap" else ():
+            if host in slice_.left:
+                slice_.left.discard(host)
+                if not slice_.left:
+                    slice_.process.end()
+
+    def _answered(self, take: Callable[[_Key, _T], None], key: _Key) -> Callable[[Future[_T]], None]:
+        """Return what brings a thread's answer to the driver's; what it raises is raised there."""
+
+        def done(future: Future[_T]) -> None:
+            if not future.cancelled():
+                self._queue.put(lambda: take(key, future.result()))
+
+        return done
+
+    def _ask(self, key: _Key) -> None:
+        host = self._begun[key].work.host
+        # Who is to be held to the suite is so next.
+        keep = self._runs is not None
+        future = self._reach.submit(host, provision.ASK, root=True, seconds=_ASK_SECONDS, keep=keep)
+        future.add_done_callback(self._answered(self._probed, key))
+
+    def _ask_again(self) -> None:
+        now = self.now()
+        for _, key in (late := [item for item in self._again if item[0] <= now]):
+            if key in self._begun:
+                self._ask(key)
+        self._again = [item for item in self._again if item not in late]
+
+    def _probed(self, key: _Key, answer: Answer) -> None:
+        begun = self._begun.get(key)
+        if begun is None:
+            return
+        if not answer.outcome.ok:
+            self._end(key, answer.outcome, "unknown")
+            return
+        assert answer.status is not None  # it ran
+        told = provision.read(answer.status, answer.stdout, answer.stderr)
+        if told.busy:
+            # Whether it joins is known when it ended; until the deadline that is waited for.
+            now = self.now()
+            pause = min(_AGAIN_MOST, max(_AGAIN_SECONDS, _AGAIN_PART * (now - begun.at)))
+            self._again.append((now + pause, key))
+        else:
+            self._end(key, told.outcome, told.joined, told.phases)
+
+    def _joined(self, key: _Key, told: Told) -> None:
+        self._end(key, told.outcome, told.joined, told.phases)
+
+    def _verified(self, key: _Key, outcome: Outcome) -> None:
+        self._end(key, outcome, "unknown")
+
+    def _run_suite(self, key: _Key) -> Outcome:
+        """Run the suite, in a thread of its own."""
+        begun = self._begun.get(key)
+        if begun is None:
+            return ended("unknown", "given up before it began")  # which nobody waits for
+        assert self._runs is not None  # nothing is verified without one: the command saw to that
+        return self._runs.run(begun.work.host, self._means.deadlines.verify)

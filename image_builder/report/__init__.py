@@ -1,1 +1,0 @@
-"""What is told about a build after it: typed results, their JSON, their tables."""

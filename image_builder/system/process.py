@@ -1,0 +1,271 @@
+"""The only door to other programs.
+
+Argument lists only, standard input closed unless given, an environment built from nothing, and a
+failure that carries the command and the last lines of its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.errors import CommandError
+from image_builder.system.environment import environment
+
+TAIL_LINES = 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Arg = str | os.PathLike[str]
+_refusing = threading.Event()
+
+
+def refuse_new() -> None:
+    """Start no program any more: this process is about to end. From then on CommandError tells that."""
+    _refusing.set()
+
+
+def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program with an environment built from nothing; raises CommandError."""
+    if _refusing.is_set():
+        raise CommandError(f"not started, the work is to end: {shlex.join(args)}", argv=tuple(args))
+    try:
+        return subprocess.Popen(args, **options)
+    except OSError as error:
+        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=tuple(args)) from error
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A program that ended: its output as text, its wall time in seconds."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends (``PR_SET_PDEATHSIG``)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run(
+    argv: Sequence[Arg],
+    *,
+    ok: Sequence[int] = (0,),
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    input: str | None = None,
+    timeout: float | None = None,
+    log: Path | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Completed:
+    """Run ``argv`` to its end.
+
+    ``log`` gets the command and its whole output appended; ``on_line`` sees each line as it comes.
+    With either, standard error is merged into standard output. ``timeout`` is in seconds; it and an interrupt
+    end the program with everything that it started. Raises CommandError for a status outside ``ok``, a
+    program that isn't there, or a timeout.
+    """
+    args = tuple(os.fspath(a) for a in argv)
+    shown = shlex.join(args)
+    streaming = log is not None or on_line is not None
+    started = time.monotonic()
+    child = _start(
+        args,
+        stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if streaming else subprocess.PIPE,
+        env=environment(env),
+        cwd=cwd,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,
+    )
+    try:
+        if streaming:
+            out, err = _stream(child, shown, input, timeout, log, on_line), ""
+        else:
+            out, err = child.communicate(input, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        _kill_group(child)
+        if streaming:
+            child.wait()
+        else:
+            child.communicate()
+        raise CommandError(f"timed out after {timeout:g} s: {shown}", argv=args) from error
+    except BaseException:
+        _kill_group(child)
+        child.wait()
+        raise
+    done = Completed(args, child.returncode, out, err, time.monotonic() - started)
+    if done.returncode not in ok:
+        tail = "\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:])
+        raise CommandError(f"exit status {done.returncode}: {shown}", argv=args, tail=tail)
+    return done
+
+
+def _stream(
+    child: subprocess.Popen[str],
+    shown: str,
+    input: str | None,
+    timeout: float | None,
+    log: Path | None,
+    on_line: Callable[[str], None] | None,
+) -> str:
+    """Copy the child's lines to the log and the callback; return the last of them."""
+    assert child.stdout is not None
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        _kill_group(child)
+
+    timer = threading.Timer(timeout or 0, expire)
+    if timeout is not None:
+        timer.start()
+    if input is not None:
+        assert child.stdin is not None
+        child.stdin.write(input)
+        child.stdin.close()
+    lines: deque[str] = deque(maxlen=2000)
+    sink = log.open("a", encoding="utf-8") if log else None
+    try:
+        if sink:
+            sink.write(f"+ {shown}\n")
+        for line in child.stdout:
+            lines.append(line)
+            if sink:
+                sink.write(line)
+            if on_line:
+                on_line(line.rstrip("\n"))
+        child.wait()
+    finally:
+        timer.cancel()
+        child.stdout.close()
+        if sink:
+            sink.close()
+    if expired.is_set():
+        raise subprocess.TimeoutExpired(child.args, timeout or 0)
+    return "".join(lines)
+
+
+@contextmanager
+def background(
+    argv: Sequence[Arg],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stop_seconds: float = 10,
+    with_all: bool = False,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die.
+
+    ``with_all`` is for a program that starts others: it gets SIGINT, as from a terminal, and then everything that it
+    left in its process group is killed.
+    """
+    args = [os.fspath(a) for a in argv]
+    with log.open("ab") as sink:
+        child = _start(
+            args,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment(env),
+            cwd=cwd,
+            preexec_fn=die_with_parent,
+            process_group=0 if with_all else None,
+        )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT if with_all else signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(stop_seconds)
+        if with_all:
+            _kill_group(child)
+        elif child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+@contextmanager
+def conversation(
+    argv: Sequence[Arg], *, stdin: int, env: Mapping[str, str] | None = None, stop_seconds: float = 10
+) -> Iterator[subprocess.Popen[str]]:
+    """Read a program's lines, standard error among them, while it reads ``stdin``, a file descriptor.
+
+    It ends at the end of its input, which the caller has brought about when it leaves; one that doesn't is killed.
+    Raises CommandError for a program that isn't there.
+    """
+    args = [os.fspath(a) for a in argv]
+    child = _start(
+        args,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(env),
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,
+    )
+    assert child.stdout
+    try:
+        yield child
+    finally:
+        try:
+            child.wait(stop_seconds)
+        except subprocess.TimeoutExpired:
+            _kill_group(child)
+            child.wait()
+        child.stdout.close()
+
+
+def tail(log: Path) -> str:
+    """Return the last lines of a program's log, indented; empty when there is none."""
+    lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
+    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+
+
+def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
+    """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
+    with log.open("ab") as sink:
+        return _start(
+            [os.fspath(a) for a in argv],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+
+
+def shell(argv: Sequence[Arg]) -> int:
+    """Give the terminal to an interactive program; return its status."""
+    sys.stdout.flush()
+    return subprocess.call([os.fspath(a) for a in argv])
+
+
+def _kill_group(child: subprocess.Popen[Any]) -> None:
+    """SIGKILL a child and what it started: a grandchild may hold the output open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)

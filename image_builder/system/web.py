@@ -1,0 +1,57 @@
+"""How others' servers are reached: through the environment's proxy, and by the authorities that this host trusts.
+
+What a bake fetches itself and what the engines in its sandbox pull go the same way.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import urllib3
+
+from image_builder.system.environment import environment
+
+# Where Debian keeps all authorities that its administrator trusts, a company's own among them.
+_HOST_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+def pool(url: str, **options: Any) -> urllib3.PoolManager:
+    """Return what fetches from the server of ``url``; ``options`` are urllib3's."""
+    for variable, option in (("SSL_CERT_FILE", "ca_certs"), ("SSL_CERT_DIR", "ca_cert_dir")):
+        if path := environment().get(variable):
+            options.setdefault(option, path)
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies_environment().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return urllib3.PoolManager(**options)
+    # Others take an address without a scheme, and a password in it.
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    url, credentials = split_credentials(proxy)
+    if credentials:
+        options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=":".join(credentials))
+    return urllib3.ProxyManager(url, **options)
+
+
+def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Return an address without the user and the password in it, and these."""
+    parts = urllib.parse.urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, None
+    name, _, password = user.partition(":")
+    bare = urllib.parse.urlunsplit(parts._replace(netloc=host))
+    return bare, (urllib.parse.unquote(name), urllib.parse.unquote(password))
+
+
+def trusted_authorities(bundle: Path = _HOST_BUNDLE) -> bytes:
+    """Return the certificates (PEM) by which this host knows servers: SSL_CERT_FILE and SSL_CERT_DIR, or its own."""
+    known = environment()
+    files = [Path(known["SSL_CERT_FILE"])] if "SSL_CERT_FILE" in known else []
+    for folder in filter(None, known.get("SSL_CERT_DIR", "").split(":")):
+        files += sorted(path for path in Path(folder).glob("*") if path.is_file())
+    found = [path.read_bytes().rstrip() + b"\n" for path in files or [bundle] if path.exists()]
+    # A directory has each certificate twice: under its name, and under its hash.
+    return b"".join(dict.fromkeys(found))

@@ -1,0 +1,43 @@
+"""Numbers, durations and rows as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes in decimal units with three digits: ``1.23 GB``."""
+    for unit in _UNITS[:-1]:
+        if abs(count) < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {_UNITS[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration: ``0.4 s``, ``42 s``, ``3:07 min``, ``1:02:03 h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02} h"
+
+
+def printable(text: str) -> str:
+    """Return a text that can't steer a terminal, which may show what other machines say of themselves."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Align rows of text in columns, two spaces apart; cells are never cut or wrapped."""
+    if not rows:
+        return ""
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,338 @@
+"""Boot an artefact in a machine of its own: to look at it, or to verify it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake.store import Store
+from image_builder.canonical import JSON
+from image_builder.errors import BootError, UsageError, VerifyError
+from image_builder.events import Monitor
+from image_builder.lab import pause
+from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
+from image_builder.settings import Settings
+from image_builder.verify.report import SuiteResult, require_passed
+from image_builder.verify.runner import observe_suite
+
+# An emulated machine unpacks preloaded images at a tenth of a real one's speed.
+SYSTEM_SECONDS = 1200.0
+_SYSTEM_STEP = 5.0
+# Where such a machine shares its processors a pod took 288 s.
+POD_SECONDS = 900.0
+SUITE_SECONDS = 3600.0
+# What a cloud gives is larger than the image, and the root must grow into it. Loading an archive takes three times
+# its size: the archive, what Docker unpacks it to first, and the layers.
+GROWTH_BYTES = 8 << 30
+# A blank disk for an image that wants one, as a cloud gives it: every image of the lab fits.
+LOCAL_DISK = ExtraDisk("local0", size=16 << 30)
+POD_NAME = "lab-probe"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
+
+
+@dataclass(frozen=True)
+class BootResult:
+    """What happened. Seconds count from power-on; ``pod_seconds`` is None where the image runs no pods."""
+
+    image: str
+    accelerator: str
+    secure_boot: bool
+    ssh_seconds: float
+    system_seconds: float
+    system_state: str
+    pod_seconds: float | None
+    suite: SuiteResult | None
+    console_problems: tuple[str, ...]
+
+    def as_json(self) -> dict[str, JSON]:
+        """Return the result as it stands in boot.json."""
+        return {
+            "image": self.image,
+            "accelerator": self.accelerator,
+            "secure_boot": self.secure_boot,
+            "seconds": {"ssh": self.ssh_seconds, "system": self.system_seconds, "pod": self.pod_seconds},
+            "system_state": self.system_state,
+            "suite": self.suite.as_json() if self.suite else None,
+            "console_problems": list(self.console_problems),
+        }
+
+    def require_passed(self) -> None:
+        """Raise VerifyError unless every check passed and the console was clean."""
+        if self.suite is None:
+            raise VerifyError(f"{self.image} was booted but not verified")
+        require_passed(self.suite)
+        if self.console_problems:
+            lines = "\n".join(f"  {problem}" for problem in self.console_problems)
+            raise VerifyError(
+                f"{len(self.console_problems)} problems on the console of {self.image}\n{lines}"
+            )
+
+
+def find_disk(artefact: Path) -> Path:
+    """Return the disk of a directory of artefacts, or the file itself; raises BootError."""
+    if artefact.is_file():
+        return artefact
+    for suffix in DISK_SUFFIXES:
+        if found := sorted(artefact.glob(f"*{suffix}")):
+            return found[0]
+    raise BootError(
+        f"{artefact} holds no disk ({', '.join(DISK_SUFFIXES)})",
+        hint="build one: image_formats must name raw, qcow2 or vhd",
+    )
+
+
+def local_disks(sizes: Sequence[str]) -> tuple[ExtraDisk, ...]:
+    """Return blank NVMe disks ``local0``, ``local1``, … of sizes such as ``16G``; raises UsageError."""
+    return tuple(ExtraDisk(f"local{number}", size=parse_size(size)) for number, size in enumerate(sizes))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a number with K, M, G or T (powers of 1024) means; raises UsageError."""
+    found = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
+    if found is None:
+        raise UsageError(f"{text} is no size of a disk", hint="write 16G, 512M or a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def boot(
+    artefact: Path,
+    *,
+    verify: bool,
+    out_dir: Path,
+    settings: Settings,
+    monitor: Monitor,
+    facts: Path | None = None,
+    keep: bool = False,
+    secure_boot: bool | None = None,
+    extra_disks: tuple[ExtraDisk, ...] | None = None,
+    then: Callable[[SshTarget], None] | None = None,
+) -> BootResult:
+    """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
+
+    With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
+    ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
+    the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
+    machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
+    image declares (``image_secure_boot``); ``extra_disks`` None: a blank local disk where the image has the layer
+    ``node``. ``then`` is called with the machine, after the result was written and
+    before it is switched off. Raises BootError, CommandError, HostError, and VerifyError for a
+    run of the suite that proves nothing.
+    """
+    disk = find_disk(artefact)
+    facts = facts or disk.parent / "facts.json"
+    told = _told(facts, disk, needed=verify)
+    variables = told.get("variables", {})
+    out_dir.mkdir(parents=True, exist_ok=True)
+    store = Store(settings.store)
+    store.prepare()
+    monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
+    options = _options(disk, told, secure_boot, extra_disks)
+    console_kept = (out_dir / "console.log").resolve()
+    with store.staging() as work, Vm(options, work, console_kept) as vm:
+        try:
+            with _stage(monitor, "boot"):
+                ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
+                _require_secure_boot(ssh, options.secure_boot)
+                state = wait_for_system(ssh, on_wait=lambda: monitor.stage_doing("boot", vm.last_line()))
+                system_seconds = round(vm.seconds, 1)
+            pod_seconds, suite = None, None
+            if verify:
+                with _stage(monitor, "verify"):
+                    pod_seconds = start_pod(vm, ssh, variables, monitor)
+                    suite = _run_suite(ssh, facts, out_dir, settings, monitor)
+            result = _result(vm, state, system_seconds, pod_seconds, suite)
+            record = json.dumps(result.as_json(), indent=1) + "\n"
+            (out_dir / "boot.json").write_text(record, encoding="utf-8")
+            if then:
+                then(ssh)
+            if keep or not verify:
+                _stay(vm, ssh, monitor)
+        finally:
+            if vm.console_log.exists():
+                shutil.copyfile(vm.console_log, console_kept)
+    return result
+
+
+def _told(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
+    """Return what the image is meant to be; empty where nothing tells. Raises BootError where that is ``needed``."""
+    if facts.is_file():
+        told: dict[str, Any] = json.loads(facts.read_bytes())
+        return told
+    if needed:
+        raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
+    return {}
+
+
+def _options(
+    disk: Path, told: Mapping[str, Any], secure_boot: bool | None, extra_disks: tuple[ExtraDisk, ...] | None
+) -> VmOptions:
+    """Return the machine for an image; where a choice is None, the image's own variables make it."""
+    variables = told.get("variables", {})
+    if extra_disks is None:
+        extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
+    return VmOptions(
+        name=str(told.get("image", disk.stem)),
+        disk=disk,
+        extra_disks=extra_disks,
+        secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
+        user=str(variables.get("azure_guest_default_user", "debian")),
+        disk_size=virtual_size(disk) + GROWTH_BYTES,
+    )
+
+
+def _result(
+    vm: Vm, state: str, system_seconds: float, pod_seconds: float | None, suite: SuiteResult | None
+) -> BootResult:
+    return BootResult(
+        image=vm.options.name,
+        accelerator=vm.accelerator,
+        secure_boot=vm.options.secure_boot,
+        ssh_seconds=round(vm.seconds_to_ssh or 0.0, 1),
+        system_seconds=system_seconds,
+        system_state=state,
+        pod_seconds=pod_seconds,
+        suite=suite,
+        console_problems=tuple(vm.problems()),
+    )
+
+
+@contextmanager
+def _stage(monitor: Monitor, name: str) -> Iterator[None]:
+    monitor.stage_started(name)
+    started = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        monitor.stage_failed(name, time.monotonic() - started)
+        raise
+    monitor.stage_finished(name, time.monotonic() - started, False)
+
+
+def virtual_size(disk: Path) -> int:
+    """Return the size of a disk in bytes: a raw file's own, or what a qcow2 header says (offset 24)."""
+    with disk.open("rb") as file:
+        header = file.read(32)
+    return int.from_bytes(header[24:32], "big") if header[:4] == b"QFI\xfb" else disk.stat().st_size
+
+
+def _require_secure_boot(ssh: SshTarget, wanted: bool) -> None:
+    """Raise BootError unless the firmware says what was asked for.
+
+    The variable's file holds four bytes of attributes and one of value (UEFI specification 2.10, 3.3).
+    """
+    variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+    words = ssh.run(["od", "-An", "-t", "u1", variable], ok=(0, 1)).stdout.split()
+    enabled = words[-1:] == ["1"]
+    if enabled != wanted:
+        raise BootError(
+            f"Secure Boot is {'on' if enabled else 'off'}, but {'on' if wanted else 'off'} was asked for"
+        )
+
+
+def wait_for_system(
+    ssh: SshTarget, seconds: float = SYSTEM_SECONDS, on_wait: Callable[[], None] | None = None
+) -> str:
+    """Wait until systemd has started everything; return its state (``running``, ``degraded``, …).
+
+    ``on_wait`` is called every few seconds.
+    """
+    # What timeout(1) ends says nothing: systemd is still starting things.
+    argv = ["timeout", f"{_SYSTEM_STEP:g}", "systemctl", "is-system-running", "--wait"]
+    deadline = time.monotonic() + seconds
+    while not (state := ssh.run(argv, ok=range(256)).stdout.strip()):
+        if time.monotonic() > deadline:
+            return "starting"
+        if on_wait:
+            on_wait()
+    return state
+
+
+def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor) -> float | None:
+    """Give the node a static pod of its pause image; return the seconds when it runs.
+
+    Nothing is pulled: an image that doesn't preload its pause image is given the lab's under that reference.
+    Returns None where the image has no kubelet. Raises BootError when the pod doesn't run in time.
+    """
+    layers = variables.get("image_layers", [])
+    if "container_runtime" not in layers:
+        return None
+    reference = str(variables.get("container_runtime_pause_image", pause.REFERENCE))
+    if reference not in [image["ref"] for image in variables.get("image_preload", [])]:
+        monitor.stage_doing("verify", f"loading {reference}")
+        ssh.put(pause.archive(reference), "/var/tmp/pause.tar")
+        ssh.run(
+            import_command(str(variables.get("container_runtime_engine", "docker")), "/var/tmp/pause.tar"),
+            timeout=POD_SECONDS,
+        )
+        ssh.run(["rm", "/var/tmp/pause.tar"])
+    if "kubernetes" not in layers:
+        return None
+    manifests = str(variables.get("kubelet_static_pod_path", "/etc/kubernetes/manifests"))
+    ssh.put(static_pod(reference).encode(), f"{manifests}/{POD_NAME}.json", mode=0o600)
+    monitor.stage_doing("verify", "waiting for the static pod")
+    deadline = time.monotonic() + POD_SECONDS
+    # Two processes: the sandbox's and the container's. Counting them works alike with every engine.
+    while len(ssh.run(["pgrep", "-x", "pause"], ok=(0, 1)).stdout.split()) < 2:
+        if time.monotonic() > deadline:
+            tail = ssh.run(
+                ["journalctl", "-u", "kubelet", "-n", "15", "--no-pager", "-o", "cat"], ok=range(256)
+            ).stdout
+            raise BootError(f"the static pod did not run within {POD_SECONDS:g} s; kubelet says:\n{tail}")
+        time.sleep(1)
+    return round(vm.seconds, 1)
+
+
+def import_command(engine: str, archive: str) -> list[str]:
+    """Return the command that gives a node's engine an image archive, without any registry."""
+    if engine == "docker":
+        return ["docker", "image", "load", "--quiet", "--input", archive]
+    return ["ctr", "--namespace", "k8s.io", "images", "import", archive]
+
+
+def static_pod(reference: str) -> str:
+    """Return the manifest of a pod that does nothing, as JSON."""
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": POD_NAME, "namespace": "default"},
+        "spec": {
+            # No pod network is part of an image: a CNI comes with the cluster.
+            "hostNetwork": True,
+            "containers": [{"name": "pause", "image": reference, "imagePullPolicy": "Never"}],
+        },
+    }
+    return json.dumps(pod, indent=1) + "\n"
+
+
+def _run_suite(
+    ssh: SshTarget, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor
+) -> SuiteResult:
+    monitor.stage_doing("verify", "running the checks")
+    return observe_suite(
+        ssh.url,
+        facts,
+        out_dir,
+        marker="booted",
+        python=settings.python,
+        log=out_dir / "suite.log",
+        timeout=SUITE_SECONDS,
+        on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
+    )
+
+
+def _stay(vm: Vm, ssh: SshTarget, monitor: Monitor) -> None:
+    monitor.note(f"it runs until it powers off or Ctrl-C comes: {' '.join(ssh.address.command)}")
+    try:
+        while vm.running:
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        monitor.note("switched off")

@@ -1,0 +1,121 @@
+"""Verify what is there already: an unpacked image, a published build, a live machine.
+
+The suite is the one that every build runs; what the target must be stands in a facts.json.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from image_builder.bake import manifest
+from image_builder.bake.store import Store
+from image_builder.errors import UsageError, VerifyError
+from image_builder.events import Monitor
+from image_builder.machine import ssh
+from image_builder.settings import Settings
+from image_builder.system import process, sparse
+from image_builder.system.sandbox import open_root
+from image_builder.verify.report import SuiteResult
+from image_builder.verify.runner import verify_target
+
+_REMOTE = "ssh://"
+FACTS = "facts.json"
+MANIFEST = "manifest.json"
+
+
+def is_remote(target: str) -> bool:
+    """Tell whether ``target`` is a machine to be reached, rather than a directory here."""
+    return target.startswith(_REMOTE)
+
+
+def verify(
+    target: str, facts: Path | None, out_dir: Path, *, settings: Settings, monitor: Monitor
+) -> SuiteResult:
+    """Run the suite on ``target`` and return what it found, failed checks included.
+
+    ``target`` is ``ssh://user@host:port?key=FILE&known_hosts=FILE``, the root directory of an unpacked image, or the
+    directory of a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to
+    the facts.json in or beside the directory. Reports go to ``out_dir``. Raises VerifyError, UsageError.
+    """
+    if facts is not None and not facts.is_file():
+        raise UsageError(f"no such file: {facts}")
+    if is_remote(target):
+        if facts is None:
+            raise UsageError(
+                "a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)"
+            )
+        return _run(_address(target).url, facts, out_dir, settings, monitor)
+    folder = Path(target).resolve()
+    facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)
+    if not folder.is_dir() or facts is None:
+        raise UsageError(
+            f"{target} is no directory" if not folder.is_dir() else f"no {FACTS} in or beside {target}",
+            hint="give the directory of a build, or of an unpacked image with --facts FILE",
+        )
+    store = Store(settings.store)
+    store.prepare()
+    with store.staging() as staging:
+        tree = folder
+        if (folder / MANIFEST).is_file():
+            tree = _unpack(folder, staging / "tree", monitor)
+        with open_root([tree], staging / "work") as root:
+            return _run(f"sandbox:{root.path}", facts, out_dir, settings, monitor)
+
+
+def _address(target: str) -> ssh.SshAddress:
+    """Return the address of a machine with its files as the suite needs them; raises UsageError."""
+    address = ssh.parse(target)
+    if address.key is None or address.known_hosts is None:
+        raise UsageError(
+            f"{target}: a key to log in with and the file that knows the machine's own key are needed",
+            hint="'ssh://user@host:22?key=FILE&known_hosts=FILE'; the latter may be ~/.ssh/known_hosts",
+        )
+    key, known_hosts = (path.expanduser().absolute() for path in (address.key, address.known_hosts))
+    for path in (key, known_hosts):
+        if not path.is_file():
+            raise UsageError(f"{target}: no such file: {path}")
+    return replace(address, key=key, known_hosts=known_hosts)
+
+
+def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    monitor.stage_started("verify")
+    result = verify_target(
+        url,
+        facts,
+        out_dir,
+        settings=settings,
+        log=out_dir / "suite.log",
+        on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
+    )
+    monitor.stage_finished("verify", time.monotonic() - started, cached=False)
+    return result
+
+
+def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
+    """Hash every file of a published build and unpack its tar into ``tree``."""
+    told = manifest.load((build / MANIFEST).read_bytes())
+    started = time.monotonic()
+    monitor.stage_started("hash")
+    for file in (*told.artefacts, *told.documents):
+        monitor.stage_doing("hash", file.name)
+        try:
+            found = sparse.sha256(build / file.name)
+        except FileNotFoundError:
+            raise VerifyError(f"{build / file.name} is missing, which the manifest names") from None
+        if found != file.sha256:
+            raise VerifyError(f"{build / file.name} is not what the manifest says: its SHA-256 is {found}")
+    monitor.stage_finished("hash", time.monotonic() - started, cached=False)
+    archive = next((a for a in told.artefacts if a.format == "tar"), None)
+    if archive is None:
+        raise VerifyError(
+            f"every byte of {build} is what its manifest says, but it holds no tar for the checks to look into",
+            hint=f"image-builder boot {build} --verify",
+        )
+    tree.mkdir()
+    argv = ["tar", "--extract", f"--file={build / archive.name}", f"--directory={tree}", "--numeric-owner"]
+    process.run([*argv, "--same-permissions", "--xattrs", "--xattrs-include=*", "--acls"])
+    return tree

@@ -1,0 +1,282 @@
+"""Verification: run ``tests/image`` against a tree or a machine and believe nothing but a full, green run.
+
+As a stage it looks at the sealed tree before any disk is made of it. The same ``run_suite`` serves booted
+machines. Product: ``facts.json`` (what the suite was told), ``junit.xml``, ``verify.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from image_builder import json_lines
+from image_builder.bake import identity
+from image_builder.bake.stages import StageContext
+from image_builder.canonical import JSON
+from image_builder.errors import CommandError, VerifyError
+from image_builder.settings import REPO_ROOT, Settings
+from image_builder.system import process
+from image_builder.system.sandbox import open_root
+from image_builder.verify.report import SuiteResult, junit_outcomes, read_run, require_passed
+
+if TYPE_CHECKING:
+    from image_builder.definition import ImageDefinition
+
+SUITE = REPO_ROOT / "tests" / "image"
+OFFLINE_TIMEOUT = 600.0
+# As a stage the checks run beside the disk and the conversion, which take longer and get the processors first.
+_NICENESS = 10
+_PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
+# Any end of pytest is judged here, also by a signal.
+_ANY_STATUS = range(-64, 256)
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a check's name, how many are done, how many there are."""
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
+    with open_root(ctx.lowers, ctx.work) as root:
+        facts = ctx.product / "facts.json"
+        options: Mapping[str, Any] = ctx.plan.options
+        told = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
+        write_facts(facts, told)
+        result = run_suite(
+            f"sandbox:{root.path}",
+            facts,
+            ctx.product,
+            marker="offline",
+            python=ctx.settings.python,
+            log=ctx.log,
+            timeout=OFFLINE_TIMEOUT,
+            niceness=_NICENESS,
+            on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
+                ctx.plan.name, done, total, "checks"
+            ),
+        )
+    return {"checks": len(result.checks), "not_applicable": len(result.not_applicable)}
+
+
+def definition_facts(
+    definition: ImageDefinition, build_id: str, packages: JSON, preload: JSON
+) -> dict[str, JSON]:
+    """Return what the suite is driven by, for an image that was built with ``build_id``.
+
+    ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` are the items
+    of ``image_preload`` that the lock has; others were left out. Of the variables only those that a role or the
+    builder owns are told, and nothing secret: the file is published.
+    """
+    from image_builder.definition import published_variables
+
+    return {
+        "image": definition.name,
+        "build_id": build_id,
+        "variables": {
+            **published_variables(definition),
+            "image_preload": preload,
+        },
+        "packages": packages,
+        "partitions": {
+            "root": identity.partition_uuid(build_id, "root"),
+            "esp": identity.partition_uuid(build_id, "esp"),
+        },
+    }
+
+
+def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
+    """Write facts.json."""
+    path.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def run_suite(
+    target: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    marker: str,
+    python: Path,
+    log: Path,
+    suite: Path = SUITE,
+    timeout: float | None = None,
+    niceness: int = 0,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite and require that every check passed; parameters as in ``observe_suite``.
+
+    ``junit.xml`` and ``verify.json`` are written in any case. Raises VerifyError.
+    """
+    result = observe_suite(
+        target,
+        facts,
+        out_dir,
+        marker=marker,
+        python=python,
+        log=log,
+        suite=suite,
+        timeout=timeout,
+        niceness=niceness,
+        on_progress=on_progress,
+    )
+    require_passed(result)
+    return result
+
+
+ENVIRONMENT = {
+    # No plugin but pytest's own: what else is installed must not change a verdict.
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPATH": os.fspath(REPO_ROOT),
+    # Commands in the tree get it too, and there is no staging area in there.
+    "TMPDIR": "/tmp",
+}
+
+
+def observe_suite(
+    target: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    marker: str,
+    python: Path,
+    log: Path,
+    suite: Path = SUITE,
+    select: tuple[str, ...] = (),
+    timeout: float | None = None,
+    niceness: int = 0,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite in a child process and return what it found, failed checks included.
+
+    ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra,
+    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run, ``niceness`` says
+    how far other programs come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises
+    VerifyError for a run that proves nothing.
+    """
+    out_dir = out_dir.resolve()
+    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
+    for stale in (junit, report):
+        stale.unlink(missing_ok=True)
+    options = (f"--junitxml={junit}", f"--report={report}", f"--target={target}")
+    argv: list[process.Arg] = [
+        *("nice", "-n", str(niceness)),
+        *suite_argv(python, suite, facts, marker, *options),
+        *([suite / name for name in select] or [suite]),
+    ]
+    started = time.monotonic()
+    done = _run_pytest(argv, out_dir, log, timeout, on_progress)
+    return read_results(
+        out_dir,
+        done.returncode,
+        target=target,
+        marker=marker,
+        seconds=time.monotonic() - started,
+        said=done.stdout,
+        log=log,
+    )
+
+
+def suite_argv(
+    python: Path, suite: Path, facts: Path, marker: str, *options: process.Arg
+) -> list[process.Arg]:
+    """Return how pytest is run with the suite; the checks' files are to follow."""
+    return [
+        *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker, *options),
+        *(f"--facts={facts.resolve()}", f"--rootdir={suite}", "-c", suite / "pytest.ini"),
+    ]
+
+
+def read_results(
+    out_dir: Path,
+    status: int,
+    *,
+    target: str,
+    marker: str,
+    seconds: float,
+    said: str,
+    log: Path,
+    by_pytest: bool = True,
+) -> SuiteResult:
+    """Return what a run found that ended with ``status``, by its records; write ``verify.json``.
+
+    ``said`` is its output, which is in ``log`` too; a run ``by_pytest`` has recorded itself in ``junit.xml`` as well.
+    Raises VerifyError for a run that proves nothing.
+    """
+    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
+    if not report.exists() or (by_pytest and not junit.exists()):
+        raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
+    try:
+        result = read_run(
+            report.read_text(encoding="utf-8").splitlines(),
+            junit_outcomes(junit.read_text(encoding="utf-8")) if by_pytest else None,
+            status,
+            target=_shown(target),
+            marker=marker,
+            seconds=seconds,
+        )
+    except VerifyError as error:
+        raise VerifyError(
+            f"{error.message}\n{_tail(said)}", hint=error.hint or f"pytest's output is in {log}"
+        ) from error
+    report.unlink()
+    (out_dir / "verify.json").write_text(json_lines.render(result.as_json()), encoding="utf-8")
+    return result
+
+
+def _run_pytest(
+    argv: list[process.Arg], cwd: Path, log: Path, timeout: float | None, on_progress: OnProgress | None
+) -> process.Completed:
+    """Run the suite's process to its end, whatever its status. Raises VerifyError when it does not end in time."""
+    try:
+        return process.run(
+            argv,
+            env=ENVIRONMENT,
+            ok=_ANY_STATUS,
+            cwd=cwd,
+            timeout=timeout,
+            log=log,
+            on_line=lambda line: _tell(line, on_progress),
+        )
+    except CommandError as error:
+        raise VerifyError(
+            f"the suite did not end: {error.message}", hint=f"its output is in {log}"
+        ) from error
+
+
+def verify_target(
+    url: str,
+    facts: Path,
+    out_dir: Path,
+    *,
+    settings: Settings,
+    log: Path,
+    on_progress: OnProgress | None = None,
+) -> SuiteResult:
+    """Run the suite on ``ssh://user@host:port?key=…&known_hosts=…`` or ``sandbox:/path``.
+
+    For the CLI: failed checks are part of the result, so that they can be shown; ``require_passed`` judges it.
+    """
+    marker = "booted" if url.startswith("ssh:") else "offline"
+    return observe_suite(
+        url, facts, out_dir, marker=marker, python=settings.python, log=log, on_progress=on_progress
+    )
+
+
+def _tail(text: str) -> str:
+    """Return the last lines of pytest's output, indented."""
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines()[-process.TAIL_LINES :])
+
+
+def _shown(target: str) -> str:
+    """Return a target as people read it, without this run's paths."""
+    return "sealed tree" if target.startswith(("sandbox:", "mutant:")) else target.partition("?")[0]
+
+
+def _tell(line: str, on_progress: OnProgress | None) -> None:
+    match = _PROGRESS.match(line)
+    if on_progress and match:
+        on_progress(match[1].rpartition("/")[2], int(match[2]), int(match[3]))

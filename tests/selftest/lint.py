@@ -1,0 +1,71 @@
+"""The linters and the type checker."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.errors import CommandError
+from image_builder.settings import REPO_ROOT
+from image_builder.system import process
+from tests.selftest.surroundings import ANY, environment
+
+_SHELL_SCRIPTS = ("image-builder", ".ci/run")
+
+
+@dataclass(frozen=True)
+class Linter:
+    """A program of the venv and its arguments; it says nothing when all is well."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+def linters(cache: Path) -> list[Linter]:
+    """Return the linters, the slow ones first; what they keep goes to ``cache``."""
+    scripts = [*_SHELL_SCRIPTS, *sorted(os.fspath(p.relative_to(REPO_ROOT)) for p in _shell_files())]
+    return [
+        Linter("ansible-lint", ("ansible-lint", "--offline", "-q", "--nocolor")),
+        Linter("mypy", ("mypy", f"--cache-dir={cache / 'mypy'}")),
+        Linter("import-linter", ("lint-imports", "--no-cache")),
+        Linter("ruff", ("ruff", "check", f"--cache-dir={cache / 'ruff'}", "--quiet", ".")),
+        Linter(
+            "ruff format",
+            ("ruff", "format", f"--cache-dir={cache / 'ruff'}", "--check", "--output-format=concise", "."),
+        ),
+        Linter("shellcheck", ("shellcheck", *scripts)),
+    ]
+
+
+def lint(cache: Path, write: Callable[[str], None]) -> bool:
+    """Run the linters, two at a time; tell what they say. Returns whether all were content."""
+    content = True
+    with ThreadPoolExecutor(2) as pool:
+        for linter, (status, output, seconds) in zip(
+            (found := linters(cache)), pool.map(lambda one: _lint(one, cache), found), strict=True
+        ):
+            if status:
+                content = False
+                write(output.rstrip())
+            write(f"{linter.name}: {'failed' if status else 'clean'} ({seconds:.1f} s)")
+    return content
+
+
+def _shell_files() -> Iterator[Path]:
+    for folder in ("roles", "tests", "docs"):
+        yield from (REPO_ROOT / folder).rglob("*.sh")
+
+
+def _lint(linter: Linter, cache: Path) -> tuple[int, str, float]:
+    argv = [os.fspath(Path(sys.executable).parent / linter.argv[0]), *linter.argv[1:]]
+    started = time.monotonic()
+    try:
+        done = process.run(argv, cwd=REPO_ROOT, env=environment(cache), ok=ANY)
+    except CommandError as error:
+        return 1, error.message, time.monotonic() - started
+    return done.returncode, done.stdout + done.stderr, done.seconds

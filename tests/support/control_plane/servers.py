@@ -1,0 +1,232 @@
+"""A control plane for the lab: Debian's etcd, and the API server and scheduler of the lab's Kubernetes.
+
+What decides about nodes is as in a real cluster: authorization by Node and RBAC, NodeRestriction, client certificates.
+Without controllers what needs them is left out: service accounts, the taint that a node controller takes away,
+bootstrap tokens and the certificates that they are for. With them it is all there, as kubeadm sets it up.
+Everything listens on one address, by default a loopback address of its own, and dies with the thread that started it;
+etcd's data is in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import Popen
+from typing import Self
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from image_builder.errors import CommandError
+from image_builder.system import process
+from image_builder.system.sandbox import Root, open_root
+from tests.support.control_plane.pki import Authority, private_pem
+
+API_PORT, ETCD_PORT, PEER_PORT = 6443, 2379, 2380
+ADMINISTRATORS = "system:masters"
+NODES = "system:nodes"
+_START_SECONDS = 120.0
+_HOME, _PROGRAMS, _CONTROLLERS = "/run/control-plane", "/run/programs", "/run/controllers"
+# Every request once, when it was answered; a watch when it began, too. Health checks are nobody's load.
+_AUDIT = """\
+{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [
+ {"level": "None", "nonResourceURLs": ["/healthz*", "/readyz*", "/livez*", "/version"]},
+ {"level": "Metadata"}]}
+"""
+
+
+class ControlPlane:
+    """Serves from ``__enter__`` on. Callers are in a private mount namespace (``namespace.run_isolated``).
+
+    ``programs`` and ``tree`` are what ``tests.support.control_plane.programs.obtain`` gives; ``work`` gets logs,
+    ``audit.log``, and kubeconfigs. ``controllers`` has kube-controller-manager; ``work`` then gets
+    the authority's key as well.
+    ``address`` is one of this host. Raises CommandError with the end of a log for what doesn't come up.
+    """
+
+    def __init__(
+        self, programs: Path, tree: Path, work: Path, *, controllers: Path | None = None, address: str = ""
+    ) -> None:
+        self.work = work
+        self.address = address or (
+            f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
+        )
+        self.server = f"https://{self.address}:{API_PORT}"
+        self.authority = Authority()
+        self.audit = work / "audit.log"
+        self._programs, self._tree, self._controllers = programs, tree, controllers
+        self._stack, self._api = ExitStack(), ExitStack()
+        self._root: Root | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._root = stack.enter_context(
+                open_root(
+                    [self._tree],
+                    self.work / "sandbox",
+                    binds=self._binds(),
+                    writable_binds={_HOME: self.work},
+                    network=True,
+                )
+            )
+            self._write_files()
+            stack.enter_context(process.background(self._argv(self._etcd()), log=self.work / "etcd.log"))
+            stack.callback(self.stop_api)
+            self.start_api()
+            for name, argv in self._clients():
+                stack.enter_context(process.background(self._argv(argv), log=self.work / f"{name}.log"))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def start_api(self) -> None:
+        """Start the API server and wait until it is ready."""
+        argv = self._argv(self._api_server())
+        child = self._api.enter_context(process.background(argv, log=self.work / "kube-apiserver.log"))
+        self._await(child, argv)
+
+    def stop_api(self) -> None:
+        """Stop the API server, as its upgrade does; etcd keeps what it knew."""
+        self._api.close()
+
+    def kubeconfig(self, name: str, *groups: str) -> Path:
+        """Write the kubeconfig of a user; return its path."""
+        path = self.work / f"{name.replace(':', '-')}.conf"
+        path.write_text(self.authority.kubeconfig(self.server, name, groups=groups), encoding="utf-8")
+        path.chmod(0o600)
+        return path
+
+    def _binds(self) -> dict[str, Path]:
+        more = {_CONTROLLERS: self._controllers} if self._controllers else {}
+        return {_PROGRAMS: self._programs, **more}
+
+    def _clients(self) -> list[tuple[str, list[str]]]:
+        """Return what speaks to the API server from this side: its name, and its command."""
+        found = [("kube-scheduler", self._scheduler())]
+        if self._controllers:
+            found.append(("kube-controller-manager", self._controller_manager()))
+        return found
+
+    def _argv(self, argv: Sequence[str]) -> list[str]:
+        assert self._root is not None
+        return self._root.argv(argv)
+
+    def _write_files(self) -> None:
+        (self.work / "ca.pem").write_bytes(self.authority.certificate)
+        (self.work / "audit.json").write_text(_AUDIT, encoding="utf-8")
+        self.authority.issue("server", addresses=[self.address]).write(self.work, "server")
+        self.authority.issue("kube-apiserver").write(self.work, "etcd-client")
+        # As kubeadm has it: who asks kubelets for logs.
+        kubelets_client = self.authority.issue("kube-apiserver-kubelet-client", groups=[ADMINISTRATORS])
+        kubelets_client.write(self.work, "kubelet-client")
+        (self.work / "service-account.key").write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1())))
+        self.kubeconfig("system:kube-scheduler")
+        if self._controllers:
+            self.authority.signed.write(self.work, "ca")
+            self.kubeconfig("system:kube-controller-manager")
+
+    def _etcd(self) -> list[str]:
+        client, peer = f"https://{self.address}:{ETCD_PORT}", f"http://{self.address}:{PEER_PORT}"
+        return [
+            "/usr/bin/etcd",
+            "--name=lab",
+            # On the root's own tmpfs: a test's cluster needs no disk that is waited for.
+            "--data-dir=/tmp/etcd",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=lab={peer}",
+            f"--cert-file={_HOME}/server.pem",
+            f"--key-file={_HOME}/server-key.pem",
+            f"--trusted-ca-file={_HOME}/ca.pem",
+            "--client-cert-auth",
+        ]
+
+    def _api_server(self) -> list[str]:
+        return [
+            f"{_PROGRAMS}/kube-apiserver",
+            f"--bind-address={self.address}",
+            f"--advertise-address={self.address}",
+            f"--secure-port={API_PORT}",
+            "--endpoint-reconciler-type=none",
+            "--service-cluster-ip-range=10.96.0.0/24",
+            f"--etcd-servers=https://{self.address}:{ETCD_PORT}",
+            f"--etcd-cafile={_HOME}/ca.pem",
+            f"--etcd-certfile={_HOME}/etcd-client.pem",
+            f"--etcd-keyfile={_HOME}/etcd-client-key.pem",
+            f"--tls-cert-file={_HOME}/server.pem",
+            f"--tls-private-key-file={_HOME}/server-key.pem",
+            f"--client-ca-file={_HOME}/ca.pem",
+            f"--kubelet-client-certificate={_HOME}/kubelet-client.pem",
+            f"--kubelet-client-key={_HOME}/kubelet-client-key.pem",
+            "--kubelet-preferred-address-types=InternalIP,ExternalIP,Hostname",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--enable-bootstrap-token-auth",
+            *self._admission(),
+            "--service-account-issuer=https://lab.internal",
+            f"--service-account-key-file={_HOME}/service-account.key",
+            f"--service-account-signing-key-file={_HOME}/service-account.key",
+            f"--audit-policy-file={_HOME}/audit.json",
+            f"--audit-log-path={_HOME}/audit.log",
+            "--profiling=false",
+        ]
+
+    def _admission(self) -> list[str]:
+        if self._controllers:
+            return []
+        return ["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]
+
+    def _controller_manager(self) -> list[str]:
+        return [
+            f"{_CONTROLLERS}/kube-controller-manager",
+            f"--kubeconfig={_HOME}/system-kube-controller-manager.conf",
+            "--leader-elect=false",
+            "--port=0",
+            "--secure-port=0",
+            # Those that are off by themselves; kubeadm has them on.
+            "--controllers=*,bootstrapsigner,tokencleaner",
+            "--use-service-account-credentials",
+            f"--service-account-private-key-file={_HOME}/service-account.key",
+            f"--root-ca-file={_HOME}/ca.pem",
+            f"--cluster-signing-cert-file={_HOME}/ca.pem",
+            f"--cluster-signing-key-file={_HOME}/ca-key.pem",
+        ]
+
+    def _scheduler(self) -> list[str]:
+        return [
+            f"{_PROGRAMS}/kube-scheduler",
+            f"--kubeconfig={_HOME}/system-kube-scheduler.conf",
+            "--leader-elect=false",
+            "--port=0",
+            "--secure-port=0",
+        ]
+
+    def _await(self, child: Popen[bytes], argv: Sequence[str]) -> None:
+        context = ssl.create_default_context(cafile=os.fspath(self.work / "ca.pem"))
+        deadline = time.monotonic() + _START_SECONDS
+        reason = ""
+        while time.monotonic() < deadline:
+            if (ended := child.poll()) is not None:
+                raise self._failure(argv, f"ended with status {ended}")
+            try:
+                with urllib.request.urlopen(f"{self.server}/readyz", context=context, timeout=5):
+                    return
+            except (urllib.error.URLError, OSError) as error:
+                reason = str(error)
+            time.sleep(0.1)
+        raise self._failure(argv, f"is not ready after {_START_SECONDS:g} s: {reason}")
+
+    def _failure(self, argv: Sequence[str], what: str) -> CommandError:
+        logs = "\n".join(f"{n}:\n{process.tail(self.work / f'{n}.log')}" for n in ("etcd", "kube-apiserver"))
+        return CommandError(f"the API server {what}: {shlex.join(argv)}", argv=argv, tail=logs)

@@ -1,0 +1,56 @@
+"""The tables of docs/reference/pools.md that are made from the code: the policy, the records of a journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from image_builder.pool.plan.policy import Policy
+from image_builder.pool.run.records import Record
+
+_POLICY = ("<!-- policy: begin -->", "<!-- policy: end -->")
+_RECORDS = ("<!-- records: begin -->", "<!-- records: end -->")
+
+
+def with_tables(text: str) -> str:
+    """Return the page with its tables as the code has them."""
+    return _between(_between(text, _POLICY, policy_table()), _RECORDS, records_table())
+
+
+def _between(text: str, marks: tuple[str, str], table: str) -> str:
+    before, _, rest = text.partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    return f"{before}{marks[0]}\n{table}\n{marks[1]}{after}"
+
+
+def policy_table() -> str:
+    rows = [f"| `{name}` | `{default}` | {what} |" for name, default, what in _fields(Policy)]
+    return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, str]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from _fields(type(field.default), f"{above}{name}.")
+        else:
+            yield f"{above}{name}", _json(field.default), str(field.description)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def records_table() -> str:
+    rows = []
+    for model in get_args(get_args(Record)[0]):
+        fields = [f"`{name}`" for name in model.model_fields if name not in ("kind", "at")]
+        what = (
+            " ".join((model.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+            if "__doc__" in vars(model)
+            else ""
+        )
+        rows.append(f"| `{model.model_fields['kind'].default}` | {', '.join(fields)} | {what} |")
+    return "\n".join(["| `kind` | fields | meaning |", "| --- | --- | --- |", *rows])
