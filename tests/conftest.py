@@ -18,6 +18,8 @@ import hypothesis
 import pytest
 
 # When they are imported, urllib3 tries out IPv6 and Ansible runs ldconfig: no unit test may, so it is done here.
+import image_builder.bake.lock.fetch
+import image_builder.definition.engine  # noqa: F401
 from image_builder.bake.store import Store
 from image_builder.settings import REPO_ROOT
 from tests.guard import guarded
