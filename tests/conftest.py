@@ -31,8 +31,6 @@ hypothesis.settings.load_profile("no deadline")
 
 PARTS = ("unit", "root", "preload", "pools", "disk", "e2e", "boot", "gpu")
 UNIT = Path(__file__).with_name("unit")
-# tests/image verifies an image: it is run on a target, with options and markers of its own.
-collect_ignore = ["image"]
 # Words of the file names of what counts as preload: pulls, and the registry that they need.
 _OF_PRELOAD = ("preload", "pull", "registry", "lab_")
 # Those of the local disk, and of what lies on it: the store, its seed, its promotion.

@@ -1,20 +1,18 @@
-"""The verification suite on a good root, and on others, each with one thing broken (tests/image/mutations.py)."""
+"""The verification suite on a good root, and on others, each with one thing broken (tests/suite)."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import open_root
 from image_builder.verify.boot import SUITE_SECONDS
 from image_builder.verify.report import SuiteResult, from_json
-from image_builder.verify.runner import SUITE, observe_suite
+from image_builder.verify.runner import observe_suite
+from tests.suite import booted
 
 
 def observe(
@@ -89,9 +87,7 @@ def unproven(result: SuiteResult) -> dict[str, str]:
 
 def booted_mutations() -> frozenset[str]:
     """Return the checks for which a mutation of a running machine is recorded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SUITE))
-        return frozenset(importlib.import_module("mutations_booted").ordered())
+    return frozenset(booted.ordered())
 
 
 def names(result: SuiteResult) -> set[str]:

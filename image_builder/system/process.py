@@ -29,6 +29,7 @@ TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
+Child = subprocess.Popen[bytes]
 Arg = str | os.PathLike[str]
 _refusing = threading.Event()
 
@@ -209,26 +210,27 @@ def background(
 
 @contextmanager
 def conversation(
-    argv: Sequence[Arg], *, stdin: int, env: Mapping[str, str] | None = None, stop_seconds: float = 10
-) -> Iterator[subprocess.Popen[str]]:
-    """Read a program's lines, standard error among them, while it reads ``stdin``, a file descriptor.
+    argv: Sequence[Arg],
+    *,
+    stdin: int,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    stop_seconds: float = 10,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program that talks over ``stdin``, a socket; ``log`` gets its output.
 
     It ends at the end of its input, which the caller has brought about when it leaves; one that doesn't is killed.
     Raises CommandError for a program that isn't there.
     """
-    args = [os.fspath(a) for a in argv]
-    child = _start(
-        args,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment(env),
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        process_group=0,
-    )
-    assert child.stdout
+    with log.open("ab") as sink:
+        child = _start(
+            [os.fspath(a) for a in argv],
+            stdin=stdin,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment(env),
+            process_group=0,
+        )
     try:
         yield child
     finally:
@@ -237,7 +239,15 @@ def conversation(
         except subprocess.TimeoutExpired:
             _kill_group(child)
             child.wait()
-        child.stdout.close()
+
+
+def ends_within(child: Child, seconds: float) -> bool:
+    """Wait for a program; return whether it ended in time."""
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def tail(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""The outcome of one run of the verification suite (``tests/image``).
+"""The outcome of one run of the verification suite (``image_builder/suite``).
 
 Two records of a run by pytest are read and must agree: its JUnit XML, and the JSON lines that the suite writes itself
 as each check ends; where it calls the checks itself, on the hosts of a pool, there are the lines alone. A check that
@@ -32,7 +32,7 @@ Outcomes = Mapping[tuple[str, str], str]
 class Check:
     """One check that ran.
 
-    ``name`` is its node id below ``tests/image`` (``test_kernel.py::test_held``), ``title`` the first line of
+    ``name`` is its node id below ``image_builder/suite`` (``test_kernel.py::test_held``), ``title`` the first line of
     its docstring, ``message`` why it isn't green, ``exception`` the class of what it raised, ``seconds`` its
     wall time with setup and teardown.
     """

@@ -1,4 +1,4 @@
-"""Verification: run ``tests/image`` against a tree or a machine and believe nothing but a full, green run.
+"""Verification: run ``image_builder/suite`` against a tree or a machine and believe nothing but a full, green run.
 
 As a stage it looks at the sealed tree before any disk is made of it. The same ``run_suite`` serves booted
 machines. Product: ``facts.json`` (what the suite was told), ``junit.xml``, ``verify.json``.
@@ -27,7 +27,7 @@ from image_builder.verify.report import SuiteResult, junit_outcomes, read_run, r
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
-SUITE = REPO_ROOT / "tests" / "image"
+SUITE = REPO_ROOT / "image_builder" / "suite"
 OFFLINE_TIMEOUT = 600.0
 # As a stage the checks run beside the disk and the conversion, which take longer and get the processors first.
 _NICENESS = 10

@@ -79,7 +79,7 @@ def test_checks_run_in_a_root_whose_path_is_not_ascii(tmp_path: Path) -> None:
     base.mkdir()
     out = _run(
         base,
-        "sys.path[:0] = ['tests/image']\n"
+        "sys.path[:0] = ['image_builder/suite']\n"
         "from targets import enter\n"
         "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
         "    print(enter(root.path).check_output('echo %s', 'größe'))\n",

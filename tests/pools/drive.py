@@ -1,7 +1,7 @@
 """Drive a rollout in a process of its own, which a test can kill: ``python -m tests.pools.drive FILE``.
 
 It is what ``pool run``, ``pool resume`` and ``pool verify`` do, with shorter times for connections, and with a suite of
-the test's own in place of ``tests/image``: that is for booted machines, which the hosts here aren't.
+the test's own in place of ``image_builder/suite``: that is for booted machines, which the hosts here aren't.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def write_plan(pool: Fleet, folder: Path, numbers: Sequence[int], policy: Mappin
 def write_suite(folder: Path, **files: str) -> None:
     """Make a suite of these checks, by file's name, with the options and fixtures of the real one."""
     folder.mkdir()
-    for path in (REPO / "tests/image").iterdir():
+    for path in (REPO / "image_builder/suite").iterdir():
         if path.is_file() and not path.name.startswith("test_"):
             (folder / path.name).symlink_to(path)
     for name, text in files.items():

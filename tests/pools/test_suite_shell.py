@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 import os
 import socket
@@ -14,11 +13,10 @@ from types import ModuleType
 
 import pytest
 from testinfra.backend.base import BaseBackend
-from testinfra.host import Host
 
 from image_builder.machine.ssh import SshAddress
 from image_builder.pool.reach.reach import Reach
-from image_builder.pool.steps.suite_process import serve
+from image_builder.pool.steps.suite import serve
 from image_builder.verify.runner import SUITE
 from tests.builds import Workplace
 from tests.pools.fleet import USER, Fleet, fleet
@@ -50,19 +48,19 @@ def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
 
 
 @pytest.fixture
-def asked(machine: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
+def relayed(machine: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
     """A pool's, which the driver has."""
     with Reach(machine.access()) as reach, reach.session(machine.hosts[0], root=True, seconds=300) as session:
         ours, theirs = socket.socketpair()
-        with Connection(ours.detach()) as questions, ThreadPoolExecutor(1) as threads:
-            served = threads.submit(serve, questions, session)
-            backend = targets.open_target(targets.Target("asked", asked=theirs)).backend
+        with Connection(ours.detach()) as requests, ThreadPoolExecutor(1) as threads:
+            served = threads.submit(serve, requests, session)
+            backend = targets.Relayed(theirs)
             yield backend
             backend.close()
             served.result()
 
 
-@pytest.fixture(params=["ssh", "asked"])
+@pytest.fixture(params=["ssh", "relayed"])
 def backend(request: pytest.FixtureRequest) -> BaseBackend:
     return request.getfixturevalue(request.param)
 
@@ -112,64 +110,3 @@ def test_a_command_without_an_end_is_an_error(
         backend.run("echo begun; sleep 20")
     monkeypatch.undo()
     assert backend.run("id -u").stdout == "0\n"
-
-
-@pytest.fixture
-def alike(targets: ModuleType) -> Iterator[ModuleType]:
-    """What knows what machines have in common, and nothing yet; the suite is found because of its targets."""
-    assert targets
-    module = importlib.import_module("alike")
-    yield module
-    module._answers.clear()
-
-
-def test_what_machines_print_alike_is_sent_once(asked: BaseBackend, alike: ModuleType) -> None:
-    """What stands in a file is what one machine prints and another one doesn't; what is parsed was sent."""
-    sent = list[bytes]()
-
-    def parse(printed: bytes) -> bytes:
-        sent.append(printed)
-        return printed
-
-    def ask() -> bytes:
-        found: bytes = alike.alike(Host(asked), "cat /tmp/alike", parse)
-        return found
-
-    odd = b"\0\xff\n no newline"
-    for content, wanted in ((odd, [odd]), (odd, [odd]), (b"", [odd, b""]), (odd, [odd, b""])):
-        asked.run("printf %s | base64 -d >/tmp/alike", base64.b64encode(content).decode())
-        assert ask() == content
-        assert sent == wanted
-    # Only so many are kept.
-    for number in range(4):
-        asked.run(f"echo {number} >/tmp/alike")
-        assert ask() == b"%d\n" % number
-    assert len(sent) == 6
-    asked.run("printf %s | base64 -d >/tmp/alike", base64.b64encode(odd).decode())
-    assert ask() == odd
-    assert len(sent) == 7
-
-
-def test_a_command_that_fails_is_no_answer_though_it_prints_what_it_printed_elsewhere(
-    asked: BaseBackend, alike: ModuleType
-) -> None:
-    command = "echo same; test ! -e /tmp/broken"
-    for _ in range(2):
-        assert alike.alike(Host(asked), command, bytes) == b"same\n"
-    asked.run("touch /tmp/broken")
-    with pytest.raises(AssertionError, match="echo ended with 1"):
-        alike.alike(Host(asked), command, bytes)
-
-
-def test_what_comes_of_the_same_files_is_worked_out_once(asked: BaseBackend, alike: ModuleType) -> None:
-    reads, command = "cat /tmp/read /tmp/not-there 2>/dev/null", "echo ran >>/tmp/ran; cat /tmp/read"
-
-    def ask() -> tuple[bytes, int]:
-        """As on another machine; return what it is told, and how often it ran."""
-        asked.run("rm -f /tmp/ran")
-        return alike.alike(Host(asked), command, bytes, reads), asked.run("cat /tmp/ran").stdout.count("ran")
-
-    asked.run("echo one >/tmp/read")
-    assert [ask(), ask()] == [(b"one\n", 1), (b"one\n", 0)]
-    asked.run("echo two >/tmp/read")
-    assert [ask(), ask()] == [(b"two\n", 1), (b"two\n", 0)]

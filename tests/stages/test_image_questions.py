@@ -50,7 +50,7 @@ def on_image(place: Workplace, work: Path, look: Callable[[Path, dict[str, Modul
     """Run ``look`` with the root of an image that may be written to, and the suite's modules."""
 
     def isolated() -> int:
-        names = ("asked", "cloud_config", "kept")
+        names = ("answers", "cloud_config", "questions")
         with pytest.MonkeyPatch.context() as patch, open_root(place.sealed()[0], work) as root:
             patch.syspath_prepend(os.fspath(SUITE))
             look(root.path, {name: importlib.import_module(name) for name in names})
@@ -88,14 +88,14 @@ def test_cloud_inits_configuration_is_the_one_that_it_merges(minimal: Workplace,
 
 def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_path: Path) -> None:
     def look(root: Path, suite: dict[str, ModuleType]) -> None:
-        asked, host = suite["asked"], enter(root)
+        asked, host = suite["questions"], enter(root)
         (root / "etc/modules-load.d/no-end.conf").write_bytes(b"a\r\n\xff\0b\n\nlast")
         (root / "etc/modules-load.d/empty.conf").touch()
         (root / "etc/modules-load.d/nowhere.conf").symlink_to("/nowhere")
         os.mkfifo(root / "etc/modules-load.d/fifo.conf")
         (root / "etc/fstab").write_text("")
         (root / "etc/waagent.conf").unlink(missing_ok=True)
-        texts = suite["kept"].files(host)
+        texts = suite["answers"].files(host)
         assert texts["/etc/fstab"] == "" and "/etc/waagent.conf" not in texts
         assert texts.pop("/etc/modules-load.d/no-end.conf").encode("utf-8", "surrogateescape") == (
             b"a\r\n\xff\0b\n\nlast\n"
@@ -133,10 +133,10 @@ def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_pat
 
 
 def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_path: Path) -> None:
-    """An answer is another machine's as well only where these are the same, by name, and if one of them is empty."""
+    """Drop-ins count by their names, and an empty one in /etc hides that of /usr/lib."""
 
     def look(root: Path, suite: dict[str, ModuleType]) -> None:
-        asked, packages = suite["asked"], importlib.import_module("test_packages")
+        asked, packages = suite["questions"], importlib.import_module("test_packages")
 
         def answers() -> tuple[bool, bool, bool]:
             host = enter(root)
@@ -166,45 +166,6 @@ def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_
         (root / "var/lib/dpkg/info/bash.list").unlink()
         with pytest.raises(AssertionError):
             packages.test_dpkg_has_no_unfinished_work(enter(root))
-
-    on_image(minimal, tmp_path, look)
-
-
-def test_machines_in_turn_are_asked_at_a_time(minimal: Workplace, tmp_path: Path) -> None:
-    """What one was asked for the next one tells together; what fails is asked alone, for its words."""
-
-    def look(root: Path, suite: dict[str, ModuleType]) -> None:
-        asked, output_once, commands = suite["asked"], suite["kept"].output_once, list[str]()
-
-        def machine() -> Host:
-            host = enter(root)
-
-            def run(command: str) -> object:
-                commands.append(command)
-                return Host.run(host, command)
-
-            vars(host)["run"] = run
-            host.backend.NAME = "asked"  # as those that come one after the other; nothing else is asked of it
-            return host
-
-        def answers(host: Host) -> list[str]:
-            apt = any("http://probe.test" in line for line in asked.apt_settings(host))
-            asked.boot_sysctls(host)
-            with pytest.raises(AssertionError, match="ended with 3: no"):
-                output_once(host, "echo no >&2; exit 3")
-            told = (output_once(host, each) for each in ("cat /etc/probe", "printf 'a\n\nb # (\n'"))
-            return [*told, str(apt)]
-
-        (root / "etc/probe").write_text("first")
-        assert answers(machine()) == ["first", "a\n\nb # (", "False"]
-        commands.clear()
-        (root / "etc/probe").write_text("second")
-        (root / "etc/apt/apt.conf.d/99probe").write_text('Acquire::http::Proxy "http://probe.test/";\n')
-        assert answers(machine()) == ["second", "a\n\nb # (", "True"]
-        together, *alone = commands
-        assert together.count("| b2sum") == 2 and "cat /etc/probe" in together
-        # apt's settings are others now; and what has failed is asked again.
-        assert alone == ["apt-config dump", "echo no >&2; exit 3"]
 
     on_image(minimal, tmp_path, look)
 

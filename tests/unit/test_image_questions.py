@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
-import re
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 
@@ -14,7 +12,7 @@ import testinfra
 
 from image_builder.settings import REPO_ROOT
 
-SUITE = REPO_ROOT / "tests" / "image"
+SUITE = REPO_ROOT / "image_builder" / "suite"
 # As systemd 257 prints them; 252 has the line about a file that isn't there.
 PRINTED = """\
 # /usr/lib/systemd/journald.conf
@@ -42,102 +40,13 @@ def suite() -> Iterator[dict[str, ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
         yield {
-            name: importlib.import_module(name)
-            for name in ("asked", "beginnings", "cloud_config", "kept", "listing", "tree")
+            name: importlib.import_module(name) for name in ("answers", "cloud_config", "questions", "tree")
         }
-
-
-def patterns() -> list[str]:
-    """Return each regular expression that the suite matches paths with, as far as it is written in one piece."""
-    calls = (
-        node
-        for path in SUITE.glob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "matching"
-    )
-    return [str(call.args[0].value) for call in calls if isinstance(call.args[0], ast.Constant)]
-
-
-MORE = (
-    r"/a(b|c)+d",
-    r"/a(b|)c",
-    r"/ab?c",
-    r"/ab*|/b",
-    r"/a{2}b",
-    r"/a(bc)?d",
-    r"/a(b|c)?",
-    r"/a(b)??d",
-    r"/a(b)?+d",
-    r"/[|(]x|/y",
-    r"/a\|b",
-    r"/a(?:b|c)d",
-    r"(/a|/b(c|d))/e",
-    r".*/x",
-    r"/a\.b",
-    r"/a\\.b",
-)
-PATHS = [
-    *(
-        "/a",
-        "/ab",
-        "/abc",
-        "/ac",
-        "/ad",
-        "/abd",
-        "/acd",
-        "/abcd",
-        "/aab",
-        "/b",
-        "/(x",
-        "/|x",
-        "/y",
-        "/a|b",
-        "/abdd",
-    ),
-    *("/a/e", "/bc/e", "/bd/e", "/b/e", "/q/x", "/a.b", "/a\\xb", "/ab/e", "/aXb", "/abbd", "/abcbd"),
-]
-
-
-@pytest.mark.parametrize("pattern", [*MORE, *sorted(set(patterns()))])
-def test_a_match_begins_with_what_is_looked_through(suite: dict[str, ModuleType], pattern: str) -> None:
-    starts = suite["beginnings"].beginnings(pattern)
-    words = re.findall(r"[\w.-]+", pattern)
-    paths = [
-        *PATHS,
-        *(f"/{a}/{b}" for a in words for b in words),
-        *(f"/etc/{w}" for w in words),
-        "/abcd",
-        "/ad",
-    ]
-    paths += [f"/{part}" for part in re.split(r"[|()]", pattern)]
-    matched = [path for path in paths if re.fullmatch(pattern, path)]
-    assert [path for path in matched if not path.startswith(tuple(starts))] == []
-    # Else a path would be found twice.
-    assert [a for a in starts for b in starts if a != b and a.startswith(b)] == []
-
-
-def test_paths_are_narrowed_down(suite: dict[str, ModuleType]) -> None:
-    beginnings = suite["beginnings"].beginnings
-    assert beginnings(r"/(etc|usr/lib)/x/[^/]+\.(wants|requires)/y") == ["/etc/x/", "/usr/lib/x/"]
-    assert beginnings(r"/etc/(passwd|group)-|/etc/\.pwd\.lock") == [
-        "/etc/.pwd.lock",
-        "/etc/group-",
-        "/etc/passwd-",
-    ]
-    assert beginnings(r"/(usr/)?sbin/(a|b)\.x") == [
-        "/sbin/a.x",
-        "/sbin/b.x",
-        "/usr/sbin/a.x",
-        "/usr/sbin/b.x",
-    ]
-    assert beginnings(r".*\.retry|/etc/ansible(/.*)?") == [""]
 
 
 def test_merged_configurations_are_told_apart(suite: dict[str, ModuleType]) -> None:
     names = ("systemd/journald.conf", "systemd/nothing.conf", "systemd/system/x.service")
-    found = suite["asked"].texts_of(PRINTED, names)
+    found = suite["questions"].texts_of(PRINTED, names)
     assert list(found) == list(names)
     settings = {
         name: [line for line in text.splitlines() if line[:1] not in ("#", "")]
@@ -181,12 +90,10 @@ def listing(entries: Iterable[tuple[str, int, str, str]]) -> bytes:
     return os.fsencode("".join(f"{status}\0{size}\0{path}\0{link}\0" for status, size, path, link in entries))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, ModuleType], parts: int) -> None:
-    """Of one find or of several: to whom it asks the tree is one."""
+def test_a_listing_is_split_whatever_files_are_called(suite: dict[str, ModuleType]) -> None:
     entries = [*ODD, *(("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1000))]
-    module = suite["listing"]
-    tree = suite["tree"].Tree(*(module.Listing(listing(entries[n::parts])) for n in range(parts)))
+    module = suite["tree"]
+    tree = module.Tree(listing(entries))
     assert tree["/etc/a"] == module.Entry("/etc/a", "l", "f", 0o777, 0, 0, 7, "b\tc\nd")
     assert tree["/not \udcff utf-8"].size == 9
     assert [entry.path for entry in tree.under("/etc")] == ["/etc/a", "/etc/with\ttab\nand line"]
@@ -197,20 +104,19 @@ def test_a_listing_is_taken_apart_whatever_files_are_called(suite: dict[str, Mod
     assert [entry.path for entry in tree.where(lambda s: s.mode & 0o4000)] == ["/usr/bin/sudo"]
     assert [entry.path for entry in tree.where(lambda s: s.kind == "l", "/usr", "/opt")] == ["/usr/dead"]
     assert tree.without("/usr", {"/usr/dead", "/usr/x"}) == ["/usr/bin/mine", "/usr/bin/sudo"]
-    for _ in range(2):  # as worked out, and as kept
-        assert tree.matching(r"/n/9\d?9", having="99") == ["/n/99", "/n/999"]
-        assert tree.matching(r".*", having="a") == ["/etc/a", "/etc/with\ttab\nand line", "/usr/dead"]
-        assert tree.matching(r".*b.*", having="usr") == ["/usr/bin/mine", "/usr/bin/sudo"]
-        assert tree.matching(r".*", having="nobody") == []
-        assert tree.matching(r"/usr/dead|/tmp") == ["/tmp", "/usr/dead"]
-    asked: set[object] = set()
-    assert tree.where(asked.add) == []
-    assert len(asked) == 6
+    assert tree.matching(r"/n/9\d?9", having="99") == ["/n/99", "/n/999"]
+    assert tree.matching(r".*", having="a") == ["/etc/a", "/etc/with\ttab\nand line", "/usr/dead"]
+    assert tree.matching(r".*b.*", having="usr") == ["/usr/bin/mine", "/usr/bin/sudo"]
+    assert tree.matching(r".*", having="nobody") == []
+    assert tree.matching(r"/usr/dead|/tmp") == ["/tmp", "/usr/dead"]
+    statuses: set[object] = set()
+    assert tree.where(statuses.add) == []
+    assert len(statuses) == 6
 
 
 def test_a_listing_that_is_not_one_of_a_system_is_none(suite: dict[str, ModuleType]) -> None:
     with pytest.raises(AssertionError, match="find saw only 8 files"):
-        suite["tree"].Tree(suite["listing"].Listing(listing(ODD)))
+        suite["tree"].Tree(listing(ODD))
 
 
 def test_a_question_that_failed_is_not_asked_again(suite: dict[str, ModuleType]) -> None:
@@ -227,7 +133,7 @@ def test_a_question_that_failed_is_not_asked_again(suite: dict[str, ModuleType])
 
     for _ in range(2):
         with pytest.raises(AssertionError, match="it failed"):
-            suite["kept"].once(host, "a", fail)
+            suite["answers"].once(host, "a", fail)
         with pytest.raises(ConnectionError):
-            suite["kept"].once(host, "b", break_off)
+            suite["answers"].once(host, "b", break_off)
     assert asked == [1, 2, 2]

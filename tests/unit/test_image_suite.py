@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from image_builder.settings import REPO_ROOT
 
-SUITE = REPO_ROOT / "tests" / "image"
+SUITE = REPO_ROOT / "image_builder" / "suite"
+MUTATIONS = REPO_ROOT / "tests" / "suite"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def recorded(function: str) -> list[str]:
     """Return the checks that ``record`` or ``record_booted`` is called for."""
     calls = (
         node
-        for path in SUITE.glob("mutations*.py")
+        for path in MUTATIONS.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
     )

@@ -56,8 +56,7 @@ def root(tmp_path: Path) -> Path:
     """A small repository: this program's code, three roles of its own, two layers, an inventory."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPO / "image_builder", tmp_path / "image_builder", ignore=ignore)
-    (tmp_path / "tests/image").mkdir(parents=True)
-    (tmp_path / "tests/image/test_a.py").write_text("# a check\n")
+    (tmp_path / "image_builder/suite/test_a.py").write_text("# a check\n")
     (tmp_path / "playbooks/layers").mkdir(parents=True)
     for layer in ("system", "container_runtime"):
         text = f"- name: Layer\n  hosts: images\n  roles:\n    - role: {layer}\n"
@@ -170,7 +169,7 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             {"verify", "disk", "convert"},
             id="the disk's layout",
         ),
-        pytest.param(_append("tests/image/test_a.py", "\nx = 1\n"), {"verify"}, id="a check"),
+        pytest.param(_append("image_builder/suite/test_a.py", "\nx = 1\n"), {"verify"}, id="a check"),
         pytest.param(
             _append("image_builder/bake/stages/tools/run.py", "\nx = 1\n"), ALL, id="the tools stage"
         ),
@@ -221,7 +220,7 @@ def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expec
     [
         pytest.param(_append("image_builder/events.py", "\nx = 1\n"), id="how progress is shown"),
         pytest.param(_append("image_builder/system/sandbox.py", "\n# A comment.\n"), id="a comment"),
-        pytest.param(_append("tests/image/test_a.py", "# A comment.\n"), id="a comment of a check"),
+        pytest.param(_append("image_builder/suite/test_a.py", "# A comment.\n"), id="a comment of a check"),
         pytest.param(_append("image_builder/system/process.py", "\nx = 1\n"), id="how programs are watched"),
         pytest.param(
             _append("image_builder/bake/pull/retry.py", "\nx = 1\n"), id="when a pull is tried again"

@@ -91,7 +91,7 @@ def _meant(source: str) -> str:
 
 def test_only_comments_and_docstrings_of_a_program_do_not_count() -> None:
     """Compared with Python's own parser, over every file that may be in an id."""
-    for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tests/image").glob("*.py")]:
+    for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "image_builder/suite").glob("*.py")]:
         source = path.read_text("utf-8")
         assert _meant(executed(source)) == _meant(source), path
 

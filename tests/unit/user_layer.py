@@ -97,7 +97,6 @@ def root(tmp_path: Path) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "tests/image").mkdir(parents=True)
     (tmp_path / "image_builder").symlink_to(REPO / "image_builder")
     return tmp_path
 

@@ -363,7 +363,7 @@ class _Maker:
         return StagePlan("seal", "seal", options, code, _ids(below))
 
     def verify(self, trees: list[StagePlan]) -> StagePlan:
-        code = self._code("verify", self.repo_root / "tests/image")
+        code = self._code("verify", self.repo_root / "image_builder/suite")
         options: dict[str, JSON] = {
             "build_id": trees[-1].id,
             "facts": digest(published_variables(self.definition)),

@@ -1,43 +1,48 @@
-"""The verification suite on the hosts of a pool: one run for each host, some at once, the checks collected once.
+"""The verification suite on the hosts of a pool: a run of pytest for each host, several at once.
 
-The checks are those of ``image-builder verify ssh://…``, made in a process of the host's own; the connection stays
-here, where hosts are reached, so that a host which is asked and then verified is logged in to once.
+The checks are those of ``image-builder verify ssh://…``. The connection stays here, where hosts are reached, so a host
+that was probed is verified over the same login. pytest sends each command through its standard input, a socket, as one
+message of JSON; the reply is a message with the status, and one for each stream.
 """
 
 from __future__ import annotations
 
-import signal
+import json
+import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from image_builder.errors import HostError, ImageBuilderError, VerifyError
+from image_builder.machine.shell import ShellEndedError
 from image_builder.machine.ssh import SshAddress
 from image_builder.pool.plan.model import OK, Host, Outcome, failed
 from image_builder.pool.reach.reach import Reach
-from image_builder.pool.reach.session import NotReachedError
-from image_builder.pool.steps.suite_process import SuiteProcess
-from image_builder.system.process import tail
+from image_builder.pool.reach.session import NotReachedError, Session
+from image_builder.system import process
+from image_builder.system.process import Arg, Child
 from image_builder.system.trees import remove_tree
 from image_builder.verify.report import SuiteResult
 from image_builder.verify.runner import ENVIRONMENT, SUITE, read_results, suite_argv
 
-# What a facts.json has; the suite refuses one without, host by host (tests/image/suite.py).
+# What a facts.json has; the suite refuses one without, host by host (image_builder/suite/suite.py).
 FACTS = ("image", "build_id", "variables", "packages")
 # What failed in `verify`.
 CHECKS, NO_RESULT = 1, 2
 _NAMED = 5
-# A run that is over its time ends by itself, and with it the connection. When it began its process knows alone, which
-# may have to collect the checks first.
-_BEGIN_SECONDS = 60.0
-# Without what nobody reads of hundreds of hosts: a line for each check, its log, what two values differ in. Of one host
-# `image-builder verify` tells all that.
-_TERSE = ("-q", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
+# The session outlives the suite's time by this much, so that it is the suite's end that is reported.
+_SPARE_SECONDS = 60.0
+# Of each stream of a command: the listing of a whole system is some megabytes.
+_MOST_BYTES = 1 << 27
+# Hundreds of hosts: no line for each check, no log, no comparison of long values. `image-builder verify` on one host
+# shows all of it. Without capturing, standard input stays the socket.
+_TERSE = ("-s", "-q", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,7 @@ class Runs:
         self._suite = suite
         self._reach = reach
         self._guard = threading.Lock()
-        self._stack = ExitStack()
-        self._processes: dict[str, SuiteProcess] = {}
+        self._running: set[Child] = set()
         self._over = False
 
     def __enter__(self) -> Self:
@@ -70,7 +74,8 @@ class Runs:
         """End all that still run."""
         with self._guard:
             self._over = True
-        self._stack.close()
+            for child in self._running:
+                child.kill()
 
     def run(self, host: Host, seconds: float) -> Outcome:
         """Run it on one host; ``seconds`` is for all of it but the login. Raises HostError, of this machine."""
@@ -85,41 +90,106 @@ class Runs:
         except (ImageBuilderError, OSError) as error:
             return failed("verify", NO_RESULT, str(error))
         if not result.not_passed:
-            remove_tree(reports)  # of thousands that are fine nobody reads a report
+            remove_tree(reports)  # nobody reads a report of one among thousands that are fine
         return judge(result)
 
     def _observe(self, host: Host, out: Path, seconds: float) -> SuiteResult:
-        for stale in ("suite.jsonl", "suite.log"):
-            (out / stale).unlink(missing_ok=True)
+        suite, log, report = self._suite, out / "suite.log", out / "suite.jsonl"
+        for stale in (report, log):
+            stale.unlink(missing_ok=True)
+        options = (f"--report={report}", "--target=stdin:", *_TERSE)
+        argv = suite_argv(
+            suite.python, suite.folder, suite.facts[host.image], "booted", *options, suite.folder
+        )
         started = time.monotonic()
-        with self._reach.session(host, root=True, seconds=seconds + _BEGIN_SECONDS) as session:
-            status = self._process(host.image).run(session, out, seconds)
-        if status == -signal.SIGALRM:
-            raise VerifyError(f"the suite did not end within {seconds:.0f} s")
-        log = out / "suite.log"
+        with self._reach.session(host, root=True, seconds=seconds + _SPARE_SECONDS) as session:
+            status = self._run(argv, log, session, seconds)
         return read_results(
             out,
             status,
             target=SshAddress(self._reach.user, host.address, host.port).url,
             marker="booted",
             seconds=time.monotonic() - started,
-            said=tail(log),
+            said=process.tail(log),
             log=log,
             by_pytest=False,
         )
 
-    def _process(self, image: str) -> SuiteProcess:
-        """Return the process for the hosts of an image: another one where the last has ended."""
-        suite = self._suite
+    def _run(self, argv: Sequence[Arg], log: Path, session: Session, seconds: float) -> int:
+        """Run pytest on a host; return its status, below 0 for a signal.
+
+        Raises VerifyError when it doesn't end in time, and what the session raises when that is lost.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as stack:
+            child = stack.enter_context(
+                process.conversation(argv, stdin=theirs.fileno(), log=log, env=ENVIRONMENT)
+            )
+            requests = stack.enter_context(Connection(ours.detach()))
+            theirs.close()
+            stack.enter_context(self._registered(child))
+            watch = _Watch(child, session, seconds)
+            watch.start()
+            try:
+                serve(requests, session)
+            except Exception:
+                # Where pytest has ended, that cut the session, and its status says more. Else the session is lost.
+                if child.poll() is None:
+                    requests.close()
+                    watch.join()  # soon: no command gets a reply
+                    raise
+            watch.join()
+        if watch.is_late:
+            raise VerifyError(f"the suite did not end within {seconds:.0f} s")
+        return child.wait()
+
+    @contextmanager
+    def _registered(self, child: Child) -> Iterator[None]:
+        """Let a run be ended with all others; raises VerifyError where they have been."""
         with self._guard:
             if self._over:
+                child.kill()
                 raise VerifyError("given up")
-            if (found := self._processes.get(image)) and not found.ended:
-                return found
-            options = ("--each", "-s", *_TERSE, suite.folder)
-            argv = suite_argv(suite.python, suite.folder, suite.facts[image], "booted", *options)
-            self._processes[image] = self._stack.enter_context(SuiteProcess(argv, ENVIRONMENT))
-            return self._processes[image]
+            self._running.add(child)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._running.remove(child)
+
+
+class _Watch(threading.Thread):
+    """Ends a run that is over its time, and cuts its session when it has ended: a command may still be waited for."""
+
+    def __init__(self, child: Child, session: Session, seconds: float) -> None:
+        super().__init__(name="suite-watch")
+        self._child, self._session, self._seconds = child, session, seconds
+        self.is_late = False
+
+    def run(self) -> None:
+        if not process.ends_within(self._child, self._seconds):
+            self.is_late = True
+            self._child.kill()
+            self._child.wait()
+        self._session.cut()
+
+
+def serve(requests: Connection, session: Session) -> None:
+    """Run the commands that pytest asks for, to its end; raises what the session raises when it is lost."""
+    while True:
+        try:
+            command, seconds = json.loads(requests.recv_bytes())
+        except (EOFError, OSError):
+            return
+        out = err = b""
+        try:
+            status, out, err = session.run(command, seconds, _MOST_BYTES)
+            reply: dict[str, int | str] = {"status": status}
+        except (TimeoutError, ShellEndedError) as error:
+            reply = {"error": type(error).__name__, "message": str(error)}
+        with suppress(OSError):  # pytest has ended
+            for part in (json.dumps(reply).encode(), out, err):
+                requests.send_bytes(part)
 
 
 def judge(result: SuiteResult) -> Outcome:

@@ -26,14 +26,14 @@ from image_builder.system.trees import remove_tree
 
 PLAYBOOK = "playbooks/seal.yml"
 
-# What the play that seals leaves itself. Everything else is the role's: tests/image looks for all of it.
+# What the play that seals leaves itself. Everything else is the role's: image_builder/suite looks for all of it.
 _EMPTIED = ("tmp", "var/tmp")
 _REMOVED = ("root/.ansible", "home/*/.ansible")
 # Where files are made during a bake; the rest of the tree is packages' files, whose bytes the lock knows.
 _SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
 # Files of registries, known by digest, and gigabytes of them.
 _FOREIGN = ("opt/preloaded_docker_images.tar", "opt/preload/store.erofs")
-# A shorter path would be found by chance; so would the host's name, which tests/image looks for in its places.
+# A shorter path would be found by chance; so would the host's name, which image_builder/suite looks for in its places.
 _SHORTEST_TRACE = 6
 # Nothing waits for the ESP (`nofail`); a virtual machine that gets few of its processors finds it after minutes.
 _FSTAB = """\

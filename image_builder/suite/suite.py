@@ -1,0 +1,178 @@
+"""What the checks share: the facts they are driven by, their conditions, and how they read it.
+
+A check reads what it is about as the program concerned reads it (``sshd -T``, ``dockerd --validate``, the
+kernel's /proc) and compares it with the variables that the image was baked with. It fails by an assertion
+whose message names what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import yaml
+from answers import FILES, files, once, succeeded
+from testinfra.host import Host
+from tree import Tree
+
+_SHOWN = 12
+
+offline = pytest.mark.offline
+booted = pytest.mark.booted
+
+
+def needs(*layers: str, **conditions: Any) -> pytest.MarkDecorator:
+    """Collect a check only where every layer is in the image and every variable fulfils its condition.
+
+    A condition is a value that the variable must equal, or a predicate over it.
+    """
+    return pytest.mark.needs.with_args(layers, conditions)
+
+
+class Facts:
+    """facts.json: the image's name and build id, the resolved variables, the packages.
+
+    Raises ValueError when a key is missing.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        missing = sorted({"image", "build_id", "variables", "packages"} - set(data))
+        if missing:
+            raise ValueError(f"the facts lack {', '.join(missing)}")
+        self.image: str = data["image"]
+        self.build_id: str = data["build_id"]
+        self.variables: dict[str, Any] = data["variables"]
+        self.packages: list[dict[str, str]] = data["packages"]
+        self.partitions: dict[str, str] = data.get("partitions", {})
+
+
+def check_name(nodeid: str) -> str:
+    """Return a check's name: its node id below the suite, wherever pytest's rootdir is."""
+    path, colons, function = nodeid.partition("::")
+    return path.rpartition("/")[2] + colons + function
+
+
+def title(item: pytest.Item) -> str:
+    """Return what a check says of itself: the first line of its docstring."""
+    doc = (getattr(item, "function", item).__doc__ or "").strip()
+    return doc.splitlines()[0] if doc else ""
+
+
+def applicability(item: pytest.Item, facts: Facts) -> str:
+    """Return why a check doesn't apply to the image, or nothing when it does.
+
+    Raises UsageError for a variable that the image's roles don't have: a misspelt one would otherwise take
+    the check out for ever.
+    """
+    for mark in item.iter_markers("needs"):
+        layers, conditions = mark.args
+        for layer in layers:
+            if layer not in facts.variables["image_layers"]:
+                return f"no layer {layer}"
+        for name, expected in conditions.items():
+            if name not in facts.variables:
+                raise pytest.UsageError(f"{item.nodeid} needs {name}, which no role of this image has")
+            value = facts.variables[name]
+            if not (expected(value) if callable(expected) else value == expected):
+                return f"{name} is {value!r:.60}"
+    return ""
+
+
+def list_tree(host: Host, facts: Facts, *, booted: bool) -> Tree:
+    """Return what is on a target's root filesystem.
+
+    On a running machine without what its containers own: that isn't the image's.
+    """
+    names = ("container_runtime_data_root", "container_runtime_containerd_root")
+    roots = [str(facts.variables[name]) for name in names if name in facts.variables]
+    return Tree.read(host, ("/var/lib/kubelet/pods", *roots) if booted else ())
+
+
+def read(host: Host, path: str) -> str:
+    """Return a file's text; a check whose file is missing fails."""
+    if (text := files(host).get(path)) is not None:
+        return text
+    # One that is not there, or can't be read, is asked about once as well.
+    return once(host, (read, path), lambda: _cat(host, path)) if path in FILES else _cat(host, path)
+
+
+def _cat(host: Host, path: str) -> str:
+    done = host.run("cat %s", path)
+    assert done.rc == 0, f"can't read {path}: {done.stderr.strip()}"
+    return str(done.stdout)
+
+
+def output(host: Host, command: str, *args: str) -> str:
+    """Return what a command prints; a check whose command fails fails, with the command's words."""
+    return str(succeeded(command, host.run(command, *args)).stdout).rstrip("\n")
+
+
+def load(host: Host, path: str) -> Any:
+    """Return a YAML (or JSON) file's content."""
+    text = read(host, path)
+    try:
+        return yaml.load(text, Loader=yaml.CSafeLoader)
+    except yaml.YAMLError as error:
+        raise AssertionError(f"{path} is not YAML: {error}") from error
+
+
+def statements(text: str) -> list[str]:
+    """Return the lines of a configuration file without comments, blank lines and outer spaces."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and line[0] not in "#;"]
+
+
+def named(lines: Iterable[str], key: str) -> set[str]:
+    """Return the units that the lines of a unit name under a key, such as ``After``."""
+    return {word for line in lines if line.startswith(f"{key}=") for word in line.partition("=")[2].split()}
+
+
+def assignments(text: str) -> dict[str, str]:
+    """Return ``key = value`` lines, the last one of a key winning; quotes around a value are dropped."""
+    actual = {}
+    for line in statements(text):
+        key, equals, value = line.partition("=")
+        if equals:
+            actual[key.strip()] = value.strip().strip("\"'")
+    return actual
+
+
+def starts_at_boot(tree: Tree, unit: str) -> bool:
+    """Tell whether some unit pulls this one in at boot.
+
+    ``systemctl is-enabled`` would also say so of a unit that has nothing but an alias.
+    """
+    masked = tree.get(f"/etc/systemd/system/{unit}")
+    return unit in tree.pulled_in and not (masked and masked.link == "/dev/null")
+
+
+def starts_again(unit: str, lines: Iterable[str]) -> None:
+    """Fail unless a unit is started again after each failure: one moment's is not the whole boot's."""
+    expected = {"Restart=on-failure", "StartLimitIntervalSec=0"}
+    assert expected <= set(lines), f"{unit} is not started again"
+
+
+def gpus(host: Host) -> int:
+    """Return how many GPUs of NVIDIA the machine's bus has."""
+    vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()
+    classes = [read(host, f"{path.rpartition('/')[0]}/class").strip() for path in vendors]
+    return sum(kind in ("0x030000", "0x030200") for kind in classes)
+
+
+def nothing(actual: Iterable[str]) -> None:
+    """Fail, naming what was found, unless nothing was."""
+    __tracebackhide__ = True
+    items = list(actual)
+    if items:
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        raise AssertionError(", ".join(items[:_SHOWN]) + more)
+
+
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """Describe every key of ``wanted`` whose value in ``found`` is another, or isn't there."""
+    return [
+        f"{key} is {actual.get(key, 'not set')!r}, not {value!r}"
+        for key, value in expected.items()
+        if key not in actual or actual[key] != value
+    ]

@@ -1,0 +1,198 @@
+"""Where the suite looks: a mounted root, a machine over SSH, or a deliberately damaged root.
+
+A machine of a pool is reached through standard input, a socket: the process that holds the connection to the machine
+runs each command.
+
+Two are for the tests of the suite itself (tests/suite). ``mutant:``: each check gets a fresh overlay of the image's
+trees with that check's mutation. ``broken:`` before an address of SSH: each check runs on the machine as it is, and
+then on the broken one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import paramiko
+import pytest
+import testinfra
+from testinfra.backend.base import BaseBackend, CommandResult
+from testinfra.backend.paramiko import ParamikoBackend
+from testinfra.host import Host
+
+from image_builder.machine.shell import Shell
+
+TARGET = pytest.StashKey["Target"]()
+# Nothing that a check asks for takes so long, even on an emulated machine.
+_COMMAND_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """``kind`` is sandbox, ssh, stdin, broken or mutant.
+
+    ``path`` is a root (mutant: lower trees, topmost first, by colons).
+    """
+
+    kind: str
+    path: str = ""
+    work: str = ""
+    user: str = ""
+    address: str = ""
+    port: int = 22
+    key: str = ""
+    known_hosts: str = ""
+
+    @property
+    def booted(self) -> bool:
+        return self.kind in ("ssh", "stdin", "broken")
+
+
+def parse_target(url: str) -> Target:
+    """Return the target an URL names; raises ValueError."""
+    kind, _, rest = url.partition(":")
+    if kind == "sandbox" and Path(rest).is_dir() and Path(rest).is_absolute():
+        return Target("sandbox", path=rest)
+    if url == "stdin:":
+        return Target("stdin")
+    if kind == "mutant":
+        trees, _, options = rest.partition("?")
+        return Target("mutant", path=trees, work=parse_qs(options)["work"][0])
+    if kind in ("ssh", "broken"):
+        parts = urlsplit(url.removeprefix("broken:"))
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        unknown = set(query) - {"key", "known_hosts"}
+        if parts.scheme == "ssh" and parts.hostname and not unknown and "known_hosts" in query:
+            return Target(
+                kind,
+                user=parts.username or "root",
+                address=parts.hostname,
+                port=parts.port or 22,
+                key=query.get("key", ""),
+                known_hosts=query["known_hosts"],
+            )
+        raise ValueError(f"{url}: give ssh://user@host:port?key=/path&known_hosts=/path")
+    raise ValueError(
+        f"{url}: neither sandbox:/path of a directory nor ssh://user@host:port?key=…&known_hosts=…"
+    )
+
+
+def open_target(target: Target) -> Host:
+    """Return testinfra's host for a target that is not a mutant."""
+    if not target.booted:
+        return enter(target.path)
+    backend = Relayed(socket.socket(fileno=0)) if target.kind == "stdin" else _StrictParamiko(target)
+    machine = Host(backend)
+    backend.set_host(machine)
+    return machine
+
+
+def enter(path: str | Path) -> Host:
+    """Return testinfra's host for a root that is mounted somewhere."""
+    host = testinfra.get_host(os.fspath(path), connection="chroot")
+    # Else it asks an interpreter in there, and to ask it needs to know, where the root's path isn't ASCII.
+    host.backend._encoding = "utf-8"
+    return host
+
+
+class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
+    """testinfra's backend, except that an unknown or changed host key ends the run, and that one shell serves it all.
+
+    The original accepts any host key with a warning, reads the caller's ~/.ssh/config, waits for ever for a command,
+    and logs in and calls sudo for each.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(f"{target.user}@{target.address}:{target.port}", timeout=60)
+        self.target = target
+        # Else it asks an interpreter on the machine, once something isn't ASCII.
+        self._encoding = "utf-8"
+        self._shell: Shell | None = None
+
+    def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
+        """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell."""
+        line = _line(self, command, args)
+        if self._shell is None:
+            self._shell = Shell(self._transport(), sudo=self.target.user != "root", seconds=self.timeout)
+        try:
+            status, out, err = self._shell.run(line, _COMMAND_SECONDS)
+        except OSError:
+            self._shell = None
+            raise
+        return self.result(status, self.encode(line), out, err)
+
+    def _transport(self) -> paramiko.Transport:
+        """Return the connection, a new one where it was lost."""
+        transport = self.client.get_transport()
+        if transport is None or not transport.is_active():
+            self.client.close()
+            del self.client
+            transport = self.client.get_transport()
+        assert transport is not None
+        return transport
+
+    @cached_property
+    def client(self) -> paramiko.SSHClient:
+        client = paramiko.SSHClient()
+        client.load_host_keys(self.target.known_hosts)
+        client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        client.connect(
+            self.target.address,
+            port=self.target.port,
+            username=self.target.user,
+            key_filename=self.target.key or None,
+            allow_agent=False,
+            look_for_keys=False,
+            timeout=self.timeout,
+            banner_timeout=self.timeout,
+            auth_timeout=self.timeout,
+        )
+        transport = client.get_transport()
+        assert transport is not None
+        transport.set_keepalive(15)
+        return client
+
+
+class Relayed(BaseBackend):  # type: ignore[misc]
+    """Commands for the process that holds the connection; its reply is a message, and one for each stream.
+
+    See image_builder/pool/steps/suite.py.
+    """
+
+    NAME = "relayed"
+
+    def __init__(self, relay: socket.socket) -> None:
+        super().__init__("relayed")
+        self._encoding = "utf-8"
+        self._connection = Connection(relay.detach())
+
+    def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
+        """Run a command as root. Raises OSError where it was not run to its end, or no reply comes."""
+        line = _line(self, command, args)
+        try:
+            self._connection.send_bytes(json.dumps([line, _COMMAND_SECONDS]).encode())
+            message, out, err = (self._connection.recv_bytes() for _ in range(3))
+        except EOFError as error:
+            raise ConnectionAbortedError(f"the connection to the machine is lost: {line}") from error
+        reply = json.loads(message)
+        if "status" not in reply:
+            raise OSError(f"{reply['error']}: {reply['message']}")
+        return self.result(reply["status"], self.encode(line), out, err)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._connection.close()
+
+
+def _line(backend: BaseBackend, command: str, args: Sequence[str]) -> str:
+    """Return what a shell of root's is told to run."""
+    line: str = backend.quote(command, *args)
+    return backend.get_sudo_command(line, backend.sudo_user) if backend.sudo_user else line

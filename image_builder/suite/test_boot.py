@@ -1,0 +1,214 @@
+"""The machine came up whole: everything started, nothing complained, nothing listens that shouldn't."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+from answers import output_once
+from questions import mounted, services
+from suite import booted, needs, nothing, offline, output, read
+from testinfra.host import Host
+from tree import Tree
+
+from image_builder.machine.console import problems
+
+V = dict[str, Any]
+# Who may listen to the network where: SSH, DHCP clients; the kubelet on a node of a cluster.
+_DHCP_CLIENTS = {"systemd-network", "dhclient"}
+LISTENERS = {
+    ("tcp", 22): {"sshd", "systemd"},
+    ("udp", 68): _DHCP_CLIENTS,
+    ("udp", 546): _DHCP_CLIENTS,
+}
+KUBELET_LISTENERS = {("tcp", 10250): {"kubelet"}}
+# The serial of a disk that `image-builder boot` gives its machines, and nobody else.
+LAB_DISK = "image-builder-seed"
+# Asks each name server of a resolv.conf, at a port, for the root's; prints those that answer, whatever they say.
+NAME_SERVERS = """
+import socket, sys
+
+query = b"\\x12\\x34\\x01\\0\\0\\1\\0\\0\\0\\0\\0\\0\\0\\0\\2\\0\\1"
+words = [line.split() for line in open(sys.argv[1])]
+for server in [w[1] for w in words if w[:1] == ["nameserver"] and len(w) > 1]:
+    for attempt in range(2):
+        try:
+            family = socket.AF_INET6 if ":" in server else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as asking:
+                asking.settimeout(5)
+                asking.connect((server.partition("%")[0], int(sys.argv[2])))
+                asking.send(query)
+                if asking.recv(512)[:2] == query[:2]:
+                    print(server)
+                    break
+        except OSError:
+            pass
+"""
+
+
+# Before all else: what is asked once is of a machine whose boot has ended.
+@booted
+def test_system_is_running(host: Host) -> None:
+    """systemd says that the boot is complete and nothing failed."""
+    assert host.run("timeout 300 systemctl is-system-running --wait").stdout.strip() == "running"
+
+
+@offline
+@booted
+def test_boots_to_the_full_system(tree: Tree) -> None:
+    """The default target is the whole system, not a rescue shell."""
+    actual = (tree.get(f"/{folder}/systemd/system/default.target") for folder in ("etc", "usr/lib"))
+    default = next((entry for entry in actual if entry), None)
+    assert default and default.points_to == "f", f"no default target: {default}"
+    target = default.link.rpartition("/")[2]
+    assert target in ("multi-user.target", "graphical.target"), default.link
+    masked = tree.get(f"/etc/systemd/system/{target}")
+    assert not (masked and masked.link == "/dev/null"), f"{target} is masked"
+
+
+@booted
+def test_no_unit_failed(host: Host) -> None:
+    """No unit of any kind is in a failed state."""
+    listing = output(host, "systemctl list-units --all --state=failed,error,bad --no-legend --plain")
+    nothing(line.split()[0] for line in listing.splitlines() if "not-found" not in line)
+
+
+@booted
+def test_no_unit_was_restarted(host: Host) -> None:
+    """No service needed a second attempt to come up."""
+    restarts = {name: properties.get("NRestarts", "0") for name, properties in services(host).items()}
+    nothing(f"{name} {times} times" for name, times in restarts.items() if times != "0")
+
+
+@booted
+def test_journal_has_no_trouble(host: Host) -> None:
+    """Neither the kernel nor a service reported a crash, a stall, a lost disk or an ordering cycle."""
+    # By the boot's id, so that it is found whatever the machine's own id is now.
+    boot = read(host, "/proc/sys/kernel/random/boot_id").strip().replace("-", "")
+    journal = output(host, "journalctl --merge --output=cat --no-pager %s", f"_BOOT_ID={boot}")
+    assert "Linux version" in journal, "the journal doesn't begin with the kernel's start"
+    # What counts less on an emulated machine is rarely there: the question is left for then.
+    if problems(journal):
+        emulated = host.run("systemd-detect-virt").stdout.strip() == "qemu"
+        nothing(problems(journal, emulated=emulated))
+
+
+@booted
+def test_kernel_is_not_tainted(host: Host, v: V) -> None:
+    """No foreign, forced or crashed code is in the kernel, a GPU's driver where there is one excepted."""
+    tainted = int(read(host, "/proc/sys/kernel/tainted"))
+    if "gpu" in v["image_layers"]:
+        # Bits 12 and 13: built outside of the kernel's tree, and not signed by its makers; 0: not under the GPL.
+        tainted &= ~(1 << 12 | 1 << 13 | (v["__nvidia_flavour"].strip() == "proprietary"))
+    if tainted & 1 << 14 and host.run("systemd-detect-virt").stdout.strip() == "qemu":
+        # A lockup: processors that are emulated stand still when the host gives its own to others.
+        tainted &= ~(1 << 14)
+    assert tainted == 0, f"{tainted:#x}"
+
+
+@booted
+@needs(image_kernel_args=bool)
+def test_kernel_got_its_arguments(host: Host, v: V) -> None:
+    """The declared kernel arguments are on the command line."""
+    actual = read(host, "/proc/cmdline").split()
+    nothing(argument for argument in v["image_kernel_args"] if argument not in actual)
+
+
+@booted
+def test_root_fills_the_disk(host: Host) -> None:
+    """Partition and filesystem grew to the disk that the platform gave."""
+    blocks = json.loads(output_once(host, "lsblk --json --bytes --output NAME,TYPE,SIZE,MOUNTPOINTS"))
+    disks = [d for d in blocks["blockdevices"] if any("/" in c["mountpoints"] for c in d.get("children", []))]
+    assert len(disks) == 1, f"the root filesystem is on {len(disks)} disks"
+    children = disks[0]["children"]
+    root = next(c for c in children if "/" in c["mountpoints"])
+    free = disks[0]["size"] - sum(c["size"] for c in children)
+    assert free < 64 << 20, f"{free >> 20} MiB of the disk belong to no partition"
+    filesystem = int(mounted(host, "/")["size"])
+    assert filesystem > 0.9 * root["size"], f"the filesystem has {filesystem} of {root['size']} bytes"
+
+
+@booted
+def test_root_is_sound(host: Host) -> None:
+    """The root filesystem is ext4, writable, and has met no error."""
+    root = mounted(host, "/")
+    assert root["fstype"] == "ext4" and "rw" in root["options"].split(","), f"{root}"
+    errors = read(host, f"/sys/fs/ext4/{root['source'].rpartition('/')[2]}/errors_count").strip()
+    assert errors == "0", f"{errors} errors"
+
+
+@booted
+def test_esp_is_mounted(host: Host) -> None:
+    """The EFI system partition is at its place, closed to users."""
+    esp = mounted(host, "/boot/efi")
+    assert esp["fstype"] == "vfat" and "fmask=0077" in esp["options"].split(","), f"{esp}"
+
+
+@booted
+def test_cgroup_v2(host: Host) -> None:
+    """Containers are accounted in the unified hierarchy."""
+    mounts = [line.split() for line in read(host, "/proc/mounts").splitlines()]
+    actual = {(fields[2], fields[1]) for fields in mounts if fields[2].startswith("cgroup")}
+    assert actual == {("cgroup2", "/sys/fs/cgroup")}, f"{actual}"
+
+
+@booted
+def test_clock_is_right(host: Host) -> None:
+    """The machine's clock agrees with ours within a minute, and something keeps it so."""
+    assert abs(int(output(host, "date +%s")) - time.time()) < 60
+    keepers = ("systemd-timesyncd", "chrony", "ntpsec")
+    states = {name: services(host).get(f"{name}.service", {}).get("ActiveState") for name in keepers}
+    assert "active" in states.values(), f"{states}"
+    if not _is_the_labs(host):
+        assert output(host, "timedatectl show --property=NTPSynchronized --value") == "yes", (
+            "not synchronised"
+        )
+
+
+def _is_the_labs(host: Host) -> bool:
+    """Tell whether the machine is one of `image-builder boot`'s, which has nobody to ask for the time or a name."""
+    return bool(host.run(f"grep --no-messages --line-regexp {LAB_DISK} /sys/block/*/serial").rc == 0)
+
+
+@booted
+def test_only_known_ports_are_open(host: Host, v: V) -> None:
+    """Nothing but SSH's, DHCP's and, in a cluster, the kubelet's own program listens to the network."""
+    listeners = LISTENERS | (KUBELET_LISTENERS if v.get("kubelet_mode") == "cluster" else {})
+    unexpected = []
+    for line in output(host, "ss --no-header --listening --numeric --tcp --udp --processes").splitlines():
+        fields = line.split()
+        address, _, port = fields[4].rpartition(":")
+        local = re.match(r"127\.|\[::1\]|\[::ffff:127\.", address)
+        programs = set(re.findall(r'\("([^"]+)",pid=', fields[-1]))
+        if not local and not (programs and programs <= listeners.get((fields[0], int(port)), set())):
+            unexpected.append(f"{fields[0]} {fields[4]} {fields[-1]}")
+    nothing(unexpected)
+
+
+@booted
+def test_network_is_up(host: Host) -> None:
+    """There is a default route, and a name server that answers."""
+    assert json.loads(output_once(host, "ip -json route show default")), "no default route"
+    assert re.search(r"^nameserver \S", read(host, "/etc/resolv.conf"), re.MULTILINE), "no name server"
+    if not _is_the_labs(host):
+        # systemd-resolved's own address answers whether or not the servers behind it do.
+        upstream, plain = "/run/systemd/resolve/resolv.conf", "/etc/resolv.conf"
+        path = upstream if host.run("test -e %s", upstream).rc == 0 else plain
+        answering = output(host, "python3 -c %s %s 53", NAME_SERVERS, path)
+        assert answering, f"no name server of {path} answers"
+
+
+@booted
+@needs("system")
+def test_no_swap_is_in_use(host: Host) -> None:
+    """The kubelet's memory limits are real."""
+    assert len(read(host, "/proc/swaps").splitlines()) == 1
+
+
+@booted
+def test_no_zombies(host: Host) -> None:
+    """No process of the boot was left unreaped."""
+    states = output(host, "ps -e -o stat=,pid=,comm=").splitlines()
+    nothing(line.strip() for line in states if line.startswith("Z"))

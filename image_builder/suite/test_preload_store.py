@@ -1,0 +1,152 @@
+"""The preload store: it holds what is listed, it was rehearsed, and on a machine it was seeded from, verified."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from suite import booted, differences, load, needs, nothing, offline, output
+from testinfra.host import Host
+
+V = dict[str, Any]
+LIST = "/opt/preloaded_docker_images.json"
+MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
+MOUNT_POINT = "/var/lib/preload"
+STATUS = "/run/node/status.json"
+EROFS_MAGIC = "e0f5e1e2"
+# Computes dm-verity's root hash over the store's blocks, and whether the hash tree behind them is that of its blocks.
+_VERIFIER = """
+import hashlib, json, sys
+
+path, size, salt = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+with open(path, "rb") as stream:
+    def blocks(start, length):
+        stream.seek(start)
+        for _ in range(length // 4096):
+            yield stream.read(4096)
+    level, levels = blocks(0, size), []
+    while True:
+        hashes = [hashlib.sha256(salt + block).digest() for block in level]
+        if len(hashes) == 1:
+            break
+        packed = b"".join(hashes)
+        levels.append(packed + bytes(-len(packed) % 4096))
+        level = [levels[-1][at : at + 4096] for at in range(0, len(levels[-1]), 4096)]
+    stored = True
+    at = size
+    for level in reversed(levels):
+        stored = stored and b"".join(blocks(at, len(level))) == level
+        at += len(level)
+print(json.dumps({"root_hash": hashes[0].hex(), "stored": stored}))
+"""
+
+stored = needs("container_runtime", image_preload=bool)
+seeded = needs("container_runtime", "node", image_preload=bool)
+
+
+def _by_ref(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {image["ref"]: image for image in content["images"]}
+
+
+@offline
+@booted
+@stored
+def test_store_is_the_recorded_one(host: Host) -> None:
+    """The store's file is an EROFS of the recorded size, root's alone to change."""
+    manifest = load(host, MANIFEST)
+    file = host.file(manifest["file"])
+    nothing(differences({"bytes": file.size}, manifest))
+    assert (file.user, file.mode) == ("root", 0o644), f"{file.user} {file.mode:o}"
+    magic = output(host, "od -A n -t x4 -j 1024 -N 4 %s", manifest["file"]).strip()
+    assert magic == EROFS_MAGIC, magic
+
+
+@offline
+@booted
+@stored
+def test_store_lists_the_preloaded_images(host: Host) -> None:
+    """The store's images are those of the archive, with the same ids and layers, and it has all the layers."""
+    manifest, archive = load(host, MANIFEST), _by_ref(load(host, LIST))
+    images = _by_ref(manifest)
+    assert images.keys() == archive.keys(), f"{sorted(images)}, in the archive {sorted(archive)}"
+    layers = {layer["diff_id"] for layer in manifest["layers"]}
+    for ref, image in images.items():
+        keys = ("id", "digest", "manifest", "diff_ids", "pin")
+        nothing(f"{ref}: {line}" for line in differences({k: archive[ref][k] for k in keys}, image))
+        nothing(f"{ref}: {diff_id} is in no layer" for diff_id in image["diff_ids"] if diff_id not in layers)
+
+
+@offline
+@booted
+@stored
+def test_store_is_for_the_installed_engine(host: Host, v: V) -> None:
+    """The engine that made the store is the one that is installed, by its program's size."""
+    engines = load(host, MANIFEST)["engines"]
+    baked = engines.get(v["container_runtime_engine"])
+    assert baked, f"the store is for {', '.join(engines)}"
+    nothing(differences({"bytes": host.file(baked["binary"]).size}, baked))
+
+
+@offline
+@stored
+def test_store_can_be_verified(host: Host, v: V) -> None:
+    """The store has the bytes of its root hash and the hash tree of its blocks, or those of its SHA-256 without one."""
+    manifest = load(host, MANIFEST)
+    if not v["image_preload_verity"]:
+        assert manifest["verity"] is None
+        nothing(differences({"sha256": output(host, "sha256sum %s", manifest["file"])[:64]}, manifest))
+        return
+    verity = manifest["verity"]
+    assert verity, "the store has no hash tree"
+    command = "python3 -c %s %s %s %s"
+    arguments = (manifest["file"], str(verity["hash_offset"]), verity["salt"])
+    expected = {"root_hash": verity["root_hash"], "stored": True}
+    nothing(differences(expected, json.loads(output(host, command, _VERIFIER, *arguments))))
+
+
+@offline
+@booted
+@stored
+def test_seed_was_rehearsed(host: Host) -> None:
+    """The bake started a container of every image from a seeded disk, and recorded with which engine."""
+    rehearsal = _by_ref(load(host, REHEARSAL))
+    expected = [image["ref"] for image in load(host, MANIFEST)["images"] if image["mode"] != "archive"]
+    nothing(ref for ref in expected if ref not in rehearsal)
+    nothing(f"{ref}: {actual['started']}" for ref, actual in rehearsal.items() if not actual["started"])
+
+
+@booted
+@seeded
+def test_images_were_seeded(host: Host, v: V) -> None:
+    """The data root was made from the store: no image had to be loaded from the archive."""
+    status = load(host, STATUS)
+    manifest = load(host, MANIFEST)
+    expected = {"state": "ok", "engine": v["container_runtime_engine"], "store": manifest["id"]}
+    nothing(differences(expected, status["seed"]))
+    archived = {image["ref"] for image in manifest["images"] if image["mode"] == "archive"}
+    assert set(status["preload"]["loaded"]) <= archived, status["preload"]
+
+
+@booted
+@seeded
+def test_store_is_verified_by_the_kernel(host: Host, v: V) -> None:
+    """While layers are served from the store, each block of it is checked; afterwards it is unmounted."""
+    status = json.loads(host.run("node-agent status --json").stdout)
+    mounted = host.run("findmnt --noheadings --output SOURCE --mountpoint %s", MOUNT_POINT).stdout.strip()
+    if not status["layers"]["links"]:
+        assert not mounted, f"{mounted} is still mounted"
+    elif v["image_preload_verity"]:
+        assert mounted == "/dev/mapper/image-builder-preload", mounted
+        fields = output(host, "dmsetup status image-builder-preload").split()
+        assert fields[2:4] == ["verity", "V"], fields
+
+
+@booted
+@seeded
+def test_every_layer_is_somewhere(host: Host) -> None:
+    """No layer leads nowhere, and every image's layers are on the disk or in the store."""
+    status = json.loads(host.run("node-agent status --json").stdout)
+    nothing(differences({"broken": 0}, status["layers"]))
+    sources = {image["ref"]: image["source"] for image in status["images"]}
+    good = ("preload store", "local disk", "local disk and preload store")
+    nothing(f"{ref}: {source}" for ref, source in sources.items() if source not in good)

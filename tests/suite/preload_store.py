@@ -1,0 +1,98 @@
+"""Mutations for test_preload_store.py: the manifest's JSON and the store's bytes are changed in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.suite.booted import edited, record_booted
+from tests.suite.offline import Mutation, chmod, given, outside, record, remove
+from tests.suite.preload import flip, overwrite
+
+MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
+STORE = "/opt/preload/store.erofs"
+STATUS = "/run/node/status.json"
+
+
+def edit(path: str, change: Callable[[dict[str, Any]], Any]) -> Mutation:
+    """Change a file of JSON."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        place = outside(root, path)
+        content = json.loads(place.read_text(encoding="utf-8"))
+        change(content)
+        place.write_text(json.dumps(content), encoding="utf-8")
+
+    return mutate
+
+
+def shorter(root: Path, _variables: dict[str, Any]) -> None:
+    with outside(root, STORE).open("r+b") as stream:
+        stream.truncate(stream.seek(0, 2) - 4096)
+
+
+def no_filesystem(root: Path, _variables: dict[str, Any]) -> None:
+    overwrite(outside(root, STORE), 1024, bytes(4))
+
+
+def other_byte(root: Path, _variables: dict[str, Any]) -> None:
+    """Change a byte in the middle of the filesystem."""
+    place = outside(root, STORE)
+    flip(place, place.stat().st_size // 2)
+
+
+def other_hashes(root: Path, _variables: dict[str, Any]) -> None:
+    """Change a byte of the hash tree, at its end."""
+    flip(outside(root, STORE), -4096)
+
+
+def longer(variables: dict[str, Any]) -> Mutation:
+    """Make the engine's program another one."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        engine = {"docker": "/usr/sbin/dockerd", "containerd": "/usr/bin/containerd"}
+        with outside(root, engine[variables["container_runtime_engine"]]).open("ab") as stream:
+            stream.write(b"x")
+
+    return mutate
+
+
+record("test_store_is_the_recorded_one", shorter, no_filesystem, chmod(STORE, 0o666))
+record(
+    "test_store_lists_the_preloaded_images",
+    edit(MANIFEST, lambda found: found["images"].pop()),
+    edit(MANIFEST, lambda found: found["images"][-1].update(id=f"sha256:{'0' * 64}")),
+    edit(MANIFEST, lambda found: found["layers"].pop()),
+)
+record(
+    "test_store_is_for_the_installed_engine",
+    edit(MANIFEST, lambda found: found.update(engines={})),
+    given(longer),
+)
+record(
+    "test_store_can_be_verified",
+    # Each of them with dm-verity and without.
+    edit(MANIFEST, lambda found: found.update(verity=None, sha256=None)),
+    edit(MANIFEST, lambda found: found.update(verity={**(found["verity"] or {}), "root_hash": "0" * 64})),
+    other_byte,
+    other_hashes,
+)
+record(
+    "test_seed_was_rehearsed",
+    remove(REHEARSAL),
+    edit(REHEARSAL, lambda found: found["images"].pop()),
+)
+record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
+record_booted(
+    "test_store_is_verified_by_the_kernel",
+    # Promoted or not: something else is mounted there than a mapping of the kernel's.
+    "if mountpoint -q /var/lib/preload; then umount /var/lib/preload; fi; mount -t tmpfs preload /var/lib/preload",
+    turn=3,
+)
+record_booted(
+    "test_every_layer_is_somewhere",
+    "for d in /mnt/local/docker/overlay2/*/diff; do mv $d $d.gone; ln -s /var/lib/preload/layers/gone $d; done",
+    turn=4,
+)
