@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.bake.plan.closure import closure
 from image_builder.settings import REPO_ROOT
 from image_builder.system.digests import code_digests, files_in
-from tests.imports import closure
 
 # They show what was found.
 _PRESENTS = ("page.py", "provenance.py")

@@ -150,7 +150,7 @@ def stage(
         ground=tuple(lab.trees),
         inputs=inputs,
         repo=None,
-        archives=None,
+        files=None,
         monitor=NullMonitor(),
         log=lab.base / f"{name}.log",
         settings=Settings(),

@@ -147,7 +147,7 @@ def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
         ground=(),
         inputs={stage: built.object(stage) / "product" for stage in wanted},
         repo=work / "repo",
-        archives=work / "archives",
+        files=work / "archives",
         monitor=NullMonitor(),
         log=work / "log",
         settings=Settings(store=built.store),

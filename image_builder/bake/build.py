@@ -1,4 +1,4 @@
-"""One build from its lock to what is published; and locks, for which the lab may have to serve.
+"""One build from its lock to what is published; and locks, for which a supplier of images may have to serve.
 
 Everything here runs inside ``namespace.run_isolated``, except ``obtain_lock`` where a lock is only looked at.
 """
@@ -17,23 +17,20 @@ from typing import Any, Self
 from image_builder.bake import publish, space
 from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
+from image_builder.bake.lock.requirements import registry_mirrors
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.plan.resolve import lab_plan, resolve
-from image_builder.bake.pull.registry import Endpoint, Endpoints
-from image_builder.bake.requirements import LAB_IMAGES, registry_mirrors, requirements, uses_lab
+from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.stages.convert.plan import CONVERT
+from image_builder.bake.stages.kind import Extensions, Supplier
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import LockError, UsageError
 from image_builder.events import Monitor
-from image_builder.lab.registry import HOST as LAB_HOST
-from image_builder.lab.registry import serve
 from image_builder.settings import Settings
 from image_builder.system import cgroups, process
 from image_builder.system.sandbox import Root
-
-# What `build` is asked for; all other stages run only when one of these needs them.
-_GOALS = ("verify", "convert")
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,19 @@ class BuildResult:
 
 
 def obtain_lock(
-    definition: ImageDefinition, settings: Settings, monitor: Monitor, file: Path | None = None
+    definition: ImageDefinition,
+    settings: Settings,
+    monitor: Monitor,
+    extensions: Extensions,
+    file: Path | None = None,
 ) -> Lock:
-    """Return the lock to build with: packages, archives and container images, the lab's own where it knows them.
+    """Return the lock to build with: packages, archives and container images, a supplier's where it knows them.
 
     ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
     one, which differs from that as little as the definition does. Raises LockError when ``file`` doesn't fit, or a
     lock is damaged.
     """
-    needs = requirements(definition)
+    needs = requirements(definition, extensions)
     if file:
         lock = Lock.load(file)
         reasons = needs.misfit(lock)
@@ -76,25 +77,25 @@ def obtain_lock(
     remembered = remembered_lock(settings, definition.record_name)
     try:
         _adopt(definition, settings, monitor)
-        known = Lock.remembered(remembered)
+        earlier = Lock.remembered(remembered)
     except PermissionError:  # `plan` as an ordinary user
-        known = Lock.remembered(remembered) or Lock.remembered(remembered_lock(settings, definition.name))
-    if known and not needs.misfit(known):
-        lock = known
+        earlier = Lock.remembered(remembered) or Lock.remembered(remembered_lock(settings, definition.name))
+    if earlier and not needs.misfit(earlier):
+        lock = earlier
     else:
-        lock = resolve_lock(definition, settings, monitor, known)
-        if known:  # another package is no reason to ask anew what a tag means
-            images = _still_meant(known, lock)
-            lock = lock.model_copy(update={"images": images, "left_out": known.left_out})
+        lock = resolve_lock(definition, needs, settings, monitor, earlier)
+        if earlier:  # another package is no reason to ask again what a tag means
+            images = _still_meant(earlier, lock, extensions.supplier)
+            lock = lock.model_copy(update={"images": images, "left_out": earlier.left_out})
         lock.save(remembered)
-    if needs.unlocked_images(lock) and not uses_lab(definition):
+    if needs.unlocked_images(lock) and not extensions.supplier.serves(definition):
         lock = lock_images(definition, lock, {}, monitor)
         lock.save(remembered)
-    wanted = {image.ref for image in definition.preload}
+    refs = {image.ref for image in definition.preload}
     return lock.model_copy(
         update={
-            "images": [image for image in lock.images if image.ref in wanted],
-            "left_out": [ref for ref in lock.left_out if ref in wanted],
+            "images": [image for image in lock.images if image.ref in refs],
+            "left_out": [ref for ref in lock.left_out if ref in refs],
         }
     )
 
@@ -105,27 +106,30 @@ def _adopt(definition: ImageDefinition, settings: Settings, monitor: Monitor) ->
         monitor.note(f"the lock and the builds remembered of {definition.name} are now those of {inventory}")
 
 
-def _still_meant(known: Lock, lock: Lock) -> list[LockedImage]:
-    """Return the known images; the lab's are made of packages, and new ones make new images."""
-    same = known.groups.get(LAB_IMAGES) == lock.groups.get(LAB_IMAGES)
-    return [image for image in known.images if same or not image.ref.startswith(f"{LAB_HOST}/")]
+def _still_meant(earlier: Lock, lock: Lock, supplier: Supplier) -> list[LockedImage]:
+    """Return the images of an earlier lock; a supplier's are made of packages, and new ones make new images."""
+    name = supplier.kind.name
+    same = earlier.groups.get(name) == lock.groups.get(name)
+    return [image for image in earlier.images if same or not supplier.has(image.ref)]
 
 
-def make_lock(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> Lock:
-    """Resolve everything anew, container images too; runs in the namespace, since the lab may have to serve."""
+def make_lock(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions
+) -> Lock:
+    """Resolve everything again, container images too; runs in the namespace, since the supplier may have to serve."""
     store = Store(settings.store)
     store.prepare()
     _adopt(definition, settings, monitor)
-    lock = resolve_lock(definition, settings, monitor)
+    lock = resolve_lock(definition, requirements(definition, extensions), settings, monitor)
     if not definition.preload:
         return lock
     with (
         store.in_use(),
         store.staging() as staging,
-        Lab(definition, lock, settings, monitor, staging) as lab,
+        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
     ):
         _keep_temporary_files_in(staging)
-        return lock_images(definition, lock, lab.endpoints(), monitor)
+        return lock_images(definition, lock, supply.endpoints(), monitor)
 
 
 def _keep_temporary_files_in(staging: Path) -> None:
@@ -133,14 +137,20 @@ def _keep_temporary_files_in(staging: Path) -> None:
     os.environ["TMPDIR"] = os.fspath(staging)
 
 
-class Lab:
-    """The lab's registry for one build: built and started when something is to be asked or pulled there."""
+class Supply:
+    """A supplier's registry for one build: its images are made and it is started when something is asked there."""
 
     def __init__(
-        self, definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, staging: Path
+        self,
+        definition: ImageDefinition,
+        lock: Lock,
+        settings: Settings,
+        monitor: Monitor,
+        staging: Path,
+        extensions: Extensions,
     ) -> None:
         self.definition, self.lock, self.settings = definition, lock, settings
-        self.monitor, self.staging = monitor, staging
+        self.monitor, self.staging, self.extensions = monitor, staging, extensions
         self.store = Store(settings.store)
         self.ran: dict[str, dict[str, Any]] = {}
         self._running = ExitStack()
@@ -154,41 +164,45 @@ class Lab:
 
     def endpoints(self) -> Endpoints:
         """Return where the definition's registries are reached that no DNS knows."""
-        if not uses_lab(self.definition):
+        supplier = self.extensions.supplier
+        if not supplier.serves(self.definition):
             return {}
         if self._endpoints is None:
-            plan = lab_plan(self.definition, self.lock, self.settings.repo_root)
-            todo = missing(plan, self.store, [LAB_IMAGES])
-            work = Build(
-                self.definition,
-                self.lock,
-                plan,
-                self.settings,
-                self.store,
-                self.monitor,
-                self.staging,
-                None,
-                ran=self.ran,
+            plan = supplier_plan(self.definition, self.lock, self.settings.repo_root, self.extensions)
+            make(
+                Build(
+                    self.definition,
+                    self.lock,
+                    plan,
+                    self.settings,
+                    self.store,
+                    self.monitor,
+                    self.staging,
+                    kinds(self.extensions),
+                    ran=self.ran,
+                ),
+                missing(plan, self.store, [plan.stages[-1].name]),
             )
-            space.check(self.lock, todo, self.store, self.settings, self.definition)
-            fetch_locked(work, todo)
-            run_all(work, todo)
-            tools, images = plan.stages
-            registry = self._running.enter_context(
-                serve(
-                    self.store.product(tools.id) / "tree",
-                    self.store.product(images.id) / "registry",
-                    self.staging / "lab",
-                )
+            tools, images = (self.store.product(stage.id) for stage in plan.stages)
+            endpoint = self._running.enter_context(
+                supplier.serve(tools / "tree", images, self.staging / "registry")
             )
-            self._endpoints = {LAB_HOST: Endpoint(LAB_HOST, registry.address, registry.port, registry.ca)}
+            self._endpoints = {supplier.host: endpoint}
         return self._endpoints
+
+
+def make(work: Build, todo: Sequence[StagePlan]) -> None:
+    """Run stages, once it is sure that there is room for them and what is locked for them was fetched."""
+    space.check(work.lock, todo, work.kinds, work.store, work.settings, work.definition)
+    fetch_locked(work, todo)
+    run_all(work, todo)
 
 
 def build(
     definition: ImageDefinition,
     settings: Settings,
     monitor: Monitor,
+    extensions: Extensions,
     *,
     locked: Path | None = None,
     stop_after: str | None = None,
@@ -203,17 +217,17 @@ def build(
     store = Store(settings.store)
     store.prepare()
     cgroups.reap()
-    lock = obtain_lock(definition, settings, monitor, locked)
+    lock = obtain_lock(definition, settings, monitor, extensions, locked)
     with (
         store.in_use(),
         store.staging() as staging,
-        Lab(definition, lock, settings, monitor, staging) as lab,
+        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
     ):
         _keep_temporary_files_in(staging)
-        if requirements(definition).unlocked_images(lock):
-            lock = lock_images(definition, lock, lab.endpoints(), monitor)
+        if requirements(definition, extensions).unlocked_images(lock):
+            lock = lock_images(definition, lock, supply.endpoints(), monitor)
             lock.save(remembered_lock(settings, definition.record_name))
-        plan = resolve(definition, lock, settings.repo_root)
+        plan = resolve(definition, lock, settings.repo_root, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
         names = [s.name for s in plan.stages]
@@ -221,16 +235,28 @@ def build(
             raise UsageError(
                 f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
             )
-        work = Build(definition, lock, plan, settings, store, monitor, staging, shell, ran=lab.ran)
-        goals = [stop_after] if stop_after else list(_GOALS)
+        work = Build(
+            definition,
+            lock,
+            plan,
+            settings,
+            store,
+            monitor,
+            staging,
+            kinds(extensions),
+            shell,
+            ran=supply.ran,
+        )
+        # All other stages run only when one of these needs them.
+        goals = [stop_after] if stop_after else [extensions.verification.name, CONVERT]
         todo = missing(plan, store, goals)
         monitor.stages_planned(
             [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
         )
-        space.check(lock, todo, store, settings, definition)
+        space.check(lock, todo, work.kinds, store, settings, definition)
         fetch_locked(work, todo)
-        if any(s.kind == "preload" for s in todo):
-            work = replace(work, endpoints=lab.endpoints(), mirrors=registry_mirrors(definition))
+        if any(work.kind(stage).pulls for stage in todo):
+            work = replace(work, endpoints=supply.endpoints(), mirrors=registry_mirrors(definition))
         run_all(work, todo)
         if not stop_after:
             store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])

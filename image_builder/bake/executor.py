@@ -18,13 +18,14 @@ from typing import Any
 
 from image_builder.bake import space
 from image_builder.bake.lock.fetch import Wanted, fetch
-from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.pull.mirrors import Mirrors
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import Stage, StageContext
+from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
@@ -32,16 +33,6 @@ from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system.sandbox import Root
 from image_builder.system.trees import remove_tree
-
-# The stages that compile source packages of Debian.
-_FROM_SOURCE = ("kubelet_build", "control_plane_build")
-# Preload is a branch beside the layers: its stages wait for the network, and for nothing that a layer makes.
-_BESIDE = ("preload", "preload_store", "rehearsal")
-# Documents that a stage leaves when it fails, too.
-_REPORTS = {"verify": ("junit.xml", "verify.json")}
-
-# A stage that another package supplies.
-_RUNNERS = {"verify": "image_builder.verify.runner"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,8 @@ class Build:
     store: Store
     monitor: Monitor
     staging: Path
-    shell: Callable[[Root], None] | None
+    kinds: Mapping[str, StageKind]
+    shell: Callable[[Root], None] | None = None
     endpoints: Endpoints = field(default_factory=dict)
     mirrors: Mirrors = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -64,6 +56,10 @@ class Build:
     # that were made here, which need none. Threads share both: nothing goes through them.
     checks: dict[str, Future[None]] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
+
+    def kind(self, stage: StagePlan) -> StageKind:
+        """Return what is known of a stage's kind."""
+        return self.kinds[stage.kind]
 
 
 def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
@@ -83,14 +79,9 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     where = addresses(work.definition, work.settings, lock)
     names = {s.name for s in todo}
     packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
-    debs = [Wanted(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in packages.values()]
-    files = [
-        Wanted(f.name, f"{where[f.repository]}/{f.path}", f.sha256, f.size)
-        for source in (lock.sources.values() if names & set(_FROM_SOURCE) else ())
-        for f in source.files
-    ]
-    if any(s.kind == "layer" for s in todo):
-        files += [Wanted(a.url.rsplit("/", 1)[-1], a.url, a.sha256) for a in lock.archives]
+    debs = [_download(package, where) for package in packages.values()]
+    others = {file.sha256: file for stage in todo for file in work.kind(stage).files(stage, lock)}
+    files = [_download(file, where) for file in others.values()]
     if not debs and not files:
         return
     started = time.monotonic()
@@ -109,6 +100,12 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
 
 
+def _download(file: LockedFile | LockedArchive, where: Mapping[str, str]) -> Wanted:
+    if isinstance(file, LockedArchive):
+        return Wanted(file.url.rsplit("/", 1)[-1], file.url, file.sha256)
+    return Wanted(file.name, f"{where[file.repository]}/{file.path}", file.sha256, file.size)
+
+
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
     """Run the stages in order; those that can wait run beside the rest, one at a time.
 
@@ -122,7 +119,7 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
         try:
             for stage in todo:
                 awaited = [beside[i] for i in beside.keys() & stage.requires]
-                if stage.kind in _BESIDE or (stage.id not in needed and stage is not todo[-1]):
+                if work.kind(stage).beside or (stage.id not in needed and stage is not todo[-1]):
                     beside[stage.id] = pool.submit(_run_after, awaited, work, stage)
                 else:
                     _run_after(awaited, work, stage)
@@ -161,10 +158,10 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
     """Run one stage and commit it, unless another build did so in the meantime."""
     monitor, store = work.monitor, work.store
 
-    def told() -> None:
+    def on_wait() -> None:
         monitor.stage_doing(stage.name, "another build makes it")
 
-    with store.claim(stage.id, told, work.stop):
+    with store.claim(stage.id, on_wait, work.stop):
         if store.has(stage.id):
             monitor.stage_finished(stage.name, 0.0, cached=True)
             return
@@ -175,10 +172,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
             for needed in stage.requires - work.made:
                 _require_sound(work, needed)
             context = _context(work, stage, log)
-            module = importlib.import_module(
-                _RUNNERS.get(stage.kind, f"image_builder.bake.stages.{stage.kind}.run")
-            )
-            run: Stage = module.run
+            run: Stage = importlib.import_module(work.kind(stage).module).run
             facts = run(context)
             monitor.stage_doing(stage.name, "committing")
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
@@ -186,10 +180,9 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
         except (ImageBuilderError, OSError) as error:
             monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = _cause(error, store)
-            enterable = stage.kind in ("layer", "seal")
             _keep_reports(work, stage)
             raise StageError(
-                stage.name, cause, log=_keep_log(work, stage, log), enterable=enterable
+                stage.name, cause, log=_keep_log(work, stage, log), enterable=work.kind(stage).enterable
             ) from error
         work.ran[stage.name] = meta
         work.made.add(stage.id)
@@ -197,15 +190,15 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
 
 
 def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
-    """Return what to tell of a stage's failure; a full disk comes first, whatever the program said of it."""
+    """Return the error to report of a stage; a full disk comes first, whatever the program said of it."""
     if isinstance(error, ImageBuilderError):
-        told = error
+        cause = error
     else:
-        told = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
+        cause = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
     if shortage := space.shortage(store.path):
         hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
-        return SpaceError(f"{shortage}: {told.message}", hint=hint)
-    return told
+        return SpaceError(f"{shortage}: {cause.message}", hint=hint)
+    return cause
 
 
 def _keep_log(work: Build, stage: StagePlan, log: Path) -> str | None:
@@ -216,7 +209,7 @@ def _keep_log(work: Build, stage: StagePlan, log: Path) -> str | None:
 def _keep_reports(work: Build, stage: StagePlan) -> None:
     """Move what a failed stage reported to where its log will be, and say where that is."""
     product = work.staging / stage.name / "object" / "product"
-    for report in (product / name for name in _REPORTS.get(stage.kind, ())):
+    for report in (product / name for name in work.kind(stage).reports):
         if report.exists():
             work.monitor.note(f"{report.name}: {_keep(work, stage, report, f'-{report.name}')}")
 
@@ -234,23 +227,12 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
     product.mkdir(parents=True)
     (here / "work").mkdir()
     store, lock = work.store, work.lock
-    repo = archives = None
+    repo = None
     inputs = {name: store.product(i) for name, i in stage.inputs.items()}
     if stage.name in lock.groups and lock.groups[stage.name].packages:
         repo = here / "repo"
         group = lock.groups[stage.name]
         write_repository(group.packages, group.suite, store.path / "debs", repo)
-    if stage.kind == "layer" and (wanted := stage.options.get("archives")):
-        archives = here / "archives"
-        archives.mkdir()
-        for sha256 in map(str, wanted):  # type: ignore[arg-type]
-            os.link(store.path / "files" / sha256, archives / sha256)
-    if stage.kind in _FROM_SOURCE:
-        inputs["sources"] = here / "sources"
-        inputs["sources"].mkdir()
-        for source in lock.sources.values():
-            for file in source.files:
-                os.link(store.path / "files" / file.sha256, inputs["sources"] / file.name)
     return StageContext(
         plan=stage,
         definition=work.definition,
@@ -260,33 +242,43 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         ground=tuple(store.product(i) / "tree" for i in stage.ground),
         inputs=inputs,
         repo=repo,
-        archives=archives,
+        files=_link_files(work, stage, here / "files"),
         monitor=work.monitor,
         log=log,
         settings=work.settings,
         shell=work.shell,
         endpoints=work.endpoints,
         mirrors=work.mirrors,
-        previous=_previous(store, stage) if stage.kind == "preload" else None,
+        previous=_previous(work, stage),
         stop=work.stop,
     )
 
 
-def _previous(store: Store, stage: StagePlan) -> Path | None:
-    """Return the product of a finished preload by the same engine that has most of the wanted images.
+def _link_files(work: Build, stage: StagePlan, folder: Path) -> Path | None:
+    """Link the locked files of a stage into a folder of its own: those with an address by SHA-256, others by name."""
+    files = work.kind(stage).files(stage, work.lock)
+    if not files:
+        return None
+    folder.mkdir()
+    for file in files:
+        name = file.sha256 if isinstance(file, LockedArchive) else file.name
+        os.link(work.store.path / "files" / file.sha256, folder / name)
+    return folder
+
+
+def _previous(work: Build, stage: StagePlan) -> Path | None:
+    """Return the product of the finished stage of this name that has most of what this one is to have.
 
     None where that one is damaged: what is taken over is in no manifest but the one that is written then.
     """
-    wanted = {str(image["digest"]) for image in _images(stage.options)}
+    store, shared = work.store, work.kind(stage).shared
+    if shared is None:
+        return None
     best: tuple[int, str] = (0, "")
     for stage_id in store.ids():
-        found = store.meta(stage_id)
-        if found["name"] == stage.name and all(
-            found["options"].get(key) == stage.options[key]
-            for key in ("engine", "snapshotter", "packages", "archives")
-        ):
-            shared = len(wanted & {str(image["digest"]) for image in _images(found["options"])})
-            best = max(best, (shared, stage_id))
+        meta = store.meta(stage_id)
+        if meta["name"] == stage.name:
+            best = max(best, (shared(stage.options, meta["options"]), stage_id))
     if not best[0]:
         return None
     try:
@@ -294,8 +286,3 @@ def _previous(store: Store, stage: StagePlan) -> Path | None:
     except StoreError:
         return None
     return store.product(best[1])
-
-
-def _images(options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    found: Sequence[Mapping[str, Any]] = options["images"]
-    return found

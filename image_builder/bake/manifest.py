@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from image_builder import __version__
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.plan.model import Plan
+from image_builder.bake.verification import Verification
 from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import PublishError
@@ -105,16 +106,6 @@ class Disk(_Frozen):
     kernel: str
     kernel_args: tuple[str, ...]
     secure_boot: SecureBoot | None = Field(description="null when the definition doesn't declare it.")
-
-
-class Verification(_Frozen):
-    """The suite's run on the sealed tree; verify.json and junit.xml hold all of it."""
-
-    marker: str
-    verdict: Literal["passed"]
-    passed: Count
-    not_applicable: Count
-    seconds: float = Field(ge=0)
 
 
 class PreloadedImage(_Frozen):

@@ -31,15 +31,15 @@ from image_builder.bake.lock.model import Lock
 from image_builder.bake.manifest import Artefact, Document, Manifest
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.store import Store
+from image_builder.bake.verification import passed_verification
 from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
-from image_builder.errors import ImageBuilderError, PublishError, SpaceError
+from image_builder.errors import PublishError, SpaceError
 from image_builder.events import Monitor, NullMonitor
 from image_builder.node import durable
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.trees import remove_tree
-from image_builder.verify import report as verification
 
 BUILD_DIGITS = 12
 MANIFEST = "manifest.json"
@@ -74,7 +74,7 @@ def publish(
     """
     monitor = monitor or NullMonitor()
     verified = store.product(plan.stage("verify").id)
-    result = _passed_verification(verified)
+    result = passed_verification(verified)
     converted = plan.stage("convert").id
     artefacts = tuple(Artefact.model_validate(f) for f in _facts(store, converted)["files"])
     documents = {
@@ -188,24 +188,6 @@ def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
 
 def _document(name: str, data: bytes) -> Document:
     return Document(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-def _passed_verification(folder: Path) -> manifests.Verification:
-    """Return the summary of a verification; raises PublishError unless it passed."""
-    try:
-        result = verification.from_json(json.loads((folder / "verify.json").read_bytes()))
-        verification.require_passed(result)
-    except (OSError, ValueError, ImageBuilderError) as error:
-        raise PublishError(
-            f"not published: the image is not verified: {error}", hint="image-builder build verifies first"
-        ) from error
-    return manifests.Verification(
-        marker=result.marker,
-        verdict="passed",
-        passed=len(result.passed),
-        not_applicable=len(result.not_applicable),
-        seconds=round(result.seconds, 3),
-    )
 
 
 # -- reuse -----------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ def lock(
     from image_builder.bake.build import make_lock
     from image_builder.bake.lock.model import Lock
     from image_builder.bake.lock.resolve import remembered_lock
+    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.errors import UsageError
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
@@ -111,7 +112,7 @@ def lock(
         )
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
-        made = make_lock(definition, settings, monitor)
+        made = make_lock(definition, settings, monitor, EXTENSIONS)
     made.save(path)
     made.save(remembered_lock(settings, definition.record_name))
     changes = _changed_packages(before, made) if before else []
@@ -169,11 +170,13 @@ def plan(
     from image_builder.bake.plan.explain import explain as reasons
     from image_builder.bake.plan.resolve import resolve
     from image_builder.bake.store import Store
+    from image_builder.cli.extensions import EXTENSIONS
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
     with render.monitor(f"plan {image}") as monitor:
-        resolved = resolve(definition, obtain_lock(definition, settings, monitor, locked), settings.repo_root)
+        used_lock = obtain_lock(definition, settings, monitor, EXTENSIONS, locked)
+        resolved = resolve(definition, used_lock, settings.repo_root, EXTENSIONS)
         for warning in resolved.warnings:
             monitor.note(f"warning: {warning}")
     kept_stages = Store(settings.store)
@@ -225,6 +228,7 @@ def build(
         image-builder build worker --output /srv/images
     """
     from image_builder.bake import build as building
+    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.system import host
 
     host.check_host(store)
@@ -243,6 +247,7 @@ def build(
             definition,
             settings,
             monitor,
+            EXTENSIONS,
             locked=locked,
             stop_after=stop_after,
             shell=shell if shell_on_failure else None,

@@ -64,18 +64,18 @@ def up(
 @register(app, hidden=True, isolated=True)
 def serve(inventory: Inventories = None, store: StoreDir = DEFAULT_STORE, mirror: Mirror = None) -> int:
     """Serve in the foreground; what `lab up` starts."""
-    from image_builder.bake.requirements import uses_lab
+    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.definition import load_inventory
     from image_builder.lab import service as lab_service
 
     found = load_inventory(inventory or [REPO_ROOT / "inventories/lab"])
     definitions = (found.define(name) for name in found.images)
-    definition = next((d for d in definitions if uses_lab(d)), None)
+    definition = next((d for d in definitions if EXTENSIONS.supplier.serves(d)), None)
     if definition is None:
         what = "no image of this inventory preloads anything from the lab's registry"
         raise DefinitionError([Problem(os.fspath(found.paths[0]), "image_preload", what)])
     with render.monitor("lab serve") as monitor:
-        lab_service.serve(definition, host_settings(store, mirror=mirror), monitor)
+        lab_service.serve(definition, host_settings(store, mirror=mirror), monitor, EXTENSIONS)
     return 0
 
 

@@ -57,9 +57,10 @@ def boot(
 
         image-builder boot worker --verify
     """
+    from image_builder.lab import pause
     from image_builder.system import host
     from image_builder.verify import boot as booting
-    from image_builder.verify import report as verification
+    from image_builder.verify import result as verification
 
     if local_disk and no_local_disk:
         raise UsageError("--local-disk and --no-local-disk exclude each other")
@@ -74,6 +75,7 @@ def boot(
             out_dir=out_dir,
             settings=host_settings(store, output=output.absolute()),
             monitor=monitor,
+            pause_archive=pause.archive,
             facts=facts,
             keep=keep,
             secure_boot=secure_boot,
@@ -128,7 +130,7 @@ def verify(
         image-builder verify 'ssh://admin@node7?key=KEY&known_hosts=FILE' --facts facts.json
     """
     from image_builder.verify import command as verifying
-    from image_builder.verify import report as verification
+    from image_builder.verify import result as verification
 
     with render.monitor(f"verify {target}") as monitor:
         result = verifying.verify(

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import urllib3
 
-from image_builder.bake.build import Lab, obtain_lock
+from image_builder.bake.build import Supply, obtain_lock
+from image_builder.bake.stages.kind import Extensions
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition
@@ -144,18 +145,18 @@ def _last_line(log: Path) -> str:
     return lines[-1].partition(" ")[2].strip() if lines else ""
 
 
-def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> None:
+def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions) -> None:
     """Serve the lab's images until SIGTERM or SIGINT; runs in the namespace."""
     store = Store(settings.store)
     store.prepare()
     with listening(signal.SIGTERM, signal.SIGINT) as wait:
-        lock = obtain_lock(definition, settings, monitor)
+        lock = obtain_lock(definition, settings, monitor, extensions)
         with (
             store.in_use(),
             store.staging() as staging,
-            Lab(definition, lock, settings, monitor, staging) as lab,
+            Supply(definition, lock, settings, monitor, staging, extensions) as supply,
         ):
-            endpoint = lab.endpoints()[HOST]
+            endpoint = supply.endpoints()[HOST]
             _PLACE.mkdir(mode=0o755, exist_ok=True)
             shutil.copyfile(endpoint.ca, _CA)
             images = [i.ref for i in definition.preload if i.ref.startswith(f"{HOST}/")]

@@ -16,11 +16,10 @@ from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.errors import BootError, UsageError, VerifyError
 from image_builder.events import Monitor
-from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
-from image_builder.verify.report import SuiteResult, require_passed
+from image_builder.verify.result import SuiteResult, require_passed
 from image_builder.verify.runner import observe_suite
 
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
@@ -36,6 +35,8 @@ GROWTH_BYTES = 8 << 30
 LOCAL_DISK = ExtraDisk("local0", size=16 << 30)
 POD_NAME = "lab-probe"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+PauseArchive = Callable[[str], bytes]
+"""Returns an archive of a pause image under a reference, as `docker load` takes it."""
 DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
 
@@ -110,6 +111,7 @@ def boot(
     out_dir: Path,
     settings: Settings,
     monitor: Monitor,
+    pause_archive: PauseArchive,
     facts: Path | None = None,
     keep: bool = False,
     secure_boot: bool | None = None,
@@ -120,7 +122,8 @@ def boot(
 
     With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
     ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
-    the suite's facts.json, by default the one beside the disk. Without ``verify``, or with ``keep``, the
+    the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to one that
+    doesn't preload it. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
     image declares (``image_secure_boot``); ``extra_disks`` None: a blank local disk where the image has the layer
     ``node``. ``then`` is called with the machine, after the result was written and
@@ -147,7 +150,7 @@ def boot(
             pod_seconds, suite = None, None
             if verify:
                 with _stage(monitor, "verify"):
-                    pod_seconds = start_pod(vm, ssh, variables, monitor)
+                    pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
             result = _result(vm, state, system_seconds, pod_seconds, suite)
             record = json.dumps(result.as_json(), indent=1) + "\n"
@@ -256,19 +259,21 @@ def wait_for_system(
     return state
 
 
-def start_pod(vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor) -> float | None:
+def start_pod(
+    vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor, pause_archive: PauseArchive
+) -> float | None:
     """Give the node a static pod of its pause image; return the seconds when it runs.
 
-    Nothing is pulled: an image that doesn't preload its pause image is given the lab's under that reference.
+    Nothing is pulled: an image that doesn't preload its pause image is given ``pause_archive`` of that reference.
     Returns None where the image has no kubelet. Raises BootError when the pod doesn't run in time.
     """
     layers = variables.get("image_layers", [])
     if "container_runtime" not in layers:
         return None
-    reference = str(variables.get("container_runtime_pause_image", pause.REFERENCE))
+    reference = str(variables["container_runtime_pause_image"])
     if reference not in [image["ref"] for image in variables.get("image_preload", [])]:
         monitor.stage_doing("verify", f"loading {reference}")
-        ssh.put(pause.archive(reference), "/var/tmp/pause.tar")
+        ssh.put(pause_archive(reference), "/var/tmp/pause.tar")
         ssh.run(
             import_command(str(variables.get("container_runtime_engine", "docker")), "/var/tmp/pause.tar"),
             timeout=POD_SECONDS,

@@ -17,7 +17,7 @@ from image_builder.machine import ssh
 from image_builder.settings import Settings
 from image_builder.system import process, sparse
 from image_builder.system.sandbox import open_root
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import verify_target
 
 _REMOTE = "ssh://"

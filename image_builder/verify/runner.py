@@ -1,8 +1,4 @@
-"""Verification: run ``image_builder/suite`` against a tree or a machine and believe nothing but a full, green run.
-
-As a stage it looks at the sealed tree before any disk is made of it. The same ``run_suite`` serves booted
-machines. Product: ``facts.json`` (what the suite was told), ``junit.xml``, ``verify.json``.
-"""
+"""The runner of ``image_builder/suite`` on a tree or a machine; nothing but a full, green run is believed."""
 
 from __future__ import annotations
 
@@ -12,54 +8,26 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from image_builder import json_lines
 from image_builder.bake import identity
-from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, VerifyError
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
-from image_builder.system.sandbox import open_root
-from image_builder.verify.report import SuiteResult, junit_outcomes, read_run, require_passed
+from image_builder.verify.result import SuiteResult, junit_outcomes, read_run, require_passed
 
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
 SUITE = REPO_ROOT / "image_builder" / "suite"
-OFFLINE_TIMEOUT = 600.0
-# As a stage the checks run beside the disk and the conversion, which take longer and get the processors first.
-_NICENESS = 10
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Any end of pytest is judged here, also by a signal.
 _ANY_STATUS = range(-64, 256)
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a check's name, how many are done, how many there are."""
-
-
-def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
-    with open_root(ctx.lowers, ctx.work) as root:
-        facts = ctx.product / "facts.json"
-        options: Mapping[str, Any] = ctx.plan.options
-        told = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
-        write_facts(facts, told)
-        result = run_suite(
-            f"sandbox:{root.path}",
-            facts,
-            ctx.product,
-            marker="offline",
-            python=ctx.settings.python,
-            log=ctx.log,
-            timeout=OFFLINE_TIMEOUT,
-            niceness=_NICENESS,
-            on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
-                ctx.plan.name, done, total, "checks"
-            ),
-        )
-    return {"checks": len(result.checks), "not_applicable": len(result.not_applicable)}
 
 
 def definition_facts(

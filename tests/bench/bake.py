@@ -40,7 +40,7 @@ from image_builder.bake.lock import repository  # noqa: E402
 from image_builder.bake.lock.mmdebstrap import mmdebstrap  # noqa: E402
 from image_builder.bake.lock.model import Lock  # noqa: E402
 from image_builder.bake.lock.repository import write_repository  # noqa: E402
-from image_builder.bake.stages.base import run as base  # noqa: E402
+from image_builder.bake.stages.base import plan as base  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
 from image_builder.node import durable  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from image_builder.events import NullMonitor
+from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
 from image_builder.verify.boot import BootResult, boot, find_disk
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from tests import mutants
 from tests.boot.node import SHELL_SECONDS
 from tests.builds import Workplace
@@ -79,6 +80,7 @@ def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
         out_dir=records,
         settings=settings,
         monitor=NullMonitor(),
+        pause_archive=pause.archive,
         then=break_and_verify,
     )
     assert not list((settings.store / "staging").iterdir()), "the machine left files behind"

@@ -24,7 +24,7 @@ from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
 from image_builder.verify.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import observe_suite
 from tests import mutants
 from tests.boot.node import shell
@@ -144,6 +144,7 @@ def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFa
         out_dir=records,
         settings=settings,
         monitor=NullMonitor(),
+        pause_archive=pause.archive,
         then=go_on,
     )
     return Booted(result, **seen)

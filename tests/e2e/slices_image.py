@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from image_builder.bake.lock.apt import Apt, debian_sources
 from image_builder.bake.lock.fetch import Wanted, fetch
-from image_builder.bake.requirements import keyring
+from image_builder.bake.lock.requirements import keyring
 from image_builder.lab import images, pause
 from image_builder.settings import Settings
 from image_builder.system import process

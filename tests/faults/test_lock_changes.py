@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.requirements import Group, Requirements
 from image_builder.bake.lock.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
-from image_builder.bake.requirements import Group, Requirements
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
 from image_builder.events import Monitor, NullMonitor
@@ -174,14 +174,14 @@ def test_a_mirror_that_serves_an_old_state_is_a_warning(
     definition = _definition(made.keyring)
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     needs = Requirements({"base": Group(SUITE, ("dbus",))}, {}, {})
-    monkeypatch.setattr("image_builder.bake.lock.resolve.requirements", lambda _: needs)
     notes: list[str] = []
     monitor = NullMonitor()
     monkeypatch.setattr(monitor, "note", notes.append)
 
     def lock() -> list[str]:
         notes.clear()
-        resolve_lock(definition, settings, monitor).save(remembered_lock(settings, definition.record_name))
+        lock = resolve_lock(definition, needs, settings, monitor)
+        lock.save(remembered_lock(settings, definition.record_name))
         return [note for note in notes if "old state" in note]
 
     assert lock() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import SUITE, observe_suite, run_suite
 
 HEADER = """

@@ -17,6 +17,7 @@ import pytest
 
 from image_builder.errors import BootError
 from image_builder.events import NullMonitor
+from image_builder.lab import pause
 from image_builder.machine import accelerator, monitor, qemu
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
@@ -129,6 +130,7 @@ def test_the_console_that_a_failed_boot_names_is_there_afterwards(blank: Path, t
             out_dir=tmp_path / "out",
             settings=Settings(store=tmp_path / "store"),
             monitor=NullMonitor(),
+            pause_archive=pause.archive,
             extra_disks=(),
         )
     shown = Path((caught.value.hint or "").removeprefix("the whole console: "))

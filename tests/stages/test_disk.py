@@ -106,7 +106,7 @@ def _context(
         lowers=(tree,),
         inputs={"tools": base / "tools", **inputs},
         repo=None,
-        archives=None,
+        files=None,
         monitor=NullMonitor(),
         log=base / "log",
         settings=Settings(store=base),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from tests import mutants
 from tests.variants import Variant
 

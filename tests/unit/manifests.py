@@ -14,8 +14,8 @@ from image_builder.bake.manifest import (
     Package,
     Partition,
     Stage,
-    Verification,
 )
+from image_builder.bake.verification import Verification
 
 BUILD_ID = "ab" * 32
 DOCUMENTS = {"verify.json": b'{"verdict": "passed"}\n', "facts.json": b"{}\n"}

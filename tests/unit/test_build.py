@@ -10,9 +10,9 @@ import pytest
 from image_builder.bake import build as building
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.resolve import resolve
-from image_builder.bake.requirements import requirements
+from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.bake.store import Store
+from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.definition.record import record_name
 from image_builder.events import NullMonitor
@@ -25,20 +25,20 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(cgroups, "reap", lambda: None)  # another build's, on this host
     definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
-    needs = requirements(definition)
+    needs = requirements(definition, EXTENSIONS)
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[]) for n, g in needs.groups.items()}
     lock = Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
     settings = Settings(store=tmp_path / "store", output=tmp_path / "output")
     store = Store(settings.store)
     store.prepare()
-    tools = resolve(definition, lock, REPO_ROOT).stage("tools")
+    tools = resolve(definition, lock, REPO_ROOT, EXTENSIONS).stage("tools")
     with store.staging() as staging:
         (staging / "object/product").mkdir(parents=True)
         store.commit(tools, staging / "object", 1.0, {})
     path = tmp_path / "given.json" if given else remembered_lock(settings, definition.record_name)
     lock.save(path)
     done = building.build(
-        definition, settings, NullMonitor(), locked=path if given else None, stop_after="tools"
+        definition, settings, NullMonitor(), EXTENSIONS, locked=path if given else None, stop_after="tools"
     )
     assert [stage["cached"] for stage in done.stages] == [True]
     assert done.lock == path
@@ -54,13 +54,13 @@ def _fitting(definition: ImageDefinition, version: str) -> Lock:
     package = LockedPackage(
         name="p", sha256="a" * 64, size=1, path="p", repository="debian", version=version, architecture="all"
     )
-    needs = requirements(definition)
+    needs = requirements(definition, EXTENSIONS)
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[package]) for n, g in needs.groups.items()}
     return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
 
 
 def _version(definition: ImageDefinition, settings: Settings) -> str:
-    lock = building.obtain_lock(definition, settings, NullMonitor())
+    lock = building.obtain_lock(definition, settings, NullMonitor(), EXTENSIONS)
     return lock.group("base").packages[0].version
 
 
@@ -99,7 +99,7 @@ def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
     with monkeypatch.context() as ordinary_user:
         ordinary_user.setattr(Store, "adopt", _refuse)
         assert _version(definition, settings) == "1" and older.exists()
-    lock = building.obtain_lock(definition, settings, monitor)
+    lock = building.obtain_lock(definition, settings, monitor, EXTENSIONS)
     assert lock.group("base").packages[0].version == "1" and not older.exists()
     assert notes == [f"the lock and the builds remembered of minimal are now those of {tmp_path}/mine/lab"]
     assert _version(definition, settings) == "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from image_builder.bake.stages.control_plane_build.run import described_packages
+from image_builder.bake.stages.go.openapi import described_packages
 
 
 def test_packages_are_found_below_links_by_their_mark(tmp_path: Path) -> None:

@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 
 from image_builder.bake.executor import Build, _context, _run_stage
+from image_builder.bake.lock.model import LockedArchive, LockedFile
 from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages import StageContext
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
+from image_builder.cli.extensions import EXTENSIONS
 from image_builder.errors import StageError, VerifyError
 from image_builder.events import NullMonitor
 from image_builder.settings import Settings
-from image_builder.verify import runner as verify
+from image_builder.verify.stage import run as verify
+
+_SOURCE: dict[str, Any] = {
+    "name": "k.dsc",
+    "sha256": "b" * 64,
+    "size": 1,
+    "path": "k.dsc",
+    "repository": "debian",
+}
 
 
 def _preload(*images: str) -> StagePlan:
@@ -38,10 +49,15 @@ def store(tmp_path: Path) -> Store:
 
 
 def _work(store: Store, staging: Path) -> Build:
-    lock: Any = SimpleNamespace(groups={}, sources={})
+    lock: Any = SimpleNamespace(
+        groups={},
+        sources={"kubernetes": SimpleNamespace(files=[LockedFile(**_SOURCE)])},
+        archives=[LockedArchive(url="https://example.invalid/a.tar", sha256="a" * 64)],
+    )
     definition: Any = SimpleNamespace(name="worker")
     nothing: Any = None
-    return Build(definition, lock, nothing, Settings(store=store.path), store, NullMonitor(), staging, None)
+    settings, all_kinds = Settings(store=store.path), kinds(EXTENSIONS)
+    return Build(definition, lock, nothing, settings, store, NullMonitor(), staging, all_kinds)
 
 
 def _given(store: Store, stage: StagePlan, staging: Path) -> StageContext:
@@ -61,6 +77,24 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
     (store.product(before.id) / "state/layer").write_text("of another")
     with store.staging() as staging:
         assert _given(store, _preload("sha256:1", "sha256:2"), staging).previous is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [
+        (StagePlan("gpu", "layer", {"archives": ["a" * 64]}), {"a" * 64}),
+        (StagePlan("system", "layer", {"archives": []}), set()),
+        (StagePlan("kubelet_build", "go"), {"k.dsc"}),
+    ],
+)
+def test_a_stage_gets_links_to_its_own_locked_files(store: Store, stage: StagePlan, names: set[str]) -> None:
+    for digest in ("a" * 64, "b" * 64):
+        (store.path / "files" / digest).write_text(digest)
+    with store.staging() as staging:
+        files = _given(store, stage, staging).files
+        assert {path.name for path in files.iterdir()} == names if files else not names
+        for path in files.iterdir() if files else ():
+            assert path.stat().st_nlink == 2
 
 
 def test_checks_that_fail_leave_their_reports(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

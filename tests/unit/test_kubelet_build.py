@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.bake.stages.kubelet_build.run import Source, collect_sources, linker_flags, parse_options
+from image_builder.bake.stages.go.run import Source, collect_sources, linker_flags, parse_options
 from image_builder.errors import FetchError, LockError
 
 DSC = {"name": "kubernetes_1.20.2-1.dsc", "sha256": "0" * 64}
 TAR = {"name": "kubernetes_1.20.2.orig.tar.gz", "sha256": "1" * 64}
 
 
-def test_defaults_are_the_lab_kubelet() -> None:
-    options = parse_options({"sources": [TAR, DSC]})
+def test_the_description_is_told_from_the_other_files() -> None:
+    options = parse_options({"version": "1.20.2", "programs": ["kubelet"], "sources": [TAR, DSC]})
     assert (options.version, options.programs, options.dsc) == ("1.20.2", ("kubelet",), DSC["name"])
 
 

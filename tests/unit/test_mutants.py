@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.verify.report import Check, Outcome, SuiteResult
+from image_builder.verify.result import Check, Outcome, SuiteResult
 from tests import mutants
 
 SEEN: tuple[Outcome, str] = ("failed", "AssertionError")

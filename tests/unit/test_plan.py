@@ -11,6 +11,7 @@ import pytest
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
+from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
 
@@ -103,7 +104,7 @@ def _lock(**changes: object) -> Lock:
 
 
 def _plan(root: Path, lock: Lock | None = None) -> Plan:
-    return resolve(_definition(root), lock or _lock(), root)
+    return resolve(_definition(root), lock or _lock(), root, EXTENSIONS)
 
 
 def _changed(before: Plan, after: Plan) -> set[str]:
@@ -205,7 +206,7 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             id="the convert stage",
         ),
         pytest.param(
-            _append("image_builder/verify/runner.py", "\nx = 1\n"), {"verify"}, id="the verify stage"
+            _append("image_builder/verify/stage/run.py", "\nx = 1\n"), {"verify"}, id="the verify stage"
         ),
     ],
 )

@@ -19,6 +19,7 @@ from image_builder.bake.lock.model import DEBIAN, Lock, LockedGroup
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.publish import Publication, publish_files
 from image_builder.bake.store import Store
+from image_builder.bake.verification import passed_verification
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
@@ -211,27 +212,24 @@ def test_without_renameat2_the_result_is_the_same(output: Path, monkeypatch: pyt
     assert _names(output / "worker") == [BUILD_ID[:12], "latest"]
 
 
-def _verified(folder: Path, outcome: str, checks: int = 1) -> Path:
-    check = {"name": "a::b", "outcome": outcome, "seconds": 0, "title": "", "message": "no", "exception": ""}
-    verdict = {
-        "target": "sandbox",
-        "marker": "offline",
-        "verdict": "passed",  # what a forger would write; the checks decide
-        "seconds": 1.0,
-        "checks": [check] * checks,
-        "not_applicable": [],
-    }
-    return write(folder, {"verify.json": json.dumps(verdict).encode()})
+def _verdict(checks: int, passed: int) -> dict[str, bytes]:
+    document = {"marker": "offline", "checks": checks, "passed": passed, "not_applicable": 0, "seconds": 1.0}
+    return {"verdict.json": json.dumps(document).encode()}
 
 
 def test_only_a_passed_verification_counts(tmp_path: Path) -> None:
-    assert publish._passed_verification(_verified(tmp_path / "good", "passed")).passed == 1
-    with pytest.raises(PublishError, match="not verified: 1 of 1 checks failed"):
-        publish._passed_verification(_verified(tmp_path / "bad", "failed"))
+    assert passed_verification(write(tmp_path / "good", _verdict(1, 1))).passed == 1
+    with pytest.raises(PublishError, match="not verified: 1 of 2 checks failed"):
+        passed_verification(write(tmp_path / "bad", _verdict(2, 1)))
     with pytest.raises(PublishError, match="no check"):
-        publish._passed_verification(_verified(tmp_path / "none", "passed", 0))
+        passed_verification(write(tmp_path / "none", _verdict(0, 0)))
     with pytest.raises(PublishError, match="not verified"):
-        publish._passed_verification(tmp_path / "missing")
+        passed_verification(tmp_path / "missing")
+    # What a forger would write, and what is not our own document at all.
+    forged = json.loads(_verdict(2, 1)["verdict.json"]) | {"verdict": "passed"}
+    for content in (json.dumps(forged).encode(), b"{}", b"passed"):
+        with pytest.raises(PublishError, match="not verified"):
+            passed_verification(write(tmp_path / "forged", {"verdict.json": content}))
 
 
 def _commit(store: Store, plan: StagePlan, files: dict[str, bytes], facts: dict[str, Any]) -> None:
@@ -247,10 +245,10 @@ def _built(tmp_path: Path) -> tuple[ImageDefinition, Lock, Plan, Store, Settings
     store = Store(tmp_path / "store")
     store.prepare()
     facts = {"packages": [{"name": "bash", "version": "5.2", "architecture": "amd64"}]}
-    verified = _verified(tmp_path / "verified", "passed") / "verify.json"
     files = {
         "verify": {
-            "verify.json": verified.read_bytes(),
+            **_verdict(1, 1),
+            "verify.json": b"{}",
             "junit.xml": b"<testsuites/>",
             "facts.json": json.dumps(facts).encode(),
         },
@@ -306,9 +304,7 @@ def test_what_an_operator_ought_to_know_of_a_lock_is_in_the_manifest(tmp_path: P
 def test_a_failed_verification_is_never_published(tmp_path: Path) -> None:
     built = _built(tmp_path)
     product = built[3].product(built[2].stage("verify").id)
-    (product / "verify.json").write_bytes(
-        (_verified(tmp_path / "bad", "failed") / "verify.json").read_bytes()
-    )
+    write(product, _verdict(1, 0))
     with pytest.raises(PublishError, match="not verified"):
         publish.publish(*built)
     assert not (tmp_path / "output").exists()

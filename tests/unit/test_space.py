@@ -13,7 +13,9 @@ import pytest
 from image_builder.bake import space
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.store import Store
+from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import SpaceError
 from image_builder.settings import Settings
@@ -23,7 +25,7 @@ MB = 1_000_000
 GROUPS = {"build_root": 130, "base": 50, "system": 70, "kubernetes": 10}
 STAGES = {
     "build_root": "base",
-    "kubelet_build": "kubelet_build",
+    "kubelet_build": "go",
     "base": "base",
     "system": "layer",
     "kubernetes": "layer",
@@ -66,11 +68,12 @@ def lock() -> Lock:
 
 
 def todo(*names: str) -> list[StagePlan]:
-    return [StagePlan(name, STAGES[name]) for name in names or STAGES]
+    options: dict[str, JSON] = {"formats": definition().formats}
+    return [StagePlan(name, STAGES[name], options) for name in names or STAGES]
 
 
 def estimate(store: Store, *names: str) -> tuple[int, int]:
-    return space.estimate(lock(), todo(*names), definition(), store)
+    return space.estimate(lock(), todo(*names), kinds(), store, definition())
 
 
 def test_a_build_that_stops_before_the_disk_needs_no_room_for_it(store: Store) -> None:
@@ -102,6 +105,6 @@ def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -
     free = SimpleNamespace(f_bavail=needed // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _path: free)
     with pytest.raises(SpaceError, match=r"200 MiB are missing|201 MiB are missing"):
-        space.check(lock(), todo(), store, settings, definition())
+        space.check(lock(), todo(), kinds(), store, settings, definition())
     free.f_bavail += (201 << 20) // 4096
-    space.check(lock(), todo(), store, settings, definition())
+    space.check(lock(), todo(), kinds(), store, settings, definition())

@@ -1,81 +1,141 @@
-"""A stage's id covers every module of this program that its stage module imports, directly or not."""
+"""A stage's id covers every module of this program that its ``run`` imports, directly or not, but what is neutral."""
 
 from __future__ import annotations
 
 import ast
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from image_builder.bake.plan.code import CODE
+from image_builder.bake.plan.closure import DECIDING, NEUTRAL, PACKAGE, Code, _imports, imported, is_neutral
+from image_builder.bake.plan.resolve import kinds
+from image_builder.bake.stages.kind import StageKind
+from image_builder.cli.extensions import EXTENSIONS
+from image_builder.settings import REPO_ROOT
 from image_builder.system.digests import executed
-from tests.imports import closure
 
-PACKAGE = Path(__file__).resolve().parents[2] / "image_builder"
-# Modules that decide how a stage is run, watched or refused, but no byte of what it makes; a definition's
-# values and a lock's digests are in the options.
-NEUTRAL = {
-    "__init__.py",
-    "system/cgroups.py",
-    "errors.py",
-    "events.py",
-    "bake/lock/model.py",
-    "system/namespace.py",
-    "node/mounts.py",
-    "bake/plan/__init__.py",
-    "bake/plan/model.py",
-    "system/process.py",
-    "bake/pull/__init__.py",
-    "bake/pull/attempt.py",
-    "bake/pull/credentials.py",
-    "bake/pull/deadline.py",
-    "bake/pull/docker_events.py",
-    "bake/pull/gateway.py",
-    "bake/pull/mirrors.py",
-    "bake/pull/model.py",
-    "bake/pull/outbound.py",
-    "bake/pull/puller.py",
-    "bake/pull/registry.py",
-    "bake/pull/retry.py",
-    "settings.py",
-    "bake/stages/__init__.py",
-    "bake/store.py",
-    "system/web.py",
-    "bake/formats/__init__.py",
-    "bake/__init__.py",
-    "bake/lock/__init__.py",
-    "canonical.py",
-    "system/__init__.py",
-    "system/trees.py",
-    "system/digests.py",
-    "verify/__init__.py",
-}
+PROGRAM = REPO_ROOT / PACKAGE
+KINDS = kinds(EXTENSIONS)
+PRELOADS = {"preload", "preload_store", "rehearsal"}
+PLAYS = {"layer", "seal"}
 
 
-def _closure(module: str) -> set[str]:
-    def is_neutral(file: Path) -> bool:
-        name = file.relative_to(PACKAGE).as_posix()
-        return name in NEUTRAL or name.startswith("definition/")
-
-    found = closure([PACKAGE / module], PACKAGE.name, PACKAGE.parent, is_neutral)
-    return {file.relative_to(PACKAGE).as_posix() for file in found}
+def _code(kind: StageKind, root: Path = REPO_ROOT) -> dict[str, str]:
+    return Code(root).of_stage(kind.module, kind.data)
 
 
-@pytest.mark.parametrize("kind", sorted(CODE))
-def test_every_imported_module_is_covered(kind: str) -> None:
-    covered = set(CODE[kind])
-    folders = tuple(f"{name}/" for name in covered if (PACKAGE / name).is_dir())
-    missing = {
-        n
-        for n in _closure("verify/runner.py" if kind == "verify" else f"bake/stages/{kind}/run.py")
-        if n not in covered and not n.startswith(folders or ("\0",))
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_imported_module_is_in_the_id_or_neutral(kind: StageKind) -> None:
+    code = _code(kind)
+    assert f"{kind.module.replace('.', '/')}.py" in code
+    for name in code:
+        for file in imported(REPO_ROOT / name, PACKAGE) if name.endswith(".py") else ():
+            below = file.relative_to(PROGRAM).as_posix()
+            assert f"{PACKAGE}/{below}" in code or is_neutral(below), f"{name} imports {below}"
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_no_plan_is_in_an_id(kind: StageKind) -> None:
+    """What a stage needs, how large it is and where it runs may change without making anything again."""
+    plans = {REPO_ROOT / f"{k.module.replace('.', '/')}.py" for k in KINDS.values()}
+    names = {path.with_name("plan.py").relative_to(REPO_ROOT).as_posix() for path in plans}
+    assert not names & _code(kind).keys()
+
+
+def test_the_neutral_list_has_what_stages_import_and_nothing_else() -> None:
+    met = {
+        file.relative_to(PROGRAM).as_posix()
+        for kind in KINDS.values()
+        for name in _code(kind)
+        if name.endswith(".py")
+        for file in imported(REPO_ROOT / name, PACKAGE)
     }
-    assert missing == set()
+    for part in NEUTRAL:
+        assert [name for name in met if name == part or name.startswith(f"{part}/")], part
+    assert [name for name in DECIDING if name not in met] == []
+    assert [name for name in DECIDING if not any(name.startswith(f"{part}/") for part in NEUTRAL)] == []
+    assert all(NEUTRAL.values()) and len(NEUTRAL) <= 12
 
 
-@pytest.mark.parametrize("kind", sorted(CODE))
-def test_every_covered_file_exists(kind: str) -> None:
-    assert [name for name in CODE[kind] if not (PACKAGE / name).exists()] == []
+@pytest.mark.parametrize(
+    ("file", "reached"),
+    [
+        ("system/environment.py", set(KINDS)),
+        ("system/sandbox.py", set(KINDS)),
+        ("system/process.py", set()),
+        ("system/namespace.py", set()),
+        ("errors.py", set()),
+        ("bake/executor.py", set()),
+        ("bake/pull/puller.py", set()),
+        ("bake/pull/registry.py", set()),
+        ("bake/pull/docker_engine.py", PRELOADS),
+        ("bake/pull/containerd_engine.py", PRELOADS),
+        ("bake/lock/repository.py", {"tools", "base", "module_build", *PLAYS}),
+        ("bake/lock/mmdebstrap.py", {"tools", "base"}),
+        ("bake/ansible.py", PLAYS),
+        ("bake/plugins/connection/sandbox.py", PLAYS),
+        ("bake/stages/go/run.py", {"go"}),
+        ("bake/stages/go/openapi.py", {"go"}),
+        ("bake/stages/layer/run.py", PLAYS),
+        ("lab/pause.py", {"lab_images"}),
+        ("lab/service.py", set()),
+        ("verify/runner.py", {"verify"}),
+        ("verify/boot.py", set()),
+        ("node/layout.py", PRELOADS),
+        ("node/gpu/nvml.py", {"rehearsal"}),
+    ],
+)
+def test_which_stages_a_file_reaches(file: str, reached: set[str]) -> None:
+    """The agent and the suite go into other stages as files: that of a role by the role's play."""
+    assert {name for name, kind in KINDS.items() if f"{PACKAGE}/{file}" in _code(kind)} == reached
+
+
+def test_the_suite_and_what_it_imports_decide_the_verdict() -> None:
+    code = _code(KINDS["verify"])
+    assert {"image_builder/suite/conftest.py", "image_builder/bake/formats/pe.py"} <= code.keys()
+
+
+def test_a_comment_changes_no_digest_and_a_statement_does(tmp_path: Path) -> None:
+    shutil.copytree(PROGRAM, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    before = _code(KINDS["base"], tmp_path)
+    file = tmp_path / PACKAGE / "system/sandbox.py"
+    file.write_text(file.read_text() + "\n# A comment.\n")
+    assert _code(KINDS["base"], tmp_path) == before
+    file.write_text(file.read_text() + "\nx = 1\n")
+    after = _code(KINDS["base"], tmp_path)
+    assert {name for name in after if after[name] != before[name]} == {"image_builder/system/sandbox.py"}
+
+
+def _sources() -> Iterator[Path]:
+    yield from PROGRAM.rglob("*.py")
+    yield from (REPO_ROOT / "tests").rglob("*.py")
+
+
+def _parsed_imports(source: str, package: str) -> Iterator[tuple[str, ...]]:
+    """Yield what ``_imports`` does, by Python's own parser."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((a.name,) for a in node.names if a.name.split(".")[0] == package)
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "no relative imports here"
+            if node.module and node.module.split(".")[0] == package:
+                yield from ((f"{node.module}.{a.name}", node.module) for a in node.names)
+
+
+def test_imports_are_read_as_python_reads_them() -> None:
+    """An import in a text, of a script for another process, may be taken for one; none may be missed."""
+    for path in _sources():
+        source = path.read_text("utf-8")
+        parsed, read = set(_parsed_imports(source, PACKAGE)), _imports(source, PACKAGE)
+        assert parsed <= read, path
+        if path.is_relative_to(PROGRAM):
+            assert parsed == read, path
 
 
 def _meant(source: str) -> str:
@@ -91,7 +151,7 @@ def _meant(source: str) -> str:
 
 def test_only_comments_and_docstrings_of_a_program_do_not_count() -> None:
     """Compared with Python's own parser, over every file that may be in an id."""
-    for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "image_builder/suite").glob("*.py")]:
+    for path in [*PROGRAM.rglob("*.py"), *(REPO_ROOT / "image_builder/suite").glob("*.py")]:
         source = path.read_text("utf-8")
         assert _meant(executed(source)) == _meant(source), path
 

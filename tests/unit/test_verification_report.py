@@ -11,7 +11,7 @@ from rich.console import Console
 
 from image_builder import json_lines
 from image_builder.errors import VerifyError
-from image_builder.verify.report import (
+from image_builder.verify.result import (
     SuiteResult,
     from_json,
     junit_outcomes,

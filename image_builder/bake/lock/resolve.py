@@ -11,8 +11,8 @@ from pathlib import Path
 
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
+from image_builder.bake.lock.requirements import Group, Requirements, keyring, registry_mirrors
 from image_builder.bake.pull.registry import Endpoints, locate
-from image_builder.bake.requirements import Group, Requirements, keyring, registry_mirrors, requirements
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
@@ -21,9 +21,13 @@ from image_builder.settings import Settings
 
 
 def resolve_lock(
-    definition: ImageDefinition, settings: Settings, monitor: Monitor, known: Lock | None = None
+    definition: ImageDefinition,
+    needs: Requirements,
+    settings: Settings,
+    monitor: Monitor,
+    known: Lock | None = None,
 ) -> Lock:
-    """Resolve everything that ``definition`` needs. Raises FetchError, LockError, HostError.
+    """Resolve everything that ``definition`` ``needs``. Raises FetchError, LockError, HostError.
 
     What ``known`` answers stays as it is: a package more is no reason to upgrade the others.
     """
@@ -33,7 +37,6 @@ def resolve_lock(
         )
     store = Store(settings.store)
     store.prepare()
-    needs = requirements(definition)
     started = time.monotonic()
     monitor.stage_started("lock")
     try:

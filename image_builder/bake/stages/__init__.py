@@ -1,4 +1,4 @@
-"""What a stage gets to work with. Each module beside this one is one kind of stage with a ``run``."""
+"""The context of a stage that runs. Each folder here is a kind of stage: ``plan.py`` and, hashed, ``run.py``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StageContext:
     fill, committed by rename. ``lowers`` are the trees of the stages below, topmost first, ``ground`` those of the
     trees that it only works in (see ``StagePlan``). ``inputs`` maps
     an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
-    locked packages that this stage may install, ``archives`` a directory of locked files by SHA-256 and
-    ``inputs["sources"]`` one of source files by name. ``shell``, when set, gives the terminal a shell in a root
+    locked packages that this stage may install, ``files`` a directory of its other locked files: those of a source
+    package by name, those with an address by SHA-256. ``shell``, when set, gives the terminal a shell in a root
     in which something failed. ``endpoints`` tells where registries are reached that no DNS knows, ``mirrors`` who else
     has their images, ``previous`` is the product of the last finished stage of this kind that it may take over
     from, and ``stop`` is set when the build is to end.
@@ -43,7 +43,7 @@ class StageContext:
     ground: tuple[Path, ...]
     inputs: Mapping[str, Path]
     repo: Path | None
-    archives: Path | None
+    files: Path | None
     monitor: Monitor
     log: Path
     settings: Settings

@@ -28,7 +28,7 @@ from image_builder.pool.reach.session import NotReachedError, Session
 from image_builder.system import process
 from image_builder.system.process import Arg, Child
 from image_builder.system.trees import remove_tree
-from image_builder.verify.report import SuiteResult
+from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import ENVIRONMENT, SUITE, read_results, suite_argv
 
 # What a facts.json has; the suite refuses one without, host by host (image_builder/suite/suite.py).

@@ -11,33 +11,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.bake import space
-from image_builder.bake.build import obtain_lock
-from image_builder.bake.executor import Build, fetch_locked, missing, run_all
+from image_builder.bake.build import make, obtain_lock
+from image_builder.bake.executor import Build, missing
 from image_builder.bake.lock.apt import Apt, debian_sources
 from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
+from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import Plan
-from image_builder.bake.plan.resolve import control_plane_plan
-from image_builder.bake.requirements import (
-    CONTROL_PLANE,
-    CONTROL_PLANE_PACKAGES,
-    Group,
-    keyring,
-    kubelet_from_source,
-)
-from image_builder.bake.stages.control_plane_build.run import PROGRAMS
+from image_builder.bake.plan.resolve import kinds
+from image_builder.bake.stages.base import plan as base
+from image_builder.bake.stages.go import plan as go
+from image_builder.bake.stages.tools import plan as tools
 from image_builder.bake.store import Store
+from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 
+# The tree that the control plane runs in, its lock, and what it has beside the essential packages.
+CONTROL_PLANE = "control_plane"
+_PACKAGES = ("etcd-server",)
+_BUILD = "control_plane_build"
+# What it is made of at least.
+PROGRAMS = ("kube-apiserver", "kube-scheduler")
 # What a cluster has beside them, for which a stage of its own compiles the same source: what only looks at nodes needs
 # none of it.
 CONTROLLERS = ("kube-controller-manager",)
 # What the kubelet needs as well: the same bytes, so the same stages.
-_SHARED = ("tools", "build_root")
+_SHARED = (tools.TOOLS, go.BUILD_ROOT)
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class ControlPlane:
 
 def lab_definition(inventory: Path = REPO_ROOT / "inventories/lab") -> ImageDefinition:
     """Return an image of the lab whose kubelet is built from source; raises DefinitionError where none is."""
-    found = load_inventory([inventory])
-    for name in found.images:
-        definition = found.define(name)
-        if kubelet_from_source(definition):
+    lab = load_inventory([inventory])
+    for name in lab.images:
+        definition = lab.define(name)
+        if go.source_suite(definition):
             return definition
     raise DefinitionError(
         [Problem(str(inventory), "kubelet_source", "no image builds its kubelet from source")]
@@ -70,18 +73,24 @@ def obtain(
     """
     store = Store(settings.store)
     store.prepare()
-    shared = obtain_lock(definition, settings, monitor)
+    shared = obtain_lock(definition, settings, monitor, EXTENSIONS)
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
-        plan = control_plane_plan(definition, lock, settings.repo_root, programs)
-        wanted = plan.stages[-2:] if programs else plan.stages[-1:]
-        todo = missing(plan, store, [s.name for s in wanted])
-        space.check(lock, todo, store, settings, definition)
-        work = Build(definition, lock, plan, settings, store, monitor, staging, None)
-        fetch_locked(work, todo)
-        run_all(work, todo)
+        plan = _plan(definition, lock, settings.repo_root, programs)
+        goals = [_BUILD, CONTROL_PLANE] if programs else [CONTROL_PLANE]
+        work = Build(definition, lock, plan, settings, store, monitor, staging, kinds())
+        make(work, missing(plan, store, goals))
         store.record(CONTROL_PLANE, [s.id for s in plan.stages if store.has(s.id)])
     return _places(plan, store)
+
+
+def _plan(definition: ImageDefinition, lock: Lock, repo_root: Path, programs: Sequence[str]) -> Plan:
+    """Return the stages of the control plane: its own programs, and a tree with Debian's etcd."""
+    draft = Draft(definition, lock, repo_root, kinds())
+    draft.add(*tools.KIND.plan(draft))
+    draft.add(*go.programs(draft, _BUILD, programs))
+    draft.add(base.root(draft, CONTROL_PLANE, _PACKAGES))
+    return draft.plan()
 
 
 def _places(plan: Plan, store: Store) -> ControlPlane:
@@ -91,14 +100,13 @@ def _places(plan: Plan, store: Store) -> ControlPlane:
 
 def _lock(definition: ImageDefinition, shared: Lock, settings: Settings, staging: Path) -> Lock:
     """Return the lock of the control plane: the remembered one while it fits what the image has now."""
-    suite = kubelet_from_source(definition)
+    suite = go.source_suite(definition)
     assert suite is not None
-    group = Group(suite, CONTROL_PLANE_PACKAGES)
+    group = Group(suite, _PACKAGES)
     remembered = remembered_lock(settings, CONTROL_PLANE)
-    known: Lock | None = None
+    locked: LockedGroup | None = None
     with suppress(LockError):  # none yet
-        known = Lock.load(remembered)
-    locked = known.groups.get(CONTROL_PLANE) if known else None
+        locked = Lock.load(remembered).groups.get(CONTROL_PLANE)
     if locked is None or sorted(locked.requested) != sorted(group.names) or locked.suite != suite:
         locked = _ask(definition, settings, group, staging)
     lock = Lock(

@@ -13,21 +13,6 @@ from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
 from image_builder.system.sandbox import open_overlay, open_root
 
-# What an image's base has beyond the essential packages: systemd as its init, and what Ansible runs on.
-PACKAGES = (
-    "ca-certificates",
-    "dbus",
-    "init-system-helpers",
-    "kmod",
-    "libpam-systemd",
-    "netbase",
-    "procps",
-    "python3",
-    "python3-apt",
-    "systemd-sysv",
-    "tzdata",
-    "udev",
-)
 _TARGET = "/mnt"
 
 

@@ -27,8 +27,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     binds = {f"{INPUTS}/{name}": path for name, path in ctx.inputs.items()}
     if ctx.repo:
         binds[repository.MOUNT_POINT] = ctx.repo
-    if ctx.archives:
-        binds[ARCHIVES] = ctx.archives
+    if ctx.files:
+        binds[ARCHIVES] = ctx.files
     with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
         if ctx.repo:
             _offer_packages(root, ctx)

@@ -26,8 +26,6 @@ from image_builder.canonical import JSON
 from image_builder.errors import CommandError, HostError, ImageBuilderError, LockError
 from image_builder.system.sandbox import Root, open_root
 
-# What the build root holds beside the kernel's headers, which bring the compiler that the kernel was built by.
-BUILD_PACKAGES = ("dkms", "kmod", "make", "xz-utils")
 # Where the product's files go in an image: below the kernel's own, and found before them.
 MODULE_DIR = "usr/lib/modules/{kernel}/updates/dkms"
 RECORD = "modules.json"

@@ -24,8 +24,6 @@ from image_builder.errors import ImageBuilderError
 from image_builder.system.sandbox import open_root
 from image_builder.system.trees import remove_tree
 
-PLAYBOOK = "playbooks/seal.yml"
-
 # What the play that seals leaves itself. Everything else is the role's: image_builder/suite looks for all of it.
 _EMPTIED = ("tmp", "var/tmp")
 _REMOVED = ("root/.ansible", "home/*/.ansible")
@@ -51,7 +49,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     tree = ctx.product / "tree"
     tree.mkdir()
     with open_root(ctx.lowers, ctx.work / "root", upper=tree) as root:
-        result = play(ctx, root, ctx.settings.repo_root / PLAYBOOK)
+        result = play(ctx, root, ctx.settings.repo_root / str(ctx.plan.options["playbook"]))
         ctx.doing("scrubbing")
         removed = 0
         for path in _doomed(root.path):

@@ -1,4 +1,5 @@
-"""Build kubelet (with dockershim, when its version has one) from Debian's ``kubernetes`` source package.
+"""Build programs of Kubernetes from Debian's ``kubernetes`` source package: the kubelet (with dockershim, when its
+version has one), or what else its options name.
 
 The source is fetched by the lock; nothing here needs the network. It is compiled in a root of the release
 that the source package belongs to, by that release's Go: 1.20 needs a Go that still knows GOPATH mode and the
@@ -20,25 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.go import openapi
+from image_builder.bake.stages.go.openapi import BUILD, GO, IMPORT, TREE
 from image_builder.canonical import JSON
 from image_builder.errors import FetchError, LockError
 from image_builder.system.sandbox import Root, open_root
 
-# What the build root holds beside mmdebstrap's `apt` variant. golang-go would bring gcc, which a build
-# without cgo never calls.
-BUILD_PACKAGES = ("ca-certificates", "dpkg-dev", "golang-1.19-go")
 SOURCE_PACKAGE = "kubernetes"
-DEFAULT_VERSION = "1.20.2"
-DEFAULT_PROGRAMS = ("kubelet",)
 
-_GO = "/usr/lib/go-1.19/bin/go"
-_BUILD = "/run/image-builder/build"
 _SOURCES = "/run/image-builder/sources"
-_IMPORT = "k8s.io/kubernetes"
 # Both copies of the version variables are linked in: the one a program prints, and the client library's.
 _VERSION_PACKAGES = (
-    f"{_IMPORT}/vendor/k8s.io/component-base/version",
-    f"{_IMPORT}/vendor/k8s.io/client-go/pkg/version",
+    f"{IMPORT}/vendor/k8s.io/component-base/version",
+    f"{IMPORT}/vendor/k8s.io/client-go/pkg/version",
 )
 
 
@@ -69,12 +64,11 @@ def parse_options(options: Mapping[str, Any]) -> BuildOptions:
         raise LockError(
             f"{SOURCE_PACKAGE}: one .dsc and its files are needed, got {', '.join(names) or 'none'}"
         )
-    programs = tuple(options.get("programs") or DEFAULT_PROGRAMS)
-    return BuildOptions(str(options.get("version") or DEFAULT_VERSION), programs, sources)
+    return BuildOptions(str(options["version"]), tuple(options["programs"]), sources)
 
 
 def linker_flags(version: str, source_version: str, epoch: int) -> str:
-    """Return Go's ``-ldflags``: no symbols, no build id, and what ``--version`` tells.
+    """Return Go's ``-ldflags``: no symbols, no build id, and what ``--version`` prints.
 
     ``epoch`` (seconds, the date of the package's changelog) stands for the time of the build.
     """
@@ -96,34 +90,38 @@ def linker_flags(version: str, source_version: str, epoch: int) -> str:
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Build the programs. Raises LockError, FetchError (a source file's hash), CommandError (the compiler)."""
+    assert ctx.files is not None
     options = parse_options(ctx.plan.options)
     sources, build = ctx.work / "sources", ctx.work / "build"
     for directory in (sources, build):
         directory.mkdir()
     ctx.doing("checking the source package")
-    collect_sources(options.sources, [ctx.inputs["sources"]], sources)
+    collect_sources(options.sources, [ctx.files], sources)
     with open_root(
         [ctx.inputs["build_root"] / "tree"],
         ctx.work / "root",
         binds={_SOURCES: sources},
-        writable_binds={_BUILD: build},
+        writable_binds={BUILD: build},
         env=_go_environment(),
     ) as root:
         ctx.doing("unpacking and patching the source")
-        tree = f"{_BUILD}/gopath/src/{_IMPORT}"
+        tree = f"{BUILD}/{TREE}"
         (build / "gopath/src/k8s.io").mkdir(parents=True)
         (build / "tmp").mkdir()
         root.run(["dpkg-source", "-x", f"{_SOURCES}/{options.dsc}", tree], log=ctx.log)
         source_version, epoch = _read_changelog(root, tree)
         if options.version not in source_version:
             raise LockError(f"{options.dsc} is version {source_version}, not {options.version}")
+        if openapi.is_needed(options.programs):
+            ctx.doing("describing the API's types")
+            openapi.describe_types(root, build / TREE, ctx.log)
         flags = linker_flags(options.version, source_version, epoch)
         for program in options.programs:
             _compile(ctx, root, program, flags)
             _check_version(root, program, options.version)
             shutil.move(os.fspath(build / program), ctx.product / program)
-        go_version = root.run([_GO, "env", "GOVERSION"]).stdout.strip()
-        shutil.copyfile(build / f"gopath/src/{_IMPORT}/debian/copyright", ctx.product / "copyright")
+        go_version = root.run([GO, "env", "GOVERSION"]).stdout.strip()
+        shutil.copyfile(build / TREE / "debian/copyright", ctx.product / "copyright")
     (ctx.product / "VERSION").write_text(f"{options.version}\n", encoding="ascii")
     return {
         "version": options.version,
@@ -135,10 +133,10 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 def _go_environment() -> dict[str, str]:
     return {
-        "GOPATH": f"{_BUILD}/gopath",
+        "GOPATH": f"{BUILD}/gopath",
         "GO111MODULE": "off",
-        "GOCACHE": f"{_BUILD}/cache",
-        "GOTMPDIR": f"{_BUILD}/tmp",
+        "GOCACHE": f"{BUILD}/cache",
+        "GOTMPDIR": f"{BUILD}/tmp",
         "GOFLAGS": "",
         "CGO_ENABLED": "0",
         "GOOS": "linux",
@@ -153,10 +151,10 @@ def collect_sources(sources: Sequence[Source], places: Sequence[Path], target: P
     Raises FetchError for a file that isn't there or has other bytes than the lock says.
     """
     for source in sources:
-        found = next((place / source.name for place in places if (place / source.name).is_file()), None)
-        if found is None:
+        file = next((place / source.name for place in places if (place / source.name).is_file()), None)
+        if file is None:
             raise FetchError(f"{SOURCE_PACKAGE}: {source.name} was not fetched")
-        shutil.copyfile(found, target / source.name)
+        shutil.copyfile(file, target / source.name)
         if (actual := _sha256(target / source.name)) != source.sha256:
             raise FetchError(f"{source.name}: sha256 is {actual}, the lock says {source.sha256}")
 
@@ -169,28 +167,28 @@ def _read_changelog(root: Root, tree: str) -> tuple[str, int]:
 
 
 def _compile(ctx: StageContext, root: Root, program: str, flags: str) -> None:
-    package = f"{_IMPORT}/cmd/{program}"
+    package = f"{IMPORT}/cmd/{program}"
     ctx.doing(f"listing the packages of {program}")
-    total = len(root.run([_GO, "list", "-deps", package]).stdout.split())
+    total = len(root.run([GO, "list", "-deps", package]).stdout.split())
     done = 0
 
     def show(line: str) -> None:
         nonlocal done
         if line and not line.startswith(("#", "+")) and " " not in line:
             done += 1
-            ctx.doing(f"compiling {line.removeprefix(f'{_IMPORT}/').removeprefix('vendor/')}")
+            ctx.doing(f"compiling {line.removeprefix(f'{IMPORT}/').removeprefix('vendor/')}")
             ctx.monitor.stage_progress(ctx.plan.name, min(done, total), total, "packages")
 
     build = ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags]
-    root.run([_GO, *build, "-o", f"{_BUILD}/{program}", package], log=ctx.log, on_line=show)
+    root.run([GO, *build, "-o", f"{BUILD}/{program}", package], log=ctx.log, on_line=show)
 
 
 def _check_version(root: Root, program: str, version: str) -> None:
     """Run what was built; raises CommandError when it can't tell its version, LockError when that is another."""
     arguments = ["version", "-o", "short"] if program == "kubeadm" else ["--version"]
-    said = root.run([f"{_BUILD}/{program}", *arguments]).stdout.split()
-    if not said or said[-1] != f"v{version}":
-        raise LockError(f"the {program} that was built calls itself {' '.join(said)!r}, not v{version}")
+    answer = root.run([f"{BUILD}/{program}", *arguments]).stdout.split()
+    if not answer or answer[-1] != f"v{version}":
+        raise LockError(f"the {program} that was built calls itself {' '.join(answer)!r}, not v{version}")
 
 
 def _sha256(path: Path) -> str:

@@ -1,1 +1,0 @@
-"""The stage ``control_plane_build``."""

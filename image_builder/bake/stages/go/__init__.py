@@ -1,0 +1,1 @@
+"""The stage kind ``go``: programs in Go."""

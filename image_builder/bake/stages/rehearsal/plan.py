@@ -1,0 +1,28 @@
+"""The plan of the rehearsal, which is about the very node agent that is shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from image_builder.bake.plan.draft import Draft
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages.kind import StageKind
+from image_builder.bake.stages.preload.plan import engines
+from image_builder.bake.stages.preload_store.plan import PRELOAD_STORE, stored_images
+
+
+def _plan(draft: Draft) -> Iterator[StagePlan]:
+    yield StagePlan(
+        KIND.name,
+        KIND.name,
+        {"images": stored_images(draft), "engines": engines(draft.definition)},
+        draft.code(KIND),
+        inputs={PRELOAD_STORE: draft.id(PRELOAD_STORE)},
+        ground=draft.tree_ids,
+    )
+
+
+# The agent is packed as it is here, all of it.
+KIND = StageKind(
+    "rehearsal", "image_builder.bake.stages.rehearsal.run", _plan, ("image_builder/node",), beside=True
+)

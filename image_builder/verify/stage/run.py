@@ -1,0 +1,51 @@
+"""Verify the sealed tree before any disk is made of it.
+
+Product: ``facts.json`` (what the suite is driven by), ``junit.xml``, ``verify.json``, and the verdict for whoever
+publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from image_builder.bake.stages import StageContext
+from image_builder.bake.verification import Verdict
+from image_builder.canonical import JSON
+from image_builder.system.sandbox import open_root
+from image_builder.verify.runner import definition_facts, run_suite, write_facts
+
+_TIMEOUT = 600.0
+# The checks run beside the disk and the conversion, which take longer and get the processors first.
+_NICENESS = 10
+
+
+def run(ctx: StageContext) -> Mapping[str, JSON]:
+    """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
+    with open_root(ctx.lowers, ctx.work) as root:
+        path = ctx.product / "facts.json"
+        options: Mapping[str, Any] = ctx.plan.options
+        facts = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
+        write_facts(path, facts)
+        result = run_suite(
+            f"sandbox:{root.path}",
+            path,
+            ctx.product,
+            marker="offline",
+            python=ctx.settings.python,
+            log=ctx.log,
+            timeout=_TIMEOUT,
+            niceness=_NICENESS,
+            on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
+                ctx.plan.name, done, total, "checks"
+            ),
+        )
+    verdict = Verdict(
+        marker=result.marker,
+        checks=len(result.checks),
+        passed=len(result.passed),
+        not_applicable=len(result.not_applicable),
+        seconds=round(result.seconds, 3),
+    )
+    verdict.write(ctx.product)
+    return {"checks": verdict.checks, "not_applicable": verdict.not_applicable}
