@@ -1,33 +1,47 @@
-"""What the roles tell the node agent: JSON files below ``/etc/node-agent``, one for each role.
+"""The node agent's settings: JSON files below ``/etc/node-agent``, which roles write.
 
-``disk.json`` (role local_disk), ``preload.json`` (role image_preload) and ``kubelet.json`` (role kubelet). One is the
-agent's own: ``join-taints.json``, what the node joined with.
+``disk.json`` (role local_disk), ``preload.json`` (image_preload), ``kubelet.json`` (kubelet), ``gpu-driver.json``
+(nvidia), ``gpu.json`` and ``preflight.json`` (gpu_preflight), ``health.json`` and ``health-endpoint.json``
+(node_health), ``join.json`` (node_join). One is the agent's own: ``join-taints.json``, the taints that the node joined
+with.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from image_builder.node.decode import DecodeError, decode
 from image_builder.node.errors import NodeError
 
 DIRECTORY = Path("/etc/node-agent")
 RELEASE = Path("/etc/image-release")
+
+T = TypeVar("T")
 
 
 def load(name: str, directory: Path = DIRECTORY) -> dict[str, Any]:
     """Return a role's settings, empty where the role wrote none. Raises NodeError (``settings``)."""
     path = directory / f"{name}.json"
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise NodeError("settings", f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise NodeError("settings", f"{path} holds no object")
-    return found
+    if not isinstance(document, dict):
+        raise NodeError("settings", f"{path} must hold an object")
+    return document
+
+
+def parse(kind: type[T], document: Mapping[str, Any], name: str, *, code: str = "settings") -> T:
+    """Return a role's settings as a dataclass. Raises NodeError (``code``) that names the file and all its problems."""
+    try:
+        return decode(kind, document)
+    except DecodeError as error:
+        raise NodeError(code, f"{name}.json: {error}") from error
 
 
 def build_id(path: Path = RELEASE) -> str:
@@ -36,11 +50,11 @@ def build_id(path: Path = RELEASE) -> str:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    named = dict(line.partition("=")[::2] for line in lines)
-    return named.get("IMAGE_BUILD", "").strip('"')
+    values = dict(line.partition("=")[::2] for line in lines)
+    return values.get("IMAGE_BUILD", "").strip('"')
 
 
 def kubelet_taints(directory: Path = DIRECTORY) -> list[str]:
     """Return the taints that the kubelet registers with: those of the image, and those that the node joined with."""
-    found = [load(name, directory).get("taints", []) for name in ("kubelet", "join-taints")]
-    return list(dict.fromkeys(str(taint) for taints in found for taint in taints))
+    lists = [load(name, directory).get("taints", []) for name in ("kubelet", "join-taints")]
+    return list(dict.fromkeys(str(taint) for taints in lists for taint in taints))

@@ -14,18 +14,17 @@ relative to the mount point.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
-from image_builder.node.errors import NodeError
+from image_builder.node import settings as files
+from image_builder.node.decode import DecodeError, at_least, shown, within
 
-POLICIES = ("require", "prefer")
-INCOMPLETE = ("keep", "rebuild")
 # The longest label of each filesystem, in bytes.
 LABEL_BYTES: Mapping[str, int] = {"xfs": 12, "ext4": 16}
-# What is never wiped whatever the configuration says: what can't be named, and what is in use.
+# Never wiped, whatever the configuration says: what can't be named, and what is in use.
 _UNWIPEABLE = ("busy", "error", "unreadable")
 
 
@@ -37,17 +36,36 @@ class Selector:
     ``/dev/disk/by-path``.
     """
 
-    kind: str = "azure"
+    kind: Literal["azure", "configured"] = "azure"
     model: str = ""
     serials: tuple[str, ...] = ()
     by_path: tuple[str, ...] = ()
     minimum_bytes: int = 0
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that this selector breaks."""
+        patterns = [name for name in ("model", "serials", "by_path") if getattr(self, name)]
+        if self.kind == "configured" and not patterns:
+            yield "kind configured needs a model, serials or by_path"
+        if self.kind == "azure":
+            yield from (f"{name} is only for kind configured" for name in patterns)
+
+
+def _octal(value: Any, path: str) -> int:
+    """Return the mode that an octal string names."""
+    if not isinstance(value, str) or not re.fullmatch(r"0?[0-7]{1,4}", value):
+        raise DecodeError([f'{path} must be an octal string such as "0755", not {shown(value)}'])
+    return int(value, 8)
+
 
 @dataclass(frozen=True)
 class Directory:
     path: str
-    mode: int = 0o755
+    mode: int = field(default=0o755, metadata={"read": _octal})
+
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that this directory breaks."""
+        yield from _below("path", self.path)
 
 
 @dataclass(frozen=True)
@@ -55,126 +73,68 @@ class Cache:
     path: str
     quota_bytes: int | None = None
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that this cache breaks."""
+        yield from _below("path", self.path)
+
 
 @dataclass(frozen=True)
 class Bind:
     source: str
     target: str
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that this bind mount breaks."""
+        yield from _below("source", self.source)
+        yield from _inside_root("target", self.target)
+
 
 @dataclass(frozen=True)
 class Settings:
-    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may go, on local disks alone.
+    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may go, only on local disks.
 
     ``incomplete_array``: what becomes of an array of ours that lacks members, and of disks that don't belong together.
     """
 
-    policy: str = "require"
+    policy: Literal["require", "prefer"] = "require"
     mount_point: str = "/mnt/local"
-    filesystem: str = "xfs"
+    filesystem: Literal["xfs", "ext4"] = "xfs"
     label: str = "local"
     selector: Selector = Selector()
     expected_disks: int = 0
     wait_seconds: float = 10
-    incomplete_array: str = "keep"
+    incomplete_array: Literal["keep", "rebuild"] = "keep"
     wipe: tuple[str, ...] = ()
     directories: tuple[Directory, ...] = ()
     cache: Cache | None = None
     binds: tuple[Bind, ...] = ()
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these settings break."""
+        longest = LABEL_BYTES[self.filesystem]
+        if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{longest}}}", self.label):
+            yield f"label must be 1 to {longest} of letters, digits, '.', '_' and '-', not {shown(self.label)}"
+        yield from _inside_root("mount_point", self.mount_point)
+        yield from at_least("expected_disks", self.expected_disks, 0)
+        yield from within("wait_seconds", self.wait_seconds, 0, 300)
+        for content in sorted({*self.wipe} & {*_UNWIPEABLE}):
+            yield f"wipe must not have {content}: what can't be read or is in use is never wiped"
+        if self.cache and self.cache.quota_bytes and self.filesystem != "xfs":
+            yield "cache.quota_bytes needs the filesystem xfs"
 
-def parse(found: Mapping[str, Any]) -> Settings:
+
+def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
-    problems: list[str] = []
-    unknown = sorted(set(found) - set(Settings.__dataclass_fields__))
-    problems += [f"{name}: there is no such setting" for name in unknown]
-    made = Settings()
-    try:
-        made = _build(found)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problems.append(f"it has another shape than it should: {error!r}")
-    problems += _problems(made)
-    if problems:
-        raise NodeError("settings", "disk.json: " + "; ".join(problems))
-    return made
+    return files.parse(Settings, document, "disk")
 
 
-def _build(found: Mapping[str, Any]) -> Settings:
-    default = Settings()
-    selector = dict(found.get("selector") or {})
-    cache = found.get("cache") or None
-    return Settings(
-        policy=str(found.get("policy", default.policy)),
-        mount_point=str(found.get("mount_point", default.mount_point)),
-        filesystem=str(found.get("filesystem", default.filesystem)),
-        label=str(found.get("label", default.label)),
-        selector=Selector(
-            kind=str(selector.pop("kind", "azure")),
-            model=str(selector.pop("model", None) or ""),
-            serials=_words(selector.pop("serials", None) or ()),
-            by_path=_words(selector.pop("by_path", None) or ()),
-            minimum_bytes=int(selector.pop("minimum_bytes", None) or 0),
-            **selector,
-        ),
-        expected_disks=int(found.get("expected_disks", default.expected_disks)),
-        wait_seconds=float(found.get("wait_seconds", default.wait_seconds)),
-        incomplete_array=str(found.get("incomplete_array", default.incomplete_array)),
-        wipe=_words(found.get("wipe", ())),
-        directories=tuple(
-            Directory(str(item["path"]), int(str(item.get("mode", "0755")), 8))
-            for item in found.get("directories", ())
-        ),
-        cache=Cache(str(cache["path"]), _bytes(cache.get("quota_bytes"))) if cache else None,
-        binds=tuple(Bind(str(item["source"]), str(item["target"])) for item in found.get("binds", ())),
-    )
-
-
-def _words(value: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise TypeError(f"{value!r} is no list")
-    return tuple(str(word) for word in value)
-
-
-def _bytes(value: Any) -> int | None:
-    return int(value) if value else None
-
-
-def _problems(made: Settings) -> list[str]:
-    selector = made.selector
-    below = [item.path for item in made.directories] + [item.source for item in made.binds]
-    below += [made.cache.path] if made.cache else []
-    longest = LABEL_BYTES.get(made.filesystem, 0)
-    chosen = selector.model or selector.serials or selector.by_path
-    rules = {
-        f"policy: {made.policy!r} is none of {', '.join(POLICIES)}": made.policy in POLICIES,
-        f"incomplete_array: {made.incomplete_array!r} is none of {', '.join(INCOMPLETE)}": (
-            made.incomplete_array in INCOMPLETE
-        ),
-        f"filesystem: {made.filesystem!r} is none of {', '.join(LABEL_BYTES)}": longest > 0,
-        f"mount_point: {made.mount_point!r} is no absolute path": _is_absolute(made.mount_point),
-        f"label: {made.label!r} is not 1 to {longest} of letters, digits, '.', '_' and '-'": bool(
-            re.fullmatch(rf"[A-Za-z0-9._-]{{1,{longest or 12}}}", made.label)
-        ),
-        f"selector: {selector.kind!r} is none of azure, configured": selector.kind in ("azure", "configured"),
-        "selector: a configured one needs a model, serials or by_path": selector.kind != "configured"
-        or bool(chosen),
-        "selector: azure has no model, serials or by_path": selector.kind != "azure" or not chosen,
-        "expected_disks and wait_seconds: not below 0": min(made.expected_disks, made.wait_seconds) >= 0,
-        "wait_seconds: at most 300": made.wait_seconds <= 300,
-        "wipe: what can't be read or is in use is never wiped": not set(made.wipe) & set(_UNWIPEABLE),
-        "cache: a quota needs xfs": not (made.cache and made.cache.quota_bytes) or made.filesystem == "xfs",
-        **{f"{path!r} is no path below the mount point": _is_below(path) for path in below},
-        **{f"{item.target!r} is no absolute path": _is_absolute(item.target) for item in made.binds},
-    }
-    return [words for words, is_kept in rules.items() if not is_kept]
-
-
-def _is_absolute(path: str) -> bool:
-    return (
-        len(PurePosixPath(path).parts) > 1 and path.startswith("/") and ".." not in PurePosixPath(path).parts
-    )
-
-
-def _is_below(path: str) -> bool:
+def _inside_root(name: str, path: str) -> Iterator[str]:
     parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and ".." not in parts and parts[0] != ".node"
+    if not path.startswith("/") or len(parts) < 2 or ".." in parts:
+        yield f"{name} must be an absolute path, and not /, not {shown(path)}"
+
+
+def _below(name: str, path: str) -> Iterator[str]:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or parts[0] == ".node":
+        yield f"{name} must be a path below the mount point, outside .node, not {shown(path)}"

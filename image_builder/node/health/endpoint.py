@@ -10,13 +10,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import layout, serving, status
 from image_builder.node import settings as files
+from image_builder.node.decode import at_least, within
 from image_builder.node.errors import NodeError
 from image_builder.node.health import application
 from image_builder.node.health.application import Known, Memory, Upgrade
@@ -44,6 +45,13 @@ class Settings:
     lease_seconds: int = 3600
     idle_gpu_users: int = 0
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these settings break."""
+        yield from within("port", self.port, 1, 65535)
+        for name in ("grace_seconds", "stale_seconds", "phases", "lease_seconds"):
+            yield from at_least(name, getattr(self, name), 1)
+        yield from at_least("idle_gpu_users", self.idle_gpu_users, 0)
+
 
 @dataclass(frozen=True)
 class Places:
@@ -61,25 +69,9 @@ class Places:
         return self.run / "busy"
 
 
-def parse(found: Mapping[str, Any]) -> Settings:
+def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
-    names = {one.name for one in fields(Settings)}
-    problems = [f"{name}: there is no such setting" for name in found.keys() - names]
-    given = {name: value for name, value in found.items() if name in names}
-    wrong = [name for name, value in given.items() if type(value) is not int]
-    problems += [f"{name}: {given.pop(name)!r} is no number" for name in wrong]
-    made = Settings(**given)
-    least = {"idle_gpu_users": 0}
-    problems += [
-        f"{name}: at least {least.get(name, 1)}"
-        for name, value in vars(made).items()
-        if value < least.get(name, 1)
-    ]
-    if made.port > 65535:
-        problems.append("port: at most 65535")
-    if problems:
-        raise NodeError("settings", f"health-endpoint.json: {'; '.join(sorted(problems))}")
-    return made
+    return files.parse(Settings, document, "health-endpoint")
 
 
 def look(places: Places, boot_id: str) -> Known:

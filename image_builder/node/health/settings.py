@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from image_builder.node.errors import NodeError
+from image_builder.node import settings as files
+from image_builder.node.decode import absolute, at_least, decode, shown, within
 
 CHECKS = (
     "filesystems", "arrays", "nvme", "kernel_log", "network", "clock", "maintenance", "gpu", "infiniband",
@@ -31,14 +32,18 @@ INTERVALS: Mapping[str, float] = {
     "nvme": 600.0,
     "gpu": 300.0,
 }
-SEVERITIES = ("ignore", "warn", "fail")
 _NAME = re.compile(r"(?:[A-Za-z0-9_-]{1,63}(?:\.|$)){1,100}")
 _CODE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
 
 
+def _intervals(value: Any, path: str) -> dict[str, float]:
+    """Return all intervals, of which a document may have some."""
+    return {**INTERVALS, **decode(Mapping[str, float], value, path)}  # type: ignore[type-abstract]
+
+
 @dataclass(frozen=True)
 class Settings:
-    """``condition`` or ``kubeconfig`` empty: Kubernetes is told nothing. ``node_name`` empty: the host's name.
+    """``condition`` or ``kubeconfig`` empty: nothing is reported to Kubernetes. ``node_name`` empty: the host's name.
 
     ``severities`` changes those of single codes. ``raise_looks``: how many looks in a row must find what may pass by
     itself. ``clear_seconds``: how long it must be gone, longer for what comes back. ``names`` are looked up beside the
@@ -51,8 +56,10 @@ class Settings:
     node_name: str = ""
     textfile_directory: str = "/var/lib/prometheus/node-exporter"
     disabled: tuple[str, ...] = ()
-    intervals: Mapping[str, float] = field(default_factory=lambda: dict(INTERVALS))
-    severities: Mapping[str, str] = field(default_factory=dict)
+    intervals: Mapping[str, float] = field(
+        default_factory=lambda: dict(INTERVALS), metadata={"read": _intervals}
+    )
+    severities: Mapping[str, Literal["ignore", "warn", "fail"]] = field(default_factory=dict)
     raise_looks: int = 3
     clear_seconds: float = 300.0
     paths: tuple[str, ...] = ("/", "/mnt/local", "/var/lib/kubelet")
@@ -67,72 +74,50 @@ class Settings:
     clock_error_seconds: float = 1.0
     imds: str = "http://169.254.169.254"
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these settings break."""
+        for path, check in (
+            *((f"disabled[{number}]", check) for number, check in enumerate(self.disabled)),
+            *((f"intervals.{check}", check) for check in self.intervals),
+        ):
+            if check not in CHECKS:
+                yield f"{path} must be one of the checks {', '.join(CHECKS)}, not {shown(check)}"
+        for check, seconds in self.intervals.items():
+            yield from within(f"intervals.{check}", seconds, 0, 86400)
+        for code in self.severities:
+            if not _CODE.fullmatch(code):
+                yield f"severities.{code} must be a code: two words with a dot between them"
+        if self.condition and not self.condition.isalnum():
+            yield f"condition must be of letters and digits, not {shown(self.condition)}"
+        yield from within("full_fail_percent", self.full_fail_percent, 1, 100)
+        if not 1 <= self.full_warn_percent <= self.full_fail_percent:
+            yield "full_warn_percent must be 1 to full_fail_percent"
+        if not 0 < self.connect_seconds <= 10:
+            yield "connect_seconds must be above 0 and at most 10"
+        for name in ("raise_looks", "flaps"):
+            yield from at_least(name, getattr(self, name), 1)
+        for name in ("clear_seconds", "flap_seconds", "clock_error_seconds"):
+            if not getattr(self, name) > 0:
+                yield f"{name} must be above 0"
+        for number, name in enumerate(self.names):
+            if not _NAME.fullmatch(name):
+                yield f"names[{number}] must be of letters, digits, '.', '_' and '-', not {shown(name)}"
+        if self.imds and not self.imds.startswith("http://"):
+            yield f"imds must be an http address, not {shown(self.imds)}"
+        for number, path in enumerate(self.paths):
+            yield from absolute(f"paths[{number}]", path)
+        yield from absolute("textfile_directory", self.textfile_directory)
+        if self.kubeconfig:
+            yield from absolute("kubeconfig", self.kubeconfig)
+        for field_name in ("registries", "api_servers"):
+            for number, place in enumerate(getattr(self, field_name)):
+                if endpoint(place) is None:
+                    yield f"{field_name}[{number}] must be HOST:PORT, not {shown(place)}"
 
-def parse(found: Mapping[str, Any]) -> Settings:
+
+def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
-    known = {one.name: one for one in fields(Settings)}
-    problems = [f"{name}: there is no such setting" for name in sorted(set(found) - set(known))]
-    default, given = Settings(), {}
-    for name in known.keys() & found.keys():
-        try:
-            given[name] = _convert(getattr(default, name), found[name])
-        except (TypeError, ValueError, AttributeError) as error:
-            problems.append(f"{name}: it has another shape than it should: {error}")
-    if "intervals" in given:
-        given["intervals"] = {**INTERVALS, **given["intervals"]}
-    made = Settings(**given)
-    problems += _problems(made)
-    if problems:
-        raise NodeError("settings", "health.json: " + "; ".join(problems))
-    return made
-
-
-def _convert(default: Any, value: Any) -> Any:
-    """Return a JSON value as what stands for it here, by the default's type."""
-    if isinstance(default, tuple):
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"{value!r} is no list")
-        return tuple(str(item) for item in value)
-    if isinstance(default, Mapping):
-        return {str(k): float(v) if default else str(v) for k, v in value.items()}
-    if isinstance(value, bool) or not isinstance(value, str if isinstance(default, str) else int | float):
-        raise TypeError(f"{value!r}")
-    return type(default)(value)
-
-
-def _problems(made: Settings) -> list[str]:
-    checks = {*made.disabled, *made.intervals}
-    rules = {
-        f"disabled and intervals: no check is called {', '.join(sorted(checks - set(CHECKS)))}": checks
-        <= set(CHECKS),
-        "severities: a code is two words with a dot, its severity one of ignore, warn, fail": all(
-            _CODE.fullmatch(code) and value in SEVERITIES for code, value in made.severities.items()
-        ),
-        "condition: letters and digits": not made.condition or made.condition.isalnum(),
-        "full_warn_percent is not above full_fail_percent, and both are 1 to 100": 1
-        <= made.full_warn_percent
-        <= made.full_fail_percent
-        <= 100,
-        "connect_seconds: above 0, at most 10": 0 < made.connect_seconds <= 10,
-        "raise_looks and flaps: at least 1": min(made.raise_looks, made.flaps) >= 1,
-        "clear_seconds, flap_seconds, clock_error_seconds: above 0": min(
-            made.clear_seconds, made.flap_seconds, made.clock_error_seconds
-        )
-        > 0,
-        "intervals: 0 to 86400 seconds": all(0 <= s <= 86400 for s in made.intervals.values()),
-        "names: letters, digits, '.', '_' and '-'": all(_NAME.fullmatch(name) for name in made.names),
-        "imds: an http address, or nothing": not made.imds or made.imds.startswith("http://"),
-        **{f"{path!r} is no absolute path": path.startswith("/") for path in _paths(made)},
-        **{
-            f"{one!r} is not HOST:PORT": endpoint(one) is not None
-            for one in (*made.registries, *made.api_servers)
-        },
-    }
-    return [words for words, is_kept in rules.items() if not is_kept]
-
-
-def _paths(made: Settings) -> tuple[str, ...]:
-    return (*made.paths, made.textfile_directory, *filter(None, [made.kubeconfig]))
+    return files.parse(Settings, document, "health")
 
 
 def endpoint(text: str) -> tuple[str, int] | None:

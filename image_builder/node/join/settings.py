@@ -1,21 +1,21 @@
-"""What the role node_join writes to ``/etc/node-agent/join.json``: where things are in this image."""
+"""The join's settings: ``/etc/node-agent/join.json``, as the role node_join writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from image_builder.node import layout
+from image_builder.node.decode import DecodeError, absolute, decode, one_of, shown, within
 from image_builder.node.join.codes import JoinError
-
-ENGINES = ("", "docker", "containerd")
 
 
 @dataclass(frozen=True)
 class Settings:
     """``imds``: the metadata service, empty for none. ``custom_data`` and ``file``: where else a configuration may be.
 
-    ``kubernetes``: where the kubelet looks for its files. ``engine``: who must answer, empty for nobody.
+    ``kubernetes``: where the kubelet looks for its files. ``engine`` must answer, empty for none.
     ``clock_seconds``: how far this machine's clock may be off the API server's.
     """
 
@@ -27,35 +27,19 @@ class Settings:
     healthz: str = "http://127.0.0.1:10248/healthz"
     clock_seconds: float = 60.0
 
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these settings break."""
+        yield from one_of("engine", self.engine, ("", *layout.ENGINES))
+        if self.imds and not self.imds.startswith("http://"):
+            yield f"imds must be an http address, not {shown(self.imds)}"
+        yield from within("clock_seconds", self.clock_seconds, 1, 3600)
+        for name in ("custom_data", "file", "kubernetes"):
+            yield from absolute(name, getattr(self, name))
 
-def parse(found: Mapping[str, Any]) -> Settings:
+
+def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises JoinError (16) with everything that is wrong."""
-    known = {field.name: field.default for field in fields(Settings)}
-    problems = [f"{name}: there is no such setting" for name in found.keys() - known.keys()]
-    values: dict[str, Any] = {}
-    for name in found.keys() & known.keys():
-        value = found[name]
-        if isinstance(known[name], float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            values[name] = float(value)
-        elif isinstance(known[name], str) and isinstance(value, str):
-            values[name] = value
-        else:
-            problems.append(f"{name}: {value!r} is no {type(known[name]).__name__}")
-    made = Settings(**values)
-    rules = {
-        f"engine: {made.engine!r} is none of docker, containerd": made.engine in ENGINES,
-        f"imds: {made.imds!r} is no http address": not made.imds or made.imds.startswith("http://"),
-        "clock_seconds: 1 to 3600": 1 <= made.clock_seconds <= 3600,
-        **{
-            f"{name}: {path!r} is no absolute path": path.startswith("/")
-            for name, path in (
-                ("custom_data", made.custom_data),
-                ("file", made.file),
-                ("kubernetes", made.kubernetes),
-            )
-        },
-    }
-    problems += [words for words, is_kept in rules.items() if not is_kept]
-    if problems:
-        raise JoinError(16, "join.json: " + "; ".join(sorted(problems)))
-    return made
+    try:
+        return decode(Settings, document)
+    except DecodeError as error:
+        raise JoinError(16, f"join.json: {error}") from error

@@ -33,12 +33,12 @@ def run(places: Places | None = None) -> int:
     places = places or Places()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        wanted = load(places)
-        with _alone(wanted, _no_promotion(wanted, places)) as reason:
+        settings = load(places)
+        with _alone(settings, _no_promotion(settings, places)) as reason:
             if reason is None:
                 status.tell("promote: another agent is at it")
                 return 0
-            section = _tidy(wanted, places, reason) if reason else _promote(wanted, places)
+            section = _tidy(settings, places, reason) if reason else _promote(settings, places)
     except NodeError as error:
         _update(places, _degraded(error.code, error.message))
         raise
@@ -66,15 +66,15 @@ def _say(section: Section) -> None:
 
 
 @contextmanager
-def _alone(wanted: Settings, reason: Section) -> Iterator[Section | None]:
+def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
     """Hold the lock of the disk's promotion; None where another agent holds it. With nothing to do nothing is locked.
 
     The workers hold it too: it is free when the last of a dead agent's processes has ended.
     """
-    if reason and not _has_trash(wanted):
+    if reason and not _has_trash(settings):
         yield reason
         return
-    fd = os.open(wanted.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield reason if _locked(fd) else None
     finally:
@@ -95,37 +95,42 @@ def _locked(fd: int) -> bool:
             return True
 
 
-def _no_promotion(wanted: Settings, places: Places) -> Section:
+def _no_promotion(settings: Settings, places: Places) -> Section:
     """Return what to tell when nothing is to be done or can be, else nothing."""
-    if not wanted.enabled:
-        return {"state": status.OK, "enabled": False, "layers_left": _left(wanted, places)}
+    if not settings.promotion.enabled:
+        return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
     disk = status.read(places.status).get("disk", {})
     if disk.get("state") != status.OK:
         why = disk.get("reason") or disk.get("code") or "node-agent disk told nothing"
         return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")
     try:
-        wanted.state.mkdir(mode=0o700, exist_ok=True)
-        if wanted.data_root.exists() and wanted.data_root.stat().st_dev != wanted.state.stat().st_dev:
-            return _degraded("promote.no-disk", f"{wanted.data_root} is not on {wanted.mount_point}")
+        settings.preload.state.mkdir(mode=0o700, exist_ok=True)
+        if (
+            settings.preload.data_root.exists()
+            and settings.preload.data_root.stat().st_dev != settings.preload.state.stat().st_dev
+        ):
+            return _degraded(
+                "promote.no-disk", f"{settings.preload.data_root} is not on {settings.preload.mount_point}"
+            )
     except OSError as error:
         return _degraded("promote.io", f"{error.filename}: {error.strerror}")
     return {}
 
 
-def _left(wanted: Settings, places: Places) -> list[str]:
-    return plan.layers_left(links.find(wanted.engine, wanted.data_root, places.store))
+def _left(settings: Settings, places: Places) -> list[str]:
+    return plan.layers_left(links.find(settings.preload.engine, settings.preload.data_root, places.store))
 
 
-def _promote(wanted: Settings, places: Places) -> Section:
+def _promote(settings: Settings, places: Places) -> Section:
     """Wait, copy, and when nothing leads to the store any more give it back. Returns the status section."""
-    _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(wanted, places)})
-    is_up = _wait(wanted)
+    _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(settings, places)})
+    is_up = _wait(settings)
     try:
-        section = _copy(wanted, places)
-        before = trash.names(wanted.state / "trash")
-        kept = _empty(wanted, is_up)
+        section = _copy(settings, places)
+        before = trash.names(settings.preload.state / "trash")
+        kept = _empty(settings, is_up)
         if section.get("code") == "promote.space" and len(kept) < len(before):
-            section = _copy(wanted, places)
+            section = _copy(settings, places)
     except OSError as error:
         return _degraded(*disk_error(error))
     if kept:
@@ -135,99 +140,99 @@ def _promote(wanted: Settings, places: Places) -> Section:
     return section
 
 
-def _tidy(wanted: Settings, places: Places, section: Section) -> Section:
+def _tidy(settings: Settings, places: Places, section: Section) -> Section:
     """Promote nothing, but delete what the seed set aside: it may be most of the disk. Returns the status section."""
-    if not _has_trash(wanted):
+    if not _has_trash(settings):
         return section
     _update(places, section)
-    is_up = _wait(wanted)
+    is_up = _wait(settings)
     try:
-        kept = _empty(wanted, is_up)
+        kept = _empty(settings, is_up)
     except OSError as error:
         kept = [disk_error(error)[1]]
     return {**section, "trash": kept} if kept else section
 
 
-def _empty(wanted: Settings, is_up: bool) -> list[str]:
+def _empty(settings: Settings, is_up: bool) -> list[str]:
     """Delete what earlier boots set aside, once this one has succeeded; return what stays, and why."""
-    folder = wanted.state / "trash"
+    folder = settings.preload.state / "trash"
     if not is_up:
         return [
             f"{folder / name}: kept, since this boot's kubelet did not answer" for name in trash.names(folder)
         ]
-    return trash.empty(folder, wanted.bytes_per_second, status.boot_id())
+    return trash.empty(folder, settings.promotion.bytes_per_second, status.boot_id())
 
 
-def _wait(wanted: Settings) -> bool:
+def _wait(settings: Settings) -> bool:
     """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered."""
-    is_up = kubelet.wait(wanted.healthz, wanted.wait_seconds)
+    is_up = kubelet.wait(settings.preload.kubelet_healthz, settings.promotion.wait_seconds)
     if not is_up:
         status.tell(
-            f"promote: the kubelet did not answer within {wanted.wait_seconds:g} s; going on without it"
+            f"promote: the kubelet did not answer within {settings.promotion.wait_seconds:g} s; going on without it"
         )
-    time.sleep(wanted.settle_seconds)
+    time.sleep(settings.promotion.settle_seconds)
     return is_up
 
 
-def _has_trash(wanted: Settings) -> bool:
+def _has_trash(settings: Settings) -> bool:
     try:
-        return bool(trash.names(wanted.state / "trash"))
+        return bool(trash.names(settings.preload.state / "trash"))
     except OSError:  # a disk that can't be read: whoever needs it says so
         return False
 
 
-def _copy(wanted: Settings, places: Places) -> Section:
-    found = links.find(wanted.engine, wanted.data_root, places.store)
+def _copy(settings: Settings, places: Places) -> Section:
+    found = links.find(settings.preload.engine, settings.preload.data_root, places.store)
     if not found:
-        return _earlier(wanted)
+        return _earlier(settings)
     stored = store.read_manifest(places.manifest)
     if mounts.at(places.store) is None:
         told = Told(-1, "promote.store", f"nothing is mounted at {places.store}")
-        return _section(wanted, places, len(found), Progress(failure=told), 0.0)
+        return _section(settings, places, len(found), Progress(failure=told), 0.0)
     images = [plan.StoredImage(i.ref, i.pin or i.required, i.diff_ids) for i in stored.images]
-    order = plan.ranks(images, _rehearsal(places.rehearsal), wanted.pause)
+    order = plan.ranks(images, _rehearsal(places.rehearsal), settings.preload.pause)
     items = plan.items(found, order, stored.layers)
     began = time.monotonic()
 
     def report(progress: Progress) -> None:
         seconds = time.monotonic() - began
-        section = _section(wanted, places, len(items), progress, seconds)
+        section = _section(settings, places, len(items), progress, seconds)
         _update(places, {**section, "running": True})
 
     progress = batches.promote(
         items,
-        wanted.staging,
-        workers=wanted.workers,
-        rate=wanted.bytes_per_second,
-        reserve_percent=wanted.reserve_percent,
+        settings.staging,
+        workers=settings.promotion.workers,
+        rate=settings.promotion.bytes_per_second,
+        reserve_percent=settings.promotion.reserve_percent,
         report=report,
     )
     if progress.failure and progress.failure.damaged:
-        _mark_damaged(wanted, stored.id, items[progress.failure.item], progress.failure)
-    section = _section(wanted, places, len(items), progress, time.monotonic() - began)
-    durable.syncfs(wanted.state)
-    durable.write_json(wanted.state / "promote.json", {"store": stored.id, **section})
+        _mark_damaged(settings, stored.id, items[progress.failure.item], progress.failure)
+    section = _section(settings, places, len(items), progress, time.monotonic() - began)
+    durable.syncfs(settings.preload.state)
+    durable.write_json(settings.preload.state / "promote.json", {"store": stored.id, **section})
     return section
 
 
-def _section(wanted: Settings, places: Places, total: int, progress: Progress, seconds: float) -> Section:
+def _section(settings: Settings, places: Places, total: int, progress: Progress, seconds: float) -> Section:
     counts = {
         "done": progress.done,
         "total": total,
         "bytes": progress.bytes,
         "seconds": round(seconds, 3),
-        "layers_left": _left(wanted, places),
+        "layers_left": _left(settings, places),
     }
     if progress.failure:
         return {**_degraded(progress.failure.code, progress.failure.reason), **counts}
     return {"state": status.OK, **counts}
 
 
-def _earlier(wanted: Settings) -> Section:
+def _earlier(settings: Settings) -> Section:
     """Return what is told when nothing is left to do: what an earlier boot did, where that was all."""
     nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
     try:
-        found = json.loads((wanted.state / "promote.json").read_bytes())
+        found = json.loads((settings.preload.state / "promote.json").read_bytes())
     except (OSError, ValueError):
         return nothing
     if not isinstance(found, dict) or found.get("state") != status.OK:
@@ -244,7 +249,7 @@ def _rehearsal(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _mark_damaged(wanted: Settings, store_id: str, item: plan.Item, told: Told) -> None:
+def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, told: Told) -> None:
     """Leave word for the next boot, unless what could not be read now can: then a disk stalled, and that is over."""
     try:
         store.read_through(item.link.target)
@@ -252,7 +257,7 @@ def _mark_damaged(wanted: Settings, store_id: str, item: plan.Item, told: Told) 
         layer = item.link.diff_id or item.link.path.name
         target = os.fspath(item.link.target)
         durable.write_json(
-            wanted.state / "store-damaged.json",
+            settings.preload.state / "store-damaged.json",
             {"store": store_id, "layer": layer, "path": target, "reason": told.reason},
         )
 

@@ -72,7 +72,8 @@ def test_endpoint_takes_what_the_role_writes() -> None:
     found = endpoint.parse(json.loads(rendered("health-endpoint.json.j2", **given)))
     assert (found.port, found.phases, found.stale_seconds) == (8080, 4, 1020)
     with pytest.raises(
-        NodeError, match="oops: there is no such setting; phases: at least 1; port: 'x' is no number"
+        NodeError,
+        match='oops is not a known key; phases must be at least 1, not 0; port must be an integer, not "x"',
     ):
         endpoint.parse({"port": "x", "oops": 1, "phases": 0})
 

@@ -70,15 +70,19 @@ def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.Capt
     ("text", "said"),
     [
         pytest.param("{", "can't be read", id="no JSON"),
-        pytest.param("{}", "names no engine", id="no engine"),
-        pytest.param('{"engine": "docker"}', "names no data_root", id="no data root"),
+        pytest.param("{}", "engine is missing", id="no engine"),
+        pytest.param('{"engine": "docker"}', "data_root is missing", id="no data root"),
         pytest.param(
-            '{"engine": 3, "data_root": "/a", "mount_point": "/b"}', "names no engine", id="a number"
+            '{"engine": 3, "data_root": "/a", "mount_point": "/b"}',
+            "engine must be one of docker, containerd, not 3",
+            id="a number",
         ),
-        pytest.param('{"engine": "docker", "data_root": "/a"}', "names no mount_point", id="no mount point"),
+        pytest.param(
+            '{"engine": "docker", "data_root": "/a"}', "mount_point is missing", id="no mount point"
+        ),
         pytest.param(
             '{"engine": "podman", "data_root": "/a", "mount_point": "/b"}',
-            "names the engine 'podman'",
+            'engine must be one of docker, containerd, not "podman"',
             id="another engine",
         ),
     ],

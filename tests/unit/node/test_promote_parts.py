@@ -64,8 +64,8 @@ def test_settings_have_limits(promote: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_limits_themselves_are_allowed(promote: dict[str, Any], tmp_path: Path) -> None:
-    found = _load(tmp_path, **promote)
-    assert {name: getattr(found, name) for name in promote} == promote
+    promotion = _load(tmp_path, **promote).promotion
+    assert {name: getattr(promotion, name) for name in promote} == promote
 
 
 # -- workers -------------------------------------------------------------------------------------------------------

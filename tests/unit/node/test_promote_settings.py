@@ -1,4 +1,4 @@
-"""What promotion takes from ``preload.json``."""
+"""The promotion's settings, in ``preload.json``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from typing import Any
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.promote.settings import BYTES_PER_SECOND, Places, Settings, load
+from image_builder.node.layout import Preload, preload_settings
+from image_builder.node.promote.settings import BYTES_PER_SECOND, Places, Promotion, Settings, load
 
 NODE = {"engine": "docker", "data_root": "/mnt/local/docker", "mount_point": "/mnt/local"}
 
 
-def told(folder: Path, value: Any) -> Settings:
+def loaded(folder: Path, value: Any) -> Settings:
     (folder / "preload.json").write_text(json.dumps({**NODE, **value}))
     return load(Places(settings=folder))
 
 
 def test_defaults(tmp_path: Path) -> None:
-    found = told(tmp_path, {})
-    assert found == Settings("docker", Path("/mnt/local/docker"), Path("/mnt/local"))
-    assert (found.bytes_per_second, found.reserve_percent, found.enabled) == (BYTES_PER_SECOND, 15, True)
-    assert found.state == Path("/mnt/local/.node")
+    settings = loaded(tmp_path, {})
+    assert settings == Settings(Preload("docker", Path("/mnt/local/docker"), Path("/mnt/local")), Promotion())
+    promotion = settings.promotion
+    assert (promotion.bytes_per_second, promotion.reserve_percent, promotion.enabled) == (
+        BYTES_PER_SECOND,
+        15,
+        True,
+    )
+    assert settings.staging == Path("/mnt/local/.node/staging/promote")
 
 
 def test_everything_can_be_set(tmp_path: Path) -> None:
@@ -35,44 +41,51 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "settle_seconds": 1,
         "wait_seconds": 2,
     }
-    found = told(
+    settings = loaded(
         tmp_path,
         {
             "engine": "containerd",
             "data_root": "/disk/c",
             "mount_point": "/disk",
             "pause": "p:1",
+            "verity": "off",
             "kubelet_healthz": "",
             "promote": promote,
         },
     )
-    assert found == Settings(
+    assert settings.promotion == Promotion(False, 0, 3, 20.5, 1, 2)
+    assert settings.preload == Preload(
         "containerd",
         Path("/disk/c"),
         Path("/disk"),
+        verity=False,
         pause="p:1",
-        enabled=False,
-        bytes_per_second=0,
-        workers=3,
-        reserve_percent=20.5,
-        settle_seconds=1,
-        wait_seconds=2,
-        healthz="",
+        promote=promote,
+        kubelet_healthz="",
     )
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "message"),
     [
-        {"promote": []},
-        {"promote": {"workers": 0}},
-        {"promote": {"workers": "many"}},
-        {"promote": {"bytes_per_second": -1}},
-        {"promote": {"reserve_percent": 100}},
-        {"engine": "podman"},
+        ({"promote": []}, "promote must be an object, not \\[\\]"),
+        ({"promote": {"workers": 0}}, "promote.workers must be 1 to 64, not 0"),
+        ({"promote": {"workers": "many"}}, 'promote.workers must be an integer, not "many"'),
+        ({"promote": {"enabled": "false"}}, 'promote.enabled must be true or false, not "false"'),
+        ({"promote": {"worker": 1}}, "promote.worker is not a known key"),
+        ({"promote": {"bytes_per_second": -1}}, "promote.bytes_per_second must be at least 0"),
+        ({"promote": {"reserve_percent": 100}}, "promote.reserve_percent must be at least 0 and below 100"),
+        ({"engine": "podman"}, "engine must be one of docker, containerd"),
+        ({"verity": True}, "verity must be one of require, off, not true"),
+        ({"kubelet_health": ""}, "kubelet_health is not a known key"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(NodeError) as caught:
-        told(tmp_path, value)
+def test_wrong_settings_are_refused(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(NodeError, match=f"preload.json: {message}") as caught:
+        loaded(tmp_path, value)
     assert caught.value.code == "settings"
+
+
+def test_the_preload_does_not_depend_on_the_promotions_settings(tmp_path: Path) -> None:
+    (tmp_path / "preload.json").write_text(json.dumps({**NODE, "promote": {"workers": "many"}}))
+    assert preload_settings(tmp_path).engine == "docker"
