@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar, trust_as_template
 
 from image_builder.node import mounts
+from image_builder.node.decode import decode
 from image_builder.node.disk import layout
 from image_builder.node.disk.settings import Bind, Cache, Directory, Selector, Settings, parse
 from image_builder.node.errors import NodeError
+from image_builder.node.health.endpoint import parse as parse_endpoint
+from image_builder.node.health.settings import parse as parse_health
+from image_builder.node.join.settings import parse as parse_join
+from image_builder.node.preflight.settings import parse as parse_preflight
+from image_builder.node.promote.settings import Places, Promotion
+from image_builder.node.promote.settings import load as load_promotion
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -105,13 +114,63 @@ def test_all_problems_are_told_at_once() -> None:
     assert all(word in caught.value.message for word in ("policy", "filesystem", "zzz"))
 
 
+def rendered(role: str, name: str, **variables: Any) -> Any:
+    """Return the settings that a role renders: its defaults, ``variables`` and its vars, lowest first."""
+    folder, loader = REPO / "roles" / role, DataLoader()
+    files = [
+        loader.load_from_file(str(folder / file), trusted_as_template=True)
+        for file in ("defaults/main.yml", "vars/main.yml")
+    ]
+    text = Templar(loader, {**files[0], **variables, **files[1]}).template(
+        trust_as_template("{{ " + name + " | to_json }}")
+    )
+    return json.loads(text)
+
+
 def test_role_writes_the_agents_names_and_defaults() -> None:
-    role = REPO / "roles/local_disk"
-    names = yaml.safe_load((role / "vars/main.yml").read_text())["__local_disk_settings"]
-    assert set(names) == set(Settings.__dataclass_fields__)
-    defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
-    plain = {name: defaults[f"local_disk_{name}"] for name in names if f"local_disk_{name}" in defaults}
-    assert parse(plain) == Settings()
+    written = rendered("local_disk", "__local_disk_settings")
+    assert set(written) == set(Settings.__dataclass_fields__)
+    assert parse(written) == Settings(cache=Cache("cache"))
+
+
+def test_numbers_from_a_command_line_are_numbers() -> None:
+    """``-e NAME=VALUE`` gives Ansible a string; the agent takes none for a number."""
+    written = rendered(
+        "local_disk",
+        "__local_disk_settings",
+        local_disk_expected_disks="2",
+        local_disk_wait_seconds="30",
+        local_disk_cache_quota_bytes="5",
+        local_disk_label=7,
+    )
+    assert parse(written) == Settings(expected_disks=2, wait_seconds=30, label="7", cache=Cache("cache", 5))
+    promote = rendered(
+        "image_preload",
+        "__image_preload_settings",
+        image_preload_promote="false",
+        image_preload_promote_bytes_per_second="0",
+        image_preload_promote_reserve_percent="20",
+    )["promote"]
+    assert decode(Promotion, promote) == Promotion(enabled=False, bytes_per_second=0, reserve_percent=20)
+    preflight = rendered(
+        "gpu_preflight", "__gpu_preflight_settings", gpu_preflight_hard="yes", gpu_preflight_retest_days="0"
+    )
+    assert (parse_preflight(preflight).hard, parse_preflight(preflight).retest_days) == (True, 0)
+    join = rendered("node_join", "__node_join_settings", node_join_clock_seconds="30")
+    assert parse_join(join).clock_seconds == 30
+    health = rendered("node_health", "__node_health_settings", node_health_flaps="4")
+    assert parse_health(health).flaps == 4
+    endpoint = rendered("node_health", "__node_health_endpoint_settings", node_health_endpoint_port="8080")
+    assert parse_endpoint(endpoint).port == 8080
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_agent_takes_the_preloads_settings_as_the_role_renders_them(promote: bool, tmp_path: Path) -> None:
+    written = rendered("image_preload", "__image_preload_settings", image_preload_promote=promote)
+    (tmp_path / "preload.json").write_text(json.dumps(written))
+    settings = load_promotion(Places(settings=tmp_path))
+    assert settings.promotion == Promotion(enabled=promote)
+    assert settings.preload.verity and settings.preload.kubelet_healthz
 
 
 def test_list_of_mounts_is_read(tmp_path: Path) -> None:
