@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from image_builder.node import durable
+from image_builder.node import files
 
 PATH = Path("/var/lib/node-agent/reboot.json")
 
@@ -13,7 +13,7 @@ PATH = Path("/var/lib/node-agent/reboot.json")
 def record(boot_id: str, path: Path = PATH) -> None:
     """Note that this boot is ended by the node itself. Raises OSError."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    durable.write_json(path, {"boot_id": boot_id})
+    files.write_json(path, {"boot_id": boot_id})
 
 
 def was_ordered(boot_id: str, path: Path = PATH) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import layout, lock
+from image_builder.node import files, layout
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 
@@ -69,13 +69,13 @@ def update(
     ``wanted`` are the sections without which the node is not ready, by default those that its ``settings`` call for.
     Safe for several processes at once.
     """
-    with lock.held(directory / ".lock", 60):
+    with files.lock(directory / ".lock", 60):
         found = {**read(directory), section: dict(value)}
         found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
-        _write(directory / "status.json", json.dumps(found, indent=1) + "\n")
+        files.write_json(directory / "status.json", found, durable=False)
         told = kubelet_environment(found, _taints(settings), _gate(settings))
         if _text(directory / "kubelet.env") != told:  # what changes nothing touches nothing
-            _write(directory / "kubelet.env", told)
+            files.write(directory / "kubelet.env", told.encode(), durable=False)
 
 
 def _taints(directory: Path) -> list[str]:
@@ -150,9 +150,3 @@ def _text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import LAYERS, MANIFEST, MOUNT_POINT
 from image_builder.node.programs import run
@@ -238,6 +238,27 @@ def _compare(store: Store, at: Path) -> None:
 def unreadable(error: OSError, code: str, message: str) -> NodeError:
     """Return the error of a store that can't be read: ``code``, or ``store.io`` where a retry may succeed."""
     return NodeError("store.io" if error.errno in _FOR_NOW else code, message)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error while the store is read into one that can't be taken for the disk's.
+
+    Raises NodeError: ``store.io`` where a retry may succeed, else ``store.damaged``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(error, "store.damaged", f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise NodeError("store.damaged", f"{path}: {error}") from error
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a small file of the store with its mode; the caller syncs it. Raises OSError, NodeError (``reading``)."""
+    with reading(source):
+        data, mode = source.read_bytes(), source.stat().st_mode & 0o7777
+    files.write(target, data, mode, durable=False)
 
 
 def read_through(path: Path) -> None:

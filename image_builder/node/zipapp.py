@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from image_builder.node import durable
+from image_builder.node import files
 
 _SHEBANG = b"#!/usr/bin/python3 -I\n"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that a zip archive knows
@@ -35,10 +35,10 @@ def archive(package: Path | None = None) -> bytes:
 
 def compiled(source: bytes) -> bytes:
     """Return an archive with what this Python compiles its sources to."""
-    with zipfile.ZipFile(io.BytesIO(source)) as found:
-        files = [(name, found.read(name)) for name in found.namelist() if not name.endswith(".pyc")]
-    more = [(f"{name}c", _compile(name, text)) for name, text in files if name.endswith(".py")]
-    return packed([*files, *more])
+    with zipfile.ZipFile(io.BytesIO(source)) as opened:
+        entries = [(name, opened.read(name)) for name in opened.namelist() if not name.endswith(".pyc")]
+    code = [(f"{name}c", _compile(name, text)) for name, text in entries if name.endswith(".py")]
+    return packed([*entries, *code])
 
 
 def install(source: Path, target: Path) -> bool:
@@ -47,15 +47,15 @@ def install(source: Path, target: Path) -> bool:
     if target.exists() and target.read_bytes() == data and target.stat().st_mode & 0o777 == 0o755:
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(target, data, 0o755)
+    files.write(target, data, 0o755)
     return True
 
 
 def _sources(root: Path) -> list[tuple[str, bytes]]:
-    files = [("__main__.py", _MAIN.encode()), ("image_builder/__init__.py", b"")]
+    entries = [("__main__.py", _MAIN.encode()), ("image_builder/__init__.py", b"")]
     for path in sorted(_files(root)):
-        files.append((f"{_PACKAGE}/{path.relative_to(root).as_posix()}", path.read_bytes()))
-    return files
+        entries.append((f"{_PACKAGE}/{path.relative_to(root).as_posix()}", path.read_bytes()))
+    return entries
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -70,13 +70,13 @@ def _compile(name: str, text: bytes) -> bytes:
     return head + importlib.util.source_hash(text) + marshal.dumps(code)
 
 
-def packed(files: list[tuple[str, bytes]]) -> bytes:
+def packed(entries: list[tuple[str, bytes]]) -> bytes:
     """Return files, by their names, as an archive that Python runs: the same bytes everywhere."""
     target = io.BytesIO()
     # Stored: the file lies on a disk with room, and is read at each start.
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as made:
-        for name, data in files:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as writer:
+        for name, data in entries:
             entry = zipfile.ZipInfo(name, _DATE)
             entry.external_attr = 0o644 << 16
-            made.writestr(entry, data)
+            writer.writestr(entry, data)
     return _SHEBANG + target.getvalue()

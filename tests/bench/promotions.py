@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, layout
+from image_builder.node import files, layout
 from image_builder.system import namespace, process
 from tests.bench.blank_disks import blank_disk, drop_caches
 from tests.pulls import Lab
@@ -43,7 +43,7 @@ def promotion(lab: Lab, large: Baked) -> Found:
             started = time.monotonic()
             names = "\0".join(os.fspath(path) for path in (here.store / layout.LAYERS).iterdir())
             process.run(["xargs", "-0", "-P", "2", "-I", "{}", "cp", "-a", "{}", target], input=names)
-            durable.syncfs(target)
+            files.syncfs(target)
             theirs.append(time.monotonic() - started)
     return {"promote_ours": round(min(ours), 2), "promote_reference": round(min(theirs), 2)}
 

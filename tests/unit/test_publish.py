@@ -23,7 +23,7 @@ from image_builder.bake.verification import passed_verification
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import NullMonitor
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from tests.unit.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
@@ -204,7 +204,7 @@ def test_without_renameat2_the_result_is_the_same(output: Path, monkeypatch: pyt
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(durable, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
+    monkeypatch.setattr(files, "_libc", type("Libc", (), {"renameat2": staticmethod(missing)}))
     path = _publish(output).path
     _publish(output, {"worker.raw": b"disk"})
     assert _names(path) == sorted(["worker.raw", *DOCUMENTS, "manifest.json"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from image_builder.node import durable, reboots
+from image_builder.node import files, reboots
 from image_builder.node.disk.model import Seen
 
 PATH = Path("/var/lib/node-agent/disk-incomplete.json")
@@ -42,7 +42,7 @@ def lasts(seen: Seen, boot_id: str, path: Path = PATH, ordered: Path = reboots.P
     if boot not in ("", boot_id) and not reboots.was_ordered(boot, ordered):
         return True
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    durable.write_json(path, {"members": now, "boot_id": boot_id})
+    files.write_json(path, {"members": now, "boot_id": boot_id})
     return False
 
 

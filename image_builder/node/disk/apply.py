@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from image_builder.node import durable, mounts, programs
+from image_builder.node import files, mounts, programs
 from image_builder.node.disk import arrays, layout, probe
 from image_builder.node.disk.decide import nature
 from image_builder.node.disk.model import Array, Decision, Disk, Observation, Places, Seen, Volume
@@ -72,7 +72,7 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
     root = Path(settings.mount_point)
     state = root / ".node"
     state.mkdir(mode=0o700, exist_ok=True)
-    durable.syncfs(root)
+    files.syncfs(root)
     marker = {
         "format": 1,
         "uuid": volume.uuid,
@@ -81,8 +81,8 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
         "image": build,
         "members": [disk.member.as_json() for disk in decision.disks],
     }
-    durable.write_json(root / probe.MARKER, marker)
-    durable.sync_directory(root)
+    files.write_json(root / probe.MARKER, marker)
+    files.sync_directory(root)
 
 
 def _make(
@@ -289,11 +289,11 @@ def hidden_bytes(root: Path, most: int = 20_000) -> int:
     if not root.exists():
         return 0
     device, total, names = root.stat().st_dev, 0, 0
-    for folder, folders, files in os.walk(root):
-        for name in files:
+    for folder, folders, members in os.walk(root):
+        for name in members:
             total += os.lstat(os.path.join(folder, name)).st_blocks * 512
         folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
-        names += len(files) + len(folders)
+        names += len(members) + len(folders)
         if names > most:
             break
     return total

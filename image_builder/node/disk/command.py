@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import lock, reboots, status
-from image_builder.node import settings as files
+from image_builder.node import files, reboots, status
+from image_builder.node import settings as settings_files
 from image_builder.node.disk import absence, apply, find, machine, probe
 from image_builder.node.disk.decide import decide
 from image_builder.node.disk.model import Decision, Disk, Places
@@ -21,8 +21,8 @@ from image_builder.node.errors import NodeError
 class Files:
     """What the agent reads of its image and of this boot, and what it keeps on the OS disk."""
 
-    etc: Path = files.DIRECTORY
-    release: Path = files.RELEASE
+    etc: Path = settings_files.DIRECTORY
+    release: Path = settings_files.RELEASE
     boot_id: Path = status.BOOT_ID
     absence: Path = absence.PATH
     reboots: Path = reboots.PATH
@@ -44,12 +44,12 @@ def run(
     value: dict[str, Any]
     try:
         # Without them a node that fails later would lose the taints that it was given.
-        files.kubelet_taints(kept.etc)
-        settings = parse(files.load("disk", kept.etc))
+        settings_files.kubelet_taints(kept.etc)
+        settings = parse(settings_files.load("disk", kept.etc))
         look = disks or (lambda: find.candidates(settings.selector, places))
         of_size = machine.local_disks(kept.etc, kept.cloud) if settings.selector.kind == "azure" else 0
         # Another agent may be at it, and take as long as a filesystem takes to be made.
-        with lock.held(places.run / "disk.lock"):
+        with files.lock(places.run / "disk.lock"):
             waited = find.wait(settings, places, look, of_size)
             value = _settle(settings, waited, look, places, kept)
     except (NodeError, OSError) as error:
@@ -70,7 +70,7 @@ def _settle(
 ) -> dict[str, Any]:
     """Decide and do it; return the status."""
     seen = probe.observe_all(disks, settings, places)
-    build = files.build_id(kept.release)
+    build = settings_files.build_id(kept.release)
     decision = decide(settings, build, seen)
     if decision.row == "incomplete":
         if absence.lasts(seen, status.boot_id(kept.boot_id), kept.absence, kept.reboots):

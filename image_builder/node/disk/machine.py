@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import sizes
 
@@ -14,10 +14,10 @@ from image_builder.node.gpu import sizes
 CLOUD = Path("/run/cloud-init/instance-data.json")
 
 
-def local_disks(etc: Path = files.DIRECTORY, cloud: Path = CLOUD) -> int:
+def local_disks(etc: Path = settings_files.DIRECTORY, cloud: Path = CLOUD) -> int:
     """Return the number of local NVMe disks; 0 where the size or its number of disks isn't known."""
     try:
-        found = sizes.load().find(str(files.load("gpu", etc).get("vm_size") or _size(cloud)))
+        found = sizes.load().find(str(settings_files.load("gpu", etc).get("vm_size") or _size(cloud)))
     except NodeError:
         return 0
     return (found[0].local_nvme or 0) if found else 0

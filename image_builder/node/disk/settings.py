@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import DecodeError, at_least, shown, within
 
 # The longest label of each filesystem, in bytes.
@@ -125,7 +125,7 @@ class Settings:
 
 def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
-    return files.parse(Settings, document, "disk")
+    return settings_files.parse(Settings, document, "disk")
 
 
 def _inside_root(name: str, path: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import DecodeError, decode, one_of, shown, within
 from image_builder.node.gpu import calibration
 from image_builder.node.gpu.calibration import Calibration
@@ -109,23 +109,23 @@ class Settings:
                 yield f"waived.{check} needs a reason"
 
 
-def load(directory: Path = files.DIRECTORY) -> Settings:
+def load(directory: Path = settings_files.DIRECTORY) -> Settings:
     """Return the node's settings; raises NodeError (``settings``, ``gpu.settings``)."""
-    baked = files.load("gpu-driver", directory)
+    baked = settings_files.load("gpu-driver", directory)
     keys = {"driver_version": "driver", "driver_flavour": "flavour", "kernel": "kernel"}
     defaults = {key: baked[name] for key, name in keys.items() if name in baked}
-    return parse({**defaults, **files.load("gpu", directory)})
+    return parse({**defaults, **settings_files.load("gpu", directory)})
 
 
-def are_expected(directory: Path = files.DIRECTORY) -> bool:
+def are_expected(directory: Path = settings_files.DIRECTORY) -> bool:
     """Tell whether this node should have GPUs: it has their driver or settings, and those don't say `none`.
 
     Raises NodeError (``settings``).
     """
     has_files = any((directory / f"{name}.json").exists() for name in ("gpu", "gpu-driver"))
-    return has_files and files.load("gpu", directory).get("expect", "gpus") != "none"
+    return has_files and settings_files.load("gpu", directory).get("expect", "gpus") != "none"
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``gpu.settings``) with all that is wrong at once."""
-    return files.parse(Settings, document, "gpu", code="gpu.settings")
+    return settings_files.parse(Settings, document, "gpu", code="gpu.settings")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import absolute, at_least, decode, shown, within
 
 CHECKS = (
@@ -117,7 +117,7 @@ class Settings:
 
 def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
-    return files.parse(Settings, document, "health")
+    return settings_files.parse(Settings, document, "health")
 
 
 def endpoint(text: str) -> tuple[str, int] | None:

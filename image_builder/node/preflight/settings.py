@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from image_builder.node import layout
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import at_least, host_and_port, one_of, shown, within
 
 
@@ -52,4 +52,4 @@ class Settings:
 
 def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
-    return files.parse(Settings, document, "preflight")
+    return settings_files.parse(Settings, document, "preflight")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder.node import durable, trees
+from image_builder.node import files
 from image_builder.node.promote.plan import PAUSE, Item
 from image_builder.node.promote.workers import Job, Told, Workers, disk_error, running
 
@@ -45,7 +45,7 @@ def promote(
     was killed.
     """
     progress = Progress()
-    trees.remove(staging)
+    files.remove_tree(staging)
     staging.mkdir(mode=0o700, parents=True)
     try:
         job = Job(items, staging, reserve_percent, flush=rate > 0)
@@ -54,7 +54,7 @@ def promote(
     except OSError as error:
         progress.failure = Told(-1, *disk_error(error))
     finally:
-        trees.remove(staging)
+        files.remove_tree(staging)
     return progress
 
 
@@ -89,7 +89,7 @@ def _is_due(items: Sequence[Item], progress: Progress) -> bool:
 
 def _commit(job: Job, progress: Progress) -> None:
     """Make the copies durable, then let the names lead to them. Raises OSError: then none of them was exchanged."""
-    durable.syncfs(job.staging)
+    files.syncfs(job.staging)
     waiting, progress._waiting = progress._waiting, []
     for number in waiting:
         item = job.items[number]
@@ -104,11 +104,11 @@ def exchange(copy: Path, link: Path, target: Path) -> bool:
     Raises OSError.
     """
     try:
-        durable.exchange(copy, link)
+        files.exchange(copy, link)
     except FileNotFoundError:  # the image was deleted
         return False
     if stat.S_ISLNK(copy.lstat().st_mode) and os.readlink(copy) == os.fspath(target):
         copy.unlink()
         return True
-    durable.exchange(copy, link)  # it was pulled again: the engine's own files stay
+    files.exchange(copy, link)  # it was pulled again: the engine's own files stay
     return False

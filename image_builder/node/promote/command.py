@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, mounts, status, store
+from image_builder.node import files, mounts, status, store
 from image_builder.node.errors import NodeError
 from image_builder.node.promote import batches, kubelet, links, plan, trash
 from image_builder.node.promote.batches import Progress
@@ -76,23 +75,10 @@ def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
         return
     fd = os.open(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield reason if _locked(fd) else None
+        # A moment, for the workers of an agent that was killed just now.
+        yield reason if files.try_lock(fd, _LOCK_SECONDS) else None
     finally:
         os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    """Take the lock; wait a moment for the workers of an agent that was killed just now."""
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.1)
-        else:
-            return True
 
 
 def _no_promotion(settings: Settings, places: Places) -> Section:
@@ -210,8 +196,8 @@ def _copy(settings: Settings, places: Places) -> Section:
     if progress.failure and progress.failure.damaged:
         _mark_damaged(settings, stored.id, items[progress.failure.item], progress.failure)
     section = _section(settings, places, len(items), progress, time.monotonic() - began)
-    durable.syncfs(settings.preload.state)
-    durable.write_json(settings.preload.state / "promote.json", {"store": stored.id, **section})
+    files.syncfs(settings.preload.state)
+    files.write_json(settings.preload.state / "promote.json", {"store": stored.id, **section})
     return section
 
 
@@ -256,7 +242,7 @@ def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, told: Told
     except OSError:
         layer = item.link.diff_id or item.link.path.name
         target = os.fspath(item.link.target)
-        durable.write_json(
+        files.write_json(
             settings.preload.state / "store-damaged.json",
             {"store": store_id, "layer": layer, "path": target, "reason": told.reason},
         )

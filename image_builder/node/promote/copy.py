@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder.node.trees import LONGEST_PATH, Spend, free
+from image_builder.node.files import LONGEST_PATH, Spend, free
 
 BLOCK = 4096
 # What is read at once; files below it are copied without a look for zeros.

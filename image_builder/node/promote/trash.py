@@ -7,7 +7,7 @@ import stat
 import time
 from pathlib import Path
 
-from image_builder.node import mounts, trees
+from image_builder.node import files, mounts
 from image_builder.node.promote import pace
 
 
@@ -30,7 +30,7 @@ def empty(trash: Path, rate: int, boot: str) -> list[str]:
         elif volumes := _volumes(path):
             left.append(f"{path}: holds {len(volumes)} volumes of Docker's, such as {volumes[0]}")
         else:
-            trees.remove(path, spend)
+            files.remove_tree(path, spend)
     return left
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, layout, lock, status, trees
+from image_builder.node import files, layout, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import Preload, layer_path, preload_settings
 from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
-from image_builder.node.seed.files import directory
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
 
 FORMAT = 1
@@ -47,7 +46,7 @@ def run(
         found: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
         # Another agent may be at it: then it is found done.
-        with lock.held(directory / "seed.lock"):
+        with files.lock(directory / "seed.lock"):
             found = _attempt(settings, manifest)
             for _ in range(_ATTEMPTS - 1):
                 if found.get("code") not in _FOR_NOW:
@@ -85,7 +84,7 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     can't be merged, nor edited while it is stopped. A later boot that succeeds deletes it (``promote.trash``).
     """
     (settings.state / "seed").mkdir(parents=True, exist_ok=True)
-    trees.remove(settings.state / "staging/seed")
+    files.remove_tree(settings.state / "staging/seed")
     marker = _marker(settings)
     used = _is_used(settings.data_root)
     if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
@@ -111,7 +110,7 @@ def leave(settings: Preload) -> dict[str, Any]:
             lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
             action = "lost layers taken out"
         else:
-            trees.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
             action = "set aside"
     _forget(settings)
     return {"state": status.OK, "engine": settings.engine, "action": action}
@@ -153,33 +152,33 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
     """
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
-    directory(staging, 0o710 if settings.engine == "docker" else 0o700)
+    files.make_directory(staging, 0o710 if settings.engine == "docker" else 0o700)
     wanted = [image for image in store.images if image.mode != "archive"]
     try:
         if settings.engine == "docker":
             made = docker.fill(wanted, staging, copy=_copy, aside=True)
-            number, files = made.layers, made.files
+            layers, file_count = made.layers, made.files
         else:
             copied = frozenset(d for image in wanted if image.mode == "copy" for d in image.diff_ids)
             done = containerd.fill(staging, copied=copied, copy=_copy)
-            number, files = done.snapshots, done.files
-        durable.syncfs(staging)
+            layers, file_count = done.snapshots, done.files
+        files.syncfs(staging)
         if used:
-            trees.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
         _forget(settings)
         if os.path.lexists(settings.data_root):
             settings.data_root.rmdir()
         settings.data_root.parent.mkdir(parents=True, exist_ok=True)
         staging.rename(settings.data_root)
-        durable.sync_directory(settings.data_root.parent)
+        files.sync_directory(settings.data_root.parent)
         _mark(settings, store)
     except OSError as error:
-        trees.remove(staging)
+        files.remove_tree(staging)
         raise NodeError("seed.disk", f"{settings.data_root}: {error.strerror}") from error
     except NodeError:
-        trees.remove(staging)
+        files.remove_tree(staging)
         raise
-    return {**_section(settings, store), "images": len(wanted), "layers": number, "files": files}
+    return {**_section(settings, store), "images": len(wanted), "layers": layers, "files": file_count}
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -218,7 +217,7 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     _open(settings, store)
     made = docker.fill(wanted, settings.data_root, copy=_copy)
     if made.images:
-        durable.syncfs(settings.data_root)
+        files.syncfs(settings.data_root)
     if not ours:
         _mark(settings, store)
     if not made.images:
@@ -283,7 +282,7 @@ def _object(path: Path) -> Mapping[str, Any]:
 
 def _mark(settings: Preload, store: Store) -> None:
     document = {"format": FORMAT, "store": store.id, "engine": settings.engine}
-    durable.write_json(settings.marker, document)
+    files.write_json(settings.marker, document)
 
 
 # -- the engine's version --------------------------------------------------------------------------------------

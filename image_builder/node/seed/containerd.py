@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.node.files import create, make_directory
 from image_builder.node.layout import LAYERS, MOUNT_POINT
 from image_builder.node.seed import records
-from image_builder.node.seed.files import copy as copy_file
-from image_builder.node.seed.files import directory, write
 from image_builder.node.seed.records import Records
+from image_builder.node.store import copy as copy_file
 
 SOURCE = "containerd"
 DATABASES = (
@@ -53,10 +53,10 @@ def fill(
     source = store / SOURCE
     baked = records.read(source)
     for database in DATABASES:
-        directory((root / database).parent, 0o700 if "snapshotter" in database.parts[0] else 0o711)
+        make_directory((root / database).parent, 0o700 if "snapshotter" in database.parts[0] else 0o711)
         copy_file(source / database, root / database)
     snapshots, files = 0, len(DATABASES)
-    directory(root / SNAPSHOTS, 0o700)
+    make_directory(root / SNAPSHOTS, 0o700)
     for number, layer in _snapshots(baked):
         place = root / SNAPSHOTS / number
         place.mkdir(mode=0o700)
@@ -67,15 +67,15 @@ def fill(
         else:
             (place / "fs").symlink_to(target)
         snapshots += 1
-    directory(root / BLOBS.parent.parent, 0o755)
-    directory(root / BLOBS.parent, 0o755)
-    directory(root / BLOBS, 0o755)
-    directory(root / BLOBS.parent.parent / "ingest", 0o755)
+    make_directory(root / BLOBS.parent.parent, 0o755)
+    make_directory(root / BLOBS.parent, 0o755)
+    make_directory(root / BLOBS, 0o755)
+    make_directory(root / BLOBS.parent.parent / "ingest", 0o755)
     for name in baked.names(os.fspath(BLOBS)):
         path = f"{BLOBS}/{name}"
         if path in baked.files:
             mode, text = baked.files[path]
-            write(root / path, text.encode(), mode)
+            create(root / path, text.encode(), mode)
         else:
             (root / path).symlink_to(source / path)
         files += 1

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, trees
+from image_builder.node import files
 from image_builder.node.layout import MOUNT_POINT, layer_path
-from image_builder.node.seed import files as files_of
 from image_builder.node.seed import records as records_of
-from image_builder.node.seed.files import reading
 from image_builder.node.seed.records import Records
-from image_builder.node.store import StoredImage
+from image_builder.node.store import StoredImage, reading
+from image_builder.node.store import copy as copy_file
 
 SOURCE = "docker"
 _IMAGE = Path("image/overlay2")
@@ -93,8 +92,8 @@ def fill(
     _write_missing(work, f"{_IMAGE}/distribution")
     if added:
         # Aside, the caller syncs it with all the rest.
-        write = files_of.write if aside else durable.write
-        write(root / _IMAGE / "repositories.json", json.dumps(names).encode(), 0o600)
+        data = json.dumps(names).encode()
+        files.write(root / _IMAGE / "repositories.json", data, 0o600, durable=not aside)
     return Filled(tuple(added), work.layers, work.files)
 
 
@@ -123,7 +122,7 @@ def _directories(root: Path) -> None:
         ("overlay2", 0o710),
         ("overlay2/l", 0o700),
     ):
-        files_of.directory(root / name, mode)
+        files.make_directory(root / name, mode)
 
 
 def _has_layer(root: str | Path, layer: Layer) -> bool:
@@ -135,11 +134,11 @@ def _has_layer(root: str | Path, layer: Layer) -> bool:
         cache = Path(root, _record(layer.chain), "cache-id").read_text()
     except OSError:
         return False
-    files = Path(root, "overlay2", cache, "diff")
-    if not files.is_symlink():
-        return files.is_dir()
-    with reading(files):
-        return files.is_dir()
+    diff = Path(root, "overlay2", cache, "diff")
+    if not diff.is_symlink():
+        return diff.is_dir()
+    with reading(diff):
+        return diff.is_dir()
 
 
 def _record(chain_id: str) -> str:
@@ -176,19 +175,19 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
         lower = (place / "lower").read_text() if (place / "lower").exists() else ""
         work.lowers[layer.chain] = _above((place / "link").read_text(), lower)
         if not (place / "committed").exists():
-            files_of.write(place / "committed", b"", 0o600)
+            files.create(place / "committed", b"", 0o600)
         return
     _place_files(work, layer, work.baked.text(f"{record}/cache-id"), copy)
     draft, source = target if work.aside else f"{target}.tmp", f"{work.baked.source}/{record}"
     _make_directory(draft, 0o700)
     for name in work.baked.names(record):
         if (found := work.baked.files.get(f"{record}/{name}")) is not None:
-            files_of.write(f"{draft}/{name}", found[1].encode(), found[0])
+            files.create(f"{draft}/{name}", found[1].encode(), found[0])
         elif copy is None:
             # It has a line for each file of the layer: read when an image is saved or pushed, and linked as well.
-            files_of.link(f"{source}/{name}", f"{draft}/{name}")
+            files.link(f"{source}/{name}", f"{draft}/{name}")
         else:
-            files_of.copy(Path(source, name), Path(draft, name))
+            copy_file(Path(source, name), Path(draft, name))
         work.files += 1
     if is_recorded:  # but its files were gone
         for name in os.listdir(draft):
@@ -213,22 +212,22 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
     link = work.baked.text(f"overlay2/{cache}/link")
     lower = work.lowers[layer.parent] if layer.parent else ""
     _make_directory(place, 0o710)
-    files_of.write(f"{place}/link", link.encode())
+    files.create(f"{place}/link", link.encode())
     if lower:
-        files_of.write(f"{place}/lower", lower.encode())
+        files.create(f"{place}/lower", lower.encode())
         _make_directory(f"{place}/work", 0o700)
     # Docker says so of a layer when another one, or a container, is put above it. Of one that lacks it, it takes the
     # files for the writable part of a mount when it saves the image, which the store can't be.
-    files_of.write(f"{place}/committed", b"", 0o600)
+    files.create(f"{place}/committed", b"", 0o600)
     source, target = layer_path(layer.diff_id, work.store), f"{place}/diff"
     if copy:
         _copy_layer(source, Path(target), copy)
     else:
         # Files of which nothing records that they are whole: an earlier repair was cut short.
         if not work.aside and os.path.isdir(target) and not os.path.islink(target):
-            trees.remove(Path(target))
-        files_of.link(source, target)
-    files_of.link(f"../{cache}/diff", f"{work.root}/overlay2/l/{link}")
+            files.remove_tree(Path(target))
+        files.link(source, target)
+    files.link(f"../{cache}/diff", f"{work.root}/overlay2/l/{link}")
     work.lowers[layer.chain] = _above(link, lower)
     work.files += 6
 
@@ -241,12 +240,12 @@ def _above(link: str, lower: str) -> str:
 def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
     """Copy a layer beside its place, then put it there: a name is never that of half a layer."""
     draft = target.with_name(f".{target.name}.new")
-    trees.remove(draft)
+    files.remove_tree(draft)
     copy(source, draft)
     if target.is_symlink():
         target.unlink()
     else:
-        trees.remove(target)
+        files.remove_tree(target)
     draft.rename(target)
 
 
@@ -256,15 +255,15 @@ def _write_missing(work: _Work, name: str) -> None:
     if name in baked.files:
         path = f"{work.root}/{name}"
         if name not in work.written and (work.aside or not os.path.exists(path)):
-            folder, _, last = path.rpartition("/")
-            draft = path if work.aside else f"{folder}/.{last}.new"
-            files_of.write(draft, baked.text(name).encode(), baked.files[name][0])
-            if draft != path:
-                os.replace(draft, path)
+            data, mode = baked.text(name).encode(), baked.files[name][0]
+            if work.aside:
+                files.create(path, data, mode)
+            else:
+                files.write(Path(path), data, mode, durable=False)
             work.written.add(name)
             work.files += 1
     elif name in baked.directories:
-        files_of.directory(Path(work.root, name), baked.directories[name])
+        files.make_directory(Path(work.root, name), baked.directories[name])
         for found in baked.names(name):
             _write_missing(work, f"{name}/{found}")
     elif "/content/" in name:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from image_builder.node import trees
+from image_builder.node import files
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.seed.docker import chain
 
@@ -49,12 +49,12 @@ def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> N
         if cache in gone:
             os.rename(record, f"{record}{_SUFFIX}")
         else:
-            trees.set_aside(record, trash, boot)
+            files.set_aside(record, trash, boot)
             if cache and (root / "overlay2" / cache).is_dir():
-                trees.set_aside(root / "overlay2" / cache, trash, boot)
+                files.set_aside(root / "overlay2" / cache, trash, boot)
     for path in _places(root / _RECORDS):
         if path.suffix == _SUFFIX:
-            trees.remove(path)
+            files.remove_tree(path)
     for cache in gone:
         _remove_files(root / "overlay2", cache)
 
@@ -77,16 +77,16 @@ def _forget_image(root: Path, image: str, trash: Path | None, boot: str) -> None
     """Delete an image's record, or set it aside where it was not a seed's; its names then lead to none."""
     path = root / _IMAGES / "content/sha256" / image
     if trash:
-        trees.set_aside(path, trash, boot)
+        files.set_aside(path, trash, boot)
     else:
         path.unlink()
-    trees.remove(root / _IMAGES / "metadata/sha256" / image)
+    files.remove_tree(root / _IMAGES / "metadata/sha256" / image)
 
 
 def _remove_files(folder: Path, cache: str) -> None:
     if short := _text(folder / cache / "link"):
         (folder / "l" / short).unlink(missing_ok=True)
-    trees.remove(folder / cache)
+    files.remove_tree(folder / cache)
 
 
 def _places(folder: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node.errors import NodeError
-from image_builder.node.seed.files import reading
+from image_builder.node.store import reading
 
 NAME = "records.json"
 # What is larger need not be at hand before the engine starts.

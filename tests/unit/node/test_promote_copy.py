@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import trees
+from image_builder.node import files
 from image_builder.node.promote.copy import BLOCK, copy_tree, extents
 
 _DATA = b"\x01" * BLOCK
@@ -83,4 +83,4 @@ def test_a_tree_deeper_than_any_path_is_copied(name: str, levels: int, tmp_path:
     finally:
         os.close(folder)
         for tree in (source, tmp_path / "copy"):  # pytest could not
-            trees.remove(tree)
+            files.remove_tree(tree)

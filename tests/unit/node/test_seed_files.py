@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node.seed import files
+from image_builder.node import files
 from image_builder.node.seed.docker import chain, fill
 from tests.unit.node.stores import docker_store, stored
 
@@ -30,19 +30,19 @@ def _mode(path: Path) -> int:
 
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o664, 0o666, 0o400])
 def test_a_file_has_its_mode(umask: int, mode: int, tmp_path: Path) -> None:
-    files.write(tmp_path / "file", b"x", mode)
+    files.create(tmp_path / "file", b"x", mode)
     assert _mode(tmp_path / "file") == mode
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o710, 0o755, 0o777])
 def test_a_directory_has_its_mode(umask: int, mode: int, tmp_path: Path) -> None:
-    files.directory(tmp_path / "made", mode)
+    files.make_directory(tmp_path / "made", mode)
     assert _mode(tmp_path / "made") == mode
 
 
 def test_dockers_directories_have_its_modes(umask: int, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    files.directory(root, 0o710)
+    files.make_directory(root, 0o710)
     fill([ONE], root, store=tmp_path / "store")
     modes = {
         name: _mode(root / name)
