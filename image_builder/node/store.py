@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import files, mounts
+from image_builder.node.child import run
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import LAYERS, MANIFEST, MOUNT_POINT
-from image_builder.node.programs import run
 
 FORMAT = 1
 BLOCK = 4096

@@ -18,7 +18,7 @@ import pytest
 
 from image_builder.node import mounts
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.watch import watch
+from image_builder.node.preload.archive import load
 from image_builder.node.promote import kubelet, trash
 from image_builder.system import namespace
 from tests.promotion import (
@@ -345,7 +345,7 @@ def test_a_program_that_gets_no_further_is_ended(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(ProgramError) as caught:
         # A directory without a filesystem's numbers: only what is read counts.
-        watch(
+        load(
             [sys.executable, "-c", _STALLED, str(archive)], archive, tmp_path / "none", said.append, 0.1, 0.5
         )
     assert time.monotonic() - started < 50

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import asking, kube, lock, programs
+from image_builder.node import asking, child, files, kube
 from image_builder.node.errors import ProgramError
 from image_builder.node.health import apart, nvme
 from image_builder.node.health.model import Look, Places
@@ -91,31 +91,31 @@ def test_what_a_program_started_does_not_keep_its_caller(tmp_path: Path) -> None
     noted = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(ProgramError, match="did not end within 0.5 s$") as caught:
-        programs.run(["sh", "-c", f"sleep 30 & echo $! > {noted}; wait"], timeout=0.5)
+        child.run(["sh", "-c", f"sleep 30 & echo $! > {noted}; wait"], timeout=0.5)
     assert caught.value.status == 124 and time.monotonic() - began < 5
     os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
 def test_a_program_that_can_not_be_killed_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test can have a process in the kernel's D state: one that is never killed stands for it."""
-    monkeypatch.setattr(programs, "END_SECONDS", 0.3)
+    monkeypatch.setattr(child, "END_SECONDS", 0.3)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda _self: None)
     began = time.monotonic()
     with pytest.raises(ProgramError, match=r"process \d+ hangs in the kernel"):
-        programs.run(["sleep", "30"], timeout=0.3)
+        child.run(["sleep", "30"], timeout=0.3)
     assert time.monotonic() - began < 5
-    child = programs._left.pop()
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait(10) == -signal.SIGKILL
+    process = child._abandoned.pop()
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
 
 
 def test_input_and_output_are_the_programs_own() -> None:
-    done = programs.run(["sh", "-c", "cat; echo no >&2; exit 3"], input="yes", ok=(3,))
+    done = child.run(["sh", "-c", "cat; echo no >&2; exit 3"], input="yes", ok=(3,))
     assert (done.status, done.stdout, done.stderr) == (3, "yes", "no\n")
     with pytest.raises(ProgramError, match="ended with 3"):
-        programs.run(["sh", "-c", "exit 3"])
+        child.run(["sh", "-c", "exit 3"])
     with pytest.raises(ProgramError) as caught:
-        programs.run(["/nonexistent"])
+        child.run(["/nonexistent"])
     assert caught.value.status == 127
 
 
@@ -126,13 +126,13 @@ def test_a_lock_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
         while _is_free(path):
             time.sleep(0.02)
         began = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"for more than 0\.3 s"), lock.held(path, 0.3):
+        with pytest.raises(TimeoutError, match=r"for more than 0\.3 s"), files.lock(path, 0.3):
             pass
         assert time.monotonic() - began < 3
     finally:
         holder.kill()
         holder.wait()
-    with lock.held(path, 5):
+    with files.lock(path, 5):
         assert not _is_free(path)
     assert _is_free(path)
 
@@ -144,7 +144,7 @@ def _is_free(path: Path) -> bool:
 def test_a_child_that_hangs_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A forked process has its parent's locks. One that can't be killed would keep all later looks out."""
     path = tmp_path / "lock"
-    with lock.held(path):
+    with files.lock(path):
         child = os.fork()
         if child == 0:
             signal.pause()

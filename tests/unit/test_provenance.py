@@ -75,7 +75,7 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
         ),
         (
             provenance.LOCAL_DISK,
-            "image_builder/node/mounts.py image_builder/node/programs.py image_builder/node/report.py "
+            "image_builder/node/mounts.py image_builder/node/child.py image_builder/node/report.py "
             "image_builder/node/gpu/sizes.json tests/boot/steps.py tests/boot/rows.py tests/foreign_disks.py "
             "tests/boot/guest/probe.py",
         ),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from image_builder.node import files, mounts, programs
+from image_builder.node import child, files, mounts
 from image_builder.node.disk import arrays, layout, probe
 from image_builder.node.disk.decide import nature
 from image_builder.node.disk.model import Array, Decision, Disk, Observation, Places, Seen, Volume
@@ -190,13 +190,13 @@ def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Vo
     if len(disks) == 1:
         with _announced(disks):
             _check_blank(disks[0].path, layout.making(disks[0].bytes)[1])
-            programs.run(mkfs(settings, made, disks[0].path), timeout=_MKFS_SECONDS)
+            child.run(mkfs(settings, made, disks[0].path), timeout=_MKFS_SECONDS)
         return Volume(disks[0].path, settings.filesystem, made, "empty")
     # An array that bears our UUID on each of its members says what it is; before that the members must.
     with _announced(disks):
         path = arrays.create(made, settings.label, disks, places)
     _check_blank(path)
-    programs.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
+    child.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
     return Volume(path, settings.filesystem, made, "empty")
 
 
@@ -270,7 +270,7 @@ def furnish(settings: Settings, *, on_disk: bool) -> None:
 def _limit(root: Path, path: Path, quota: int) -> None:
     """Give a directory a project of its own and the project a limit; what is in it already belongs to it."""
     commands = (f"project -s -d 0 -p {path} {_PROJECT}", f"limit -p bhard={quota} {_PROJECT}")
-    programs.run(["xfs_quota", "-x", *(word for text in commands for word in ("-c", text)), os.fspath(root)])
+    child.run(["xfs_quota", "-x", *(word for text in commands for word in ("-c", text)), os.fspath(root)])
 
 
 def _bind(settings: Settings) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.errors import NodeError
@@ -19,13 +19,13 @@ def assemble(uuid: str, disks: Sequence[Disk], places: Places) -> str:
     """Return the kernel's name of an array, which is assembled unless it is already. Raises NodeError."""
     if not holder(disks, places):
         words = ("mdadm", "--assemble", _name(places), f"--uuid={_uuid(uuid)}", *_OPTIONS, *_paths(disks))
-        programs.run(words)
+        child.run(words)
     return _device(disks, places)
 
 
 def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path:
     """Make a RAID0 of disks that are blank, of any sizes; return its device, ends zero. Raises NodeError, OSError."""
-    programs.run(
+    child.run(
         [
             *("mdadm", "--create", _name(places), *_OPTIONS, "--quiet"),
             *("--level=0", f"--raid-devices={len(disks)}", "--metadata=1.2", "--chunk=512K"),
@@ -50,7 +50,7 @@ def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path
 
 def stop(device: str, places: Places) -> None:
     """Take an array apart, its members stay as they are. Raises ProgramError."""
-    programs.run(["mdadm", "--stop", os.fspath(places.dev / device)])
+    child.run(["mdadm", "--stop", os.fspath(places.dev / device)])
 
 
 def holder(disks: Sequence[Disk], places: Places) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import mounts, programs
+from image_builder.node import child, mounts
 from image_builder.node.disk import arrays, azure, layout
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
@@ -125,7 +125,7 @@ def signatures(paths: Sequence[Path]) -> dict[str, tuple[Signature, ...]]:
     if not paths:
         return {}
     names = [os.fspath(path) for path in paths]
-    said = programs.run(["wipefs", "--no-act", "--json", *names]).stdout
+    said = child.run(["wipefs", "--no-act", "--json", *names]).stdout
     found: dict[str, list[Signature]] = {name: [] for name in names}
     # Its device is a name below /dev, whatever was asked for.
     by_name = {os.path.basename(name): name for name in names}
@@ -134,7 +134,7 @@ def signatures(paths: Sequence[Path]) -> dict[str, tuple[Signature, ...]]:
         found[by_name[os.path.basename(item["device"])]].append(signature)
     empty = [name for name in names if not found[name]]
     if empty:
-        done = programs.run(["blkid", "--probe", "--output", "export", *empty], ok=(0, 2))
+        done = child.run(["blkid", "--probe", "--output", "export", *empty], ok=(0, 2))
         for name, values in _blocks(done.stdout):
             kind = values.get("TYPE") or values.get("PTTYPE") or "unknown"
             found[name].append(Signature(kind, values.get("UUID", ""), values.get("LABEL", "")))

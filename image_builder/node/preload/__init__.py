@@ -5,8 +5,7 @@ has already, from the seed or from an earlier boot, whole and under the right na
 archive is checked and loaded, and what the engine then has is looked at again. The engine is the only state.
 
     images.py      the list and the store's description
-    archive.py     the archive: its checksum, the room that loading it takes
-    watch.py       a long-running program, and how far it has read the archive
+    archive.py     the archive: its checksum, the room that loading it takes, how far the loading is
     engine.py      what both engines are asked
     docker.py      Docker, by its client; guards.py: the containers that keep its images
     containerd.py  containerd, by ctr

@@ -1,19 +1,22 @@
-"""The archive: that it is the one that was baked, and that there is room for what is in it."""
+"""The archive: its checksum, the room for what is in it, and its loading."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from image_builder.node import child
 from image_builder.node.errors import NodeError
 from image_builder.node.preload.images import Image, Preload
 
 # The kubelet deletes images until so much of their filesystem is used (imageGCLowThresholdPercent's default).
 FULL_PERCENT = 80
 _CHUNK = 4 << 20
+# Without a byte read, or written to the engine's disk, for so long it will not end. An engine that unpacks is silent.
+STALLED_SECONDS = 600.0
 
 
 def check(preload: Preload, tell: Callable[[str], None], interval: float) -> None:
@@ -98,3 +101,56 @@ def room_fault(need: int, capacity: int, available: int) -> str:
         f"which would be {100 * after // max(capacity, 1)}% full, more than {FULL_PERCENT}%: "
         f"{need / 1e9:.2f} GB are needed, {available / 1e9:.2f} of {capacity / 1e9:.2f} GB are free"
     )
+
+
+# -- loading ---------------------------------------------------------------------------------------------------
+
+
+def load(
+    argv: Sequence[str],
+    archive: Path,
+    data_root: Path,
+    tell: Callable[[str], None],
+    interval: float,
+    patience: float = STALLED_SECONDS,
+) -> None:
+    """Run a program that reads the archive into ``data_root`` and report how far it is.
+
+    Raises ProgramError, also (status 124) where there was no progress for ``patience`` seconds.
+    """
+    size, has_begun = archive.stat().st_size, False
+
+    def progress(pid: int) -> tuple[object, str]:
+        nonlocal has_begun
+        position = read_position(pid, archive)
+        has_begun = has_begun or position is not None
+        return (position, _free(data_root)), stage(position, size, has_begun)
+
+    child.watch(argv, progress, tell, interval, patience)
+
+
+def _free(data_root: Path) -> int:
+    """Return the free blocks of the filesystem that an engine writes to."""
+    try:
+        return os.statvfs(data_root).f_bfree
+    except OSError:
+        return 0
+
+
+def stage(position: int | None, size: int, has_begun: bool) -> str:
+    """Return how far a program is with the archive. Read to its end, it is the engine's turn, which is silent."""
+    if has_begun and (position is None or position >= size):
+        return "unpacking the layers"
+    return f"loading: {portion(position or 0, size)} read"
+
+
+def read_position(pid: int, path: Path) -> int | None:
+    """Return up to where a process has read a file that it has open; None where it hasn't."""
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if os.path.realpath(link) == os.path.realpath(path):
+                info = Path(f"/proc/{pid}/fdinfo/{link.name}").read_text(encoding="ascii")
+                return int(info.splitlines()[0].removeprefix("pos:"))
+    except (OSError, ValueError):
+        pass  # it ended, or closed the file, while we looked
+    return None

@@ -16,7 +16,6 @@ from image_builder.node.preload.docker import Docker
 from image_builder.node.preload.engine import Engine
 from image_builder.node.preload.images import Preload, Store
 from image_builder.node.preload.outcome import Done
-from image_builder.node.preload.watch import watch
 
 # Seconds between two lines of progress.
 _INTERVAL = 3.0
@@ -89,7 +88,7 @@ def bring(
         archive.check_room(preload, wanted, store.layers, data_root)
         archive.check(preload, tell, interval)
         engine.forget(wanted)
-        watch(engine.load(preload.archive), preload.archive, data_root, tell, interval)
+        archive.load(engine.load(preload.archive), preload.archive, data_root, tell, interval)
         found = engine.look(preload.images)
     faults, named = dict(found.faults), dict(found.misnamed)
     sound = [image for image in preload.images if image.ref not in faults]

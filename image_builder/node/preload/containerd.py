@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
@@ -45,7 +45,7 @@ class Containerd:
     patience: float = 5.0
 
     def ctr(self, *arguments: str) -> str:
-        return programs.run(["ctr", "--namespace", self.namespace, *arguments], timeout=PATIENCE).stdout
+        return child.run(["ctr", "--namespace", self.namespace, *arguments], timeout=PATIENCE).stdout
 
     def listed(self) -> dict[str, Listed]:
         return parse_list(self.ctr("images", "list"))
@@ -101,7 +101,7 @@ class Containerd:
         containers = self.ctr("containers", "list", "--quiet").split()
         # CRI and ctr name a container's snapshot after the container.
         if ended := [name for name in containers if stands_on(name, lost, snapshots)]:
-            programs.run(
+            child.run(
                 ["ctr", "--namespace", self.namespace, "containers", "delete", *ended],
                 ok=(0, 1),
                 timeout=PATIENCE,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs
-from image_builder.node.errors import ProgramError
+from image_builder.node import child
 from image_builder.node.preload import guards
 from image_builder.node.preload.engine import PATIENCE, Found, together
 from image_builder.node.preload.images import Image
@@ -63,11 +62,11 @@ def inspect(refs: Sequence[str]) -> dict[str, dict[str, Any]]:
     if not refs:
         return {}
     argv = ["docker", "image", "inspect", *refs]
-    done = programs.run(argv, ok=(0, 1), timeout=PATIENCE)
+    done = child.run(argv, ok=(0, 1), timeout=PATIENCE)
     others = [line for line in done.stderr.splitlines() if line.strip() and _ABSENT not in line.lower()]
     if done.status and (others or not done.stderr.strip()):
         said = "\n".join(others)
-        raise ProgramError(programs.failure(argv, done.status, said), done.status, programs.tail(said))
+        raise child.failed(argv, done.status, said)
     return {tag: image for image in json.loads(done.stdout) for tag in image.get("RepoTags") or []}
 
 

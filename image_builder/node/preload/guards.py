@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.preload.engine import PATIENCE
 from image_builder.node.preload.images import Image
 
@@ -42,7 +42,7 @@ def faults(images: Iterable[Image], pause: str, found: Iterable[str]) -> dict[st
 def listed() -> list[str]:
     """Return the names of all guards, stopped ones included. Raises ProgramError."""
     argv = ["docker", "container", "ls", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
-    return programs.run(argv, timeout=PATIENCE).stdout.split()
+    return child.run(argv, timeout=PATIENCE).stdout.split()
 
 
 def creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
@@ -60,9 +60,9 @@ def creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
 
 def create(guard: str, ref: str, volumes: Mapping[str, object] | Sequence[str]) -> None:
     """Make a guard; raises ProgramError."""
-    programs.run(creation(guard, ref, volumes), timeout=PATIENCE)
+    child.run(creation(guard, ref, volumes), timeout=PATIENCE)
 
 
 def remove(guard: str) -> None:
     """Remove a guard; raises ProgramError."""
-    programs.run(["docker", "container", "rm", guard], timeout=PATIENCE)
+    child.run(["docker", "container", "rm", guard], timeout=PATIENCE)

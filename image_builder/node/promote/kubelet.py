@@ -6,7 +6,7 @@ import shutil
 import time
 
 from image_builder.node import asking
-from image_builder.node.programs import ENVIRONMENT
+from image_builder.node.child import ENVIRONMENT
 
 _PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 _BETWEEN_SECONDS = 2.0

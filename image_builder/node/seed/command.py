@@ -12,9 +12,9 @@ from typing import Any
 
 from image_builder.node import files, layout, status
 from image_builder.node import settings as settings_files
+from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import Preload, layer_path, preload_settings
-from image_builder.node.programs import run as run_program
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import mounts, programs
+from image_builder.node import child, mounts
 from image_builder.node.disk import apply, layout, probe
 from image_builder.node.disk.model import Array, Disk, Observation, Places, Raid, Seen, Signature, Volume
 from image_builder.node.disk.settings import Settings
@@ -310,7 +310,7 @@ def test_data_that_came_since_the_last_look_is_not_formatted(
     device = tmp_path / "device"
     device.write_bytes(b"x".ljust(4 * MIB, b"\0"))
     monkeypatch.setattr(probe, "signatures", lambda paths: {str(path): () for path in paths})
-    monkeypatch.setattr(programs, "run", lambda *_, **__: pytest.fail("it was formatted"))
+    monkeypatch.setattr(child, "run", lambda *_, **__: pytest.fail("it was formatted"))
     with pytest.raises(NodeError, match="right before it was formatted"):
         apply._filesystem([Disk("device", device, 4 * MIB)], Settings(), Places())
 
@@ -339,7 +339,7 @@ def test_an_array_is_stopped_when_its_members_have_been_looked_at_again(
         raise NodeError("program", "erased")
 
     monkeypatch.setattr(probe, "observe_disks", lambda *_: seen)
-    monkeypatch.setattr(programs, "run", stop)
+    monkeypatch.setattr(child, "run", stop)
     monkeypatch.setattr(apply, "erase", erase)
     assembled = Seen(tuple(seen), {UUID: Array(UUID, "md127")})
     with pytest.raises(NodeError, match="erased" if is_same else "changed since it was looked at: ext4"):

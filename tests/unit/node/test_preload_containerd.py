@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import programs
+from image_builder.node import child
+from image_builder.node.child import Completed
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload import containerd
 from image_builder.node.preload.images import Image
-from image_builder.node.programs import Completed
 from image_builder.node.report import scan
 from image_builder.node.seed.docker import chain
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, PAUSE_MANIFEST, TWO
@@ -274,7 +274,7 @@ def _digest(data: bytes) -> str:
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     made = Engine(tmp_path)
-    monkeypatch.setattr(programs, "run", made.run)
+    monkeypatch.setattr(child, "run", made.run)
     return made
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.errors import NodeError
 from image_builder.node.preload import archive as archives
-from image_builder.node.preload import command, images, watch
+from image_builder.node.preload import command, images
 from image_builder.node.preload.engine import Found
 from image_builder.node.preload.images import Image, Store
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
@@ -116,8 +116,8 @@ def test_archive_that_is_gone(image_list: Path, archive: Path) -> None:
 def test_position_of_a_reader_is_found(archive: Path) -> None:
     with archive.open("rb", buffering=0) as stream:
         stream.read(4096)
-        assert watch.read_position(os.getpid(), archive) == 4096
-    assert watch.read_position(os.getpid(), archive) is None
+        assert archives.read_position(os.getpid(), archive) == 4096
+    assert archives.read_position(os.getpid(), archive) is None
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_position_of_a_reader_is_found(archive: Path) -> None:
     ],
 )
 def test_stage_is_told(position: int | None, begun: bool, told: str) -> None:
-    assert watch.stage(position, 2_000_000_000, begun) == told
+    assert archives.stage(position, 2_000_000_000, begun) == told
 
 
 def test_failure_shows_the_command_and_the_end_of_its_output() -> None:
-    text = programs.failure(["docker", "load"], 1, "\n".join(f"line {n}" for n in range(40)))
+    text = child.failed(["docker", "load"], 1, "\n".join(f"line {n}" for n in range(40))).message
     lines = text.splitlines()
     assert lines[0] == "`docker load` ended with 1"
     assert lines[1:] == [f"  line {n}" for n in range(20, 40)]
-    assert "it said nothing" in programs.failure(["docker", "load"], 1, "")
+    assert "(no output)" in child.failed(["docker", "load"], 1, "").message
 
 
 def test_store_tells_what_the_seed_gives(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from image_builder.node import mounts, store
+from image_builder.node.child import Completed
 from image_builder.node.errors import NodeError, ProgramError
-from image_builder.node.programs import Completed
 from image_builder.node.store import (
     MAPPING,
     Verity,
