@@ -123,7 +123,7 @@ class Desk:
 
     def run(self, *disks: Disk) -> dict[str, Any]:
         """Run the agent once; return its exit status with the section of the status file."""
-        code = command.run(places=self.places, kept=self.kept, disks=lambda: list(disks))
+        code = command.run(places=self.places, paths=self.kept, disks=lambda: list(disks))
         found = json.loads((self.places.run / "status.json").read_text())["disk"]
         return {**found, "exit": code}
 

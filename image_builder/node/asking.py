@@ -98,12 +98,12 @@ def _ask(
     try:
         connection.request("GET" if body is None else "POST", path, body, dict(headers))
         with connection.getresponse() as answer:
-            found = answer.headers
+            answer_headers = answer.headers
             return Said(
                 answer.status,
                 answer.read(_MOST_BYTES),
-                retry_after(found, time.time()) or 0.0,
-                _moment(found.get("Date", "")) or 0.0,
+                retry_after(answer_headers, time.time()) or 0.0,
+                _moment(answer_headers.get("Date", "")) or 0.0,
             )
     except http.client.HTTPException as error:
         raise OSError(f"{url}: the answer is no HTTP: {error!r}") from error

@@ -43,20 +43,20 @@ def answer(
     while True:
         after = 0.0
         try:
-            said = ask(path, address=address, seconds=max(0.5, min(5.0, until - clock())))
+            response = ask(path, address=address, seconds=max(0.5, min(5.0, until - clock())))
         except OSError as error:
-            what = f"the metadata service does not answer: {error}"
+            message = f"the metadata service does not answer: {error}"
         else:
-            if said.status == 200:
-                return said
-            what = f"the metadata service answered {said.status}: {_first_words(said.body)}"
-            if said.status < 500 and said.status not in _LATER:
-                raise RefusedError(what)
-            after = said.retry_after
+            if response.status == 200:
+                return response
+            message = f"the metadata service answered {response.status}: {_first_words(response.body)}"
+            if response.status < 500 and response.status not in _LATER:
+                raise RefusedError(message)
+            after = response.retry_after
         # Full jitter, after what the service asked for: machines that came up together don't ask together.
         wait = after + chance() * min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(attempt, 10))
         if clock() + wait >= until:
-            raise OSError(what)
+            raise OSError(message)
         sleep(wait)
         attempt += 1
 

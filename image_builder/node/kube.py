@@ -74,8 +74,8 @@ def backoff(
     ``chance`` gives numbers in [0, 1).
     """
     limit = min(cap, base * 2.0 ** min(attempt, 60))
-    asked = min(max(retry_after or 0.0, 0.0), LONGEST_RETRY_AFTER)
-    return asked + chance() * limit
+    retry_seconds = min(max(retry_after or 0.0, 0.0), LONGEST_RETRY_AFTER)
+    return retry_seconds + chance() * limit
 
 
 def patiently(
@@ -151,7 +151,7 @@ class Client:
     @classmethod
     def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT, timeout: float = TIMEOUT) -> Self:
         """Be a pod's service account; raises NodeError (``kube.config``) outside of a pod."""
-        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{what}") for what in ("HOST", "PORT"))
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
         if not host or not port:
             raise NodeError("kube.config", "this is no pod: KUBERNETES_SERVICE_HOST is not set")
         host = f"[{host}]" if ":" in host else host
@@ -184,11 +184,11 @@ class Client:
                 self._ended_after(self._timeout),
                 self._answered(method, path, body, content_type, self._timeout) as answer,
             ):
-                found: dict[str, Any] = json.loads(answer.read())
+                document: dict[str, Any] = json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise KubeError(f"{method} {path}: the answer broke off: {error}") from error
-        return found
+        return document
 
     def text(self, path: str, accept: str = _JSON) -> str:
         """Return what the server answers to a GET, as text. Raises KubeError."""
@@ -260,21 +260,21 @@ class Client:
     def _answered(
         self, method: str, path: str, body: Any, content_type: str, timeout: float, accept: str = _JSON
     ) -> http.client.HTTPResponse:
-        words = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body).encode()
         headers = {"Accept": accept, "User-Agent": self._agent}
-        if words is not None:
+        if data is not None:
             headers["Content-Type"] = content_type
         if self.access.token:
             headers["Authorization"] = f"Bearer {self.access.token.read().strip()}"
         try:
-            answer = self._send(method, path, words, headers, timeout)
+            answer = self._send(method, path, data, headers, timeout)
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise KubeError(f"{method} {self.access.server}{path}: {error}") from error
         if answer.status >= 300:
-            said, later = _said(answer), asking.retry_after(answer.headers, time.time())
+            message, later = _said(answer), asking.retry_after(answer.headers, time.time())
             self.close()
-            raise KubeError(f"{method} {path}: {answer.status} {said}", answer.status, later)
+            raise KubeError(f"{method} {path}: {answer.status} {message}", answer.status, later)
         return answer
 
     def _send(

@@ -77,7 +77,7 @@ def parse(text: str, folder: Path) -> Access:
     user = _named(config["users"], context["user"])["user"]
     if cluster.get("insecure-skip-tls-verify"):
         raise ValueError("insecure-skip-tls-verify: an API server that isn't proven is told nothing")
-    found = Access(
+    access = Access(
         server=str(cluster["server"]).rstrip("/"),
         authority=_pem(cluster, "certificate-authority", folder) or Pem(),
         certificate=_pem(user, "client-certificate", folder),
@@ -85,11 +85,11 @@ def parse(text: str, folder: Path) -> Access:
         token=_token(user, folder),
         server_name=str(cluster.get("tls-server-name") or ""),
     )
-    if not found.server.startswith("https://"):
-        raise ValueError(f"the server {found.server!r} is no https address")
-    if not (found.certificate and found.key) and not found.token:
+    if not access.server.startswith("https://"):
+        raise ValueError(f"the server {access.server!r} is no https address")
+    if not (access.certificate and access.key) and not access.token:
         raise ValueError("the user has neither a client certificate with its key nor a token")
-    return found
+    return access
 
 
 def _named(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def _named(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
     raise KeyError(f"nothing is called {name!r}")
 
 
-def _pem(found: dict[str, Any], name: str, folder: Path) -> Pem | None:
-    if data := found.get(f"{name}-data"):
+def _pem(owner: dict[str, Any], name: str, folder: Path) -> Pem | None:
+    if data := owner.get(f"{name}-data"):
         try:
             return Pem(base64.b64decode(str(data), validate=True).decode("ascii"))
         except (binascii.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{name}-data is no base64 of a PEM text") from error
-    return Pem(path=folder / str(found[name])) if found.get(name) else None
+    return Pem(path=folder / str(owner[name])) if owner.get(name) else None
 
 
 def _token(user: dict[str, Any], folder: Path) -> Pem | None:
@@ -159,42 +159,42 @@ def _block(lines: _Lines, indent: int) -> tuple[Any, _Lines]:
     return _list(lines, indent) if _is_item(lines[0][1]) else _mapping(lines, indent)
 
 
-def _is_item(words: str) -> bool:
-    return words == "-" or words.startswith("- ")
+def _is_item(text: str) -> bool:
+    return text == "-" or text.startswith("- ")
 
 
 def _list(lines: _Lines, indent: int) -> tuple[list[Any], _Lines]:
-    found: list[Any] = []
+    items: list[Any] = []
     while lines and lines[0][0] == indent and _is_item(lines[0][1]):
-        _, words, number = lines[0]
-        inner = words[1:].lstrip()
+        _, text, number = lines[0]
+        inner = text[1:].lstrip()
         if not inner:
             value, lines = _nested(lines[1:], indent + 1)
         elif _is_item(inner) or _KEY.match(inner):
             # "- name: x": a block that begins behind the dash.
-            shifted = indent + len(words) - len(inner)
+            shifted = indent + len(text) - len(inner)
             value, lines = _block([(shifted, inner, number), *lines[1:]], shifted)
         else:
             value, lines = _scalar(inner, number), lines[1:]
-        found.append(value)
-    return found, lines
+        items.append(value)
+    return items, lines
 
 
 def _mapping(lines: _Lines, indent: int) -> tuple[dict[str, Any], _Lines]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     while lines and lines[0][0] == indent and not _is_item(lines[0][1]):
-        _, words, number = lines[0]
-        match = _KEY.match(words)
+        _, text, number = lines[0]
+        match = _KEY.match(text)
         if not match:
             raise ValueError(f"line {number}: no `key: value`")
         key = str(_scalar(match["key"], number))
         if match["value"] and not match["value"].startswith("#"):
-            found[key], lines = _scalar(match["value"], number), lines[1:]
+            mapping[key], lines = _scalar(match["value"], number), lines[1:]
         else:
             # A list below a key may stand as far left as the key.
             own = indent if len(lines) > 1 and lines[1][0] == indent and _is_item(lines[1][1]) else indent + 1
-            found[key], lines = _nested(lines[1:], own)
-    return found, lines
+            mapping[key], lines = _nested(lines[1:], own)
+    return mapping, lines
 
 
 def _nested(lines: _Lines, least: int) -> tuple[Any, _Lines]:
@@ -203,21 +203,21 @@ def _nested(lines: _Lines, least: int) -> tuple[Any, _Lines]:
     return _block(lines, lines[0][0])
 
 
-def _scalar(words: str, number: int) -> Any:
-    if words in ("{}", "[]"):
-        return {} if words == "{}" else []
-    if words.startswith('"'):
-        value, end = json.JSONDecoder().raw_decode(words)
-        rest = words[end:].strip()
-    elif words.startswith("'"):
-        end = words.replace("''", "\0\0").find("'", 1)
-        value, rest = words[1:end].replace("''", "'"), words[end + 1 :].strip()
+def _scalar(text: str, number: int) -> Any:
+    if text in ("{}", "[]"):
+        return {} if text == "{}" else []
+    if text.startswith('"'):
+        value, end = json.JSONDecoder().raw_decode(text)
+        rest = text[end:].strip()
+    elif text.startswith("'"):
+        end = text.replace("''", "\0\0").find("'", 1)
+        value, rest = text[1:end].replace("''", "'"), text[end + 1 :].strip()
         if end < 0:
             raise ValueError(f"line {number}: a quote without an end")
     else:
-        if words.startswith(("[", "{", *_SPECIAL)):
-            raise ValueError(f"line {number}: {words[0]!r} is not understood here")
-        value, rest = words.partition(" #")[0].rstrip(), ""
+        if text.startswith(("[", "{", *_SPECIAL)):
+            raise ValueError(f"line {number}: {text[0]!r} is not understood here")
+        value, rest = text.partition(" #")[0].rstrip(), ""
         return {"true": True, "false": False, "null": None, "~": None}.get(value, value)
     if rest and not rest.startswith("#"):
         raise ValueError(f"line {number}: words behind a quote")

@@ -44,31 +44,33 @@ def listed(proc: Path = Path("/proc")) -> list[Mount]:
 
 def _parse(line: str) -> Mount:
     before, _, after = line.partition(" - ")
-    words, rest = before.split(" "), after.split(" ")
+    fields, rest = before.split(" "), after.split(" ")
     read_only = "ro" in rest[2].split(",")
-    return Mount(words[2], _plain(words[3]), _plain(words[4]), rest[0], _plain(rest[1]), read_only)
+    return Mount(fields[2], _plain(fields[3]), _plain(fields[4]), rest[0], _plain(rest[1]), read_only)
 
 
 def _plain(word: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), word)
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)
 
 
 def at(target: str | Path) -> Mount | None:
     """Return what is mounted on a directory, the uppermost; None for nothing."""
-    found = [one for one in listed() if one.target == os.fspath(target)]
-    return found[-1] if found else None
+    matches = [mount for mount in listed() if mount.target == os.fspath(target)]
+    return matches[-1] if matches else None
 
 
 def below(path: str | Path) -> list[str]:
     """Return the mount points at a path and below it, links on the way followed."""
     real = os.path.realpath(path)
-    return [one.target for one in listed() if one.target == real or one.target.startswith(f"{real}/")]
+    return [mount.target for mount in listed() if mount.target == real or mount.target.startswith(f"{real}/")]
 
 
 def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 0, options: str = "") -> None:
     """Mount a filesystem; raises OSError with the target's name."""
-    made = _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), flags, options.encode())
-    if made != 0:
+    result = _libc.mount(
+        os.fsencode(source), os.fsencode(target), filesystem.encode(), flags, options.encode()
+    )
+    if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"mount {filesystem or 'bind'} {source}: {os.strerror(code)}", os.fspath(target))
 

@@ -73,7 +73,7 @@ def scan(data_root: Path, engine: str) -> Links:
 
 def _docker_chains(root: Path) -> frozenset[str]:
     """Return the chain ids of the layers that Docker has on record and on the local disk."""
-    records, found = root / "image/overlay2/layerdb/sha256", set()
+    records, chains = root / "image/overlay2/layerdb/sha256", set()
     try:
         names = os.listdir(records)
     except OSError:
@@ -84,8 +84,8 @@ def _docker_chains(root: Path) -> frozenset[str]:
         except (OSError, ValueError):
             continue
         if files.is_dir() and not files.is_symlink():
-            found.add(name)
-    return frozenset(found)
+            chains.add(name)
+    return frozenset(chains)
 
 
 def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) -> Served:
@@ -101,8 +101,10 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
     store = sum(diff_id in links.served and chain_id not in promoted for chain_id, diff_id in layers)
     broken = sum(diff_id in links.broken and chain_id not in promoted for chain_id, diff_id in layers)
     # Of containerd's it is only known whether there are enough to be them.
-    there = links.directories if links.local is None else sum(chain_id in promoted for chain_id, _ in layers)
-    local = min(there, len(layers) - store)
+    local_layers = (
+        links.directories if links.local is None else sum(chain_id in promoted for chain_id, _ in layers)
+    )
+    local = min(local_layers, len(layers) - store)
     ref = str(image["ref"])
     if broken:
         source = f"LOST: {broken} layers lead nowhere"
@@ -121,14 +123,14 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
     return Served(ref, str(image.get("mode", "")), store, local, source)
 
 
-def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:
+def report(state: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:
     """Return all that is known: the status, ``images`` and ``layers`` in the data root.
 
     ``user_namespaces`` tells whether pods with ``hostUsers: false`` are supported: not while a layer is a link.
     """
-    preload = found.get("preload", {})
+    preload = state.get("preload", {})
     return {
-        **found,
+        **state,
         "images": [asdict(serve(image, links, preload)) for image in images],
         "layers": {
             "links": len(links.served),
@@ -140,36 +142,36 @@ def report(found: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links:
     }
 
 
-def text(known: Mapping[str, Any]) -> str:
+def text(document: Mapping[str, Any]) -> str:
     """Return a report for people."""
-    lines = ["ready" if known.get("ready") else "NOT READY", ""]
+    lines = ["ready" if document.get("ready") else "NOT READY", ""]
     rows = [("", "state", "seconds", "what and why")]
-    rows += [_row(name, known[name]) for name in (*status.SECTIONS, *status.OPTIONAL) if name in known]
+    rows += [_row(name, document[name]) for name in (*status.SECTIONS, *status.OPTIONAL) if name in document]
     lines += table(rows)
-    missing = [name for name in status.SECTIONS if name not in known]
+    missing = [name for name in status.SECTIONS if name not in document]
     if missing:
         lines.append(f"nothing is known yet of: {', '.join(missing)}")
-    if known["images"]:
+    if document["images"]:
         heads = [("image", "mode", "from the store", "from the disk", "served from")]
         images = [
-            (i["ref"], i["mode"], str(i["store"]), str(i["local"]), i["source"]) for i in known["images"]
+            (i["ref"], i["mode"], str(i["store"]), str(i["local"]), i["source"]) for i in document["images"]
         ]
         lines += ["", *table([*heads, *images])]
-    layers = known["layers"]
+    layers = document["layers"]
     lines += [
         "",
         f"layers in the data root: {layers['links']} links into the preload store "
         f"({layers['broken']} lead nowhere), {layers['directories']} directories",
     ]
-    if not known["user_namespaces"]:
+    if not document["user_namespaces"]:
         lines.append("pods with hostUsers: false are not supported before the promotion is done")
     return "\n".join(lines) + "\n"
 
 
 def _row(name: str, section: Mapping[str, Any]) -> tuple[str, str, str, str]:
     code = f"{section['code']}: " if section.get("code") else ""
-    what = [f"{code}{section.get('reason', '')}".strip(), _DETAILS.get(name, _nothing)(section)]
-    return (name, str(section["state"]), f"{section.get('seconds', '')}", "; ".join(w for w in what if w))
+    parts = [f"{code}{section.get('reason', '')}".strip(), _DETAILS.get(name, _nothing)(section)]
+    return (name, str(section["state"]), f"{section.get('seconds', '')}", "; ".join(w for w in parts if w))
 
 
 def _nothing(_section: Mapping[str, Any]) -> str:
@@ -234,8 +236,8 @@ def run(
 ) -> int:
     """Print the report; return 0 when the node is ready, else 1. Raises NodeError."""
     chosen = settings.load("preload", etc)
-    found = status.read(directory)
+    state = status.read(directory)
     links = scan(Path(chosen.get("data_root", "/nonexistent")), str(chosen.get("engine", "")))
-    known = report(found, _images(store), links)
-    sys.stdout.write(json.dumps(known, indent=1) + "\n" if as_json else text(known))
-    return 0 if known.get("ready") else 1
+    document = report(state, _images(store), links)
+    sys.stdout.write(json.dumps(document, indent=1) + "\n" if as_json else text(document))
+    return 0 if document.get("ready") else 1

@@ -119,24 +119,28 @@ class Server(socketserver.TCPServer):
         if not self._per_address:
             return True
         with self._lock:
-            own = [one for one in self._open.values() if one.address == address and not one.is_ended]
+            own = [
+                connection
+                for connection in self._open.values()
+                if connection.address == address and not connection.is_ended
+            ]
             return len(own) < self._per_address or self._end_oldest(own)
 
     def _end_oldest(self, among: Iterable[_Connection]) -> bool:
         """End the connection that has been silent for the longest time; tell whether there was one. Needs the lock."""
-        silent = [one for one in among if one.is_silent and not one.is_ended]
+        silent = [connection for connection in among if connection.is_silent and not connection.is_ended]
         if not silent:
             return False
-        oldest = min(silent, key=lambda one: one.began)
+        oldest = min(silent, key=lambda connection: connection.began)
         oldest.is_ended = True
-        _hang_up(next(request for request, one in self._open.items() if one is oldest))
+        _hang_up(next(request for request, connection in self._open.items() if connection is oldest))
         return True
 
     def heard(self, request: socket.socket) -> None:
         """Note that a connection's request was read: from now on it has the time of one that is served."""
         with self._lock:
-            if one := self._open.get(request):
-                one.is_silent, one.deadline = False, one.began + self._seconds
+            if connection := self._open.get(request):
+                connection.is_silent, connection.deadline = False, connection.began + self._seconds
 
     def _serve(self, request: socket.socket, client: Any) -> None:
         try:
@@ -156,27 +160,27 @@ class Server(socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """Say where a bug is, without its message: what a request holds may be in that."""
         kind, _, trace = sys.exc_info()
-        words = "".join(traceback.format_tb(trace))
-        sys.stderr.write(f"a request ended with {kind.__name__ if kind else 'nothing'}:\n{words}")
+        lines = "".join(traceback.format_tb(trace))
+        sys.stderr.write(f"a request ended with {kind.__name__ if kind else 'nothing'}:\n{lines}")
         sys.stderr.flush()
 
     def service_actions(self) -> None:
         """End the connections whose time is over. Called in each turn of ``serve_forever``."""
         now = time.monotonic()
         with self._lock:
-            for request, one in self._open.items():
-                if one.deadline < now:
+            for request, connection in self._open.items():
+                if connection.deadline < now:
                     _hang_up(request)
 
     def server_close(self) -> None:
         """Close the port; end what is being served, and wait for that."""
         super().server_close()
         with self._lock:
-            left = dict(self._open)
-            for request in left:
+            requests = dict(self._open)
+            for request in requests:
                 _hang_up(request)
-        for one in left.values():
-            one.thread.join()
+        for connection in requests.values():
+            connection.thread.join()
 
 
 def _hang_up(request: socket.socket) -> None:
@@ -229,8 +233,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
         """Refuse what is no request, or of a method that is not served."""
         self.close_connection = True
-        words = message or self.responses.get(code, ("",))[0]
-        self.answer(code, {"error": "request", "message": words})
+        text = message or self.responses.get(code, ("",))[0]
+        self.answer(code, {"error": "request", "message": text})
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

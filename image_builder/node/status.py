@@ -50,10 +50,10 @@ def tell(text: str) -> None:
 def read(directory: Path = DIRECTORY) -> dict[str, Any]:
     """Return all that is known, also before anything was. A damaged file says nothing; the next update replaces it."""
     try:
-        found = json.loads((directory / "status.json").read_bytes())
+        document = json.loads((directory / "status.json").read_bytes())
     except (FileNotFoundError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {"format": FORMAT, "ready": False}
+        document = None
+    return document if isinstance(document, dict) else {"format": FORMAT, "ready": False}
 
 
 def update(
@@ -62,7 +62,7 @@ def update(
     *,
     directory: Path = DIRECTORY,
     settings: Path = settings_files.DIRECTORY,
-    wanted: Sequence[str] | None = None,
+    required: Sequence[str] | None = None,
 ) -> None:
     """Set a section, and what the kubelet is told.
 
@@ -70,12 +70,12 @@ def update(
     Safe for several processes at once.
     """
     with files.lock(directory / ".lock", 60):
-        found = {**read(directory), section: dict(value)}
-        found["ready"] = is_ready(found, wanted_sections(settings) if wanted is None else wanted)
-        files.write_json(directory / "status.json", found, durable=False)
-        told = kubelet_environment(found, _taints(settings), _gate(settings))
-        if _text(directory / "kubelet.env") != told:  # what changes nothing touches nothing
-            files.write(directory / "kubelet.env", told.encode(), durable=False)
+        document = {**read(directory), section: dict(value)}
+        document["ready"] = is_ready(document, wanted_sections(settings) if required is None else required)
+        files.write_json(directory / "status.json", document, durable=False)
+        environment = kubelet_environment(document, _taints(settings), _gate(settings))
+        if _text(directory / "kubelet.env") != environment:  # what changes nothing touches nothing
+            files.write(directory / "kubelet.env", environment.encode(), durable=False)
 
 
 def _taints(directory: Path) -> list[str]:
@@ -109,10 +109,10 @@ def wanted_sections(settings: Path, listed: Path = layout.LIST) -> list[str]:
     return [name for name, needed in needs.items() if needed]
 
 
-def is_ready(found: Mapping[str, Any], wanted: Sequence[str]) -> bool:
+def is_ready(document: Mapping[str, Any], required: Sequence[str]) -> bool:
     """Tell whether all that is wanted was done, and nothing failed."""
-    states = {name: found[name]["state"] for name in (*SECTIONS, *OPTIONAL) if name in found}
-    return all(name in states for name in wanted) and FAILED not in states.values()
+    states = {name: document[name]["state"] for name in (*SECTIONS, *OPTIONAL) if name in document}
+    return all(name in states for name in required) and FAILED not in states.values()
 
 
 def label_of(state: str) -> str:
@@ -120,15 +120,15 @@ def label_of(state: str) -> str:
     return OK if state == "passed" else FAILED
 
 
-def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = (), gate: str = "") -> str:
+def kubelet_environment(document: Mapping[str, Any], taints: Sequence[str] = (), gate: str = "") -> str:
     """Return an environment file with the kubelet's further arguments.
 
     ``taints`` are those of its configuration, ``gate`` the preflight's, empty for none.
     """
     states = {
-        label: (str(found[section]["state"]), str(found[section].get("code", "")))
+        label: (str(document[section]["state"]), str(document[section].get("code", "")))
         for section, label in _LABELLED.items()
-        if section in found
+        if section in document
     }
     labels = {f"{PREFIX}/{label}": state for label, (state, _) in states.items()}
     own = [
@@ -137,7 +137,7 @@ def kubelet_environment(found: Mapping[str, Any], taints: Sequence[str] = (), ga
         if state == FAILED
     ]
     if gate:
-        labels[PREFLIGHT_LABEL] = str(found["preflight"]["state"]) if "preflight" in found else PENDING
+        labels[PREFLIGHT_LABEL] = str(document["preflight"]["state"]) if "preflight" in document else PENDING
         own.append(gate)
     arguments = [f"--node-labels={','.join(f'{k}={v}' for k, v in labels.items())}"] if labels else []
     if own:

@@ -43,8 +43,8 @@ class Verity:
     def table(self, device: str) -> str:
         """Return the device-mapper table (Documentation/admin-guide/device-mapper/verity.rst)."""
         blocks = self.hash_offset // BLOCK
-        words = ("1", device, device, BLOCK, BLOCK, blocks, blocks, "sha256", self.root_hash, self.salt)
-        return f"0 {blocks * (BLOCK // 512)} verity {' '.join(map(str, words))}"
+        fields = ("1", device, device, BLOCK, BLOCK, blocks, blocks, "sha256", self.root_hash, self.salt)
+        return f"0 {blocks * (BLOCK // 512)} verity {' '.join(map(str, fields))}"
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,21 @@ def read_manifest(path: Path = MANIFEST) -> Store:
         ) from error
 
 
-def parse_manifest(found: Mapping[str, Any]) -> Store:
+def parse_manifest(document: Mapping[str, Any]) -> Store:
     """Return what a manifest says. Raises AttributeError, KeyError, TypeError or ValueError."""
-    if found["format"] != FORMAT:
-        raise ValueError(f"format {found['format']}, this program reads {FORMAT}")
-    verity = found["verity"]
+    if document["format"] != FORMAT:
+        raise ValueError(f"format {document['format']}, this program reads {FORMAT}")
+    verity = document["verity"]
     return Store(
-        id=str(found["id"]),
-        file=Path(found["file"]),
-        bytes=int(found["bytes"]),
+        id=str(document["id"]),
+        file=Path(document["file"]),
+        bytes=int(document["bytes"]),
         verity=Verity(str(verity["root_hash"]), str(verity["salt"]), int(verity["hash_offset"]))
         if verity
         else None,
         engines={
             str(name): BakedEngine(str(e["version"]), str(e["binary"]), int(e["bytes"]))
-            for name, e in found["engines"].items()
+            for name, e in document["engines"].items()
         },
         images=tuple(
             StoredImage(
@@ -121,9 +121,9 @@ def parse_manifest(found: Mapping[str, Any]) -> Store:
                 required=bool(image["required"]),
                 diff_ids=tuple(map(str, image["diff_ids"])),
             )
-            for image in found["images"]
+            for image in document["images"]
         ),
-        layers={str(layer["diff_id"]): int(layer["bytes"]) for layer in found["layers"]},
+        layers={str(layer["diff_id"]): int(layer["bytes"]) for layer in document["layers"]},
     )
 
 
@@ -230,8 +230,8 @@ def _compare(store: Store, at: Path) -> None:
     except OSError as error:
         raise unreadable(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
     # What nodes load from the archive is listed, and is not in the store.
-    wanted = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
-    if layers != set(store.layers) or not wanted <= layers or engines != set(store.engines):
+    needed = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
+    if layers != set(store.layers) or not needed <= layers or engines != set(store.engines):
         raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
 
 

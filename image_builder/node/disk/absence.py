@@ -10,30 +10,30 @@ import json
 from pathlib import Path
 
 from image_builder.node import files, reboots
-from image_builder.node.disk.model import Seen
+from image_builder.node.disk.model import Survey
 
 PATH = Path("/var/lib/node-agent/disk-incomplete.json")
 
 
-def members(seen: Seen) -> list[list[str | int]]:
+def members(survey: Survey) -> list[list[str | int]]:
     """Return what identifies the disks that are here."""
-    usable = [one for one in seen.observations if not one.disk.system]
+    usable = [observation for observation in survey.observations if not observation.disk.system]
     return sorted(
         [
-            one.disk.serial or one.disk.wwid,
-            one.raid.uuid if one.raid else "",
-            one.raid.role if one.raid else -1,
+            observation.disk.serial or observation.disk.wwid,
+            observation.raid.uuid if observation.raid else "",
+            observation.raid.role if observation.raid else -1,
         ]
-        for one in usable
+        for observation in usable
     )
 
 
-def lasts(seen: Seen, boot_id: str, path: Path = PATH, ordered: Path = reboots.PATH) -> bool:
+def lasts(survey: Survey, boot_id: str, path: Path = PATH, ordered: Path = reboots.PATH) -> bool:
     """Note what this boot sees; tell whether an earlier one saw the same, and ended by another hand than the node's.
 
     Raises OSError.
     """
-    now = members(seen)
+    now = members(survey)
     try:
         before = json.loads(path.read_bytes())
         boot = before["boot_id"] if before["members"] == now else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from image_builder.node import child, files, mounts
 from image_builder.node.disk import arrays, layout, probe
 from image_builder.node.disk.decide import nature
-from image_builder.node.disk.model import Array, Decision, Disk, Observation, Places, Seen, Volume
+from image_builder.node.disk.model import Array, Decision, Disk, Observation, Places, Survey, Volume
 from image_builder.node.disk.settings import Settings
 from image_builder.node.errors import NodeError
 
@@ -30,7 +30,7 @@ _MKFS_SECONDS = 600
 
 def carry_out(
     decision: Decision,
-    seen: Seen,
+    survey: Survey,
     settings: Settings,
     build: str,
     places: Places,
@@ -39,7 +39,7 @@ def carry_out(
     """Format and mount, or mount; return the volume that is mounted. Raises NodeError, OSError."""
     volume = decision.volume
     if volume is None:
-        volume = _make(decision.disks, seen, settings, places, candidates)
+        volume = _make(decision.disks, survey, settings, places, candidates)
     root = Path(settings.mount_point)
     if not volume.mounted:
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
 
 def _make(
     disks: Sequence[Disk],
-    seen: Seen,
+    survey: Survey,
     settings: Settings,
     places: Places,
     candidates: Callable[[], Sequence[Disk]],
@@ -97,25 +97,33 @@ def _make(
         for disk in disks:
             stack.enter_context(_held(disk))
         _check_same(disks, candidates())
-        used = [one for one in _again(disks, settings, places, seen.arrays) if not _is_blank(one, settings)]
-        for array in seen.arrays.values():
+        used = [
+            observation
+            for observation in _again(disks, settings, places, survey.arrays)
+            if not _is_blank(observation, settings)
+        ]
+        for array in survey.arrays.values():
             if array.device:
                 arrays.stop(array.device, places)
         erase(used)
-        left = [one for one in _again(disks, settings, places, {}) if not _is_blank(one, settings)]
-        if left:
-            raise NodeError("disk.busy", f"{left[0].disk} is not blank after it was erased")
+        unerased = [
+            observation
+            for observation in _again(disks, settings, places, {})
+            if not _is_blank(observation, settings)
+        ]
+        if unerased:
+            raise NodeError("disk.busy", f"{unerased[0].disk} is not blank after it was erased")
         return _filesystem(disks, settings, places)
 
 
 def _check_same(disks: Sequence[Disk], candidates: Sequence[Disk]) -> None:
     """Raise NodeError unless the selector still means these disks, and no others: names are given to others."""
 
-    def identities(several: Sequence[Disk]) -> set[tuple[object, ...]]:
+    def identities(disks: Sequence[Disk]) -> set[tuple[object, ...]]:
         return {
-            (one.name, one.bytes, one.serial, one.wwid, one.sequence, one.local)
-            for one in several
-            if not one.system
+            (disk.name, disk.bytes, disk.serial, disk.wwid, disk.sequence, disk.local)
+            for disk in disks
+            if not disk.system
         }
 
     changed = identities(disks) ^ identities(candidates)
@@ -125,19 +133,21 @@ def _check_same(disks: Sequence[Disk], candidates: Sequence[Disk]) -> None:
 
 
 def _again(
-    disks: Sequence[Disk], settings: Settings, places: Places, known: Mapping[str, Array]
+    disks: Sequence[Disk], settings: Settings, places: Places, arrays: Mapping[str, Array]
 ) -> list[Observation]:
     """Look again at disks that are to be written to; raises NodeError unless each is still blank or ours."""
-    found = probe.observe_disks(disks, settings, places)
-    for one in found:
-        kind = nature(settings, one, known)
+    observations = probe.observe_disks(disks, settings, places)
+    for observation in observations:
+        kind = nature(settings, observation, arrays)
         if kind.kind in ("foreign", "busy", "error"):
-            raise NodeError("disk.changed", f"{one.disk} changed since it was looked at: {kind.content}")
-    return found
+            raise NodeError(
+                "disk.changed", f"{observation.disk} changed since it was looked at: {kind.content}"
+            )
+    return observations
 
 
-def _is_blank(seen: Observation, settings: Settings) -> bool:
-    return nature(settings, seen, {}).kind == "blank"
+def _is_blank(observation: Observation, settings: Settings) -> bool:
+    return nature(settings, observation, {}).kind == "blank"
 
 
 @contextmanager
@@ -158,24 +168,24 @@ def _held(disk: Disk) -> Iterator[None]:
         os.close(fd)
 
 
-def erase(several: Sequence[Observation]) -> None:
+def erase(observations: Sequence[Observation]) -> None:
     """Make disks blank: their first 8 MiB and their last one, in an order that a crash makes nothing foreign of.
 
     All of them say that they are being erased before the first is blank: a blank disk beside the rest of an array would
     be one that lost a member. Raises OSError (EBUSY) where somebody uses one, before anything is written.
     """
     with ExitStack() as stack:
-        begun = []
-        for seen in several:
-            fd = os.open(seen.disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+        opened = []
+        for observation in observations:
+            fd = os.open(observation.disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
             stack.callback(os.close, fd)
-            begun.append((seen, fd, layout.erasure(seen.disk.bytes)))
-        for _, fd, (first, *_) in begun:
+            opened.append((observation, fd, layout.erasure(observation.disk.bytes)))
+        for _, fd, (first, *_) in opened:
             _write(fd, *first)
-        for seen, fd, (_, *rest) in begun:
+        for observation, fd, (_, *rest) in opened:
             for offset, data in rest:
                 _write(fd, offset, data)
-            if seen.partitions:
+            if observation.partitions:
                 fcntl.ioctl(fd, _BLKRRPART)
 
 
@@ -186,18 +196,18 @@ def _write(fd: int, offset: int, data: bytes) -> None:
 
 def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Volume:
     """Make the filesystem on disks that are blank, on an array of them where they are several."""
-    made = layout.new_uuid()
+    uuid = layout.new_uuid()
     if len(disks) == 1:
         with _announced(disks):
             _check_blank(disks[0].path, layout.making(disks[0].bytes)[1])
-            child.run(mkfs(settings, made, disks[0].path), timeout=_MKFS_SECONDS)
-        return Volume(disks[0].path, settings.filesystem, made, "empty")
+            child.run(mkfs(settings, uuid, disks[0].path), timeout=_MKFS_SECONDS)
+        return Volume(disks[0].path, settings.filesystem, uuid, "empty")
     # An array that bears our UUID on each of its members says what it is; before that the members must.
     with _announced(disks):
-        path = arrays.create(made, settings.label, disks, places)
+        path = arrays.create(uuid, settings.label, disks, places)
     _check_blank(path)
-    child.run(mkfs(settings, made, path), timeout=_MKFS_SECONDS)
-    return Volume(path, settings.filesystem, made, "empty")
+    child.run(mkfs(settings, uuid, path), timeout=_MKFS_SECONDS)
+    return Volume(path, settings.filesystem, uuid, "empty")
 
 
 def _check_blank(path: Path, tail: bytes = b"") -> None:
@@ -211,21 +221,21 @@ def _check_blank(path: Path, tail: bytes = b"") -> None:
         ends = (os.pread(fd, layout.MIB, 0), os.pread(fd, layout.MIB, size - layout.MIB))
     finally:
         os.close(fd)
-    found = " and ".join(one.type for one in probe.signatures([path])[os.fspath(path)])
-    if found or ends != (bytes(layout.MIB), tail.ljust(layout.MIB, b"\0")):
-        raise NodeError("disk.changed", f"{path} has {found or 'data'} on it, right before it was formatted")
+    types = " and ".join(signature.type for signature in probe.signatures([path])[os.fspath(path)])
+    if types or ends != (bytes(layout.MIB), tail.ljust(layout.MIB, b"\0")):
+        raise NodeError("disk.changed", f"{path} has {types or 'data'} on it, right before it was formatted")
 
 
 @contextmanager
 def _announced(disks: Sequence[Disk]) -> Iterator[None]:
     """Let blank disks say that something is being made of them, until it is; not taken back after an error."""
     for disk in disks:
-        offset, said = layout.making(disk.bytes)
-        _change(disk, offset, bytes(len(said)), said, os.O_EXCL)
+        offset, page = layout.making(disk.bytes)
+        _change(disk, offset, bytes(len(page)), page, os.O_EXCL)
     yield
     for disk in disks:
-        offset, said = layout.making(disk.bytes)
-        _change(disk, offset, said, bytes(len(said)))  # the array that it is in by now holds it
+        offset, page = layout.making(disk.bytes)
+        _change(disk, offset, page, bytes(len(page)))  # the array that it is in by now holds it
 
 
 def _change(disk: Disk, offset: int, old: bytes, new: bytes, flags: int = 0) -> None:
@@ -241,11 +251,11 @@ def _change(disk: Disk, offset: int, old: bytes, new: bytes, flags: int = 0) -> 
 def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:
     """Return the command: never with force, since the device is blank. It isn't discarded, a new one has nothing."""
     if settings.filesystem == "xfs":
-        words = ["mkfs.xfs", "-q", "-K", "-L", settings.label, "-m", f"crc=1,uuid={uuid}", "-n", "ftype=1"]
+        argv = ["mkfs.xfs", "-q", "-K", "-L", settings.label, "-m", f"crc=1,uuid={uuid}", "-n", "ftype=1"]
     else:
         lazy = "nodiscard,lazy_itable_init=1,lazy_journal_init=1"
-        words = ["mkfs.ext4", "-q", "-E", lazy, "-m", "0", "-L", settings.label, "-U", uuid]
-    return [*words, os.fspath(path)]
+        argv = ["mkfs.ext4", "-q", "-E", lazy, "-m", "0", "-L", settings.label, "-U", uuid]
+    return [*argv, os.fspath(path)]
 
 
 def furnish(settings: Settings, *, on_disk: bool) -> None:
@@ -276,11 +286,11 @@ def _limit(root: Path, path: Path, quota: int) -> None:
 def _bind(settings: Settings) -> None:
     """Show directories of the disk where programs look for them, once."""
     root = Path(settings.mount_point)
-    there = {mounted.target for mounted in mounts.listed()}
+    mount_points = {mounted.target for mounted in mounts.listed()}
     for item in settings.binds:
         (root / item.source).mkdir(parents=True, exist_ok=True)
         Path(item.target).mkdir(parents=True, exist_ok=True)
-        if os.path.realpath(item.target) not in there:
+        if os.path.realpath(item.target) not in mount_points:
             mounts.bind(root / item.source, Path(item.target))
 
 

@@ -18,8 +18,8 @@ _OPTIONS = ("--config=none", "--run")
 def assemble(uuid: str, disks: Sequence[Disk], places: Places) -> str:
     """Return the kernel's name of an array, which is assembled unless it is already. Raises NodeError."""
     if not holder(disks, places):
-        words = ("mdadm", "--assemble", _name(places), f"--uuid={_uuid(uuid)}", *_OPTIONS, *_paths(disks))
-        child.run(words)
+        argv = ("mdadm", "--assemble", _name(places), f"--uuid={_uuid(uuid)}", *_OPTIONS, *_paths(disks))
+        child.run(argv)
     return _device(disks, places)
 
 
@@ -55,10 +55,10 @@ def stop(device: str, places: Places) -> None:
 
 def holder(disks: Sequence[Disk], places: Places) -> str:
     """Return the kernel's name of what is made of all of these disks, empty where there is no such."""
-    found = [
+    holders = [
         {path.name for path in (places.sys / "block" / disk.name / "holders").glob("*")} for disk in disks
     ]
-    common = set.intersection(*found)
+    common = set.intersection(*holders)
     return min(common) if common else ""
 
 

@@ -39,28 +39,28 @@ class Partition:
     is_reserved: bool = False
 
 
-def may_be(seen: Observation) -> bool:
+def may_be(observation: Observation) -> bool:
     """Tell whether a disk is worth a look: a local one, a table of partitions, nothing else, and nobody uses it."""
-    kinds = frozenset(word.type for word in seen.signatures)
+    kinds = frozenset(word.type for word in observation.signatures)
     return (
-        seen.disk.local
+        observation.disk.local
         and kinds in _TABLES
-        and len(seen.partitions) <= 2
-        and not seen.mounts
-        and not seen.holders
-        and not seen.swap
+        and len(observation.partitions) <= 2
+        and not observation.mounts
+        and not observation.holders
+        and not observation.swap
     )
 
 
-def content(read: ntfs.Read, seen: Observation) -> Content:
+def content(read: ntfs.Read, observation: Observation) -> Content:
     """Return what is on a disk: nothing (``blank``), ``files``, ``unreadable``; empty for no disk of Azure's.
 
     ``read`` reads from the disk's first byte on. Raises OSError where it fails.
     """
-    table = partitions(read, seen.disk.bytes)
-    volumes = [one for one in table if not one.is_reserved]
+    table = partitions(read, observation.disk.bytes)
+    volumes = [partition for partition in table if not partition.is_reserved]
     # A kernel that reads no tables of partitions shows none of them.
-    if len(volumes) != 1 or len(seen.partitions) not in (0, len(table)):
+    if len(volumes) != 1 or len(observation.partitions) not in (0, len(table)):
         return ""
     volume = volumes[0]
     if read(volume.offset, 11)[3:] != b"NTFS    ":
@@ -74,12 +74,12 @@ def content(read: ntfs.Read, seen: Observation) -> Content:
 
 def is_blank(entries: Iterable[ntfs.Entry]) -> bool:
     """Tell whether a root directory holds Azure's readme, and nothing else that anybody could want."""
-    plain = [one for one in entries if not one.is_metafile]
-    named = {one.record for one in plain if not one.is_dos_name}
-    names = [one for one in plain if not (one.is_dos_name and one.record in named)]
-    files = [one.name.lower() for one in names if not one.is_directory and not one.is_link]
-    others = [one.name.lower() for one in names if one.is_directory or one.is_link]
-    linked = any(one.is_link for one in names)
+    plain = [entry for entry in entries if not entry.is_metafile]
+    named = {entry.record for entry in plain if not entry.is_dos_name}
+    names = [entry for entry in plain if not (entry.is_dos_name and entry.record in named)]
+    files = [entry.name.lower() for entry in names if not entry.is_directory and not entry.is_link]
+    others = [entry.name.lower() for entry in names if entry.is_directory or entry.is_link]
+    linked = any(entry.is_link for entry in names)
     return files == [README] and others in ([], [_SYSTEM_FOLDER]) and not linked
 
 
@@ -89,7 +89,7 @@ def partitions(read: ntfs.Read, size: int) -> list[Partition]:
     if first[510:] != b"\x55\xaa":
         return []
     entries = [struct.unpack_from("<4xB3xII", first, 446 + 16 * n) for n in range(4)]
-    used = [one for one in entries if one != (0, 0, 0)]
+    used = [entry for entry in entries if entry != (0, 0, 0)]
     if len(used) != 1:
         return []
     kind, start, count = used[0]
@@ -111,7 +111,7 @@ def _gpt(read: ntfs.Read, size: int) -> list[Partition]:
     raw = read(at * _SECTOR, count * _ENTRY_BYTES)
     if zlib.crc32(raw) != sum_of_entries:
         return []
-    found = []
+    partitions = []
     for n in range(count):
         entry = raw[n * _ENTRY_BYTES : (n + 1) * _ENTRY_BYTES]
         kind = UUID(bytes_le=entry[:16])
@@ -120,18 +120,18 @@ def _gpt(read: ntfs.Read, size: int) -> list[Partition]:
         if kind not in (_RESERVED, _BASIC_DATA):
             return []
         start, end = struct.unpack_from("<QQ", entry, 32)
-        found.append(Partition(start * _SECTOR, (end - start + 1) * _SECTOR, kind == _RESERVED))
-    return found
+        partitions.append(Partition(start * _SECTOR, (end - start + 1) * _SECTOR, kind == _RESERVED))
+    return partitions
 
 
-def _within(found: list[Partition], size: int) -> list[Partition]:
+def _within(partitions: list[Partition], size: int) -> list[Partition]:
     """Return one volume, or one after the reserved partition; none where they overlap or leave the disk."""
-    ordered = sorted(found, key=lambda one: one.offset)
-    if [one.is_reserved for one in ordered] not in ([False], [True, False]):
+    ordered = sorted(partitions, key=lambda partition: partition.offset)
+    if [partition.is_reserved for partition in ordered] not in ([False], [True, False]):
         return []
     end = _SECTOR
-    for one in ordered:
-        if one.offset < end or one.bytes <= 0 or one.offset + one.bytes > size:
+    for partition in ordered:
+        if partition.offset < end or partition.bytes <= 0 or partition.offset + partition.bytes > size:
             return []
-        end = one.offset + one.bytes
+        end = partition.offset + partition.bytes
     return ordered

@@ -32,7 +32,7 @@ class Files:
 def run(
     *,
     places: Places = Places(),  # noqa: B008 (frozen)
-    kept: Files = Files(),
+    paths: Files = Files(),
     disks: Callable[[], Sequence[Disk]] | None = None,
 ) -> int:
     """Make the local disk ready; return the exit status.
@@ -44,18 +44,18 @@ def run(
     value: dict[str, Any]
     try:
         # Without them a node that fails later would lose the taints that it was given.
-        settings_files.kubelet_taints(kept.etc)
-        settings = parse(settings_files.load("disk", kept.etc))
+        settings_files.kubelet_taints(paths.etc)
+        settings = parse(settings_files.load("disk", paths.etc))
         look = disks or (lambda: find.candidates(settings.selector, places))
-        of_size = machine.local_disks(kept.etc, kept.cloud) if settings.selector.kind == "azure" else 0
+        of_size = machine.local_disks(paths.etc, paths.cloud) if settings.selector.kind == "azure" else 0
         # Another agent may be at it, and take as long as a filesystem takes to be made.
         with files.lock(places.run / "disk.lock"):
             waited = find.wait(settings, places, look, of_size)
-            value = _settle(settings, waited, look, places, kept)
+            value = _settle(settings, waited, look, places, paths)
     except (NodeError, OSError) as error:
         value = _failed(error)
     value["seconds"] = round(time.monotonic() - began, 3)
-    status.update("disk", value, directory=places.run, settings=kept.etc)
+    status.update("disk", value, directory=places.run, settings=paths.etc)
     status.tell(f"disk: {sentence(value)}")
     # The settings' own decision has an action; a failure has none.
     return 0 if "action" in value else 1
@@ -66,22 +66,22 @@ def _settle(
     disks: Sequence[Disk],
     look: Callable[[], Sequence[Disk]],
     places: Places,
-    kept: Files,
+    paths: Files,
 ) -> dict[str, Any]:
     """Decide and do it; return the status."""
-    seen = probe.observe_all(disks, settings, places)
-    build = settings_files.build_id(kept.release)
-    decision = decide(settings, build, seen)
+    survey = probe.observe_all(disks, settings, places)
+    build = settings_files.build_id(paths.release)
+    decision = decide(settings, build, survey)
     if decision.row == "incomplete":
-        if absence.lasts(seen, status.boot_id(kept.boot_id), kept.absence, kept.reboots):
-            decision = decide(replace(settings, incomplete_array="rebuild"), build, seen)
+        if absence.lasts(survey, status.boot_id(paths.boot_id), paths.absence, paths.reboots):
+            decision = decide(replace(settings, incomplete_array="rebuild"), build, survey)
     elif decision.action != "none":
-        absence.forget(kept.absence)
+        absence.forget(paths.absence)
     hidden = 0
     if decision.action != "none":
         if not (decision.volume and decision.volume.mounted):
             hidden = apply.hidden_bytes(Path(settings.mount_point))
-        apply.carry_out(decision, seen, settings, build, places, look)
+        apply.carry_out(decision, survey, settings, build, places, look)
     apply.furnish(settings, on_disk=decision.action != "none")
     return section(settings, decision, hidden)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from image_builder.node.disk import layout
-from image_builder.node.disk.model import Action, Array, Decision, Disk, Marker, Observation, Seen, Volume
+from image_builder.node.disk.model import Action, Array, Decision, Disk, Marker, Observation, Survey, Volume
 from image_builder.node.disk.settings import Settings
 
 
@@ -73,27 +73,35 @@ class Nature:
     content: str = ""
 
 
-def nature(settings: Settings, seen: Observation, arrays: Mapping[str, Array]) -> Nature:
+def nature(settings: Settings, observation: Observation, arrays: Mapping[str, Array]) -> Nature:
     """Return what one disk is."""
-    if seen.error:
-        return Nature("error", seen.error)
-    use = _use(settings, seen, arrays)
+    if observation.error:
+        return Nature("error", observation.error)
+    use = _use(settings, observation, arrays)
     if use:
         return Nature("busy", use)
-    if seen.erasing:
+    if observation.erasing:
         return Nature("unfinished")
-    if seen.volume:
-        return _nature_of_volume(seen.volume)
-    if is_member(settings, seen):
+    if observation.volume:
+        return _nature_of_volume(observation.volume)
+    if is_member(settings, observation):
         return Nature("member")
-    if seen.platform == "blank":
+    if observation.platform == "blank":
         return Nature("platform")
-    if not seen.signatures and not seen.partitions and (seen.ends_zero or seen.making):
-        return Nature("blank" if seen.ends_zero else "unfinished")
-    content = _content(seen)
-    kinds = {word.type for word in seen.signatures} or {content}
+    if (
+        not observation.signatures
+        and not observation.partitions
+        and (observation.ends_zero or observation.making)
+    ):
+        return Nature("blank" if observation.ends_zero else "unfinished")
+    content = _content(observation)
+    kinds = {word.type for word in observation.signatures} or {content}
     # PMBR is half of a GPT; whoever lets that go means both.
-    if seen.disk.local and kinds - {"PMBR"} <= set(settings.wipe) and seen.platform != "unreadable":
+    if (
+        observation.disk.local
+        and kinds - {"PMBR"} <= set(settings.wipe)
+        and observation.platform != "unreadable"
+    ):
         return Nature("yielding", content)
     return Nature("foreign", content)
 
@@ -106,89 +114,91 @@ def _nature_of_volume(volume: Volume) -> Nature:
     return Nature("ours")
 
 
-def is_member(settings: Settings, seen: Observation) -> bool:
+def is_member(settings: Settings, observation: Observation) -> bool:
     """Tell whether a disk belongs to an array of ours: nothing but its superblock is on it."""
-    raid = seen.raid
+    raid = observation.raid
     return (
         raid is not None
-        and {word.type for word in seen.signatures} == {"linux_raid_member"}
-        and not seen.partitions
+        and {word.type for word in observation.signatures} == {"linux_raid_member"}
+        and not observation.partitions
         and raid.level == 0
         and raid.name == settings.label
         and layout.is_ours(raid.uuid)
     )
 
 
-def _use(settings: Settings, seen: Observation, arrays: Mapping[str, Array]) -> str:
+def _use(settings: Settings, observation: Observation, arrays: Mapping[str, Array]) -> str:
     """Return who uses a disk, nobody where that is us: our filesystem at its place, our array."""
-    if seen.swap:
+    if observation.swap:
         return "it is swap"
-    array = arrays.get(seen.raid.uuid) if seen.raid else None
-    volume = seen.volume or (array.volume if array else None)
-    if seen.mounts and not (volume and volume.mounted == settings.mount_point):
-        return f"it is mounted at {', '.join(seen.mounts)}"
-    others = [name for name in seen.holders if not (array and name == array.device)]
+    array = arrays.get(observation.raid.uuid) if observation.raid else None
+    volume = observation.volume or (array.volume if array else None)
+    if observation.mounts and not (volume and volume.mounted == settings.mount_point):
+        return f"it is mounted at {', '.join(observation.mounts)}"
+    others = [name for name in observation.holders if not (array and name == array.device)]
     return f"{', '.join(others)} is made of it" if others else ""
 
 
-def _content(seen: Observation) -> str:
-    types = sorted({word.type for word in seen.signatures})
-    said = " and ".join(types) or ("data without any signature" if not seen.partitions else "partitions")
-    if seen.partitions:
-        said += f" with {len(seen.partitions)} partition{'s' * (len(seen.partitions) > 1)}"
-    if seen.platform == "files":
-        return f"{said}, with more or less than the platform's readme"
-    if seen.platform == "unreadable":
-        return f"{said}, which can't be read"
-    return said
+def _content(observation: Observation) -> str:
+    types = sorted({word.type for word in observation.signatures})
+    text = " and ".join(types) or (
+        "data without any signature" if not observation.partitions else "partitions"
+    )
+    if observation.partitions:
+        text += f" with {len(observation.partitions)} partition{'s' * (len(observation.partitions) > 1)}"
+    if observation.platform == "files":
+        return f"{text}, with more or less than the platform's readme"
+    if observation.platform == "unreadable":
+        return f"{text}, which can't be read"
+    return text
 
 
-def decide(settings: Settings, build: str, seen: Seen) -> Decision:
+def decide(settings: Settings, build: str, survey: Survey) -> Decision:
     """Return what is to be done. ``build`` is the id of the image that the node was booted from."""
-    usable = [one for one in seen.observations if not one.disk.system]
-    names = _names([one.disk for one in usable])
-    if not seen.observations:
+    usable = [observation for observation in survey.observations if not observation.disk.system]
+    names = _names([observation.disk for observation in usable])
+    if not survey.observations:
         return _made("none", f"no disk matches the selector ({settings.selector.kind})")
     if not usable:
-        system = _names([one.disk for one in seen.observations])
+        system = _names([observation.disk for observation in survey.observations])
         return _made("system", f"the system runs from what matches: {system}")
     if settings.expected_disks and len(usable) != settings.expected_disks:
         row = "ambiguous" if len(usable) > settings.expected_disks else "missing"
         return _made(row, f"{settings.expected_disks} expected, {len(usable)} found: {names}")
-    same = _same_disk([one.disk for one in usable])
+    same = _same_disk([observation.disk for observation in usable])
     if same:
         return _made("paths", same)
-    natures = [(one.disk, nature(settings, one, seen.arrays)) for one in usable]
-    refused = _refused(natures) or _broken(seen.arrays)
+    natures = [(observation.disk, nature(settings, observation, survey.arrays)) for observation in usable]
+    refused = _refused(natures) or _broken(survey.arrays)
     if refused:
         return refused
-    row, reason, volume, members = _accepted(settings, build, usable, natures, seen.arrays)
-    mounted = [one.disk for one in usable if one.mounts]
+    row, reason, volume, members = _accepted(settings, build, usable, natures, survey.arrays)
+    mounted = [observation.disk for observation in usable if observation.mounts]
     if TABLE[row].action == "none":
         return _made(row, reason)
     if mounted and volume is None:
         return _made("busy", f"{_names(mounted)}: mounted, and would have to be made anew: {reason}")
-    return _made(row, reason, tuple(one.disk for one in members), volume)
+    return _made(row, reason, tuple(observation.disk for observation in members), volume)
 
 
 def _same_disk(disks: Sequence[Disk]) -> str:
     """Return what two disks have in common that no two disks have; empty where all are different."""
-    for number, one in enumerate(disks):
+    for number, disk in enumerate(disks):
         for other in disks[:number]:
-            if one.wwid and other.wwid:
-                if one.wwid == other.wwid:
-                    return f"{_names((other, one))}: both have the WWID {one.wwid}"
-            elif one.serial and (one.model, one.serial) == (other.model, other.serial):
-                return f"{_names((other, one))}: the same model and serial"
+            if disk.wwid and other.wwid:
+                if disk.wwid == other.wwid:
+                    return f"{_names((other, disk))}: both have the WWID {disk.wwid}"
+            elif disk.serial and (disk.model, disk.serial) == (other.model, other.serial):
+                return f"{_names((other, disk))}: the same model and serial"
     return ""
 
 
 def _refused(natures: Sequence[tuple[Disk, Nature]]) -> Decision | None:
     """Return the decision that nothing is touched, with every disk that is the reason."""
     for kind in ("error", "busy", "foreign"):
-        bad = [f"{disk}: {found.content}" for disk, found in natures if found.kind == kind]
+        bad = [f"{disk}: {nature.content}" for disk, nature in natures if nature.kind == kind]
         if bad:
-            ours = any(found.kind in _OURS for _, found in natures)
+            ours = any(nature.kind in _OURS for _, nature in natures)
             return _made("mixed" if kind == "foreign" and ours else kind, "; ".join(bad))
     return None
 
@@ -199,9 +209,9 @@ def _broken(arrays: Mapping[str, Array]) -> Decision | None:
         if array.error:
             return _made("error", f"array {array.uuid}: {array.error}")
         volume = array.volume
-        found = _nature_of_volume(volume).content if volume else array.foreign
-        if found:
-            return _made("foreign", f"array {array.uuid}: {found}")
+        content = _nature_of_volume(volume).content if volume else array.foreign
+        if content:
+            return _made("foreign", f"array {array.uuid}: {content}")
     return None
 
 
@@ -225,14 +235,15 @@ def _accepted(
     arrays: Mapping[str, Array],
 ) -> Accepted:
     """Return row, reason, the volume that stays and its disks, of disks that are all blank or ours."""
-    kinds = [found.kind for _, found in natures]
+    kinds = [nature.kind for _, nature in natures]
     if not set(kinds) & set(_OURS):
         row = "wipe" if "yielding" in kinds else "platform" if "platform" in kinds else "blank"
         return row, TABLE[row].when, None, usable
     groups = _groups(usable, kinds, arrays)
     lacking = [group.lacks for group in groups if group.lacks]
     # What we were at when the power went held nothing any more.
-    begun = any(one.erasing or one.making for one in usable) and len(lacking) == len(groups)
+    is_begun = any(observation.erasing or observation.making for observation in usable)
+    begun = is_begun and len(lacking) == len(groups)
     if begun or not groups:
         return "unfinished", TABLE["unfinished"].when, None, usable
     if lacking or len(groups) > 1:
@@ -248,7 +259,7 @@ def _accepted(
     if group.volume.filesystem != settings.filesystem:
         reason = f"it has {group.volume.filesystem}, {settings.filesystem} is wanted"
         return "filesystem", reason, None, usable
-    others = [one.disk for one in usable if one not in group.members]
+    others = [observation.disk for observation in usable if observation not in group.members]
     if others and settings.incomplete_array == "rebuild":
         return "members", f"{_names(others)}: not used before", None, usable
     if others:
@@ -260,7 +271,7 @@ def _accepted(
 def _apart(settings: Settings, groups: Sequence[_Group], usable: Sequence[Observation]) -> Accepted:
     """Return row and reason for disks that aren't one filesystem. Only the settings may give up one that is whole."""
     reasons = [
-        group.lacks or f"a whole filesystem: {_names([one.disk for one in group.members])}"
+        group.lacks or f"a whole filesystem: {_names([observation.disk for observation in group.members])}"
         for group in groups
     ]
     row = "incomplete" if all(group.lacks for group in groups) else "several"
@@ -276,30 +287,37 @@ def _used_again(row: str, marker: Marker, members: Sequence[Observation]) -> str
     kernel.
     """
     reason = TABLE[row].when if row == "current" else f"made by image {marker.image or 'without an id'}"
-    before, now = sorted(marker.members), sorted(one.disk.member for one in members)
+    before, now = sorted(marker.members), sorted(member.disk.member for member in members)
     if before == now:
         return reason
-    named = ", ".join(f"{one.model} {one.serial}, {one.bytes} bytes" for one in before)
+    named = ", ".join(f"{member.model} {member.serial}, {member.bytes} bytes" for member in before)
     return f"{reason}; its disks were called otherwise when it was made: {named}"
 
 
 def _groups(usable: Sequence[Observation], kinds: Sequence[str], arrays: Mapping[str, Array]) -> list[_Group]:
     """Return what belongs together of disks that are ours; those that are empty belong to nothing."""
-    found = [_Group((one,), one.volume) for one, kind in zip(usable, kinds, strict=True) if kind == "ours"]
+    groups = [
+        _Group((observation,), observation.volume)
+        for observation, kind in zip(usable, kinds, strict=True)
+        if kind == "ours"
+    ]
     members: dict[str, list[Observation]] = {}
-    for one, kind in zip(usable, kinds, strict=True):
-        if one.raid and kind == "member":
-            members.setdefault(one.raid.uuid, []).append(one)
-    for uuid, seen in members.items():
-        array, raid = arrays.get(uuid), seen[0].raid
-        if array and raid and len(seen) == raid.devices:
-            found.append(_Group(tuple(seen), array.volume))
+    for observation, kind in zip(usable, kinds, strict=True):
+        if observation.raid and kind == "member":
+            members.setdefault(observation.raid.uuid, []).append(observation)
+    for uuid, present in members.items():
+        array, raid = arrays.get(uuid), present[0].raid
+        if array and raid and len(present) == raid.devices:
+            groups.append(_Group(tuple(present), array.volume))
         elif raid:
-            here = f"{len(seen)} of {raid.devices} members"
-            found.append(
-                _Group(tuple(seen), lacks=f"array {uuid}: {here}: {_names([one.disk for one in seen])}")
+            here = f"{len(present)} of {raid.devices} members"
+            groups.append(
+                _Group(
+                    tuple(present),
+                    lacks=f"array {uuid}: {here}: {_names([observation.disk for observation in present])}",
+                )
             )
-    return found
+    return groups
 
 
 def _names(disks: Sequence[Disk]) -> str:
@@ -307,5 +325,5 @@ def _names(disks: Sequence[Disk]) -> str:
 
 
 def _made(row: str, reason: str, disks: tuple[Disk, ...] = (), volume: Volume | None = None) -> Decision:
-    found = TABLE[row]
-    return Decision(row, found.action, found.code, reason, disks, volume)
+    line = TABLE[row]
+    return Decision(row, line.action, line.code, reason, disks, volume)

@@ -61,20 +61,20 @@ def wait(
     """
     began = time.monotonic()
     while True:
-        found = look()
-        usable = [disk for disk in found if not disk.system]
+        matches = look()
+        usable = [disk for disk in matches if not disk.system]
         waited = time.monotonic() - began
-        known = settings.expected_disks or max(
+        expected = settings.expected_disks or max(
             [of_size, *(devices_of(disk, settings.label) for disk in usable)]
         )
-        if len(usable) < known:
+        if len(usable) < expected:
             limit = max(settings.wait_seconds, MEMBER_SECONDS)
         elif usable and is_settled(places):
-            return found
+            return matches
         else:
             limit = settings.wait_seconds
         if waited >= limit:
-            return found
+            return matches
         sleep(_POLL_SECONDS if waited < settings.wait_seconds else _SLOW_POLL_SECONDS)
 
 
@@ -118,28 +118,28 @@ def candidates(selector: Selector, places: Places) -> list[Disk]:
     """Return the disks that the selector means, in an order that stays the same, the system's among them."""
     links = _links(places)
     system = system_disks(places)
-    found = []
+    matches = []
     for disk in disks(places):
         chosen = _by_platform(disk, links, places) if selector.kind == "azure" else disk
         if selector.kind == "configured":
             chosen = _by_configuration(disk, selector, links, places)
         if chosen and not _is_remote(disk) and disk.bytes >= selector.minimum_bytes:
-            found.append(replace(chosen, system=disk.name in system))
+            matches.append(replace(chosen, system=disk.name in system))
     # The resource disk of a machine that has local NVMe disks too is small and slow: it is left alone.
-    if any(disk.transport == "nvme" and not disk.system for disk in found) and selector.kind == "azure":
-        found = [disk for disk in found if disk.transport == "nvme"]
-    return sorted(found, key=lambda disk: (disk.order, disk.serial, disk.name))
+    if any(disk.transport == "nvme" and not disk.system for disk in matches) and selector.kind == "azure":
+        matches = [disk for disk in matches if disk.transport == "nvme"]
+    return sorted(matches, key=lambda disk: (disk.order, disk.serial, disk.name))
 
 
 def disks(places: Places) -> list[Disk]:
     """Return all whole disks that are of hardware: loops, RAM disks, mappings and arrays have no device."""
-    found = []
+    hardware = []
     for entry in sorted((places.sys / "block").iterdir()):
         device = entry / "device"
         size = int(_read(entry / "size") or 0)
         if device.exists() and size and _read(entry / "hidden") != "1":
-            found.append(_disk(entry, device, size * 512, places))
-    return found
+            hardware.append(_disk(entry, device, size * 512, places))
+    return hardware
 
 
 def _disk(entry: Path, device: Path, size: int, places: Places) -> Disk:
@@ -190,12 +190,12 @@ def _by_platform(disk: Disk, links: _Links, places: Places) -> Disk | None:
 
 def _by_configuration(disk: Disk, selector: Selector, links: _Links, places: Places) -> Disk | None:
     paths = links.path.get(disk.name, ())
-    wanted = (
+    conditions = (
         not selector.model or fnmatch.fnmatchcase(disk.model, selector.model),
         not selector.serials or _matches(disk.serial, selector.serials),
         not selector.by_path or any(_matches(path, selector.by_path) for path in paths),
     )
-    if not all(wanted):
+    if not all(conditions):
         return None
     # Whether it is ephemeral is for the platform to say, not for who chose it.
     local = _by_platform(disk, links, places) is not None
@@ -212,10 +212,12 @@ def _is_resource(device: Path) -> bool:
         return False
     where = device.resolve()
     for above in where.parents:
-        known = _read(above / "device_id").strip("{}")
-        if known:
+        device_id = _read(above / "device_id").strip("{}")
+        if device_id:
             lun = where.name.rpartition(":")[2]
-            return known.startswith(_RESOURCE_IDE) or (known == _RESOURCE_SCSI and lun == _RESOURCE_LUN)
+            return device_id.startswith(_RESOURCE_IDE) or (
+                device_id == _RESOURCE_SCSI and lun == _RESOURCE_LUN
+            )
     return False
 
 
@@ -234,15 +236,15 @@ def _links(places: Places) -> _Links:
 
 def system_disks(places: Places) -> frozenset[str]:
     """Return the names of the disks that the running system is on, through partitions, mappings and arrays."""
-    found: set[str] = set()
+    names: set[str] = set()
     for mounted in mounts.listed(places.proc):
         if mounted.target in _SYSTEM_PLACES:
             entry = places.sys / "dev/block" / mounted.device
             if not entry.exists() and mounted.source.startswith("/dev/"):
                 entry = places.sys / "class/block" / Path(mounted.source).resolve().name
             if entry.exists():
-                found |= whole_disks(entry)
-    return frozenset(found)
+                names |= whole_disks(entry)
+    return frozenset(names)
 
 
 def whole_disks(entry: Path) -> set[str]:

@@ -28,19 +28,19 @@ _RAID_OFFSET, _RAID_MAGIC = 4096, 0xA92B4EFC
 
 def new_uuid() -> str:
     """Return a new UUID of ours."""
-    made = bytearray(_NAMESPACE + os.urandom(8))
-    made[6] = _VERSION_8 | made[6] & 0x0F
-    made[8] = 0x80 | made[8] & 0x3F
-    return str(uuid.UUID(bytes=bytes(made)))
+    octets = bytearray(_NAMESPACE + os.urandom(8))
+    octets[6] = _VERSION_8 | octets[6] & 0x0F
+    octets[8] = 0x80 | octets[8] & 0x3F
+    return str(uuid.UUID(bytes=bytes(octets)))
 
 
 def is_ours(text: str) -> bool:
     """Tell whether an UUID is one of ours, however it is written."""
     try:
-        found = uuid.UUID(text.replace(":", "").replace("-", ""))
+        parsed = uuid.UUID(text.replace(":", "").replace("-", ""))
     except ValueError:
         return False
-    return found.bytes[:8] == _NAMESPACE
+    return parsed.bytes[:8] == _NAMESPACE
 
 
 def normal(text: str) -> str:
@@ -108,13 +108,13 @@ def is_superblock_whole(filesystem: str, head: bytes) -> bool:
         block = bytearray(head[: min(size, PAGE)])
         if len(block) < 512:
             return False
-        (found,) = struct.unpack_from("<I", block, 224)
+        (checksum,) = struct.unpack_from("<I", block, 224)
         block[224:228] = bytes(4)
-        return bool(crc32c(bytes(block)) ^ 0xFFFFFFFF == found)
+        return bool(crc32c(bytes(block)) ^ 0xFFFFFFFF == checksum)
     if filesystem == "ext4" and len(head) >= 2048:
         block = bytearray(head[1024:2048])
-        (found,) = struct.unpack_from("<I", block, 1020)
-        return bool(crc32c(bytes(block[:1020])) == found)
+        (checksum,) = struct.unpack_from("<I", block, 1020)
+        return bool(crc32c(bytes(block[:1020])) == checksum)
     return False
 
 

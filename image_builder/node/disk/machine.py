@@ -17,10 +17,10 @@ CLOUD = Path("/run/cloud-init/instance-data.json")
 def local_disks(etc: Path = settings_files.DIRECTORY, cloud: Path = CLOUD) -> int:
     """Return the number of local NVMe disks; 0 where the size or its number of disks isn't known."""
     try:
-        found = sizes.load().find(str(settings_files.load("gpu", etc).get("vm_size") or _size(cloud)))
+        size = sizes.load().find(str(settings_files.load("gpu", etc).get("vm_size") or _size(cloud)))
     except NodeError:
         return 0
-    return (found[0].local_nvme or 0) if found else 0
+    return (size[0].local_nvme or 0) if size else 0
 
 
 def _size(cloud: Path) -> str:

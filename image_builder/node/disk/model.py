@@ -50,8 +50,8 @@ class Disk:
         return Member(self.serial, self.model, self.bytes)
 
     def __str__(self) -> str:
-        known = " ".join(word for word in (self.model, self.serial) if word)
-        return f"{self.name} ({known or 'no model'}, {self.bytes} bytes)"
+        description = " ".join(word for word in (self.model, self.serial) if word)
+        return f"{self.name} ({description or 'no model'}, {self.bytes} bytes)"
 
 
 @dataclass(frozen=True, order=True)
@@ -152,7 +152,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Survey:
     """All candidates, and by UUID the arrays of ours that are complete."""
 
     observations: tuple[Observation, ...] = ()

@@ -58,16 +58,16 @@ class _Volume:
 
     def data(self, runs: list[tuple[int, int]], offset: int, count: int) -> bytes:
         """Return bytes of what lies in runs of clusters."""
-        found = b""
+        data = b""
         for first, length in runs:
             size = length * self.cluster
-            if offset < size and len(found) < count:
-                part = min(size - offset, count - len(found))
-                found += self.read(first * self.cluster + offset, part)
+            if offset < size and len(data) < count:
+                part = min(size - offset, count - len(data))
+                data += self.read(first * self.cluster + offset, part)
                 offset += part
             offset = max(0, offset - size)
-        _need(len(found) == count, "what should be there lies beyond its clusters")
-        return found
+        _need(len(data) == count, "what should be there lies beyond its clusters")
+        return data
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def _repaired(raw: bytes, magic: bytes) -> bytes:
 
 def _record(raw: bytes, flags: int = 0) -> bytes:
     data = _repaired(raw, b"FILE")
-    (found,) = struct.unpack_from("<H", data, 22)
+    (use,) = struct.unpack_from("<H", data, 22)
     (base,) = struct.unpack_from("<Q", data, 32)
-    _need(found & (_IN_USE | _IS_DIRECTORY) == _IN_USE | flags, "a record has another use than it should")
+    _need(use & (_IN_USE | _IS_DIRECTORY) == _IN_USE | flags, "a record has another use than it should")
     _need(base == 0, "a record belongs to another one")
     return data
 
@@ -147,15 +147,15 @@ def _attributes(volume: _Volume, record: bytes) -> list[_Attribute]:
     (offset,) = struct.unpack_from("<H", record, 20)
     (used,) = struct.unpack_from("<I", record, 24)
     _need(offset >= 48 and used <= len(record), "a record is longer than it is")
-    found = list[_Attribute]()
+    attributes = list[_Attribute]()
     while True:
         (kind,) = struct.unpack_from("<I", record, offset)
         if kind == _END:
-            return found
+            return attributes
         (length,) = struct.unpack_from("<I", record, offset + 4)
         _need(length >= 24 and length % 8 == 0 and offset + length <= used, "an attribute is out of bounds")
         _need(kind != _ATTRIBUTE_LIST, "attributes are in other records, too")
-        found.append(_attribute(volume, kind, record[offset : offset + length]))
+        attributes.append(_attribute(volume, kind, record[offset : offset + length]))
         offset += length
 
 
@@ -193,15 +193,15 @@ def _runs(volume: _Volume, raw: bytes) -> Iterator[tuple[int, int]]:
     raise UnreadableError("it is in too many pieces")
 
 
-def _only(found: list[_Attribute], kind: int, name: str) -> _Attribute:
-    fitting = [one for one in found if (one.type, one.name) == (kind, name)]
+def _only(attributes: list[_Attribute], kind: int, name: str) -> _Attribute:
+    fitting = [attribute for attribute in attributes if (attribute.type, attribute.name) == (kind, name)]
     _need(len(fitting) == 1, f"{len(fitting)} attributes of type {kind:#x} where one is needed")
     return fitting[0]
 
 
-def _directory(volume: _Volume, found: list[_Attribute]) -> Iterator[Entry]:
+def _directory(volume: _Volume, attributes: list[_Attribute]) -> Iterator[Entry]:
     """Yield the entries of a directory: those in its record, and those in blocks that are in use."""
-    head = _only(found, _INDEX_ROOT, _I30).value
+    head = _only(attributes, _INDEX_ROOT, _I30).value
     _need(head is not None, "the root of the index is not resident")
     assert head is not None
     kind, _collation, block = struct.unpack_from("<III", head, 0)
@@ -210,8 +210,10 @@ def _directory(volume: _Volume, found: list[_Attribute]) -> Iterator[Entry]:
     referred = set[int]()
     yield from _entries(head[16:], referred)
     used = dict[int, bytes]()
-    if any(one.type == _INDEX_ALLOCATION and one.name == _I30 for one in found):
-        used = _blocks(volume, _only(found, _INDEX_ALLOCATION, _I30), _only(found, _BITMAP, _I30), block)
+    if any(attribute.type == _INDEX_ALLOCATION and attribute.name == _I30 for attribute in attributes):
+        used = _blocks(
+            volume, _only(attributes, _INDEX_ALLOCATION, _I30), _only(attributes, _BITMAP, _I30), block
+        )
     for data in used.values():
         yield from _entries(data[24:], referred)
     _need(referred <= set(used), "a part of the index is missing")
@@ -227,14 +229,14 @@ def _blocks(volume: _Volume, index: _Attribute, bitmap: _Attribute, size: int) -
         bits = volume.data(bitmap.runs, 0, bitmap.size)
     _need(8 * len(bits) >= count, "a part of the index is missing")
     unit = volume.cluster if volume.cluster <= size else 512
-    found = {}
+    blocks = {}
     for n in range(count):
         if bits[n // 8] >> n % 8 & 1:
             data = _repaired(volume.data(index.runs, n * size, size), b"INDX")
             (number,) = struct.unpack_from("<Q", data, 16)
             _need(number == n * size // unit, "a block of the index is at another's place")
-            found[number] = data
-    return found
+            blocks[number] = data
+    return blocks
 
 
 def _entries(node: bytes, referred: set[int]) -> Iterator[Entry]:

@@ -24,8 +24,8 @@ from image_builder.node.disk.model import (
     Member,
     Observation,
     Places,
-    Seen,
     Signature,
+    Survey,
     Volume,
 )
 from image_builder.node.disk.settings import LABEL_BYTES, Settings
@@ -36,27 +36,39 @@ MARKER = ".node/disk.json"
 _BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.ENODATA, errno.EFAULT})
 
 
-def observe_all(disks: Sequence[Disk], settings: Settings, places: Places) -> Seen:
+def observe_all(disks: Sequence[Disk], settings: Settings, places: Places) -> Survey:
     """Return what is on every candidate, and the complete arrays of ours, which are assembled by this."""
-    seen = observe_disks(disks, settings, places)
-    return Seen(tuple(seen), _arrays(seen, settings, places))
+    observations = observe_disks(disks, settings, places)
+    return Survey(tuple(observations), _arrays(observations, settings, places))
 
 
 def observe_disks(disks: Sequence[Disk], settings: Settings, places: Places) -> list[Observation]:
     """Return what is on every candidate by itself."""
     mounted = mounts.listed(places.proc)
-    return [_with_content(one, settings, places, mounted) for one in observe(disks, places, mounted)]
+    return [
+        _with_content(observation, settings, places, mounted)
+        for observation in observe(disks, places, mounted)
+    ]
 
 
 def observe(disks: Sequence[Disk], places: Places, mounted: Sequence[mounts.Mount]) -> list[Observation]:
     """Return what can be seen of disks without a mount."""
-    seen = [_first_look(disk, places, mounted) for disk in disks]
-    readable = [one.disk.path for one in seen if not one.error and not one.disk.system]
+    observations = [_first_look(disk, places, mounted) for disk in disks]
+    readable = [
+        observation.disk.path
+        for observation in observations
+        if not observation.error and not observation.disk.system
+    ]
     try:
         signed = signatures(readable)
     except ProgramError as error:
-        return [replace(one, error=one.error or error.message) for one in seen]
-    return [replace(one, signatures=signed.get(os.fspath(one.disk.path), ())) for one in seen]
+        return [
+            replace(observation, error=observation.error or error.message) for observation in observations
+        ]
+    return [
+        replace(observation, signatures=signed.get(os.fspath(observation.disk.path), ()))
+        for observation in observations
+    ]
 
 
 def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> Observation:
@@ -64,31 +76,31 @@ def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> 
     partitions = tuple(sorted(path.parent.name for path in entry.glob("*/partition")))
     above = _above(entry)
     numbers = {_text(path / "dev") for path in (entry, *above)}
-    seen = Observation(
+    observation = Observation(
         disk,
         partitions=partitions,
         holders=tuple(sorted({path.name for path in above} - set(partitions))),
-        mounts=tuple(sorted({one.target for one in mounted if one.device in numbers})),
+        mounts=tuple(sorted({mount.target for mount in mounted if mount.device in numbers})),
         swap=bool(_swaps(places) & {disk.name, *(path.name for path in above)}),
     )
     if disk.system:
-        return seen
+        return observation
     try:
         head, tail = read_ends(disk)
     except OSError as error:
-        return replace(seen, error=f"{error.strerror} while its first and last MiB were read")
+        return replace(observation, error=f"{error.strerror} while its first and last MiB were read")
     ends_zero = head == bytes(len(head)) and tail == bytes(len(tail))
     erasing, making = layout.is_erasing(head), layout.is_making(tail)
-    return replace(seen, ends_zero=ends_zero, erasing=erasing, making=making, raid=layout.raid(head))
+    return replace(observation, ends_zero=ends_zero, erasing=erasing, making=making, raid=layout.raid(head))
 
 
 def _above(entry: Path) -> list[Path]:
     """Return the partitions of a disk and all that is made of it and them."""
-    found = [path.parent for path in entry.glob("*/partition")]
-    holders = [path for where in (entry, *found) for path in (where / "holders").glob("*")]
+    devices = [path.parent for path in entry.glob("*/partition")]
+    holders = [path for where in (entry, *devices) for path in (where / "holders").glob("*")]
     for holder in holders:
-        found += [holder, *_above(holder.resolve())]
-    return found
+        devices += [holder, *_above(holder.resolve())]
+    return devices
 
 
 def _swaps(places: Places) -> set[str]:
@@ -125,101 +137,108 @@ def signatures(paths: Sequence[Path]) -> dict[str, tuple[Signature, ...]]:
     if not paths:
         return {}
     names = [os.fspath(path) for path in paths]
-    said = child.run(["wipefs", "--no-act", "--json", *names]).stdout
-    found: dict[str, list[Signature]] = {name: [] for name in names}
+    output = child.run(["wipefs", "--no-act", "--json", *names]).stdout
+    by_device: dict[str, list[Signature]] = {name: [] for name in names}
     # Its device is a name below /dev, whatever was asked for.
     by_name = {os.path.basename(name): name for name in names}
-    for item in json.loads(said)["signatures"] if said.strip() else []:
+    for item in json.loads(output)["signatures"] if output.strip() else []:
         signature = Signature(str(item["type"]), item.get("uuid") or "", item.get("label") or "")
-        found[by_name[os.path.basename(item["device"])]].append(signature)
-    empty = [name for name in names if not found[name]]
+        by_device[by_name[os.path.basename(item["device"])]].append(signature)
+    empty = [name for name in names if not by_device[name]]
     if empty:
         done = child.run(["blkid", "--probe", "--output", "export", *empty], ok=(0, 2))
         for name, values in _blocks(done.stdout):
             kind = values.get("TYPE") or values.get("PTTYPE") or "unknown"
-            found[name].append(Signature(kind, values.get("UUID", ""), values.get("LABEL", "")))
-    return {name: tuple(items) for name, items in found.items()}
+            by_device[name].append(Signature(kind, values.get("UUID", ""), values.get("LABEL", "")))
+    return {name: tuple(items) for name, items in by_device.items()}
 
 
-def _blocks(said: str) -> Iterator[tuple[str, dict[str, str]]]:
-    for block in said.split("\n\n"):
+def _blocks(output: str) -> Iterator[tuple[str, dict[str, str]]]:
+    for block in output.split("\n\n"):
         values = dict(line.partition("=")[::2] for line in block.strip().splitlines())
         if "DEVNAME" in values:
             yield values.pop("DEVNAME"), values
 
 
 def _with_content(
-    seen: Observation, settings: Settings, places: Places, mounted: Sequence[mounts.Mount]
+    observation: Observation, settings: Settings, places: Places, mounted: Sequence[mounts.Mount]
 ) -> Observation:
     """Return an observation with what is inside, of a disk that is ours or may be the platform's blank."""
-    if seen.error or seen.disk.system or seen.swap:
-        return seen
+    if observation.error or observation.disk.system or observation.swap:
+        return observation
     try:
-        if is_our_filesystem(seen.signatures, settings) and not seen.partitions and not seen.holders:
-            return replace(seen, volume=_volume(seen.disk.path, seen.signatures[0], places, mounted))
-        if azure.may_be(seen):
-            return replace(seen, platform=_platform(seen))
+        if (
+            is_our_filesystem(observation.signatures, settings)
+            and not observation.partitions
+            and not observation.holders
+        ):
+            return replace(
+                observation, volume=_volume(observation.disk.path, observation.signatures[0], places, mounted)
+            )
+        if azure.may_be(observation):
+            return replace(observation, platform=_platform(observation))
     except OSError as error:
-        return replace(seen, error=f"{error.strerror}")
-    return seen
+        return replace(observation, error=f"{error.strerror}")
+    return observation
 
 
-def is_our_filesystem(found: Sequence[Signature], settings: Settings) -> bool:
+def is_our_filesystem(signatures: Sequence[Signature], settings: Settings) -> bool:
     """Tell whether all that is on a device is a filesystem with our label and an UUID of ours."""
     return (
-        len(found) == 1
-        and found[0].type in LABEL_BYTES
-        and found[0].label == settings.label
-        and layout.is_ours(found[0].uuid)
+        len(signatures) == 1
+        and signatures[0].type in LABEL_BYTES
+        and signatures[0].label == settings.label
+        and layout.is_ours(signatures[0].uuid)
     )
 
 
-def _volume(path: Path, found: Signature, places: Places, mounted: Sequence[mounts.Mount]) -> Volume:
+def _volume(path: Path, signature: Signature, places: Places, mounted: Sequence[mounts.Mount]) -> Volume:
     """Return what a filesystem of ours holds; raises OSError where the disk fails."""
     number = _number(path)
-    made = Volume(path, found.type, layout.normal(found.uuid), "damaged")
-    for one in mounted:
-        if one.device == number and one.root == "/":
-            return replace(_marked(made, Path(one.target)), mounted=one.target)
+    volume = Volume(path, signature.type, layout.normal(signature.uuid), "damaged")
+    for mount in mounted:
+        if mount.device == number and mount.root == "/":
+            return replace(_marked(volume, Path(mount.target)), mounted=mount.target)
     try:
-        with mounts.read_only(path, found.type, places.run / "look") as root:
-            return _marked(made, root)
+        with mounts.read_only(path, signature.type, places.run / "look") as root:
+            return _marked(volume, root)
     except OSError as error:
         if error.errno not in _BROKEN:
             raise
         # Newer features are answered with EINVAL, and so is what is broken.
-        is_newer = error.errno == errno.EINVAL and layout.is_superblock_whole(found.type, _head(path))
-        return replace(made, state="newer" if is_newer else "damaged", reason=error.strerror or "")
+        is_newer = error.errno == errno.EINVAL and layout.is_superblock_whole(signature.type, _head(path))
+        return replace(volume, state="newer" if is_newer else "damaged", reason=error.strerror or "")
 
 
-def _marked(made: Volume, root: Path) -> Volume:
+def _marked(volume: Volume, root: Path) -> Volume:
     try:
         marker = read_marker((root / MARKER).read_bytes())
     except FileNotFoundError:
         marker = None
-    if marker and marker.uuid == made.uuid:
-        return replace(made, state="marked", marker=marker)
+    if marker and marker.uuid == volume.uuid:
+        return replace(volume, state="marked", marker=marker)
     # The agent's own directory without a marker is what a power cut left; whose files there may be is then plain.
     files = set(os.listdir(root)) - {"lost+found", ".node"}
-    return replace(made, state="unmarked" if files or marker else "empty")
+    return replace(volume, state="unmarked" if files or marker else "empty")
 
 
 def read_marker(data: bytes) -> Marker | None:
     """Return a marker, None where this is none."""
     try:
-        found: dict[str, Any] = json.loads(data)
+        document: dict[str, Any] = json.loads(data)
         members = tuple(
-            Member(str(item["serial"]), str(item["model"]), int(item["bytes"])) for item in found["members"]
+            Member(str(item["serial"]), str(item["model"]), int(item["bytes"]))
+            for item in document["members"]
         )
-        return Marker(str(found["uuid"]), str(found["image"]), members)
+        return Marker(str(document["uuid"]), str(document["image"]), members)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _platform(seen: Observation) -> azure.Content:
-    fd = os.open(seen.disk.path, os.O_RDONLY | os.O_CLOEXEC)
+def _platform(observation: Observation) -> azure.Content:
+    fd = os.open(observation.disk.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return azure.content(lambda offset, count: _read(fd, offset, count), seen)
+        return azure.content(lambda offset, count: _read(fd, offset, count), observation)
     finally:
         os.close(fd)
 
@@ -229,18 +248,23 @@ def _head(path: Path) -> bytes:
         return stream.read(layout.PAGE)
 
 
-def _arrays(seen: Iterable[Observation], settings: Settings, places: Places) -> dict[str, Array]:
+def _arrays(observations: Iterable[Observation], settings: Settings, places: Places) -> dict[str, Array]:
     """Return the arrays of ours that are complete, assembled."""
     groups: dict[str, dict[int, Observation]] = {}
-    wanted: dict[str, int] = {}
-    for one in seen:
-        if one.raid and not one.error and not one.disk.system and is_member(settings, one):
-            groups.setdefault(one.raid.uuid, {})[one.raid.role] = one
-            wanted[one.raid.uuid] = one.raid.devices
+    sizes: dict[str, int] = {}
+    for observation in observations:
+        if (
+            observation.raid
+            and not observation.error
+            and not observation.disk.system
+            and is_member(settings, observation)
+        ):
+            groups.setdefault(observation.raid.uuid, {})[observation.raid.role] = observation
+            sizes[observation.raid.uuid] = observation.raid.devices
     return {
         uuid: _array(uuid, list(members.values()), settings, places)
         for uuid, members in groups.items()
-        if set(members) == set(range(wanted[uuid]))
+        if set(members) == set(range(sizes[uuid]))
     }
 
 
@@ -248,10 +272,10 @@ def _array(uuid: str, members: Sequence[Observation], settings: Settings, places
     try:
         device = arrays.assemble(uuid, [member.disk for member in members], places)
         path = places.dev / device
-        found = signatures([path])[os.fspath(path)]
-        if is_our_filesystem(found, settings):
-            return Array(uuid, device, _volume(path, found[0], places, mounts.listed(places.proc)))
-        return Array(uuid, device, foreign=" and ".join(sorted({word.type for word in found})))
+        contents = signatures([path])[os.fspath(path)]
+        if is_our_filesystem(contents, settings):
+            return Array(uuid, device, _volume(path, contents[0], places, mounts.listed(places.proc)))
+        return Array(uuid, device, foreign=" and ".join(sorted({word.type for word in contents})))
     except NodeError as error:
         return Array(uuid, error=error.message)
     except OSError as error:

@@ -21,7 +21,7 @@ STALLED_SECONDS = 600.0
 
 def check(preload: Preload, tell: Callable[[str], None], interval: float) -> None:
     """Read the archive once; raises NodeError (``preload.archive``) unless it is the one that was baked."""
-    digest, done, told = hashlib.sha256(), 0, time.monotonic()
+    digest, done, reported = hashlib.sha256(), 0, time.monotonic()
     path = preload.archive
     try:
         size = path.stat().st_size
@@ -31,14 +31,14 @@ def check(preload: Preload, tell: Callable[[str], None], interval: float) -> Non
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
                 done += len(chunk)
-                if time.monotonic() - told >= interval:
-                    told = time.monotonic()
+                if time.monotonic() - reported >= interval:
+                    reported = time.monotonic()
                     tell(f"checking the archive: {portion(done, size)}")
     except OSError as error:
         raise NodeError("preload.archive", f"{path}: {error.strerror}") from error
-    found, wanted = digest.hexdigest(), preload.sha256.removeprefix("sha256:")
-    if found != wanted:
-        raise NodeError("preload.archive", f"{path} is damaged: its sha256 is {found}, not {wanted}")
+    checksum, expected = digest.hexdigest(), preload.sha256.removeprefix("sha256:")
+    if checksum != expected:
+        raise NodeError("preload.archive", f"{path} is damaged: its sha256 is {checksum}, not {expected}")
 
 
 def portion(done: int, total: int) -> str:
@@ -82,14 +82,14 @@ def needed(engine: str, archive: int, layers: int) -> int:
 
 def unpacked(images: Iterable[Image], layers: Mapping[str, int]) -> int:
     """Return the bytes of the images' layers, each layer once as far as ``layers`` knows them."""
-    known: set[str] = set()
+    diff_ids: set[str] = set()
     total = 0
     for image in images:
         if all(diff_id in layers for diff_id in image.diff_ids):
-            known.update(image.diff_ids)
+            diff_ids.update(image.diff_ids)
         else:
             total += image.size
-    return total + sum(layers[diff_id] for diff_id in known)
+    return total + sum(layers[diff_id] for diff_id in diff_ids)
 
 
 def room_fault(need: int, capacity: int, available: int) -> str:

@@ -78,26 +78,28 @@ def bring(
     interval: float,
 ) -> Done:
     """Load what is missing, name what is unnamed, and return what was done. Raises NodeError."""
-    found = engine.look(preload.images)
-    lacking = found.faults
+    state = engine.look(preload.images)
+    lacking = state.faults
     for ref, fault in lacking.items():
         tell(f"{ref} {fault}")
     if lacking:
         tell(f"{len(lacking)} of {len(preload.images)} images are loaded from {preload.archive}")
-        wanted = [image for image in preload.images if image.ref in lacking]
-        archive.check_room(preload, wanted, store.layers, data_root)
+        images_to_load = [image for image in preload.images if image.ref in lacking]
+        archive.check_room(preload, images_to_load, store.layers, data_root)
         archive.check(preload, tell, interval)
-        engine.forget(wanted)
+        engine.forget(images_to_load)
         archive.load(engine.load(preload.archive), preload.archive, data_root, tell, interval)
-        found = engine.look(preload.images)
-    faults, named = dict(found.faults), dict(found.misnamed)
+        state = engine.look(preload.images)
+    faults, named = dict(state.faults), dict(state.misnamed)
     sound = [image for image in preload.images if image.ref not in faults]
     if misnamed := {key: fault for key, fault in named.items() if key not in faults}:
         engine.name(sound, misnamed)
-        left = {key: fault for key, fault in engine.look(preload.images).misnamed.items() if key in misnamed}
-        faults |= left
-        named = {key: fault for key, fault in misnamed.items() if key not in left}
-    return Done(lacking, faults, found.digestless, tuple(named))
+        unnamed = {
+            key: fault for key, fault in engine.look(preload.images).misnamed.items() if key in misnamed
+        }
+        faults |= unnamed
+        named = {key: fault for key, fault in misnamed.items() if key not in unnamed}
+    return Done(lacking, faults, state.digestless, tuple(named))
 
 
 def summary(section: Mapping[str, Any], seconds: float) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from image_builder.node import child
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.engine import PATIENCE, Found, together
+from image_builder.node.preload.engine import PATIENCE, EngineState, together
 from image_builder.node.preload.images import Image
 from image_builder.node.report import scan
 from image_builder.node.seed.docker import chain
@@ -50,7 +50,7 @@ class Containerd:
     def listed(self) -> dict[str, Listed]:
         return parse_list(self.ctr("images", "list"))
 
-    def look(self, images: Sequence[Image]) -> Found:
+    def look(self, images: Sequence[Image]) -> EngineState:
         filters = [f'name=="{image.ref}"' for image in images]
         check = ("images", "check", "--snapshotter", self.snapshotter, *filters)
         listed, text = together(self.listed, lambda: self.ctr(*check) if filters else "")
@@ -63,7 +63,7 @@ class Containerd:
                 faults[image.ref] = fault
             elif lacks := list(lacking(image, listed)):
                 misnamed[image.ref] = f"lacks {', '.join(lacks)}"
-        return Found(faults, misnamed)
+        return EngineState(faults, misnamed)
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         images = [image for image in images if image.ref in misnamed]
@@ -138,29 +138,29 @@ class Containerd:
 
     def _blob(self, digest: str) -> bytes | None:
         """Return what the content store has on the disk under a digest; None where it has nothing, or other bytes."""
-        algorithm, _, wanted = digest.partition(":")
+        algorithm, _, hexadecimal = digest.partition(":")
         try:
-            data = (self.data_root / _BLOBS / wanted).read_bytes()
+            data = (self.data_root / _BLOBS / hexadecimal).read_bytes()
         except OSError:
             return None
-        return data if algorithm == "sha256" and hashlib.sha256(data).hexdigest() == wanted else None
+        return data if algorithm == "sha256" and hashlib.sha256(data).hexdigest() == hexadecimal else None
 
     def _chains(self, digest: str) -> set[str]:
         """Return the chain ids of an image's layers, for each platform whose manifest is on the disk."""
-        found = _document(self._blob(digest) or b"") or {}
-        if "manifests" in found:
-            return {chain_id for entry in found["manifests"] for chain_id in self._chains(entry["digest"])}
-        config = _document(self._blob((found.get("config") or {}).get("digest", "")) or b"") or {}
+        document = _document(self._blob(digest) or b"") or {}
+        if "manifests" in document:
+            return {chain_id for entry in document["manifests"] for chain_id in self._chains(entry["digest"])}
+        config = _document(self._blob((document.get("config") or {}).get("digest", "")) or b"") or {}
         return {layer.chain for layer in chain((config.get("rootfs") or {}).get("diff_ids") or [])}
 
 
 def _document(data: bytes) -> dict[str, Any] | None:
     """Return a JSON object; None for anything else, such as what is damaged on the disk."""
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def names(image: Image) -> tuple[str, ...]:
@@ -196,18 +196,18 @@ def lacking(image: Image, listed: Mapping[str, Listed]) -> Iterable[str]:
 
 def parse_list(text: str) -> dict[str, Listed]:
     """Read ``ctr images list``: REF TYPE DIGEST SIZE PLATFORMS LABELS. A size is two words."""
-    found = {}
+    listed = {}
     for line in text.splitlines()[1:]:
-        words = line.split()
-        labelled = words[-1].split(",") if words[-1] != "-" else []
-        found[words[0]] = Listed(words[2], frozenset(labelled))
-    return found
+        fields = line.split()
+        labelled = fields[-1].split(",") if fields[-1] != "-" else []
+        listed[fields[0]] = Listed(fields[2], frozenset(labelled))
+    return listed
 
 
 def parse_snapshots(text: str) -> dict[str, str]:
     """Read ``ctr snapshots list``: KEY PARENT KIND. Returns each key's parent, empty for a lowest one."""
     rows = [line.split() for line in text.splitlines()[1:]]
-    return {words[0]: words[-2] if len(words) > 2 else "" for words in rows}
+    return {fields[0]: fields[-2] if len(fields) > 2 else "" for fields in rows}
 
 
 def stands_on(key: str, lost: Set[str], parents: Mapping[str, str]) -> bool:
@@ -222,14 +222,14 @@ def parse_check(text: str) -> dict[str, str]:
 
     REF TYPE DIGEST STATUS SIZE UNPACKED; STATUS is like ``incomplete (1/3)``, UNPACKED true or false.
     """
-    found = {}
+    faults = {}
     for line in text.splitlines()[1:]:
-        words = line.split()
-        if words[3] != "complete":
-            found[words[0]] = f"has not all its content: {' '.join(words[3:5])}"
+        fields = line.split()
+        if fields[3] != "complete":
+            faults[fields[0]] = f"has not all its content: {' '.join(fields[3:5])}"
         else:
-            found[words[0]] = "" if words[-1] == "true" else f"is not unpacked: {words[-1]}"
-    return found
+            faults[fields[0]] = "" if fields[-1] == "true" else f"is not unpacked: {fields[-1]}"
+    return faults
 
 
 def containerd_fault(

@@ -14,7 +14,7 @@ from typing import Any
 
 from image_builder.node import child
 from image_builder.node.preload import guards
-from image_builder.node.preload.engine import PATIENCE, Found, together
+from image_builder.node.preload.engine import PATIENCE, EngineState, together
 from image_builder.node.preload.images import Image
 
 _ABSENT = "no such image"
@@ -26,25 +26,25 @@ class Docker:
 
     pause: str = ""
 
-    def look(self, images: Sequence[Image]) -> Found:
+    def look(self, images: Sequence[Image]) -> EngineState:
         inspected, guarded = together(lambda: inspect([image.ref for image in images]), guards.listed)
         faults, digestless = {}, {}
         for image in images:
-            one = inspected.get(familiar(image.ref))
-            if fault := "is missing" if one is None else docker_fault(image, one):
+            details = inspected.get(familiar(image.ref))
+            if fault := "is missing" if details is None else docker_fault(image, details):
                 faults[image.ref] = fault
-            elif one is not None and (fault := digest_fault(image, one)):
+            elif details is not None and (fault := digest_fault(image, details)):
                 digestless[image.ref] = fault
-        return Found(faults, guards.faults(images, self.pause, guarded), digestless)
+        return EngineState(faults, guards.faults(images, self.pause, guarded), digestless)
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         for name in misnamed:
             if name.startswith(guards.PREFIX):
                 guards.remove(name)
         # Of several references of one image the first brings the guard.
-        wanted = {guards.name(image): image.ref for image in images if image.ref in misnamed}
-        inspected = inspect(list(wanted.values()))
-        for name, ref in wanted.items():
+        by_guard = {guards.name(image): image.ref for image in images if image.ref in misnamed}
+        inspected = inspect(list(by_guard.values()))
+        for name, ref in by_guard.items():
             guards.create(name, ref, (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {})
 
     def forget(self, images: Sequence[Image]) -> None:
@@ -65,8 +65,8 @@ def inspect(refs: Sequence[str]) -> dict[str, dict[str, Any]]:
     done = child.run(argv, ok=(0, 1), timeout=PATIENCE)
     others = [line for line in done.stderr.splitlines() if line.strip() and _ABSENT not in line.lower()]
     if done.status and (others or not done.stderr.strip()):
-        said = "\n".join(others)
-        raise child.failed(argv, done.status, said)
+        output = "\n".join(others)
+        raise child.failed(argv, done.status, output)
     return {tag: image for image in json.loads(done.stdout) for tag in image.get("RepoTags") or []}
 
 
@@ -102,7 +102,7 @@ def layer_folders(inspected: Mapping[str, Any]) -> list[str]:
 
 def digest_fault(image: Image, inspected: Mapping[str, Any]) -> str:
     """Return that an image can't be had by its digest, or nothing."""
-    found = inspected.get("RepoDigests") or []
-    if familiar(image.by_digest) in found:
+    digests = inspected.get("RepoDigests") or []
+    if familiar(image.by_digest) in digests:
         return ""
-    return f"has no digest {image.digest}, only {', '.join(found) or 'its tag'}"
+    return f"has no digest {image.digest}, only {', '.join(digests) or 'its tag'}"

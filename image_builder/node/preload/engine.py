@@ -18,7 +18,7 @@ _B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
-class Found:
+class EngineState:
     """What an engine has, each fault by reference.
 
     ``faults``: an image is missing or wrong, the archive would help. ``misnamed``: a name, label or guard is
@@ -32,7 +32,7 @@ class Found:
 
 
 class Engine(Protocol):
-    def look(self, images: Sequence[Image]) -> Found:
+    def look(self, images: Sequence[Image]) -> EngineState:
         """Ask for all images. Raises ProgramError."""
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
@@ -48,8 +48,8 @@ class Engine(Protocol):
         """Return the command that loads the archive."""
 
 
-def together(one: Callable[[], _A], other: Callable[[], _B]) -> tuple[_A, _B]:
+def together(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Ask two questions at once: each is a program, and the kubelet waits. Raises what the first one raises first."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(other)
-        return one(), answer.result()
+        answer = pool.submit(second)
+        return first(), answer.result()

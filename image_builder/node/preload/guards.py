@@ -25,18 +25,18 @@ def name(image: Image) -> str:
     return f"{PREFIX}{image.id.removeprefix('sha256:')[:12]}"
 
 
-def wanted(image: Image, pause: str) -> bool:
+def needs_guard(image: Image, pause: str) -> bool:
     """Tell whether an image has a guard. The pause image needs none: cri-dockerd or the kubelet was told of it."""
     return image.pin and image.ref != pause
 
 
-def faults(images: Iterable[Image], pause: str, found: Iterable[str]) -> dict[str, str]:
+def faults(images: Iterable[Image], pause: str, existing: Iterable[str]) -> dict[str, str]:
     """Return who lacks a guard, by reference, and which guards are left of other images, by their names."""
-    names = set(found)
-    guarded = [image for image in images if wanted(image, pause)]
+    names = set(existing)
+    guarded = [image for image in images if needs_guard(image, pause)]
     lacking = {image.ref: "has no container that guards it" for image in guarded if name(image) not in names}
-    left = sorted(names - {name(image) for image in guarded})
-    return lacking | dict.fromkeys(left, "guards an image that is not pinned")
+    surplus = sorted(names - {name(image) for image in guarded})
+    return lacking | dict.fromkeys(surplus, "guards an image that is not pinned")
 
 
 def listed() -> list[str]:

@@ -61,9 +61,9 @@ def read_list(path: Path, pause: str = "") -> Preload:
     Raises NodeError (``preload.list``).
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            message = f"{path} has format {found['format']}, this program reads {FORMAT}"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != FORMAT:
+            message = f"{path} has format {document['format']}, this program reads {FORMAT}"
             raise NodeError("preload.list", message)
         images = tuple(
             Image(
@@ -75,11 +75,11 @@ def read_list(path: Path, pause: str = "") -> Preload:
                 tuple(image["diff_ids"]),
                 int(image["bytes"]),
             )
-            for image in found["images"]
+            for image in document["images"]
         )
-        archive = found["archive"]
+        archive = document["archive"]
         return Preload(
-            str(found["engine"]), Path(archive["path"]), int(archive["bytes"]), archive["sha256"], images
+            str(document["engine"]), Path(archive["path"]), int(archive["bytes"]), archive["sha256"], images
         )
     except OSError as error:
         raise NodeError("preload.list", f"{path}: {error.strerror}") from error
@@ -97,7 +97,7 @@ def read_store(path: Path, images: Iterable[Image]) -> Store:
     if not os.path.lexists(path):
         return Store()
     try:
-        found = read_manifest(path)
+        manifest = read_manifest(path)
     except NodeError:
         return Store({image.ref: True for image in images})
-    return Store({i.ref: i.required for i in found.images if i.mode in _SEEDED}, found.layers)
+    return Store({i.ref: i.required for i in manifest.images if i.mode in _SEEDED}, manifest.layers)

@@ -60,8 +60,8 @@ def _verdict(
         if ref in expected and ref not in done.lacking
     ]
     if done.problems:
-        told = [f"{ref} {fault}" for ref, fault in done.problems.items()]
-        return _state(status.FAILED, "preload.missing", f"{len(told)} images are not usable", told)
+        problems = [f"{ref} {fault}" for ref, fault in done.problems.items()]
+        return _state(status.FAILED, "preload.missing", f"{len(problems)} images are not usable", problems)
     if fell:
         why = f"{len(fell)} required images came from the archive, not from the preload store: {cause(seed)}"
         return _state(status.DEGRADED, "preload.fallback", why, [*fell, *bare])

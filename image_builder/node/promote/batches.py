@@ -11,7 +11,7 @@ from pathlib import Path
 
 from image_builder.node import files
 from image_builder.node.promote.plan import PAUSE, Item
-from image_builder.node.promote.workers import Job, Told, Workers, disk_error, running
+from image_builder.node.promote.workers import ItemResult, Job, Workers, disk_error, running
 
 # Copies are synced together: when they have so many bytes, or the first of them is so many seconds old.
 _BATCH_BYTES = 256 << 20
@@ -24,7 +24,7 @@ class Progress:
 
     done: int = 0
     bytes: int = 0
-    failure: Told | None = None
+    failure: ItemResult | None = None
     _waiting: list[int] = field(default_factory=list)
     _since: float = 0.0
 
@@ -52,7 +52,7 @@ def promote(
         with running(job, min(workers, len(items)), rate) as (crew, shared):
             _follow(crew, job, progress, report, shared.stop)
     except OSError as error:
-        progress.failure = Told(-1, *disk_error(error))
+        progress.failure = ItemResult(-1, *disk_error(error))
     finally:
         files.remove_tree(staging)
     return progress
@@ -61,15 +61,15 @@ def promote(
 def _follow(
     crew: Workers, job: Job, progress: Progress, report: Callable[[Progress], None], stop: Callable[[], None]
 ) -> None:
-    while (found := crew.told(_BATCH_SECONDS / 5)) is not None:
-        for told in found:
-            if told.code:
-                progress.failure = progress.failure or told
-                if told.code != "promote.space":  # other copies may still fit
+    while (messages := crew.results(_BATCH_SECONDS / 5)) is not None:
+        for message in messages:
+            if message.code:
+                progress.failure = progress.failure or message
+                if message.code != "promote.space":  # other copies may still fit
                     stop()
             else:
                 progress._since = progress._since if progress._waiting else time.monotonic()
-                progress._waiting.append(told.item)
+                progress._waiting.append(message.item)
         if _is_due(job.items, progress):
             _commit(job, progress)
             report(progress)

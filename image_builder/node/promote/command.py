@@ -17,7 +17,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.promote import batches, kubelet, links, plan, trash
 from image_builder.node.promote.batches import Progress
 from image_builder.node.promote.settings import Places, Settings, load
-from image_builder.node.promote.workers import Told, disk_error
+from image_builder.node.promote.workers import ItemResult, disk_error
 
 Section = dict[str, Any]
 _LOCK_SECONDS = 3.0
@@ -114,13 +114,13 @@ def _promote(settings: Settings, places: Places) -> Section:
     try:
         section = _copy(settings, places)
         before = trash.names(settings.preload.state / "trash")
-        kept = _empty(settings, is_up)
-        if section.get("code") == "promote.space" and len(kept) < len(before):
+        remaining = _empty(settings, is_up)
+        if section.get("code") == "promote.space" and len(remaining) < len(before):
             section = _copy(settings, places)
     except OSError as error:
         return _degraded(*disk_error(error))
-    if kept:
-        section["trash"] = kept
+    if remaining:
+        section["trash"] = remaining
     if not section["layers_left"]:
         section["store"] = _release(places)
     return section
@@ -133,10 +133,10 @@ def _tidy(settings: Settings, places: Places, section: Section) -> Section:
     _update(places, section)
     is_up = _wait(settings)
     try:
-        kept = _empty(settings, is_up)
+        remaining = _empty(settings, is_up)
     except OSError as error:
-        kept = [disk_error(error)[1]]
-    return {**section, "trash": kept} if kept else section
+        remaining = [disk_error(error)[1]]
+    return {**section, "trash": remaining} if remaining else section
 
 
 def _empty(settings: Settings, is_up: bool) -> list[str]:
@@ -168,16 +168,16 @@ def _has_trash(settings: Settings) -> bool:
 
 
 def _copy(settings: Settings, places: Places) -> Section:
-    found = links.find(settings.preload.engine, settings.preload.data_root, places.store)
-    if not found:
+    seeded = links.find(settings.preload.engine, settings.preload.data_root, places.store)
+    if not seeded:
         return _earlier(settings)
     stored = store.read_manifest(places.manifest)
     if mounts.at(places.store) is None:
-        told = Told(-1, "promote.store", f"nothing is mounted at {places.store}")
-        return _section(settings, places, len(found), Progress(failure=told), 0.0)
+        failure = ItemResult(-1, "promote.store", f"nothing is mounted at {places.store}")
+        return _section(settings, places, len(seeded), Progress(failure=failure), 0.0)
     images = [plan.StoredImage(i.ref, i.pin or i.required, i.diff_ids) for i in stored.images]
     order = plan.ranks(images, _rehearsal(places.rehearsal), settings.preload.pause)
-    items = plan.items(found, order, stored.layers)
+    items = plan.items(seeded, order, stored.layers)
     began = time.monotonic()
 
     def report(progress: Progress) -> None:
@@ -218,24 +218,24 @@ def _earlier(settings: Settings) -> Section:
     """Return what is told when nothing is left to do: what an earlier boot did, where that was all."""
     nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
     try:
-        found = json.loads((settings.preload.state / "promote.json").read_bytes())
+        document = json.loads((settings.preload.state / "promote.json").read_bytes())
     except (OSError, ValueError):
         return nothing
-    if not isinstance(found, dict) or found.get("state") != status.OK:
+    if not isinstance(document, dict) or document.get("state") != status.OK:
         return nothing
-    return {key: found.get(key, value) for key, value in nothing.items()} | {"layers_left": []}
+    return {key: document.get(key, value) for key, value in nothing.items()} | {"layers_left": []}
 
 
 def _rehearsal(path: Path) -> dict[str, Any]:
     """Return what the bake's rehearsal recorded; nothing where it can't be read: it only decides the order."""
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
-def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, told: Told) -> None:
+def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, failure: ItemResult) -> None:
     """Leave word for the next boot, unless what could not be read now can: then a disk stalled, and that is over."""
     try:
         store.read_through(item.link.target)
@@ -244,7 +244,7 @@ def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, told: Told
         target = os.fspath(item.link.target)
         files.write_json(
             settings.preload.state / "store-damaged.json",
-            {"store": store_id, "layer": layer, "path": target, "reason": told.reason},
+            {"store": store_id, "layer": layer, "path": target, "reason": failure.reason},
         )
 
 

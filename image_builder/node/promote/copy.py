@@ -97,13 +97,13 @@ def copy_file(source: Path, target: Path, spend: Spend = free, *, flush: bool = 
         with _reading(os.fspath(source)):
             folder = os.open(source.parent, _DIRECTORY)
         try:
-            there = os.open(target.parent, _DIRECTORY)
+            target_folder = os.open(target.parent, _DIRECTORY)
             try:
                 with _reading(os.fspath(source)):
-                    found = os.stat(source.name, dir_fd=folder, follow_symlinks=False)
-                _file(folder, source.name, found, (there, target.name), (spend, flush))
+                    info = os.stat(source.name, dir_fd=folder, follow_symlinks=False)
+                _file(folder, source.name, info, (target_folder, target.name), (spend, flush))
             finally:
-                os.close(there)
+                os.close(target_folder)
         finally:
             os.close(folder)
     finally:
@@ -127,9 +127,9 @@ def _walk(job: _Job, top: _Base) -> None:
     job.waiting.append((top, ".", os.fstat(top.source)))
     try:
         while job.waiting:
-            base, name, found = job.waiting.pop()
+            base, name, info = job.waiting.pop()
             try:
-                _directory(job, base, name, found)
+                _directory(job, base, name, info)
             except SourceError as error:
                 shown = os.path.normpath(f"{base.shown}/{name}/{error.path}")
                 raise SourceError(error.code, shown) from error
@@ -148,7 +148,7 @@ def _below(job: _Job, base: _Base, path: str, source: int, target: int) -> tuple
     return new, "."
 
 
-def _directory(job: _Job, base: _Base, path: str, found: os.stat_result) -> None:
+def _directory(job: _Job, base: _Base, path: str, info: os.stat_result) -> None:
     """Fill one directory that was made already, then set what it is itself. What is below it waits for its turn."""
     with _reading("."):
         source = os.open(path, _DIRECTORY, dir_fd=base.source)
@@ -161,7 +161,7 @@ def _directory(job: _Job, base: _Base, path: str, found: os.stat_result) -> None
             place = _below(job, base, path, source, target)
             for name in names:
                 _entry(job, source, target, place, name)
-            _finish(target, found, attributes)
+            _finish(target, info, attributes)
         finally:
             os.close(target)
     finally:
@@ -171,32 +171,32 @@ def _directory(job: _Job, base: _Base, path: str, found: os.stat_result) -> None
 def _entry(job: _Job, source: int, target: int, place: tuple[_Base, str], name: str) -> None:
     base, path = place
     try:
-        found = os.stat(name, dir_fd=source, follow_symlinks=False)
+        info = os.stat(name, dir_fd=source, follow_symlinks=False)
     except OSError as error:
         raise _source_error(error, name) from error
-    mode = found.st_mode
+    mode = info.st_mode
     if stat.S_ISDIR(mode):
         job.spend(BLOCK)
         os.mkdir(name, 0o700, dir_fd=target)
-        job.waiting.append((base, f"{path}/{name}", found))
+        job.waiting.append((base, f"{path}/{name}", info))
         return
-    if found.st_nlink > 1:
-        mine = (base.target, f"{path}/{name}")
-        first = job.first_names.setdefault(found.st_ino, mine)
-        if first != mine:
+    if info.st_nlink > 1:
+        own_name = (base.target, f"{path}/{name}")
+        first = job.first_names.setdefault(info.st_ino, own_name)
+        if first != own_name:
             os.link(first[1], name, src_dir_fd=first[0], dst_dir_fd=target, follow_symlinks=False)
             return
     if stat.S_ISREG(mode):
-        _file(source, name, found, (target, name), (job.spend, job.flush))
+        _file(source, name, info, (target, name), (job.spend, job.flush))
     else:
         job.spend(BLOCK)
-        _special(source, target, name, found)
+        _special(source, target, name, info)
 
 
-def _special(source: int, target: int, name: str, found: os.stat_result) -> None:
+def _special(source: int, target: int, name: str, info: os.stat_result) -> None:
     """Make a symbolic link, device, whiteout, FIFO or socket."""
     try:
-        text = os.readlink(name, dir_fd=source) if stat.S_ISLNK(found.st_mode) else ""
+        text = os.readlink(name, dir_fd=source) if stat.S_ISLNK(info.st_mode) else ""
         # There is no system call that takes attributes relative to a directory before Linux 6.13.
         attributes = _attributes(f"/proc/self/fd/{source}/{name}")
     except OSError as error:
@@ -204,23 +204,21 @@ def _special(source: int, target: int, name: str, found: os.stat_result) -> None
     if text:
         os.symlink(text, name, dir_fd=target)
     else:
-        os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
-    if found.st_uid or found.st_gid:
-        os.chown(name, found.st_uid, found.st_gid, dir_fd=target, follow_symlinks=False)
+        os.mknod(name, info.st_mode, info.st_rdev, dir_fd=target)
+    if info.st_uid or info.st_gid:
+        os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
     for key, value in attributes.items():
         os.setxattr(f"/proc/self/fd/{target}/{name}", key, value, follow_symlinks=False)
-    if not text and (found.st_uid or found.st_gid or attributes):
+    if not text and (info.st_uid or info.st_gid or attributes):
         # Neither a device nor a FIFO is opened by this: the name was made a moment ago, in a private directory.
-        os.chmod(name, stat.S_IMODE(found.st_mode), dir_fd=target)
-    os.utime(name, ns=(found.st_mtime_ns, found.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+        os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=target)
+    os.utime(name, ns=(info.st_mtime_ns, info.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
-def _file(
-    folder: int, name: str, found: os.stat_result, to: tuple[int, str], how: tuple[Spend, bool]
-) -> None:
+def _file(folder: int, name: str, info: os.stat_result, to: tuple[int, str], how: tuple[Spend, bool]) -> None:
     """Copy a regular file from a directory to (directory, name)."""
     spend, flush = how
-    size = found.st_size
+    size = info.st_size
     try:
         source = os.open(name, _READ, dir_fd=folder)
     except OSError as error:
@@ -232,14 +230,14 @@ def _file(
         except OSError as error:
             raise _source_error(error, name) from error
         spend(len(data) + BLOCK)
-        target = os.open(to[1], _NEW, stat.S_IMODE(found.st_mode), dir_fd=to[0])
+        target = os.open(to[1], _NEW, stat.S_IMODE(info.st_mode), dir_fd=to[0])
         try:
             if size < CHUNK:
                 if len(data) != size or (data and os.write(target, data) != size):
                     _write_rest(target, data, size, name)
             else:
                 _big_file(source, target, data, name, size, spend, flush)
-            _finish(target, found, attributes)
+            _finish(target, info, attributes)
         finally:
             os.close(target)
     finally:
@@ -286,16 +284,16 @@ def extents(data: bytes) -> list[tuple[int, int]]:
     # One look at the first byte of each block tells that there is none, which is the rule.
     if data[::BLOCK].find(0) < 0:
         return [(0, len(data))]
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for start in range(0, len(data), BLOCK):
         end = min(start + BLOCK, len(data))
         if data[start] == 0 and data[start:end] == _ZEROS[: end - start]:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], end)
         else:
-            found.append((start, end))
-    return found
+            ranges.append((start, end))
+    return ranges
 
 
 def _attributes(of: int | str) -> Attributes:
@@ -306,14 +304,14 @@ def _attributes(of: int | str) -> Attributes:
     }
 
 
-def _finish(target: int, found: os.stat_result, attributes: Attributes) -> None:
+def _finish(target: int, info: os.stat_result, attributes: Attributes) -> None:
     """Give an open file or directory its owner, mode, attributes and time, in the order that keeps each."""
-    mode = stat.S_IMODE(found.st_mode)
-    owned = found.st_uid or found.st_gid
+    mode = stat.S_IMODE(info.st_mode)
+    owned = info.st_uid or info.st_gid
     if owned:
-        os.fchown(target, found.st_uid, found.st_gid)
+        os.fchown(target, info.st_uid, info.st_gid)
     for key, value in attributes.items():
         os.setxattr(target, key, value)
-    if stat.S_ISDIR(found.st_mode) or attributes or (owned and mode & _FORGOTTEN_BY_CHOWN):
+    if stat.S_ISDIR(info.st_mode) or attributes or (owned and mode & _FORGOTTEN_BY_CHOWN):
         os.fchmod(target, mode)
-    os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
+    os.utime(target, ns=(info.st_mtime_ns, info.st_mtime_ns))

@@ -27,9 +27,9 @@ def wait_for_answer(healthz: str, seconds: float) -> bool:
     """Ask until 200 is answered, at most ``seconds``; tell whether it was. No proxy is asked."""
     end = time.monotonic() + seconds
     while not _answers(healthz):
-        if (left := end - time.monotonic()) <= 0:
+        if (remaining := end - time.monotonic()) <= 0:
             return False
-        time.sleep(min(_BETWEEN_SECONDS, left))
+        time.sleep(min(_BETWEEN_SECONDS, remaining))
     return True
 
 

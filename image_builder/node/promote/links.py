@@ -19,8 +19,8 @@ def find(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[Link]:
 
     Only names where the seed makes links are looked at: a container's own files may hold any link. Raises OSError.
     """
-    found = _docker(data_root) if engine == "docker" else _containerd(data_root)
-    return [link for path, directory in found if (link := _link(path, directory, store))]
+    places = _docker(data_root) if engine == "docker" else _containerd(data_root)
+    return [link for path, directory in places if (link := _link(path, directory, store))]
 
 
 def _docker(root: Path) -> Iterator[tuple[Path, bool]]:
@@ -68,7 +68,7 @@ def _diff_id(path: Path, target: Path, store: Path) -> str:
 def _size(target: Path) -> int:
     """Return a file's bytes; 0 where the store can't be read, which the copy then finds out and tells."""
     try:
-        found = target.stat()
+        info = target.stat()
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return info.st_size if stat.S_ISREG(info.st_mode) else 0

@@ -55,10 +55,10 @@ def ranks(
     ``rehearsal`` is ``rehearsal.json``; anything in it that has another shape counts as not recorded. ``pause`` is
     the pause image's reference.
     """
-    found: dict[str, tuple[int, int]] = {}
+    order: dict[str, tuple[int, int]] = {}
     for rank, diff_id in _in_order(images, rehearsal, pause):
-        found.setdefault(diff_id, (rank, len(found)))
-    return found
+        order.setdefault(diff_id, (rank, len(order)))
+    return order
 
 
 def _in_order(

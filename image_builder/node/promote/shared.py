@@ -104,6 +104,6 @@ class Shared:
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.5))
+        while (remaining := end - time.monotonic()) > 0:
+            time.sleep(min(remaining, 0.5))
             self.check()

@@ -17,21 +17,21 @@ def empty(trash: Path, rate: int, boot: str) -> list[str]:
     Volumes are users' data: a tree that holds any stays. ``rate`` is in bytes per second, 0 for as fast as it goes.
     Raises OSError.
     """
-    left = []
+    remaining = []
     spend = _pacer(rate).spend
     for name in names(trash):
         path = trash / name
         if name.endswith(f".{boot}"):
-            left.append(f"{path}: set aside in this boot, kept until the next has succeeded")
+            remaining.append(f"{path}: set aside in this boot, kept until the next has succeeded")
         elif not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
-        elif found := mounts.below(path):
-            left.append(f"{path}: {found[0]} is a mount point")
+        elif mount_points := mounts.below(path):
+            remaining.append(f"{path}: {mount_points[0]} is a mount point")
         elif volumes := _volumes(path):
-            left.append(f"{path}: holds {len(volumes)} volumes of Docker's, such as {volumes[0]}")
+            remaining.append(f"{path}: holds {len(volumes)} volumes of Docker's, such as {volumes[0]}")
         else:
             files.remove_tree(path, spend)
-    return left
+    return remaining
 
 
 def names(trash: Path) -> list[str]:
@@ -45,8 +45,8 @@ def names(trash: Path) -> list[str]:
 def _volumes(path: Path) -> list[str]:
     """Return the volumes in a data root; what Docker keeps of them all is a file."""
     try:
-        with os.scandir(path / "volumes") as found:
-            return sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
+        with os.scandir(path / "volumes") as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Told:
+class ItemResult:
     """What a worker said of an item: an empty ``code`` when it was copied. ``damaged``: the store could not be read."""
 
     item: int
@@ -61,36 +61,36 @@ class Workers:
     def start(self, number: int) -> None:
         """Start one more; ``number`` counts them from 0. Raises OSError."""
         job = self._job
-        mine, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         parent = os.getpid()
         try:
             child = os.fork()
         except OSError:
-            os.close(mine)
-            os.close(theirs)
+            os.close(read_end)
+            os.close(write_end)
             raise
         if child == 0:
-            os.close(mine)
-            _work(job, self._shared, number, theirs, parent)
-        os.close(theirs)
-        self._pipes[mine] = child
-        self._rest[mine] = b""
+            os.close(read_end)
+            _work(job, self._shared, number, write_end, parent)
+        os.close(write_end)
+        self._pipes[read_end] = child
+        self._rest[read_end] = b""
 
-    def told(self, seconds: float) -> list[Told] | None:
+    def results(self, seconds: float) -> list[ItemResult] | None:
         """Return what was said within that time, maybe nothing; None when all workers have ended.
 
         Raises NodeError when a worker ended in a way that only a bug or a kill explains.
         """
         if not self._pipes:
             return None
-        found: list[Told] = []
+        messages: list[ItemResult] = []
         for pipe in select.select(list(self._pipes), [], [], seconds)[0]:
             if data := os.read(pipe, 1 << 16):
                 *lines, self._rest[pipe] = (self._rest[pipe] + data).split(b"\n")
-                found += [Told(**json.loads(line)) for line in lines]
+                messages += [ItemResult(**json.loads(line)) for line in lines]
             else:
                 self._reap(pipe)
-        return found
+        return messages
 
     def _reap(self, pipe: int) -> None:
         child = self._pipes.pop(pipe)
@@ -132,7 +132,7 @@ def _work(job: Job, shared: Shared, number: int, pipe: int, parent: int) -> NoRe
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             os.nice(_NICE)
-            _copy_items(job, shared, number, lambda told: _say(pipe, told))
+            _copy_items(job, shared, number, lambda message: _say(pipe, message))
             status = 0
     except Stopped:
         status = 0
@@ -142,8 +142,8 @@ def _work(job: Job, shared: Shared, number: int, pipe: int, parent: int) -> NoRe
         os._exit(status)
 
 
-def _say(pipe: int, told: dict[str, Any]) -> None:
-    os.write(pipe, json.dumps(told).encode() + b"\n")
+def _say(pipe: int, message: dict[str, Any]) -> None:
+    os.write(pipe, json.dumps(message).encode() + b"\n")
 
 
 def _copy_items(job: Job, shared: Shared, number: int, say: Callable[[dict[str, Any]], None]) -> None:
@@ -193,10 +193,10 @@ def disk_error(error: OSError) -> tuple[str, str]:
 
 def room(path: Path) -> Room:
     """Return the room of the filesystem that holds ``path``. Raises OSError."""
-    found = os.statvfs(path)
+    info = os.statvfs(path)
     return Room(
-        total=found.f_blocks * found.f_frsize,
-        free=found.f_bavail * found.f_frsize,
-        files=found.f_files,
-        free_files=found.f_favail,
+        total=info.f_blocks * info.f_frsize,
+        free=info.f_bavail * info.f_frsize,
+        files=info.f_files,
+        free_files=info.f_favail,
     )

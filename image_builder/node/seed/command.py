@@ -43,22 +43,22 @@ def run(
     try:
         settings = preload_settings(etc)
     except NodeError as error:  # nothing is known of a data root, so nothing is done to any
-        found: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
+        section: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
         # Another agent may be at it: then it is found done.
         with files.lock(directory / "seed.lock"):
-            found = _attempt(settings, manifest)
+            section = _attempt(settings, manifest)
             for _ in range(_ATTEMPTS - 1):
-                if found.get("code") not in _FOR_NOW:
+                if section.get("code") not in _FOR_NOW:
                     break
                 time.sleep(pause)
-                found = _attempt(settings, manifest)
-        if found.get("code") == "seed.busy":
-            found = _earlier(directory, found)
-    found["seconds"] = round(time.monotonic() - started, 3)
-    status.update("seed", found, directory=directory, settings=etc)
-    status.tell(describe(found))
-    return 1 if found.get("code") in _FOR_NOW and "busy" not in found else 0
+                section = _attempt(settings, manifest)
+        if section.get("code") == "seed.busy":
+            section = _earlier(directory, section)
+    section["seconds"] = round(time.monotonic() - started, 3)
+    status.update("seed", section, directory=directory, settings=etc)
+    status.tell(describe(section))
+    return 1 if section.get("code") in _FOR_NOW and "busy" not in section else 0
 
 
 def _attempt(settings: Preload, manifest: Path) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def _open(settings: Preload, store: Store) -> None:
     """
     open_store(store, verity=settings.verity)
     mark = settings.state / "store-damaged.json"
-    if (known := _object(mark)).get("store") != store.id:
+    if (damage := _object(mark)).get("store") != store.id:
         return
     try:
-        read_through(Path(str(known.get("path") or layer_path(str(known.get("layer"))))))
+        read_through(Path(str(damage.get("path") or layer_path(str(damage.get("layer"))))))
     except OSError as error:
-        reason = known.get("reason", "damaged")
+        reason = damage.get("reason", "damaged")
         if not use.user(settings.engine, settings.data_root):
             close_store()
         raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
@@ -153,15 +153,15 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
     files.make_directory(staging, 0o710 if settings.engine == "docker" else 0o700)
-    wanted = [image for image in store.images if image.mode != "archive"]
+    images = [image for image in store.images if image.mode != "archive"]
     try:
         if settings.engine == "docker":
-            made = docker.fill(wanted, staging, copy=_copy, aside=True)
-            layers, file_count = made.layers, made.files
+            root = docker.fill(images, staging, copy=_copy, aside=True)
+            layers, file_count = root.layers, root.files
         else:
-            copied = frozenset(d for image in wanted if image.mode == "copy" for d in image.diff_ids)
-            done = containerd.fill(staging, copied=copied, copy=_copy)
-            layers, file_count = done.snapshots, done.files
+            copied = frozenset(d for image in images if image.mode == "copy" for d in image.diff_ids)
+            filled = containerd.fill(staging, copied=copied, copy=_copy)
+            layers, file_count = filled.snapshots, filled.files
         files.syncfs(staging)
         if used:
             files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
@@ -178,7 +178,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
     except NodeError:
         files.remove_tree(staging)
         raise
-    return {**_section(settings, store), "images": len(wanted), "layers": layers, "files": file_count}
+    return {**_section(settings, store), "images": len(images), "layers": layers, "files": file_count}
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -200,14 +200,14 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     if linked:
         _open(settings, store)
     section = _section(settings, store)
-    wanted = [image for image in store.images if image.mode != "archive"]
+    images = [image for image in store.images if image.mode != "archive"]
     if settings.engine != "docker":
         # Its databases can't be merged: what is missing is loaded from the archive, when the engine runs.
         if linked and not ours:  # a power cut came before the marker
             _mark(settings, store)
         return {"action": "current" if linked or ours else "left", **section}
     has_lost = linked and not ours and bool(lost.caches(settings.data_root))
-    if ours and not has_lost and not docker.lacking(wanted, settings.data_root):
+    if ours and not has_lost and not docker.lacking(images, settings.data_root):
         return {"action": "current", **section}
     if who := use.user(settings.engine, settings.data_root):
         raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
@@ -215,14 +215,14 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
         lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
     check_version(store, settings.engine)
     _open(settings, store)
-    made = docker.fill(wanted, settings.data_root, copy=_copy)
-    if made.images:
+    filled = docker.fill(images, settings.data_root, copy=_copy)
+    if filled.images:
         files.syncfs(settings.data_root)
     if not ours:
         _mark(settings, store)
-    if not made.images:
+    if not filled.images:
         return {"action": "current", **section}
-    return {"action": "repaired", **section, "restored": list(made.images), "layers": made.layers}
+    return {"action": "repaired", **section, "restored": list(filled.images), "layers": filled.layers}
 
 
 def _has_links(settings: Preload) -> bool:
@@ -267,17 +267,17 @@ def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
 
 
 def _marker(settings: Preload) -> Mapping[str, Any]:
-    found = _object(settings.marker)
-    return found if found.get("format") == FORMAT else {}
+    marker = _object(settings.marker)
+    return marker if marker.get("format") == FORMAT else {}
 
 
 def _object(path: Path) -> Mapping[str, Any]:
     """Return a file's JSON object; empty where there is none that is whole."""
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _mark(settings: Preload, store: Store) -> None:
@@ -305,20 +305,20 @@ def check_version(store: Store, engine: str, ask: Callable[[str], str] | None = 
         raise NodeError("seed.engine", f"{baked.binary}: {error.strerror}") from error
     if size == baked.bytes:
         return
-    found = (ask or _ask)(baked.binary)
-    if _minor(found) != _minor(baked.version):
+    version = (ask or _ask)(baked.binary)
+    if _minor(version) != _minor(baked.version):
         raise NodeError(
-            "seed.version", f"{engine} {found} is installed, the store was made by {baked.version}"
+            "seed.version", f"{engine} {version} is installed, the store was made by {baked.version}"
         )
 
 
 def _ask(binary: str) -> str:
     try:
-        said = run_program([binary, "--version"], timeout=20).stdout
+        output = run_program([binary, "--version"], timeout=20).stdout
     except ProgramError as error:
         raise NodeError("seed.engine", error.message) from error
-    found = re.search(r"\d+\.\d+\.\d+[^\s,]*", said)
-    return found[0] if found else said.strip()
+    match = re.search(r"\d+\.\d+\.\d+[^\s,]*", output)
+    return match[0] if match else output.strip()
 
 
 def _minor(version: str) -> tuple[str, ...]:
@@ -328,9 +328,11 @@ def _minor(version: str) -> tuple[str, ...]:
 def describe(section: Mapping[str, Any]) -> str:
     """Return the outcome as one line for people."""
     if section["state"] != status.OK:
-        what = {"seed.busy": "nothing was done"}.get(section["code"], "missing images come from the archive")
-        return f"seed: {section['code']}: {section['reason']}; {what}"
-    what = f"{section['engine']}: {section['action']}"
+        outcome = {"seed.busy": "nothing was done"}.get(
+            section["code"], "missing images come from the archive"
+        )
+        return f"seed: {section['code']}: {section['reason']}; {outcome}"
+    outcome = f"{section['engine']}: {section['action']}"
     if "layers" in section:
-        what += f", {section['layers']} layers"
-    return f"seed: {what} in {section['seconds']:.2f} s"
+        outcome += f", {section['layers']} layers"
+    return f"seed: {outcome} in {section['seconds']:.2f} s"

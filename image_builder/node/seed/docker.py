@@ -85,9 +85,9 @@ def fill(
             _place(work, layer, copy if image.mode == "copy" else None)
         for kind in ("content", "metadata"):
             _write_missing(work, f"{_IMAGE}/imagedb/{kind}/sha256/{image.id.removeprefix('sha256:')}")
-        mine = _names_of(named, image.id)
-        if work.files > before or not _has(names, mine):
-            _merge(names, mine)
+        own_names = _names_of(named, image.id)
+        if work.files > before or not _has(names, own_names):
+            _merge(names, own_names)
             added.append(image.ref)
     _write_missing(work, f"{_IMAGE}/distribution")
     if added:
@@ -99,11 +99,12 @@ def fill(
 
 def lacking(images: Iterable[StoredImage], root: Path) -> list[str]:
     """Return the references of the images that a data root has lost, without looking into the store."""
-    there = {ref: found for mine in _names(root)["Repositories"].values() for ref, found in mine.items()}
+    repositories = _names(root)["Repositories"].values()
+    recorded = {ref: image_id for references in repositories for ref, image_id in references.items()}
     return [
         image.ref
         for image in images
-        if there.get(image.ref) != image.id
+        if recorded.get(image.ref) != image.id
         or not all(_has_layer(root, layer) for layer in chain(image.diff_ids))
     ]
 
@@ -181,8 +182,8 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
     draft, source = target if work.aside else f"{target}.tmp", f"{work.baked.source}/{record}"
     _make_directory(draft, 0o700)
     for name in work.baked.names(record):
-        if (found := work.baked.files.get(f"{record}/{name}")) is not None:
-            files.create(f"{draft}/{name}", found[1].encode(), found[0])
+        if (record_file := work.baked.files.get(f"{record}/{name}")) is not None:
+            files.create(f"{draft}/{name}", record_file[1].encode(), record_file[0])
         elif copy is None:
             # It has a line for each file of the layer: read when an image is saved or pushed, and linked as well.
             files.link(f"{source}/{name}", f"{draft}/{name}")
@@ -264,8 +265,8 @@ def _write_missing(work: _Work, name: str) -> None:
             work.files += 1
     elif name in baked.directories:
         files.make_directory(Path(work.root, name), baked.directories[name])
-        for found in baked.names(name):
-            _write_missing(work, f"{name}/{found}")
+        for entry in baked.names(name):
+            _write_missing(work, f"{name}/{entry}")
     elif "/content/" in name:
         raise baked.lost(name)
 
@@ -278,8 +279,8 @@ Names = dict[str, dict[str, str]]
 def _baked_names(baked: Records) -> dict[str, Any]:
     """Return the names that the bake gave. Raises NodeError (``store.damaged``)."""
     try:
-        found = json.loads(baked.text(f"{_IMAGE}/repositories.json"))
-        names: dict[str, Any] = found["Repositories"]
+        document = json.loads(baked.text(f"{_IMAGE}/repositories.json"))
+        names: dict[str, Any] = document["Repositories"]
     except (ValueError, KeyError, TypeError) as error:
         raise baked.lost(f"readable names: {error!r}") from error
     return {"Repositories": names}
@@ -288,31 +289,31 @@ def _baked_names(baked: Records) -> dict[str, Any]:
 def _names(root: Path) -> dict[str, Any]:
     """Return the names in a data root; none where a power cut left no whole file, on which Docker would not start."""
     try:
-        found = json.loads((root / _IMAGE / "repositories.json").read_bytes())
+        document = json.loads((root / _IMAGE / "repositories.json").read_bytes())
     except (FileNotFoundError, ValueError):
-        found = {}
-    whole = isinstance(found, dict) and isinstance(found.get("Repositories"), dict)
-    return found if whole else {"Repositories": {}}
+        document = {}
+    whole = isinstance(document, dict) and isinstance(document.get("Repositories"), dict)
+    return document if whole else {"Repositories": {}}
 
 
 def _names_of(baked: dict[str, Any], image_id: str) -> Names:
     """Return what the bake calls an image: by repository, references by tag and by digest."""
     return {
-        repository: mine
+        repository: references
         for repository, all_ in baked["Repositories"].items()
-        if (mine := {reference: found for reference, found in all_.items() if found == image_id})
+        if (references := {reference: target for reference, target in all_.items() if target == image_id})
     }
 
 
 def _has(names: dict[str, Any], named: Names) -> bool:
-    there = names["Repositories"]
+    repositories = names["Repositories"]
     return all(
-        there.get(repository, {}).get(ref) == found
-        for repository, mine in named.items()
-        for ref, found in mine.items()
+        repositories.get(repository, {}).get(ref) == image_id
+        for repository, references in named.items()
+        for ref, image_id in references.items()
     )
 
 
 def _merge(names: dict[str, Any], named: Names) -> None:
-    for repository, mine in named.items():
-        names["Repositories"].setdefault(repository, {}).update(mine)
+    for repository, references in named.items():
+        names["Repositories"].setdefault(repository, {}).update(references)

@@ -38,12 +38,12 @@ class Records:
 
     @cached_property
     def _names(self) -> Mapping[str, list[str]]:
-        found: dict[str, list[str]] = {path: [] for path in self.directories}
+        names: dict[str, list[str]] = {path: [] for path in self.directories}
         for kind in (self.directories, self.files, self.links, self.others):
             for path in kind:
                 folder, _, name = path.rpartition("/")
-                found.setdefault(folder, []).append(name)
-        return found
+                names.setdefault(folder, []).append(name)
+        return names
 
     def names(self, folder: str) -> list[str]:
         """Return what is in a directory. Raises NodeError (``store.damaged``)."""
@@ -68,14 +68,14 @@ def read(source: Path) -> Records:
     Raises NodeError (``store.damaged``, ``store.io``).
     """
     with reading(source / NAME):
-        found = json.loads((source / NAME).read_bytes())
+        document = json.loads((source / NAME).read_bytes())
         try:
             return Records(
                 source,
-                found["directories"],
-                {path: (mode, text) for path, (mode, text) in found["files"].items()},
-                found["links"],
-                found["others"],
+                document["directories"],
+                {path: (mode, text) for path, (mode, text) in document["files"].items()},
+                document["links"],
+                document["others"],
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"no records: {error!r}") from error
@@ -83,16 +83,16 @@ def read(source: Path) -> Records:
 
 def pack(tree: Path) -> None:
     """Write the records of a data root into it, and take away the files that are in them."""
-    found: dict[str, dict[str, Any]] = {"directories": {}, "files": {}, "links": {}, "others": {}}
+    records: dict[str, dict[str, Any]] = {"directories": {}, "files": {}, "links": {}, "others": {}}
     for folder, folders, names in os.walk(tree):
         folders.sort()
         for name in sorted([*folders, *names]):
             path = Path(folder, name)
             kind, value = _record(path)
-            found[kind][path.relative_to(tree).as_posix()] = value
-    for name in found["files"]:
+            records[kind][path.relative_to(tree).as_posix()] = value
+    for name in records["files"]:
         (tree / name).unlink()
-    (tree / NAME).write_text(json.dumps(found), encoding="utf-8")
+    (tree / NAME).write_text(json.dumps(records), encoding="utf-8")
 
 
 def _record(path: Path) -> tuple[str, Any]:

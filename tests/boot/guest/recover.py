@@ -56,7 +56,7 @@ def recover(serial: str, baked: store.Store, reference: Path) -> dict[str, Any]:
     places = Places(run=BASE / serial)
     (disk,) = [one for one in find.disks(places) if one.serial == serial]
     disk = dataclasses.replace(disk, serial="local0", model="QEMU NVMe Ctrl", found_by="configuration")
-    command.run(places=places, kept=command.Files(etc=ETC), disks=lambda: [disk])
+    command.run(places=places, paths=command.Files(etc=ETC), disks=lambda: [disk])
     told = json.loads((places.run / "status.json").read_text())["disk"]
     if told["state"] != "ok":
         return {"disk": f"{told['code']}: {told['reason']}"}

@@ -10,7 +10,7 @@ import pytest
 from image_builder.node import reboots
 from image_builder.node.disk import absence, apply, probe
 from image_builder.node.disk.command import Files, _settle
-from image_builder.node.disk.model import Disk, Observation, Places, Raid, Seen
+from image_builder.node.disk.model import Disk, Observation, Places, Raid, Survey
 from tests.unit.node.test_disk_decide import OTHER, SETTINGS, array, disk, member, ours
 
 UUID = "6e6f6465-2d64-8000-8123-456789abcdef"
@@ -28,7 +28,7 @@ class Node:
             )
             for n in roles
         ]
-        return absence.lasts(Seen(tuple(seen)), boot_id, self.note, self.ordered)
+        return absence.lasts(Survey(tuple(seen)), boot_id, self.note, self.ordered)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_what_is_whole_again_is_forgotten(node: Node) -> None:
     assert not node.boot("b", 0)
 
 
-def _boots(seen: Seen, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what three boots do, one after another, with the same disks; nothing is ever formatted."""
     kept = Files(base, base / "release", base / "boot", base / "absence.json", base / "reboot.json", base)
     settings = replace(SETTINGS, mount_point=str(base / "local"))
@@ -89,7 +89,7 @@ def _boots(seen: Seen, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
 def test_members_that_stay_away_are_given_up_at_the_second_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seen in (Seen((member(0),)), Seen((member(0), member(1, uuid=OTHER)))):
+    for seen in (Survey((member(0),)), Survey((member(0), member(1, uuid=OTHER)))):
         assert _boots(seen, tmp_path, monkeypatch)[:2] == ["none", "rebuild"]
         absence.forget(tmp_path / "absence.json")
 
@@ -97,8 +97,8 @@ def test_members_that_stay_away_are_given_up_at_the_second_boot(
 def test_no_boot_gives_up_a_whole_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (member(0), member(1))
     for seen in (
-        Seen((ours(), ours(number=1))),
-        Seen((ours(), member(1, uuid=OTHER))),
-        Seen((*whole, member(2, uuid=OTHER)), array(disk(0), disk(1))),
+        Survey((ours(), ours(number=1))),
+        Survey((ours(), member(1, uuid=OTHER))),
+        Survey((*whole, member(2, uuid=OTHER)), array(disk(0), disk(1))),
     ):
         assert _boots(seen, tmp_path, monkeypatch) == ["none"] * 3

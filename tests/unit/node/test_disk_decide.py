@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from image_builder.node.disk import apply, layout, probe
 from image_builder.node.disk.decide import TABLE, decide, nature
-from image_builder.node.disk.model import Array, Disk, Marker, Observation, Raid, Seen, Signature, Volume
+from image_builder.node.disk.model import Array, Disk, Marker, Observation, Raid, Signature, Survey, Volume
 from image_builder.node.disk.settings import Selector, Settings
 from image_builder.node.errors import NodeError
 
@@ -79,123 +79,127 @@ REBUILD = replace(SETTINGS, incomplete_array="rebuild")
 WIPE = replace(SETTINGS, wipe=("crypto_LUKS", "gpt"))
 
 # What is seen, and the row that it is.
-CASES: dict[str, tuple[Settings, Seen, str]] = {
-    "nothing": (SETTINGS, Seen(), "none"),
-    "system disk": (SETTINGS, Seen((Observation(disk(system=True)),)), "system"),
-    "two for one": (ONE_EXPECTED, Seen((blank(0), blank(1))), "ambiguous"),
-    "ours and a blank one for one": (ONE_EXPECTED, Seen((ours(), blank(1))), "ambiguous"),
-    "one for two": (replace(SETTINGS, expected_disks=2), Seen((blank(0),)), "missing"),
-    "error": (SETTINGS, Seen((replace(blank(), error="Input/output error"),)), "error"),
-    "error beside ours": (SETTINGS, Seen((ours(), replace(blank(1), error="x"))), "error"),
-    "array that fails": (SETTINGS, Seen((member(0), member(1)), {UUID: Array(UUID, error="x")}), "error"),
-    "mounted": (SETTINGS, Seen((replace(signed("xfs"), mounts=("/data",)),)), "busy"),
-    "blank but held": (SETTINGS, Seen((replace(blank(), holders=("dm-0",)),)), "busy"),
-    "swap": (SETTINGS, Seen((replace(signed("swap"), swap=True),)), "busy"),
-    "ours, mounted elsewhere": (SETTINGS, Seen((mounted_at("/data"),)), "busy"),
+CASES: dict[str, tuple[Settings, Survey, str]] = {
+    "nothing": (SETTINGS, Survey(), "none"),
+    "system disk": (SETTINGS, Survey((Observation(disk(system=True)),)), "system"),
+    "two for one": (ONE_EXPECTED, Survey((blank(0), blank(1))), "ambiguous"),
+    "ours and a blank one for one": (ONE_EXPECTED, Survey((ours(), blank(1))), "ambiguous"),
+    "one for two": (replace(SETTINGS, expected_disks=2), Survey((blank(0),)), "missing"),
+    "error": (SETTINGS, Survey((replace(blank(), error="Input/output error"),)), "error"),
+    "error beside ours": (SETTINGS, Survey((ours(), replace(blank(1), error="x"))), "error"),
+    "array that fails": (SETTINGS, Survey((member(0), member(1)), {UUID: Array(UUID, error="x")}), "error"),
+    "mounted": (SETTINGS, Survey((replace(signed("xfs"), mounts=("/data",)),)), "busy"),
+    "blank but held": (SETTINGS, Survey((replace(blank(), holders=("dm-0",)),)), "busy"),
+    "swap": (SETTINGS, Survey((replace(signed("swap"), swap=True),)), "busy"),
+    "ours, mounted elsewhere": (SETTINGS, Survey((mounted_at("/data"),)), "busy"),
     "array of ours, mounted elsewhere": (
         SETTINGS,
-        Seen(
+        Survey(
             tuple(replace(member(n), mounts=("/data",), holders=("md127",)) for n in (0, 1)),
             array(disk(0), disk(1), mounted="/data"),
         ),
         "busy",
     ),
-    "two names of one disk": (SETTINGS, Seen((blank(0), named(1, serial="S0"))), "paths"),
-    "two names of one disk of ours": (SETTINGS, Seen((ours(), named(1, serial="S0"))), "paths"),
-    "two paths by WWID": (SETTINGS, Seen((named(0, wwid="naa.6"), named(1, wwid="naa.6"))), "paths"),
+    "two names of one disk": (SETTINGS, Survey((blank(0), named(1, serial="S0"))), "paths"),
+    "two names of one disk of ours": (SETTINGS, Survey((ours(), named(1, serial="S0"))), "paths"),
+    "two paths by WWID": (SETTINGS, Survey((named(0, wwid="naa.6"), named(1, wwid="naa.6"))), "paths"),
     "one serial, two WWIDs": (
         SETTINGS,
-        Seen((named(0, serial="S", wwid="naa.6"), named(1, serial="S", wwid="naa.7"))),
+        Survey((named(0, serial="S", wwid="naa.6"), named(1, serial="S", wwid="naa.7"))),
         "blank",
     ),
     "one serial, two models": (
         SETTINGS,
-        Seen((named(0, serial="S"), named(1, serial="S", model="Other"))),
+        Survey((named(0, serial="S"), named(1, serial="S", model="Other"))),
         "blank",
     ),
-    "no serials": (SETTINGS, Seen((named(0, serial=""), named(1, serial=""))), "blank"),
+    "no serials": (SETTINGS, Survey((named(0, serial=""), named(1, serial=""))), "blank"),
     "RAID member with partitions": (
         SETTINGS,
-        Seen((replace(member(0), partitions=("p1",)), member(1))),
+        Survey((replace(member(0), partitions=("p1",)), member(1))),
         "mixed",
     ),
     "RAID member of another level": (
         SETTINGS,
-        Seen(tuple(replace(member(n), raid=Raid(UUID, "local", 1, 2, n)) for n in (0, 1))),
+        Survey(tuple(replace(member(n), raid=Raid(UUID, "local", 1, 2, n)) for n in (0, 1))),
         "foreign",
     ),
     "RAID member with another signature": (
         SETTINGS,
-        Seen((replace(member(0), signatures=(Signature("linux_raid_member"), Signature("gpt"))),)),
+        Survey((replace(member(0), signatures=(Signature("linux_raid_member"), Signature("gpt"))),)),
         "foreign",
     ),
-    "foreign": (SETTINGS, Seen((signed("ext4"),)), "foreign"),
-    "foreign beside blank": (SETTINGS, Seen((blank(0), signed("zfs_member", 1))), "foreign"),
-    "data without a signature": (SETTINGS, Seen((Observation(disk()),)), "foreign"),
-    "a partition that nothing explains": (SETTINGS, Seen((replace(blank(), partitions=("x1",)),)), "foreign"),
-    "platform's, with files": (SETTINGS, Seen((replace(PLATFORM, platform="files"),)), "foreign"),
-    "platform's, unreadable": (SETTINGS, Seen((replace(PLATFORM, platform="unreadable"),)), "foreign"),
+    "foreign": (SETTINGS, Survey((signed("ext4"),)), "foreign"),
+    "foreign beside blank": (SETTINGS, Survey((blank(0), signed("zfs_member", 1))), "foreign"),
+    "data without a signature": (SETTINGS, Survey((Observation(disk()),)), "foreign"),
+    "a partition that nothing explains": (
+        SETTINGS,
+        Survey((replace(blank(), partitions=("x1",)),)),
+        "foreign",
+    ),
+    "platform's, with files": (SETTINGS, Survey((replace(PLATFORM, platform="files"),)), "foreign"),
+    "platform's, unreadable": (SETTINGS, Survey((replace(PLATFORM, platform="unreadable"),)), "foreign"),
     "unreadable, may be wiped": (
         replace(SETTINGS, wipe=("dos",)),
-        Seen((replace(PLATFORM, platform="unreadable"),)),
+        Survey((replace(PLATFORM, platform="unreadable"),)),
         "foreign",
     ),
-    "label and UUID without a marker": (SETTINGS, Seen((ours("unmarked"),)), "foreign"),
+    "label and UUID without a marker": (SETTINGS, Survey((ours("unmarked"),)), "foreign"),
     "somebody's array": (
         SETTINGS,
-        Seen((member(0, uuid="0" * 32), member(1, uuid="0" * 32))),
+        Survey((member(0, uuid="0" * 32), member(1, uuid="0" * 32))),
         "foreign",
     ),
     "array of ours with another name": (
         SETTINGS,
-        Seen((member(0, name="x"), member(1, name="x"))),
+        Survey((member(0, name="x"), member(1, name="x"))),
         "foreign",
     ),
     "foreign filesystem on an array of ours": (
         SETTINGS,
-        Seen((member(0), member(1)), {UUID: Array(UUID, "md127", foreign="ext4")}),
+        Survey((member(0), member(1)), {UUID: Array(UUID, "md127", foreign="ext4")}),
         "foreign",
     ),
     "files without a marker on an array of ours": (
         SETTINGS,
-        Seen((member(0), member(1)), array(state="unmarked")),
+        Survey((member(0), member(1)), array(state="unmarked")),
         "foreign",
     ),
-    "foreign beside ours": (SETTINGS, Seen((ours(), signed("btrfs", 1))), "mixed"),
-    "wipe: another kind": (WIPE, Seen((signed("ext4"),)), "foreign"),
-    "wipe: not local": (WIPE, Seen((replace(signed("gpt"), disk=disk(local=False)),)), "foreign"),
+    "foreign beside ours": (SETTINGS, Survey((ours(), signed("btrfs", 1))), "mixed"),
+    "wipe: another kind": (WIPE, Survey((signed("ext4"),)), "foreign"),
+    "wipe: not local": (WIPE, Survey((replace(signed("gpt"), disk=disk(local=False)),)), "foreign"),
     "wipe: one of two kinds": (
         WIPE,
-        Seen((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("ext4"))),)),
+        Survey((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("ext4"))),)),
         "foreign",
     ),
-    "blank": (SETTINGS, Seen((blank(),)), "blank"),
-    "four blank": (SETTINGS, Seen(tuple(blank(n) for n in range(4))), "blank"),
+    "blank": (SETTINGS, Survey((blank(),)), "blank"),
+    "four blank": (SETTINGS, Survey(tuple(blank(n) for n in range(4))), "blank"),
     "blank beside the system's": (
         SETTINGS,
-        Seen((Observation(disk(0, system=True)), blank(1), blank(2))),
+        Survey((Observation(disk(0, system=True)), blank(1), blank(2))),
         "blank",
     ),
-    "platform's blank": (SETTINGS, Seen((PLATFORM,)), "platform"),
+    "platform's blank": (SETTINGS, Survey((PLATFORM,)), "platform"),
     "wipe: table": (
         WIPE,
-        Seen((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("PMBR"))),)),
+        Survey((replace(signed("gpt"), signatures=(Signature("gpt"), Signature("PMBR"))),)),
         "wipe",
     ),
-    "wipe: beside blank": (WIPE, Seen((signed("crypto_LUKS"), blank(1))), "wipe"),
-    "only mkfs": (SETTINGS, Seen((ours("empty"),)), "unfinished"),
-    "erased in part": (SETTINGS, Seen((replace(signed("gpt"), erasing=True), blank(1))), "unfinished"),
-    "mkfs cut short": (SETTINGS, Seen((Observation(disk(), making=True),)), "unfinished"),
+    "wipe: beside blank": (WIPE, Survey((signed("crypto_LUKS"), blank(1))), "wipe"),
+    "only mkfs": (SETTINGS, Survey((ours("empty"),)), "unfinished"),
+    "erased in part": (SETTINGS, Survey((replace(signed("gpt"), erasing=True), blank(1))), "unfinished"),
+    "mkfs cut short": (SETTINGS, Survey((Observation(disk(), making=True),)), "unfinished"),
     "array without a filesystem": (
         SETTINGS,
-        Seen((member(0), member(1)), {UUID: Array(UUID, "md127")}),
+        Survey((member(0), member(1)), {UUID: Array(UUID, "md127")}),
         "unfinished",
     ),
-    "array, only mkfs": (SETTINGS, Seen((member(0), member(1)), array(state="empty")), "unfinished"),
-    "ours": (SETTINGS, Seen((ours(),)), "current"),
+    "array, only mkfs": (SETTINGS, Survey((member(0), member(1)), array(state="empty")), "unfinished"),
+    "ours": (SETTINGS, Survey((ours(),)), "current"),
     "ours, mounted already": (
         SETTINGS,
-        Seen(
+        Survey(
             (
                 replace(
                     ours(),
@@ -206,72 +210,72 @@ CASES: dict[str, tuple[Settings, Seen, str]] = {
         ),
         "current",
     ),
-    "array of ours": (SETTINGS, Seen((member(0), member(1)), TWO), "current"),
+    "array of ours": (SETTINGS, Survey((member(0), member(1)), TWO), "current"),
     "array of ours, assembled, in another order": (
         SETTINGS,
-        Seen((replace(member(1), holders=("md127",)), replace(member(0), holders=("md127",))), TWO),
+        Survey((replace(member(1), holders=("md127",)), replace(member(0), holders=("md127",))), TWO),
         "current",
     ),
-    "other image": (SETTINGS, Seen((ours(image="zero"),)), "reuse"),
-    "image without an id": (SETTINGS, Seen((ours(image=""),)), "reuse"),
+    "other image": (SETTINGS, Survey((ours(image="zero"),)), "reuse"),
+    "image without an id": (SETTINGS, Survey((ours(image=""),)), "reuse"),
     "array, other image": (
         SETTINGS,
-        Seen((member(0), member(1)), array(disk(0), disk(1), image="zero")),
+        Survey((member(0), member(1)), array(disk(0), disk(1), image="zero")),
         "reuse",
     ),
-    "a member is missing": (SETTINGS, Seen((member(0),)), "incomplete"),
-    "seven of eight": (SETTINGS, Seen(tuple(member(n, devices=8) for n in range(7))), "incomplete"),
-    "a member was replaced": (SETTINGS, Seen((member(0), blank(1))), "incomplete"),
+    "a member is missing": (SETTINGS, Survey((member(0),)), "incomplete"),
+    "seven of eight": (SETTINGS, Survey(tuple(member(n, devices=8) for n in range(7))), "incomplete"),
+    "a member was replaced": (SETTINGS, Survey((member(0), blank(1))), "incomplete"),
     "one member twice": (
         SETTINGS,
-        Seen((member(0), replace(member(1), disk=disk(2)), member(1)), TWO),
+        Survey((member(0), replace(member(1), disk=disk(2)), member(1)), TWO),
         "incomplete",
     ),
-    "parts of two arrays": (SETTINGS, Seen((member(0), member(1, uuid=OTHER))), "incomplete"),
-    "part of an array beside ours": (SETTINGS, Seen((ours(), member(1, uuid=OTHER))), "several"),
+    "parts of two arrays": (SETTINGS, Survey((member(0), member(1, uuid=OTHER))), "incomplete"),
+    "part of an array beside ours": (SETTINGS, Survey((ours(), member(1, uuid=OTHER))), "several"),
     "part of an array beside a whole one": (
         SETTINGS,
-        Seen((member(0), member(1), member(2, uuid=OTHER)), TWO),
+        Survey((member(0), member(1), member(2, uuid=OTHER)), TWO),
         "several",
     ),
-    "two filesystems of ours": (SETTINGS, Seen((ours(), ours(number=1))), "several"),
-    "two filesystems of ours, one damaged": (SETTINGS, Seen((ours(), ours("damaged", 1))), "several"),
-    "part of an array beside ours, rebuild": (REBUILD, Seen((ours(), member(1, uuid=OTHER))), "members"),
-    "a member is missing, rebuild": (REBUILD, Seen((member(0),)), "members"),
-    "two filesystems, rebuild": (REBUILD, Seen((ours(), ours(number=1))), "members"),
-    "a disk was added, rebuild": (REBUILD, Seen((ours(), blank(1))), "members"),
-    "a disk was added": (SETTINGS, Seen((ours(), blank(1))), "more"),
-    "a disk was added, other image": (SETTINGS, Seen((ours(image="zero"), blank(1))), "more"),
-    "an array's disk was added": (SETTINGS, Seen((member(0), member(1), blank(2)), TWO), "more"),
+    "two filesystems of ours": (SETTINGS, Survey((ours(), ours(number=1))), "several"),
+    "two filesystems of ours, one damaged": (SETTINGS, Survey((ours(), ours("damaged", 1))), "several"),
+    "part of an array beside ours, rebuild": (REBUILD, Survey((ours(), member(1, uuid=OTHER))), "members"),
+    "a member is missing, rebuild": (REBUILD, Survey((member(0),)), "members"),
+    "two filesystems, rebuild": (REBUILD, Survey((ours(), ours(number=1))), "members"),
+    "a disk was added, rebuild": (REBUILD, Survey((ours(), blank(1))), "members"),
+    "a disk was added": (SETTINGS, Survey((ours(), blank(1))), "more"),
+    "a disk was added, other image": (SETTINGS, Survey((ours(image="zero"), blank(1))), "more"),
+    "an array's disk was added": (SETTINGS, Survey((member(0), member(1), blank(2)), TWO), "more"),
     "an array, and an erasure that was begun": (
         SETTINGS,
-        Seen((member(0), member(1), replace(blank(2), erasing=True)), TWO),
+        Survey((member(0), member(1), replace(blank(2), erasing=True)), TWO),
         "more",
     ),
     "an array that was being erased": (
         SETTINGS,
-        Seen((member(0), replace(blank(1), erasing=True, ends_zero=False))),
+        Survey((member(0), replace(blank(1), erasing=True, ends_zero=False))),
         "unfinished",
     ),
     "an array that was being made": (
         SETTINGS,
-        Seen((replace(member(0), making=True), replace(blank(1), making=True, ends_zero=False))),
+        Survey((replace(member(0), making=True), replace(blank(1), making=True, ends_zero=False))),
         "unfinished",
     ),
-    "larger": (SETTINGS, Seen((resized(),)), "current"),
+    "larger": (SETTINGS, Survey((resized(),)), "current"),
     "called otherwise": (
         SETTINGS,
-        Seen((replace(ours(), disk=disk(model="Direct v2", serial="S0 ")),)),
+        Survey((replace(ours(), disk=disk(model="Direct v2", serial="S0 ")),)),
         "current",
     ),
-    "newer": (SETTINGS, Seen((ours("newer"),)), "newer"),
-    "damaged": (SETTINGS, Seen((ours("damaged"),)), "damaged"),
-    "other filesystem": (SETTINGS, Seen((ours(filesystem="ext4"),)), "filesystem"),
+    "newer": (SETTINGS, Survey((ours("newer"),)), "newer"),
+    "damaged": (SETTINGS, Survey((ours("damaged"),)), "damaged"),
+    "other filesystem": (SETTINGS, Survey((ours(filesystem="ext4"),)), "filesystem"),
 }
 
 
 @pytest.mark.parametrize(("settings", "seen", "row"), CASES.values(), ids=CASES)
-def test_row(settings: Settings, seen: Seen, row: str) -> None:
+def test_row(settings: Settings, seen: Survey, row: str) -> None:
     found = decide(settings, "one", seen)
     assert (found.row, found.action, found.code) == (row, TABLE[row].action, TABLE[row].code)
     assert found.reason
@@ -301,7 +305,7 @@ def test_readme_shows_the_table() -> None:
 
 def test_a_mounted_filesystem_is_not_made_anew() -> None:
     volume = Volume(disk().path, "ext4", UUID, "marked", marker(disk()), "/mnt/local")
-    seen = Seen((replace(ours(filesystem="ext4"), volume=volume, mounts=("/mnt/local",)),))
+    seen = Survey((replace(ours(filesystem="ext4"), volume=volume, mounts=("/mnt/local",)),))
     assert decide(SETTINGS, "one", seen).row == "busy"
 
 
@@ -344,7 +348,7 @@ def mixes() -> Iterator[tuple[str, ...]]:
 
 def test_one_bad_disk_keeps_all_from_being_touched() -> None:
     for kinds in mixes():
-        seen = Seen(tuple(KINDS[kind](n) for n, kind in enumerate(kinds)))
+        seen = Survey(tuple(KINDS[kind](n) for n, kind in enumerate(kinds)))
         found = decide(SETTINGS, "one", seen)
         used = [kind for kind in kinds if kind in ("ours", "damaged", "member")]
         apart = len(used) > 1 or "member" in used
@@ -364,7 +368,7 @@ def test_the_systems_disk_is_never_a_member() -> None:
     for kinds in mixes():
         disks = [KINDS[kind](n) for n, kind in enumerate(kinds)]
         disks[0] = replace(disks[0], disk=replace(disks[0].disk, system=True))
-        assert disks[0].disk not in decide(SETTINGS, "one", Seen(tuple(disks))).disks
+        assert disks[0].disk not in decide(SETTINGS, "one", Survey(tuple(disks))).disks
 
 
 words = st.sampled_from(
@@ -387,7 +391,7 @@ observations = st.builds(
 @given(st.lists(observations, max_size=4), st.sampled_from([0, 1, 2]))
 def test_without_proof_nothing_is_touched(seen: list[Observation], expected: int) -> None:
     """None of these is ours: whatever is not blank by every mark keeps all from being touched."""
-    found = decide(replace(SETTINGS, expected_disks=expected), "one", Seen(tuple(seen)))
+    found = decide(replace(SETTINGS, expected_disks=expected), "one", Survey(tuple(seen)))
     if found.action != "none":
         assert found.action == "format"
         for one in (one for one in seen if one.disk in found.disks and not one.disk.system):
@@ -396,14 +400,14 @@ def test_without_proof_nothing_is_touched(seen: list[Observation], expected: int
 
 
 def test_reason_names_every_disk_that_is_the_reason() -> None:
-    found = decide(SETTINGS, "one", Seen((signed("ext4", 0), blank(1), signed("zfs_member", 2))))
+    found = decide(SETTINGS, "one", Survey((signed("ext4", 0), blank(1), signed("zfs_member", 2))))
     assert found.reason == (
         "nvme0n1 (Direct S0, 1000000000000 bytes): ext4; nvme2n1 (Direct S2, 1000000000000 bytes): zfs_member"
     )
 
 
 def test_reason_names_every_part_of_several_filesystems() -> None:
-    found = decide(SETTINGS, "one", Seen((ours(), member(1, uuid=OTHER))))
+    found = decide(SETTINGS, "one", Survey((ours(), member(1, uuid=OTHER))))
     assert found.reason == (
         "a whole filesystem: nvme0n1 (Direct S0, 1000000000000 bytes); "
         f"array {OTHER}: 1 of 2 members: nvme1n1 (Direct S1, 1000000000000 bytes)"
@@ -431,7 +435,7 @@ def test_uuids_of_ours() -> None:
 
 def test_selector_is_named_where_nothing_matches() -> None:
     settings = replace(SETTINGS, selector=Selector("configured", model="X*"))
-    assert "configured" in decide(settings, "one", Seen()).reason
+    assert "configured" in decide(settings, "one", Survey()).reason
 
 
 @pytest.mark.parametrize("size", [2 << 20, 320 << 20, (1 << 40) + 512])

@@ -15,7 +15,7 @@ import pytest
 
 from image_builder.node import child, mounts
 from image_builder.node.disk import apply, layout, probe
-from image_builder.node.disk.model import Array, Disk, Observation, Places, Raid, Seen, Signature, Volume
+from image_builder.node.disk.model import Array, Disk, Observation, Places, Raid, Signature, Survey, Volume
 from image_builder.node.disk.settings import Settings
 from image_builder.node.errors import NodeError
 
@@ -341,7 +341,7 @@ def test_an_array_is_stopped_when_its_members_have_been_looked_at_again(
     monkeypatch.setattr(probe, "observe_disks", lambda *_: seen)
     monkeypatch.setattr(child, "run", stop)
     monkeypatch.setattr(apply, "erase", erase)
-    assembled = Seen(tuple(seen), {UUID: Array(UUID, "md127")})
+    assembled = Survey(tuple(seen), {UUID: Array(UUID, "md127")})
     with pytest.raises(NodeError, match="erased" if is_same else "changed since it was looked at: ext4"):
         apply._make(disks, assembled, Settings(), Places(dev=tmp_path), lambda: disks)
     assert array.exists() is not is_same, "one whose members are somebody else's by now goes on"

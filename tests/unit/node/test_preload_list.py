@@ -15,7 +15,7 @@ from image_builder.node import child
 from image_builder.node.errors import NodeError
 from image_builder.node.preload import archive as archives
 from image_builder.node.preload import command, images
-from image_builder.node.preload.engine import Found
+from image_builder.node.preload.engine import EngineState
 from image_builder.node.preload.images import Image, Store
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
 from tests.unit.node.stores import manifest
@@ -88,8 +88,8 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
     class Empty:
         """An engine without images. What it loads with must not be asked for."""
 
-        def look(self, images: Sequence[Image]) -> Found:
-            return Found({image.ref: "is missing" for image in images})
+        def look(self, images: Sequence[Image]) -> EngineState:
+            return EngineState({image.ref: "is missing" for image in images})
 
         def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:  # noqa: ARG002
             raise AssertionError

@@ -12,7 +12,7 @@ import pytest
 from image_builder.node.promote import batches
 from image_builder.node.promote.batches import Progress
 from image_builder.node.promote.plan import PAUSE, REST, Item, Link
-from image_builder.node.promote.workers import Job, Told
+from image_builder.node.promote.workers import ItemResult, Job
 
 
 def _item(path: Path, rank: int = REST, count: int = 1) -> Item:
@@ -22,14 +22,16 @@ def _item(path: Path, rank: int = REST, count: int = 1) -> Item:
 class Said:
     """Workers of which is known what they will say."""
 
-    def __init__(self, *told: Sequence[Told]) -> None:
-        self._told = [*told]
+    def __init__(self, *results: Sequence[ItemResult]) -> None:
+        self._results = [*results]
 
-    def told(self, _seconds: float) -> Sequence[Told] | None:
-        return self._told.pop(0) if self._told else None
+    def results(self, _seconds: float) -> Sequence[ItemResult] | None:
+        return self._results.pop(0) if self._results else None
 
 
-def _follow(tmp_path: Path, *told: Sequence[Told], rank: int = REST) -> tuple[Progress, list[str], list[int]]:
+def _follow(
+    tmp_path: Path, *results: Sequence[ItemResult], rank: int = REST
+) -> tuple[Progress, list[str], list[int]]:
     """Follow such workers; return the progress, whether they were stopped, and what was done at each report."""
     staging = tmp_path / "staging"
     items = []
@@ -38,7 +40,7 @@ def _follow(tmp_path: Path, *told: Sequence[Told], rank: int = REST) -> tuple[Pr
         (tmp_path / str(number)).symlink_to("/store/layers/x")
         items.append(_item(tmp_path / str(number), rank))
     job, progress, stopped, done = Job(items, staging, 0, False), Progress(), [], []
-    crew: Any = Said(*told)
+    crew: Any = Said(*results)
     batches._follow(crew, job, progress, lambda now: done.append(now.done), lambda: stopped.append("stopped"))
     return progress, stopped, done
 
@@ -47,14 +49,14 @@ def _follow(tmp_path: Path, *told: Sequence[Told], rank: int = REST) -> tuple[Pr
     ("code", "stops"), [("promote.space", False), ("promote.store", True), ("promote.io", True)]
 )
 def test_a_full_disk_lets_other_copies_end(code: str, stops: bool, tmp_path: Path) -> None:
-    progress, stopped, _ = _follow(tmp_path, [Told(0, code, "why")], [Told(1)])
+    progress, stopped, _ = _follow(tmp_path, [ItemResult(0, code, "why")], [ItemResult(1)])
     assert bool(stopped) == stops
-    assert progress.failure == Told(0, code, "why") and progress.done == 1
+    assert progress.failure == ItemResult(0, code, "why") and progress.done == 1
 
 
 @pytest.mark.parametrize(("rank", "reports"), [(PAUSE, [1, 2]), (REST, [2])])
 def test_the_pause_image_waits_for_no_other(rank: int, reports: list[int], tmp_path: Path) -> None:
-    assert _follow(tmp_path, [Told(0)], [Told(1)], rank=rank)[2] == reports
+    assert _follow(tmp_path, [ItemResult(0)], [ItemResult(1)], rank=rank)[2] == reports
 
 
 def test_a_batch_is_due_by_its_bytes(tmp_path: Path) -> None:

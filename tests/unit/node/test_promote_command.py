@@ -14,7 +14,7 @@ from image_builder.node.promote import kubelet
 from image_builder.node.promote.command import _mark_damaged, run
 from image_builder.node.promote.plan import Item, Link
 from image_builder.node.promote.settings import Places, load
-from image_builder.node.promote.workers import Told
+from image_builder.node.promote.workers import ItemResult
 
 
 def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
@@ -67,7 +67,9 @@ def test_a_layer_is_read_again_before_the_store_is_condemned(reads: bool, tmp_pa
         (layer / "usr/link").symlink_to("/nowhere")
         os.mkfifo(layer / "usr/fifo")
     item = Item(Link(tmp_path / "link", layer, "sha256:abc", True), 1, 0)
-    _mark_damaged(load(places), "feed", item, Told(0, "promote.store", "usr/file: Input/output error", True))
+    _mark_damaged(
+        load(places), "feed", item, ItemResult(0, "promote.store", "usr/file: Input/output error", True)
+    )
     mark = tmp_path / "disk/.node/store-damaged.json"
     assert mark.exists() is not reads
     if not reads:
