@@ -82,11 +82,11 @@ def run(options: argparse.Namespace) -> int:
 
             return health_endpoint()
         case "gpu-smoke":
-            from image_builder.node.gpu.command import run as gpu_smoke
+            from image_builder.node.gpu.smoke.command import run as gpu_smoke
 
             return gpu_smoke(options.tier, as_json=options.json, seed=options.seed)
         case "gpu-worker":
-            from image_builder.node.gpu.worker import run as gpu_worker
+            from image_builder.node.gpu.smoke.worker import run as gpu_worker
 
             return gpu_worker(
                 options.gpu, options.tier, options.seed, peers=options.peer, drill=options.drill

@@ -40,8 +40,8 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from image_builder.node.errors import NodeError  # noqa: E402
-from image_builder.node.gpu import bandwidth, cuda, fleet, known_answer, tensor  # noqa: E402
 from image_builder.node.gpu.model import Tier, Worker  # noqa: E402
+from image_builder.node.gpu.smoke import bandwidth, cuda, fleet, known_answer, program, tensor  # noqa: E402
 
 NO_GPU = 4  # the smoke test's own status for what this machine can't do
 COPIES = 20
@@ -222,7 +222,7 @@ def drill(
     seed: int,
     deadline: float,
     *,
-    command: fleet.Argv = fleet.worker_argv,
+    command: fleet.Argv = program.worker_argv,
     kill_after: float = KILL_AFTER_SECONDS,
 ) -> Worker:
     """Let one kind of thing go wrong in a GPU's worker; return what became of it."""

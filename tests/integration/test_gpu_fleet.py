@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.node import zipapp
-from image_builder.node.gpu import fleet
 from image_builder.node.gpu.model import Tier, Worker
+from image_builder.node.gpu.smoke import fleet
 from image_builder.settings import REPO_ROOT
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -361,8 +361,8 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
     agent.write_bytes(zipapp.compiled(zipapp.archive()))
     code = (
         f"import sys; sys.path.insert(0, {os.fspath(agent)!r})\n"
-        "from image_builder.node.gpu import cuda, fleet\n"
-        "print(fleet.worker_argv('GPU-a', 'boot-quick', 1, ())[2])\n"
+        "from image_builder.node.gpu.smoke import cuda, fleet, program\n"
+        "print(program.worker_argv('GPU-a', 'boot-quick', 1, ())[2])\n"
         "print(cuda.text_of('base').startswith(b'// Arithmetic'))\n"
         f"print(fleet.run(['{GPUS[0]}'], 'boot-quick', 5, 60)[0].ended)\n"
     )
@@ -376,7 +376,7 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
 def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     worker = (
-        "import os, time\nfrom image_builder.node.gpu import worker\nworker.end_with_the_parent()\n"
+        "import os, time\nfrom image_builder.node.gpu.smoke import worker\nworker.end_with_the_parent()\n"
         f"open({os.fspath(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"

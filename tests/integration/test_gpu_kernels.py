@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node.gpu import reference, tensor
+from image_builder.node.gpu.smoke import reference, tensor
 from tests.bench.first_contact.worker import FAULT
 
 KERNELS = Path(reference.__file__).with_name("kernels")

@@ -1,5 +1,12 @@
-"""The smoke test of a node's GPUs: what the driver says of them, and what they compute.
+"""A node's GPUs: what the driver reports, what it means, and a smoke test that makes them compute.
 
-``model`` is what both halves share. ``machine``, ``nvml`` and ``xids`` look; ``checks`` and ``verdict`` judge, and
-are pure; ``fleet`` and ``worker`` make the GPUs compute; ``command`` is ``node-agent gpu-smoke``.
+model               the values that everything here shares
+settings            what the role wrote, with the pool's calibrations
+machine             the node without NVML: PCI, files, the platform
+nvml, readings      the driver's library, and what the GPUs answer through it
+sizes, xids         the tables: VM sizes with their floors, NVIDIA's catalogue of Xids
+evidence            everything that a rule may judge                        (pure)
+rules/              every check                                             (pure)
+verdict, document   what follows from the checks, and the result's JSON     (pure)
+smoke/              the test itself: ``gpu-smoke``, and ``gpu-worker`` for each GPU
 """

@@ -5,29 +5,9 @@ Until it was, what it computes and measures is reported and holds no node back: 
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
-
-# What the answers and the speeds depend on: what a worker runs, and the kernels.
-PROGRAM = (
-    "bandwidth.py",
-    "copies.py",
-    "cuda.py",
-    "known_answer.py",
-    "memory.py",
-    "reference.py",
-    "tensor.py",
-    "worker.py",
-    "kernels/base.ptx",
-    "kernels/memory.ptx",
-    "kernels/tc_sm70.ptx",
-    "kernels/tc_sm80.ptx",
-)
-_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -39,18 +19,6 @@ class Calibration:
     driver: str
     agent: str
     source: str
-
-
-@functools.cache
-def agent() -> str:
-    """Return the digest of the program that the workers run, shortened."""
-    found = hashlib.sha256()
-    for name in PROGRAM:
-        data = pkgutil.get_data(__package__, name)
-        if data is None:  # a loader that gives no data: then no record may ever match
-            return "unknown"
-        found.update(f"{name} {len(data)}\n".encode() + data)
-    return found.hexdigest()[:_DIGITS]
 
 
 def read(value: Any) -> Calibration:

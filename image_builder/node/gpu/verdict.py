@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from image_builder.node.gpu.checks import missing
 from image_builder.node.gpu.evidence import NOT_RUN
 from image_builder.node.gpu.model import Action, Check, Tier, Verdict
+from image_builder.node.gpu.rules.checks import missing
 
 PASS, HARDWARE, REBOOT, INCONCLUSIVE, CONFIGURATION, IMAGE, DEADLINE = 0, 1, 2, 3, 4, 5, 124
 EXIT_CODES: Mapping[int, str] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.worker import end_with_the_parent
+from image_builder.node.gpu.smoke.worker import end_with_the_parent
 from tests.bench.first_contact.context import (
     TOTAL_SECONDS,
     Context,

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from image_builder.node.gpu import known_answer, sizes
+from image_builder.node.gpu import sizes
 from image_builder.node.gpu.sizes import GpuModel, Size
+from image_builder.node.gpu.smoke import known_answer
 from tests.bench import gpu as bench
 from tests.bench.first_contact.context import FACTS, RESULT, lines, read_json
 

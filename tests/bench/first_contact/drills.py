@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from image_builder.node.gpu import fleet
 from image_builder.node.gpu.model import as_json
+from image_builder.node.gpu.smoke import fleet, program
 from tests.bench import gpu as bench
 from tests.bench.first_contact import facts, smoke
 from tests.bench.first_contact.context import Context, worker_argv
@@ -54,7 +54,7 @@ def _held(context: Context, percent: float) -> Iterator[dict[str, Any]]:
     mark.unlink(missing_ok=True)
     end = time.monotonic() + context.left(_HOLD_SECONDS)
     with fleet.Fleet() as running:
-        running.start(gpu, argv, fleet.environment(gpu, ()), time.monotonic() + context.left())
+        running.start(gpu, argv, program.environment(gpu, ()), time.monotonic() + context.left())
         while not mark.exists() and time.monotonic() < end:
             time.sleep(0.02)
         yield {"gpu": gpu, "percent": percent, "held": mark.exists()}

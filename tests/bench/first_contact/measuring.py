@@ -8,8 +8,8 @@ from functools import partial
 from statistics import median, stdev
 from typing import Any
 
-from image_builder.node.gpu import cuda, fleet
 from image_builder.node.gpu.model import Worker, as_json
+from image_builder.node.gpu.smoke import cuda, fleet, program
 from tests.bench import gpu as bench
 from tests.bench.first_contact.context import Context, peers, worker_argv
 from tests.bench.first_contact.smoke import SEED, gpus
@@ -28,7 +28,7 @@ def together(
     end = time.monotonic() + context.left(seconds)
     with fleet.Fleet() as running:
         for gpu, argv in commands.items():
-            seen = fleet.environment(gpu, (others or {}).get(gpu, ()))
+            seen = program.environment(gpu, (others or {}).get(gpu, ()))
             running.start(gpu, argv, {**seen, **(environment or {})}, end)
         return {worker.gpu: worker for worker in running.wait()}
 

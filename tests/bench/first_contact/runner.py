@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import durable
-from image_builder.node.gpu import calibration
+from image_builder.node.gpu.smoke import program
 from tests.bench.first_contact.context import Context, checkout, step_argv
 
 FORMAT = 1
@@ -72,7 +72,7 @@ class Log:
         self._began = time.monotonic()
         self._head = {
             "format": FORMAT,
-            "agent": calibration.agent(),
+            "agent": program.digest(),
             "python": sys.version.split()[0],
             "started": _now(),
             "total_seconds": round(context.left(), 1),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from image_builder.node import durable
-from image_builder.node.gpu import command, fleet
 from image_builder.node.gpu.model import Tier, Worker
+from image_builder.node.gpu.smoke import command, fleet
 from tests.bench.first_contact import facts
 from tests.bench.first_contact.context import Context, peers, read_json, worker_argv
 

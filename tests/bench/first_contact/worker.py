@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, copies, cuda, known_answer, reference, tensor
-from image_builder.node.gpu import worker as agent
-from image_builder.node.gpu.cuda import U64, CudaError, Device
 from image_builder.node.gpu.model import Measurement, Worker, as_json
+from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, reference, tensor
+from image_builder.node.gpu.smoke import worker as agent
+from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
 
 RUNS = 10
 MODULES = ("base", "memory", "tc_sm70", "tc_sm80")

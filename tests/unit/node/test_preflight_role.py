@@ -13,9 +13,9 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
 from image_builder.node import status
-from image_builder.node.gpu import command as gpu
 from image_builder.node.gpu import machine
 from image_builder.node.gpu.settings import Settings as GpuSettings
+from image_builder.node.gpu.smoke import command as gpu
 from image_builder.node.preflight import model
 from image_builder.node.preflight.settings import Settings, parse
 

@@ -47,7 +47,7 @@ def test_data_lies_beside_the_code_and_is_found_there(tmp_path: Path) -> None:
         for kind in ("*.ptx", "*.json")
         for path in package.rglob(kind)
     }
-    assert "image_builder/node/gpu/kernels/base.ptx" in wanted
+    assert "image_builder/node/gpu/smoke/kernels/base.ptx" in wanted
     assert "image_builder/node/gpu/sizes.json" in wanted
     made = tmp_path / "node-agent"
     made.write_bytes(zipapp.compiled(zipapp.archive()))

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from image_builder.node.gpu import reference
-from image_builder.node.gpu.reference import Case
+from image_builder.node.gpu.smoke import reference
+from image_builder.node.gpu.smoke.reference import Case
 from tests.unit.node.gpu_active import ptx
 
 KERNELS = Path(reference.__file__).with_name("kernels")

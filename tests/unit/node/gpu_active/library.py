@@ -16,7 +16,7 @@ from ctypes import c_char_p, c_int, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
-from image_builder.node.gpu import cuda, reference
+from image_builder.node.gpu.smoke import cuda, reference
 from tests.unit.node.gpu_active import ptx
 
 OUT_OF_MEMORY, INVALID_PTX, ILLEGAL_ADDRESS, ECC = 2, 218, 700, 214

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, copies
 from image_builder.node.gpu.model import Measurement
+from image_builder.node.gpu.smoke import bandwidth, copies
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import KIB, Gpu
 

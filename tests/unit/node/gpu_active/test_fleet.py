@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.gpu import fleet
-from image_builder.node.gpu.fleet import Ended, joined, judge
 from image_builder.node.gpu.model import Measurement, Worker, as_json
+from image_builder.node.gpu.smoke import program
+from image_builder.node.gpu.smoke.fleet import Ended, joined, judge
 
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 DONE = Measurement("kat.int", UUID, "done", 0.0, "mismatches", seed=7, seconds=1.5)
@@ -93,7 +93,7 @@ def test_links_join_what_was_found_before() -> None:
 
 
 def test_a_worker_sees_its_own_gpu_and_nothing_of_this_process() -> None:
-    found = fleet.environment(UUID, ["GPU-b", "GPU-c"])
+    found = program.environment(UUID, ["GPU-b", "GPU-c"])
     assert found["CUDA_VISIBLE_DEVICES"] == f"{UUID},GPU-b,GPU-c"
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and found["CUDA_CACHE_DISABLE"] == "1"
     assert set(found) == {
@@ -107,7 +107,7 @@ def test_a_worker_sees_its_own_gpu_and_nothing_of_this_process() -> None:
 
 
 def test_a_workers_command_is_this_agent() -> None:
-    argv = fleet.worker_argv(UUID, "boot-full", 9, ["GPU-b", "GPU-c"])
+    argv = program.worker_argv(UUID, "boot-full", 9, ["GPU-b", "GPU-c"])
     assert argv[1:] == [
         "-m",
         "image_builder.node",

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from image_builder.node.gpu import reference, tensor
-from image_builder.node.gpu.reference import ALL, Case
+from image_builder.node.gpu.smoke import reference, tensor
+from image_builder.node.gpu.smoke.reference import ALL, Case
 from tests.unit.node.gpu_active import grids, ptx
 
 ALL_CASES = (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 5)))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from image_builder.node.gpu import cuda, known_answer, reference, tensor
-from image_builder.node.gpu.known_answer import compare
-from image_builder.node.gpu.reference import LANES, RECORD, Case
+from image_builder.node.gpu.smoke import cuda, known_answer, reference, tensor
+from image_builder.node.gpu.smoke.known_answer import compare
+from image_builder.node.gpu.smoke.reference import LANES, RECORD, Case
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import Gpu
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.gpu import bandwidth, cuda, memory, reference
-from image_builder.node.gpu.memory import Chunk
 from image_builder.node.gpu.model import Measurement
+from image_builder.node.gpu.smoke import bandwidth, cuda, memory, reference
+from image_builder.node.gpu.smoke.memory import Chunk
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import KIB, Gpu
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_builder.node.gpu import reference, tensor
-from image_builder.node.gpu.reference import ALL, LANES
+from image_builder.node.gpu.smoke import reference, tensor
+from image_builder.node.gpu.smoke.reference import ALL, LANES
 from tests.unit.node.gpu_active import fragments, ptx
 
 LOW = 2**32 - 1

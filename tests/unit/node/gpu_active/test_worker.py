@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, copies, cuda, fleet, memory, reference, tensor, worker
 from image_builder.node.gpu.model import Measurement, Worker
-from image_builder.node.gpu.reference import Case
+from image_builder.node.gpu.smoke import bandwidth, copies, cuda, fleet, memory, reference, tensor, worker
+from image_builder.node.gpu.smoke.reference import Case
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import ECC, KIB, Gpu
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node.gpu import xids
-from image_builder.node.gpu.command import expectation
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.gpu.machine import Places
 from image_builder.node.gpu.model import (
@@ -33,6 +32,7 @@ from image_builder.node.gpu.model import (
 from image_builder.node.gpu.readings import LINK_ERRORS
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import Size
+from image_builder.node.gpu.smoke.command import expectation
 
 DATA = Path(__file__).resolve().parents[3] / "data/gpu"
 BOOT = "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11"

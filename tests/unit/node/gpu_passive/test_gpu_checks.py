@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.gpu.checks import RULES, judge, missing
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
 from image_builder.node.gpu.model import TIERS, Check, Process, Sample, Tier
-from image_builder.node.gpu.rules_load import THROTTLES, sustained
+from image_builder.node.gpu.rules.checks import RULES, judge, missing
+from image_builder.node.gpu.rules.load import THROTTLES, sustained
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.verdict import EXIT_CODES, verdict
 from tests.unit.node.gpu_passive.broken import CASES, XID_63, libraries, unsized

@@ -15,9 +15,10 @@ import jsonschema
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import command, machine, nvml
-from image_builder.node.gpu.command import System
+from image_builder.node.gpu import machine, nvml
 from image_builder.node.gpu.model import Gpu, Process, Tier, Worker, Xid
+from image_builder.node.gpu.smoke import command
+from image_builder.node.gpu.smoke.command import System
 from tests.unit.node.gpu_passive.answering import Node
 from tests.unit.node.gpu_passive.recordings import BOOT, node
 from tests.unit.node.gpu_passive.recordings import places as below

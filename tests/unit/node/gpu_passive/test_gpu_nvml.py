@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.gpu import nvml, readings, rules_load
+from image_builder.node.gpu import nvml, readings
 from image_builder.node.gpu.model import Gpu, Process
+from image_builder.node.gpu.rules import load as rules_load
 from tests.data.gpu.layout import STRUCTURES, layout
 from tests.unit.node.gpu_passive.answering import VENDOR, Answering, Node
 from tests.unit.node.gpu_passive.recordings import DATA, recorded

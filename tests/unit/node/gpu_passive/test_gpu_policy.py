@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, calibration, known_answer, memory, reference
 from image_builder.node.gpu import settings as gpu_settings
-from image_builder.node.gpu.checks import RULES, judge
-from image_builder.node.gpu.command import idle_reason
 from image_builder.node.gpu.evidence import Evidence
-from image_builder.node.gpu.known_answer import Wrong
-from image_builder.node.gpu.memory import Chunk, Memory, Tally
 from image_builder.node.gpu.model import Verdict
+from image_builder.node.gpu.rules.checks import RULES, judge
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import Floor
+from image_builder.node.gpu.smoke import bandwidth, known_answer, memory, program, reference
+from image_builder.node.gpu.smoke.command import idle_reason
+from image_builder.node.gpu.smoke.known_answer import Wrong
+from image_builder.node.gpu.smoke.memory import Chunk, Memory, Tally
 from image_builder.node.gpu.verdict import verdict
 from tests.unit.node.gpu_active import library as cuda
 from tests.unit.node.gpu_passive.broken import CASES, XID_79
@@ -305,14 +305,14 @@ def test_the_program_of_a_record_is_all_that_a_gpu_runs() -> None:
     """A kernel or module that a worker imports, and that the digest leaves out, would keep an old calibration."""
     from pathlib import Path
 
-    package = Path(calibration.__file__).parent
+    package = Path(program.__file__).parent
     kernels = {f"kernels/{path.name}" for path in (package / "kernels").glob("*.ptx")}
-    assert kernels <= set(calibration.PROGRAM)
+    assert kernels <= set(program.SOURCES)
     imported = {
         f"{word}.py"
         for line in (package / "worker.py").read_text().splitlines()
-        if line.startswith("from image_builder.node.gpu import")
+        if line.startswith("from image_builder.node.gpu.smoke import")
         for word in line.partition(" import ")[2].split(", ")
     }
-    assert imported and imported <= set(calibration.PROGRAM)
-    assert len(calibration.agent()) == 12
+    assert imported and imported <= set(program.SOURCES)
+    assert len(program.digest()) == 12

@@ -312,7 +312,7 @@ def _address(view: memoryview) -> int:
 
 def text_of(module: str) -> bytes:
     """Return ``kernels/MODULE.ptx``, also from the agent's archive, with the zero that ends a C string."""
-    package = importlib.resources.files("image_builder.node.gpu")
+    package = importlib.resources.files("image_builder.node.gpu.smoke")
     return package.joinpath("kernels", f"{module}.ptx").read_bytes() + b"\0"
 
 

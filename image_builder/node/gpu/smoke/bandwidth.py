@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
-from image_builder.node.gpu import reference
-from image_builder.node.gpu.cuda import U64, Device
-from image_builder.node.gpu.memory import WORD, Chunk, Memory, complaint
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
+from image_builder.node.gpu.smoke import reference
+from image_builder.node.gpu.smoke.cuda import U64, Device
+from image_builder.node.gpu.smoke.memory import WORD, Chunk, Memory, complaint
 
 HBM_BYTES = 4 << 30  # far more than any cache
 LINK_BYTES = 256 << 20

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from operator import mul
 
-from image_builder.node.gpu import reference
-from image_builder.node.gpu.reference import LANES, Case
+from image_builder.node.gpu.smoke import reference
+from image_builder.node.gpu.smoke.reference import LANES, Case
 
 WARP = 32
 STEPS = 256  # more would not be exact in fp32

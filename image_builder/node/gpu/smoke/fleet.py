@@ -12,17 +12,15 @@ import os
 import selectors
 import signal
 import subprocess  # noqa: TID251 (programs.run waits for one program; these run side by side and are watched)
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
-from image_builder.node import programs
 from image_builder.node.gpu.model import Measurement, Tier, Worker, from_json
+from image_builder.node.gpu.smoke import program
 
 OUTPUT_BYTES = 1 << 20  # more than any worker has to say
 ERROR_BYTES = 4096  # of what it said on standard error, the end
@@ -178,7 +176,7 @@ class Fleet:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            cwd=_checkout(),
+            cwd=program.checkout(),
             start_new_session=True,
         )
         child = self._running[uuid] = _Child(uuid, process, end)
@@ -230,35 +228,6 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _archive() -> str | None:
-    """Return the file that this runs from, where that is the agent's archive."""
-    spec = sys.modules[__name__].__spec__
-    archive: Any = getattr(spec.loader if spec else None, "archive", None)
-    return archive if isinstance(archive, str) else None
-
-
-def _checkout() -> Path | None:
-    return None if _archive() else Path(__file__).parents[3]
-
-
-def worker_argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
-    """Return the command of one GPU's worker: this agent again."""
-    archive = _archive()
-    python = [sys.executable, "-I", archive] if archive else [sys.executable, "-m", "image_builder.node"]
-    more = [word for peer in peers for word in ("--peer", peer)]
-    return [*python, "gpu-worker", "--gpu", uuid, "--tier", tier, "--seed", str(seed), *more]
-
-
-def environment(uuid: str, peers: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: it sees its own GPU (and peers), and no compiled kernel of before."""
-    return {
-        **programs.ENVIRONMENT,
-        "CUDA_VISIBLE_DEVICES": ",".join([uuid, *peers]),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_CACHE_DISABLE": "1",
-    }
-
-
 # -- the whole -------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +238,7 @@ def run(
     deadline_seconds: float,
     on_tick: Callable[[], None] = lambda: None,
     *,
-    argv: Argv = worker_argv,
+    argv: Argv = program.worker_argv,
     reap_seconds: float = REAP_SECONDS,
     tick_seconds: float = TICK_SECONDS,
     links_seconds: float = LINKS_SECONDS,
@@ -300,7 +269,7 @@ def _round(
     found: dict[str, Worker] = {}
     for uuid, argv in commands.items():
         try:
-            fleet.start(uuid, argv, environment(uuid, peers.get(uuid, ())), end)
+            fleet.start(uuid, argv, program.environment(uuid, peers.get(uuid, ())), end)
         except OSError as error:
             found[uuid] = Worker(uuid, f"error: it could not be started: {error}")
     for worker in fleet.wait():

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from image_builder.node.gpu import reference
-from image_builder.node.gpu.cuda import THREADS, U32, U64, Argument, Device
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
-from image_builder.node.gpu.reference import LANES, RECORD, Case
+from image_builder.node.gpu.smoke import reference
+from image_builder.node.gpu.smoke.cuda import THREADS, U32, U64, Argument, Device
+from image_builder.node.gpu.smoke.reference import LANES, RECORD, Case
 
 BLOCKS_PER_SM = (8, 16, 32, 64)  # more are started as long as an SM has not been seen
 _WARM_SECONDS = 1.0  # an idle GPU's clocks are low

@@ -21,17 +21,7 @@ from typing import Any, Protocol
 
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import (
-    calibration,
-    checks,
-    document,
-    machine,
-    nvml,
-    readings,
-    sizes,
-    verdict,
-    xids,
-)
+from image_builder.node.gpu import calibration, document, machine, nvml, readings, sizes, verdict, xids
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
 from image_builder.node.gpu.model import (
@@ -48,7 +38,9 @@ from image_builder.node.gpu.model import (
     Xid,
 )
 from image_builder.node.gpu.nvml import Library, NvmlError
+from image_builder.node.gpu.rules import checks
 from image_builder.node.gpu.settings import Settings
+from image_builder.node.gpu.smoke import fleet, program
 
 RESULT = "gpu.json"
 # How long the workers may take; the whole of boot-quick is to end within 90 s, of the others within 360 s.
@@ -75,14 +67,6 @@ class Load(Protocol):
     ) -> Sequence[Worker]: ...
 
 
-def _fleet(
-    uuids: Sequence[str], tier: Tier, seed: int, deadline_seconds: float, on_tick: Callable[[], None]
-) -> Sequence[Worker]:
-    from image_builder.node.gpu import fleet
-
-    return fleet.run(uuids, tier, seed, deadline_seconds, on_tick)
-
-
 @dataclass(frozen=True)
 class System:
     """The doors to the machine; tests have doors of their own."""
@@ -90,7 +74,7 @@ class System:
     places: machine.Places = field(default_factory=machine.Places)
     directory: Path = files.DIRECTORY
     library: Callable[[], AbstractContextManager[Library]] = nvml.opened
-    load: Load = _fleet
+    load: Load = fleet.run
     read_xids: Callable[[str], tuple[Xid, ...]] = machine.read_xids
     ask: machine.Ask = machine.ask_imds
     sleep: Callable[[float], None] = time.sleep
@@ -108,7 +92,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
     is_tier = tier in TIERS
     started = datetime.now(UTC).isoformat(timespec="seconds")
     chosen = int.from_bytes(os.urandom(4), "big") if seed is None else seed
-    began = document.Run(calibration.agent(), tier if is_tier else TIERS[0], started, 0.0, chosen)  # type: ignore[arg-type]
+    began = document.Run(program.digest(), tier if is_tier else TIERS[0], started, 0.0, chosen)  # type: ignore[arg-type]
     result = system.places.run / RESULT
     clock = time.monotonic()
 
@@ -212,7 +196,7 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
         count = settings.count if settings.allow_unknown_size else None
         return Expected(settings, table.version, count=count, observes=settings.mode != "enforce")
     size, gpu = sizes.overridden(*found, settings.overrides)
-    is_known = calibration.is_on_record(settings.calibrations, size.name, driver, calibration.agent())
+    is_known = calibration.is_on_record(settings.calibrations, size.name, driver, program.digest())
     return Expected(
         settings,
         table.version,

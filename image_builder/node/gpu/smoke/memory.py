@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from image_builder.node.gpu import reference
-from image_builder.node.gpu.cuda import U32, U64, Device, OutOfMemoryError
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
-from image_builder.node.gpu.reference import ALL
+from image_builder.node.gpu.smoke import reference
+from image_builder.node.gpu.smoke.cuda import U32, U64, Device, OutOfMemoryError
+from image_builder.node.gpu.smoke.reference import ALL
 
 CHUNK = 1 << 30
 UNIT = 1 << 24  # what a chunk is a multiple of

@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import bandwidth, copies, cuda, known_answer, memory, reference, tensor
-from image_builder.node.gpu.cuda import U64, CudaError, Device, Driver
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker, as_json
-from image_builder.node.gpu.reference import Case
+from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, memory, reference, tensor
+from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device, Driver
+from image_builder.node.gpu.smoke.reference import Case
 
 SEEDS = 3
 DRILLS = ("result", "memory", "copy", "hang", "crash")
