@@ -61,41 +61,41 @@ GOALS = {
 }
 # What must be seen of each kind of drill.
 CAUGHT: dict[str, Callable[[Worker], bool]] = {
-    "result": lambda found: _failed(found) >= {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"},
-    "memory": lambda found: "mem.pattern" in _failed(found),
-    "copy": lambda found: _failed(found) >= {"bw.hbm", "bw.h2d", "bw.d2h"},
-    "crash": lambda found: found.ended == "crashed: signal 11",
-    "killed": lambda found: found.ended == "crashed: signal 9",
-    "hang": lambda found: found.ended in ("killed: deadline", "hung: unkillable"),
+    "result": lambda worker: _failed(worker) >= {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"},
+    "memory": lambda worker: "mem.pattern" in _failed(worker),
+    "copy": lambda worker: _failed(worker) >= {"bw.hbm", "bw.h2d", "bw.d2h"},
+    "crash": lambda worker: worker.ended == "crashed: signal 11",
+    "killed": lambda worker: worker.ended == "crashed: signal 9",
+    "hang": lambda worker: worker.ended in ("killed: deadline", "hung: unkillable"),
 }
-Found = dict[str, Any]
+Report = dict[str, Any]
 
 
-def _failed(found: Worker) -> set[str]:
-    return {one.id for one in found.measurements if one.status == "failed"}
+def _failed(worker: Worker) -> set[str]:
+    return {measurement.id for measurement in worker.measurements if measurement.status == "failed"}
 
 
 # -- ceilings --------------------------------------------------------------------------------------------------
 
 
-def speeds(device: cuda.Device, large: int = LARGE) -> Found:
+def speeds(device: cuda.Device, large: int = LARGE) -> Report:
     """Measure ours and the ceiling of each copy, in GB/s; the pinned one of ``large`` bytes."""
     ours = {
         "hbm": bandwidth.hbm(device, 1, COPIES),
         "h2d": bandwidth.to_device(device, 1, COPIES, size=min(bandwidth.LINK_BYTES, large)),
         "d2h": bandwidth.to_host(device, 1, COPIES, size=min(bandwidth.LINK_BYTES, large)),
     }
-    theirs = {"hbm": _device_copy(device), **_pinned_copies(device, large)}
-    found: Found = {}
-    for name, one in ours.items():
-        if one.measured is None:
-            raise RuntimeError(f"{one.id}: {one.status}: {one.detail}")
-        found |= {
-            f"{name}_ours": one.measured,
-            f"{name}_reference": round(theirs[name], 1),
-            f"{name}_ratio": round(one.measured / theirs[name], 3),
+    references = {"hbm": _device_copy(device), **_pinned_copies(device, large)}
+    report: Report = {}
+    for name, result in ours.items():
+        if result.measured is None:
+            raise RuntimeError(f"{result.id}: {result.status}: {result.detail}")
+        report |= {
+            f"{name}_ours": result.measured,
+            f"{name}_reference": round(references[name], 1),
+            f"{name}_ratio": round(result.measured / references[name], 3),
         }
-    return found
+    return report
 
 
 def _best(device: cuda.Device, work: Callable[[], None]) -> float:
@@ -127,21 +127,21 @@ def _memory(device: cuda.Device, *sizes: int) -> Iterator[tuple[int, ...]]:
             device.free(address)
 
 
-def tensors(device: cuda.Device, seconds: float = SECONDS) -> Found:
+def tensors(device: cuda.Device, seconds: float = SECONDS) -> Report:
     """Measure our tensor kernel and cuBLAS, in TFLOP/s."""
     case = tensor.cases(device.capability)[0]
     ours = known_answer.rate(device, case, 1, seconds)
     if ours.measured is None:
         raise RuntimeError(f"perf.mma: {ours.status}: {ours.detail}")
-    found: Found = {"mma_ours": ours.measured}
+    report: Report = {"mma_ours": ours.measured}
     library = _cublas()
     if library is None:
-        return {**found, "mma_missing": "libcublas is not on this machine: no ratio"}
-    theirs = _product(device, library)
+        return {**report, "mma_missing": "libcublas is not on this machine: no ratio"}
+    reference = _product(device, library)
     return {
-        **found,
-        "mma_reference": round(theirs, 1),
-        "mma_ratio": round(ours.measured / theirs, 3),
+        **report,
+        "mma_reference": round(reference, 1),
+        "mma_ratio": round(ours.measured / reference, 3),
     }
 
 
@@ -160,7 +160,7 @@ def _product(device: cuda.Device, library: ctypes.CDLL) -> float:
     handle = ctypes.c_void_p()
     _done("cublasCreate_v2", library.cublasCreate_v2(ctypes.byref(handle)))
     size = 2 * SIDE * SIDE
-    one, nothing = ctypes.c_float(1), ctypes.c_float(0)
+    unit, nothing = ctypes.c_float(1), ctypes.c_float(0)
     side = ctypes.c_int(SIDE)
     with _memory(device, size, size, size) as (a, b, c):
         # fp16 numbers between 1 and 2: as many bits change as with any others.
@@ -170,7 +170,7 @@ def _product(device: cuda.Device, library: ctypes.CDLL) -> float:
 
         def work() -> None:
             arguments = (
-                *(handle, _CUBLAS_OP_N, _CUBLAS_OP_N, side, side, side, ctypes.byref(one)),
+                *(handle, _CUBLAS_OP_N, _CUBLAS_OP_N, side, side, side, ctypes.byref(unit)),
                 *(ctypes.c_void_p(a), _CUDA_R_16F, side, ctypes.c_void_p(b), _CUDA_R_16F, side),
                 *(ctypes.byref(nothing), ctypes.c_void_p(c), _CUDA_R_16F, side),
                 *(_CUBLAS_COMPUTE_32F, _CUBLAS_GEMM_DEFAULT),
@@ -191,29 +191,29 @@ def _done(function: str, status: int) -> None:
 # -- the whole, and what goes wrong ----------------------------------------------------------------------------
 
 
-def boot_quick(uuids: Sequence[str]) -> Found:
+def boot_quick(uuids: Sequence[str]) -> Report:
     """Run all workers as at boot; each must end well."""
     began = time.monotonic()
-    found = fleet.run(uuids, "boot-quick", 1, DEADLINE)
+    workers = fleet.run(uuids, "boot-quick", 1, DEADLINE)
     seconds = time.monotonic() - began
     bad = [
-        f"{one.gpu}: {one.ended} {sorted(_failed(one))}"
-        for one in found
-        if one.ended != "done" or _failed(one)
+        f"{worker.gpu}: {worker.ended} {sorted(_failed(worker))}"
+        for worker in workers
+        if worker.ended != "done" or _failed(worker)
     ]
     if bad:
         raise RuntimeError("; ".join(bad))
     return {"boot_quick_seconds": round(seconds, 1), "gpus": len(uuids)}
 
 
-def drills(uuid: str, rounds: int) -> Found:
+def drills(uuid: str, rounds: int) -> Report:
     """Let each kind of thing go wrong so many times; count how often it was caught."""
-    found: Found = {}
+    report: Report = {}
     for kind, is_caught in CAUGHT.items():
         deadline = HUNG_DEADLINE if kind == "hang" else DEADLINE
         caught = sum(is_caught(drill(uuid, kind, number, deadline)) for number in range(rounds))
-        found[f"caught_{kind}"] = caught
-    return {**found, "rounds": rounds}
+        report[f"caught_{kind}"] = caught
+    return {**report, "rounds": rounds}
 
 
 def drill(
@@ -256,43 +256,45 @@ def find() -> tuple[cuda.Driver, list[cuda.Device]]:
     return driver, devices
 
 
-def measure(driver: cuda.Driver, devices: Sequence[cuda.Device], rounds: int) -> Found:
+def measure(driver: cuda.Driver, devices: Sequence[cuda.Device], rounds: int) -> Report:
     device = devices[0]
     version = driver.number("cuDriverGetVersion")
-    found: Found = {
+    report: Report = {
         "gpu": device.name,
         "sms": device.sms,
         "capability": ".".join(map(str, device.capability)),
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    found |= speeds(device) | tensors(device)
-    found |= boot_quick([one.uuid for one in devices])
-    return found | drills(device.uuid, rounds)
+    report |= speeds(device) | tensors(device)
+    report |= boot_quick([item.uuid for item in devices])
+    return report | drills(device.uuid, rounds)
 
 
-def is_met(found: Found) -> bool:
+def is_met(report: Report) -> bool:
     met = [
-        found[key] >= goal if sign == ">=" else found[key] <= goal
+        report[key] >= goal if sign == ">=" else report[key] <= goal
         for key, (sign, goal) in GOALS.items()
-        if key in found
+        if key in report
     ]
-    return all(met) and all(found[f"caught_{kind}"] == found["rounds"] for kind in CAUGHT)
+    return all(met) and all(report[f"caught_{kind}"] == report["rounds"] for kind in CAUGHT)
 
 
-def show(found: Found) -> None:
-    print(f"{found['gpu']}, {found['sms']} SMs, CUDA {found['cuda']}, {found['date']}")
+def show(report: Report) -> None:
+    print(f"{report['gpu']}, {report['sms']} SMs, CUDA {report['cuda']}, {report['date']}")
     print(f"{'name':22}{'ours':>12}{'reference':>12}{'ratio':>8}{'goal':>10}")
     units = {"hbm": "GB/s", "h2d": "GB/s", "d2h": "GB/s", "mma": "TFLOP/s"}
     for name, unit in units.items():
         goal = " ".join(map(str, GOALS[f"{name}_ratio"]))
-        reference, ratio = found.get(f"{name}_reference", "-"), found.get(f"{name}_ratio", "-")
-        print(f"{f'{name}, {unit}':22}{found[f'{name}_ours']:>12}{reference:>12}{ratio:>8}{goal:>10}")
-    print(f"{'boot-quick, s':22}{found['boot_quick_seconds']:>12}{'-':>12}{'-':>8}{'<= 30':>10}")
+        reference, ratio = report.get(f"{name}_reference", "-"), report.get(f"{name}_ratio", "-")
+        print(f"{f'{name}, {unit}':22}{report[f'{name}_ours']:>12}{reference:>12}{ratio:>8}{goal:>10}")
+    print(f"{'boot-quick, s':22}{report['boot_quick_seconds']:>12}{'-':>12}{'-':>8}{'<= 30':>10}")
     for kind in CAUGHT:
-        print(f"{f'caught: {kind}':22}{found[f'caught_{kind}']:>12}{found['rounds']:>12}{'-':>8}{'all':>10}")
-    if "mma_missing" in found:
-        print(found["mma_missing"])
+        print(
+            f"{f'caught: {kind}':22}{report[f'caught_{kind}']:>12}{report['rounds']:>12}{'-':>8}{'all':>10}"
+        )
+    if "mma_missing" in report:
+        print(report["mma_missing"])
 
 
 def main() -> int:
@@ -313,12 +315,12 @@ def main() -> int:
         if options.json:
             print(json.dumps({"gpu": None, "reason": error.message}))
         return NO_GPU
-    found = measure(driver, devices, options.rounds)
+    report = measure(driver, devices, options.rounds)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
-        show(found)
-    return 0 if is_met(found) else 1
+        show(report)
+    return 0 if is_met(report) else 1
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class StandIn:
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of a program that is to find these GPUs."""
-        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        return {**kept, "LD_LIBRARY_PATH": os.fspath(self.libraries), "LC_ALL": "C.UTF-8"}
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        return {**inherited, "LD_LIBRARY_PATH": os.fspath(self.libraries), "LC_ALL": "C.UTF-8"}
 
     def script(self, *rules: str) -> None:
         """Let things go wrong from now on, by the lines that cuda.c knows."""
@@ -92,17 +92,17 @@ def machine(directory: Path, libraries: Path, count: int = 2, model: str = "H100
         "compute_capability": "9.0",
     }
     gpus = tuple(replace(gpu, **made_up) for gpu in evidence.gpus[:count])
-    made = StandIn(directory, tuple(gpu.uuid for gpu in gpus))
-    made.libraries.mkdir(parents=True)
+    stand_in = StandIn(directory, tuple(gpu.uuid for gpu in gpus))
+    stand_in.libraries.mkdir(parents=True)
     for name in LIBRARIES.values():
-        os.link(libraries / name, made.libraries / name)
-    log = made.root / "dev/kmsg"
+        os.link(libraries / name, stand_in.libraries / name)
+    log = stand_in.root / "dev/kmsg"
     lines = [f"gpu {gpu.uuid} {gpu.pci[4:].lower()} {SMS} 9 0 {MIB}" for gpu in gpus]
-    (made.libraries / "cuda.txt").write_text("\n".join([*lines, f"kmsg {log}", ""]), encoding="utf-8")
+    (stand_in.libraries / "cuda.txt").write_text("\n".join([*lines, f"kmsg {log}", ""]), encoding="utf-8")
     driver = evidence.before.machine.driver_loaded
-    made.answer(answers(gpus, driver))
-    _tree(made.root, gpus, driver)
-    return made
+    stand_in.answer(answers(gpus, driver))
+    _tree(stand_in.root, gpus, driver)
+    return stand_in
 
 
 def answers(gpus: Sequence[Gpu], driver: str) -> Iterator[Record]:
@@ -136,10 +136,10 @@ def _line(record: Record) -> str:
         kind = int(out.get("type", 1)).to_bytes(4, "little").hex()
         outputs = [("3", kind), ("4", out["bytes"])] if out else []
     else:
-        outputs = [(str(one["at"]), one["bytes"] or "-") for one in out.values()]
+        outputs = [(str(output["at"]), output["bytes"] or "-") for output in out.values()]
     code = {nvml_answers.HUNG: HANGS}.get(record["code"], record["code"])
-    words = [record["call"], gpu, record.get("peer", -1), len(record["numbers"]), *record["numbers"], code]
-    return " ".join(str(word) for word in [*words, len(outputs), *(w for pair in outputs for w in pair)])
+    fields = [record["call"], gpu, record.get("peer", -1), len(record["numbers"]), *record["numbers"], code]
+    return " ".join(str(word) for word in [*fields, len(outputs), *(w for pair in outputs for w in pair)])
 
 
 def _tree(root: Path, gpus: Sequence[Gpu], driver: str) -> None:
@@ -163,8 +163,8 @@ def _tree(root: Path, gpus: Sequence[Gpu], driver: str) -> None:
     }
     for gpu in gpus:
         device = f"sys/bus/pci/devices/{gpu.pci[4:].lower()}"
-        known = {"vendor": "0x10de", "class": "0x030200", "device": "0x2330", "numa_node": "0"}
-        files |= {f"{device}/{name}": f"{value}\n" for name, value in known.items()}
+        attributes = {"vendor": "0x10de", "class": "0x030200", "device": "0x2330", "numa_node": "0"}
+        files |= {f"{device}/{name}": f"{value}\n" for name, value in attributes.items()}
         files[f"dev/nvidia{gpu.index}"] = ""
     for name, text in files.items():
         path = root / name

@@ -130,7 +130,7 @@ def test_every_drill_is_noticed(learned: Learned) -> None:
 
 
 def test_assumptions_hold_on_a_healthy_machine(learned: Learned) -> None:
-    found = [row for row in rows(Contact(learned.out)) if not any(word in row.what for word in SPEEDS)]
+    found = [row for row in rows(Contact(learned.out)) if not any(word in row.subject for word in SPEEDS)]
     assert len(found) > 20
     assert [row for row in found if row.holds is not True] == []
 
@@ -200,7 +200,7 @@ def test_what_is_wrong_is_noticed_and_costs_no_other_step(libraries: Path, tmp_p
     assert found.status == 0, found.said
     contact = Contact(found.out)
     assert "wrong answers: kat.ffma" in list(contact.doubts())
-    bad = {row.what for row in rows(contact) if row.holds is False}
+    bad = {row.subject for row in rows(contact) if row.holds is False}
     assert {"kat.ffma: the host's answers", "every SM gets a block"} <= bad
     spread = {(one["gpu"], one["id"]): one for one in found.result("spread")["spread"]}
     first, second = machine.gpus

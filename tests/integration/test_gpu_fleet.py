@@ -50,7 +50,7 @@ BAD = {
     "fails": ("measured(); sys.exit('FAILED: gpu.cuda')", "error: exit status 1: FAILED: gpu.cuda"),
     "fails after its summary": (
         "measured(); summary(); sys.exit(1)",
-        "error: exit status 1: it said nothing",
+        "error: exit status 1: (no output)",
     ),
     "prints rubbish": (
         "print('Segmentation fault'); measured(); summary()",
@@ -59,7 +59,7 @@ BAD = {
     "speaks of another": ("uuid = 'GPU-other'; measured(); summary()", "error: line 1 is not a worker's"),
     "says nothing": ("pass", "error: it ended without a summary"),
     "forgets its summary": ("measured()", "error: it ended without a summary"),
-    "floods": ("measured()\nwhile True: print('x' * 65536)", "error: it said more than"),
+    "floods": ("measured()\nwhile True: print('x' * 65536)", "error: more than"),
 }
 # Odd, and no fault.
 LOUD = "for _ in range(99): print('x' * 65536, file=sys.stderr)\nmeasured(); summary()"

@@ -94,8 +94,8 @@ def test_too_few_runs_or_too_wide_a_spread_make_no_floor(values: list[float], tm
 
 def test_a_floor_that_was_assumed_too_high_is_marked(tmp_path: Path) -> None:
     found = contact(tmp_path, {"bw.hbm": [12.0] * 10})
-    row = next(row for row in rows(found) if row.what == f"{SIZE}: bw.hbm, GB/s")
-    assert row.holds is False and "lowest 12" in row.seen
+    row = next(row for row in rows(found) if row.subject == f"{SIZE}: bw.hbm, GB/s")
+    assert row.holds is False and "lowest 12" in row.measured
     assert f"| {SIZE}: bw.hbm, GB/s |" in table(found) and "**differs**" in table(found)
 
 

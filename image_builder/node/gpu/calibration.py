@@ -33,5 +33,5 @@ def read(value: Any) -> Calibration:
 
 def is_on_record(records: Iterable[Calibration], size: str, driver: str, program: str) -> bool:
     """Tell whether one of the records is about machines of this size, with this driver and program."""
-    wanted = (size.lower(), driver, program)
-    return any((one.size.lower(), one.driver, one.agent) == wanted for one in records)
+    machine = (size.lower(), driver, program)
+    return any((record.size.lower(), record.driver, record.agent) == machine for record in records)

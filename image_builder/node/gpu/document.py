@@ -11,7 +11,7 @@ from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
 from image_builder.node.gpu.model import Check, Gpu, Seen, Tier, Verdict, Worker, Xid
 
 SCHEMA_VERSION = "1.0"
-_TOLD = ("fail", "error", "warn", "skip")
+_REPORTED = ("fail", "error", "warn", "skip")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Run:
     seed: int
 
 
-def document(run: Run, evidence: Evidence, checks: Sequence[Check], found: Verdict) -> dict[str, Any]:
+def document(run: Run, evidence: Evidence, checks: Sequence[Check], verdict: Verdict) -> dict[str, Any]:
     """Return the whole document."""
     return {
         **_head(run, evidence.before.machine.boot_id),
@@ -44,11 +44,11 @@ def document(run: Run, evidence: Evidence, checks: Sequence[Check], found: Verdi
         "checks": [_check(check) for check in checks],
         "xids": _xids(evidence, evidence.latest),
         "coverage": _coverage(evidence.workers),
-        "verdict": _verdict(found),
+        "verdict": _verdict(verdict),
     }
 
 
-def bare(run: Run, boot_id: str, found: Verdict) -> dict[str, Any]:
+def bare(run: Run, boot_id: str, verdict: Verdict) -> dict[str, Any]:
     """Return the document of a run that has no evidence: bad settings, or it didn't end."""
     return {
         **_head(run, boot_id),
@@ -59,7 +59,7 @@ def bare(run: Run, boot_id: str, found: Verdict) -> dict[str, Any]:
         "checks": [],
         "xids": [],
         "coverage": _coverage(()),
-        "verdict": _verdict(found),
+        "verdict": _verdict(verdict),
     }
 
 
@@ -132,7 +132,7 @@ def _check(check: Check) -> dict[str, Any]:
     }
 
 
-def _xids(evidence: Evidence, seen: Seen) -> list[dict[str, Any]]:
+def _xids(evidence: Evidence, node: Seen) -> list[dict[str, Any]]:
     return [
         {
             "xid": xid.number,
@@ -142,7 +142,7 @@ def _xids(evidence: Evidence, seen: Seen) -> list[dict[str, Any]]:
             "during_test": xids.is_during(xid, evidence.began_us),
             "raw": xid.raw,
         }
-        for xid in seen.xids
+        for xid in node.xids
     ]
 
 
@@ -164,52 +164,55 @@ def _coverage(workers: Sequence[Worker]) -> dict[str, Any]:
     }
 
 
-def _verdict(found: Verdict) -> dict[str, Any]:
+def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
-        "status": found.status,
-        "exit_code": found.exit_code,
-        "action": found.action,
-        "retry_after_reboot": found.retry_after_reboot,
-        "reason_code": found.code,
-        "summary": found.summary,
+        "status": verdict.status,
+        "exit_code": verdict.exit_code,
+        "action": verdict.action,
+        "retry_after_reboot": verdict.retry_after_reboot,
+        "reason_code": verdict.code,
+        "summary": verdict.summary,
     }
 
 
-def text(made: dict[str, Any]) -> str:
+def text(document: dict[str, Any]) -> str:
     """Return what people are told: every GPU, every check that isn't a plain pass, and the verdict."""
-    return "\n".join([*_gpu_lines(made), *_check_lines(made), *_verdict_lines(made["verdict"])]) + "\n"
+    return (
+        "\n".join([*_gpu_lines(document), *_check_lines(document), *_verdict_lines(document["verdict"])])
+        + "\n"
+    )
 
 
-def _gpu_lines(made: dict[str, Any]) -> Iterable[str]:
-    node = made["node"]
+def _gpu_lines(document: dict[str, Any]) -> Iterable[str]:
+    node = document["node"]
     if node:
-        loaded = made["driver"]["loaded"] or "none"
+        loaded = document["driver"]["loaded"] or "none"
         yield f"{node['vm_size'] or 'unknown size'}, kernel {node['kernel']}, driver {loaded}"
-    for gpu in made["gpus"]:
+    for gpu in document["gpus"]:
         yield f"GPU {gpu['index']}  {gpu['name']}  {gpu['pci']}  {gpu['uuid']}"
 
 
-def _check_lines(made: dict[str, Any]) -> Iterable[str]:
+def _check_lines(document: dict[str, Any]) -> Iterable[str]:
     """Yield a line for each reason: many checks can have the same one, of many GPUs."""
-    numbers = {gpu["uuid"]: str(gpu["index"]) for gpu in made["gpus"]}
+    numbers = {gpu["uuid"]: str(gpu["index"]) for gpu in document["gpus"]}
     lines: dict[tuple[str, str, str], tuple[dict[str, None], dict[str, None]]] = {}
-    for check in made["checks"]:
+    for check in document["checks"]:
         if check["status"] != "pass" and check["reason_code"] != NOT_APPLICABLE:
             key = (check["status"], check["reason_code"], check["detail"])
             names, gpus = lines.setdefault(key, ({}, {}))
             names[check["id"]] = None
             if check["gpu_uuid"]:
                 gpus[numbers.get(check["gpu_uuid"], check["gpu_uuid"])] = None
-    for status in _TOLD:
+    for status in _REPORTED:
         for (its, code, detail), (names, gpus) in lines.items():
             if its == status:
                 where = f" on GPU {', '.join(gpus)}" if gpus else ""
                 yield f"{status.upper():5} {', '.join(names)}{where}: {code}{': ' if detail else ''}{detail}"
-    passed = sum(check["status"] == "pass" for check in made["checks"])
-    if made["checks"]:
-        yield f"{passed} of {len(made['checks'])} checks passed"
+    passed = sum(check["status"] == "pass" for check in document["checks"])
+    if document["checks"]:
+        yield f"{passed} of {len(document['checks'])} checks passed"
 
 
-def _verdict_lines(found: dict[str, Any]) -> Iterable[str]:
-    action = f", {found['action']}" if found["action"] != "none" else ""
-    yield f"{found['status']} (exit {found['exit_code']}{action}): {found['summary']}"
+def _verdict_lines(verdict: dict[str, Any]) -> Iterable[str]:
+    action = f", {verdict['action']}" if verdict["action"] != "none" else ""
+    yield f"{verdict['status']} (exit {verdict['exit_code']}{action}): {verdict['summary']}"

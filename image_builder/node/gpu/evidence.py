@@ -82,15 +82,15 @@ class Evidence:
 
     def measurements(self, id: str, uuid: str) -> list[Measurement]:
         worker = self.worker(uuid)
-        return [one for one in worker.measurements if one.id == id] if worker else []
+        return [measurement for measurement in worker.measurements if measurement.id == id] if worker else []
 
     @property
     def load_seconds(self) -> float:
         """Return how long the load took, by the last look at it; 0 where nobody looked."""
-        return max((one.seconds for one in self.samples), default=0.0)
+        return max((sample.seconds for sample in self.samples), default=0.0)
 
     def samples_of(self, uuid: str) -> list[Sample]:
-        return [one for one in self.samples if one.gpu == uuid]
+        return [sample for sample in self.samples if sample.gpu == uuid]
 
 
 def good(gpu: str = "", detail: str = "", **more: Any) -> Check:

@@ -89,10 +89,10 @@ def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
 def driver_version(text: str) -> tuple[str, str]:
     """Return version and flavour of the loaded driver, from /proc/driver/nvidia/version; empty where it has none."""
     line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
-    found = _VERSION.search(line)
-    if not found:
+    version = _VERSION.search(line)
+    if not version:
         return "", ""
-    return found[1], "open" if "Open Kernel Module" in line else "proprietary"
+    return version[1], "open" if "Open Kernel Module" in line else "proprietary"
 
 
 def boot_id(proc: Path) -> str:
@@ -109,12 +109,12 @@ def modules(sys: Path) -> dict[str, str]:
 
 def pci_gpus(sys: Path) -> tuple[PciGpu, ...]:
     """Return NVIDIA's GPUs on the PCI bus, whether a driver has them or not."""
-    found = []
+    gpus = []
     for path in sorted((sys / "bus/pci/devices").glob("*")):
         if _text(path / "vendor") == _VENDOR and _text(path / "class")[:6] in _GPU_CLASSES:
             driver = (path / "driver").resolve().name if (path / "driver").exists() else ""
-            found.append(PciGpu(path.name, _text(path / "device").removeprefix("0x"), driver))
-    return tuple(found)
+            gpus.append(PciGpu(path.name, _text(path / "device").removeprefix("0x"), driver))
+    return tuple(gpus)
 
 
 def library_version(root: Path, file: str) -> str:
@@ -122,8 +122,8 @@ def library_version(root: Path, file: str) -> str:
     for directory in LIBRARY_DIRECTORIES:
         path = root / directory / file
         if path.exists():
-            found = _VERSION.search(path.resolve().name)
-            return found[1] if found else ""
+            version = _VERSION.search(path.resolve().name)
+            return version[1] if version else ""
     return ""
 
 
@@ -131,10 +131,10 @@ def _fabric_manager_version(root: Path) -> str:
     if not (root / _FABRIC_MANAGER).exists():
         return ""
     try:
-        found = _VERSION.search(programs.run([str(root / _FABRIC_MANAGER), "--version"], timeout=10).stdout)
+        version = _VERSION.search(programs.run([str(root / _FABRIC_MANAGER), "--version"], timeout=10).stdout)
     except ProgramError:
         return "unknown"
-    return found[1] if found else "unknown"
+    return version[1] if version else "unknown"
 
 
 def _unit_state(unit: str) -> str:
@@ -163,10 +163,10 @@ def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
 
 def ports(sys: Path) -> tuple[Port, ...]:
     """Return the ports of InfiniBand devices, those of their Ethernet kind too (``layer`` tells)."""
-    found = []
+    ports = []
     for path in sorted((sys / "class/infiniband").glob("*/ports/*")):
         rate = re.match(r"\d+", _text(path / "rate"))
-        found.append(
+        ports.append(
             Port(
                 device=path.parent.parent.name,
                 number=int(path.name),
@@ -176,7 +176,7 @@ def ports(sys: Path) -> tuple[Port, ...]:
                 layer=_text(path / "link_layer"),
             )
         )
-    return tuple(found)
+    return tuple(ports)
 
 
 def local_nvme(sys: Path) -> int:
@@ -186,8 +186,8 @@ def local_nvme(sys: Path) -> int:
 
 def memory_bytes(meminfo: str) -> int:
     """Return the machine's memory as the kernel sees it, 0 where it doesn't tell."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    total = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(total[1]) * 1024 if total else 0
 
 
 def process_name(proc: Path, pid: int) -> str:
@@ -207,12 +207,12 @@ def read_xids(boot: str) -> tuple[Xid, ...]:
 
 def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
     """Return the platform's answer, asked once a boot; empty where it gives none."""
-    kept = places.run / "imds.json"
+    cache = places.run / "imds.json"
     boot = boot_id(places.proc)
     try:
-        found: dict[str, Any] = json.loads(kept.read_bytes())
-        if found.get("boot_id") == boot and isinstance(found.get("compute"), dict):
-            return dict(found["compute"])
+        answers: dict[str, Any] = json.loads(cache.read_bytes())
+        if answers.get("boot_id") == boot and isinstance(answers.get("compute"), dict):
+            return dict(answers["compute"])
     except (OSError, ValueError, AttributeError):
         pass
     try:
@@ -220,19 +220,19 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     few = {key: answer[key] for key in ("vmSize", "vmId", "zone") if isinstance(answer.get(key), str)}
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    draft = kept.with_name(".imds.json.new")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    draft = cache.with_name(".imds.json.new")
     draft.write_text(json.dumps({"boot_id": boot, "compute": few}) + "\n", encoding="utf-8")
-    draft.replace(kept)
+    draft.replace(cache)
     return few
 
 
 def ask_imds() -> Mapping[str, Any]:
     """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
-    found = json.loads(imds.answer(_IMDS_PATH, PLATFORM_SECONDS).body)
-    if not isinstance(found, dict):
+    answer = json.loads(imds.answer(_IMDS_PATH, PLATFORM_SECONDS).body)
+    if not isinstance(answer, dict):
         raise ValueError("the metadata service's answer is no object")
-    return found
+    return answer
 
 
 def _text(path: Path) -> str:

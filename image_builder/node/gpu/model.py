@@ -291,8 +291,8 @@ def as_json(value: Any) -> dict[str, Any]:
 
 def from_json(kind: type[T], value: Any) -> T:
     """Return the dataclass that JSON stands for. Raises ValueError that names the field which doesn't fit."""
-    made = _decode(kind, value, kind.__name__)
-    return typing.cast(T, made)
+    decoded = _decode(kind, value, kind.__name__)
+    return typing.cast(T, decoded)
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
@@ -330,11 +330,13 @@ def _decode_first(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     _fitting(value, isinstance(value, dict), where, "an object")
     hints = typing.get_type_hints(kind)
-    known = {one.name: one for one in fields(kind)}
-    unknown = sorted(set(value) - set(known))
+    known_fields = {item.name: item for item in fields(kind)}
+    unknown = sorted(set(value) - set(known_fields))
     if unknown:
         raise ValueError(f"{where}: there is no {', '.join(unknown)}")
-    needed = [n for n, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    needed = [
+        n for n, item in known_fields.items() if item.default is MISSING and item.default_factory is MISSING
+    ]
     absent = [name for name in needed if name not in value]
     if absent:
         raise ValueError(f"{where}: {', '.join(absent)} is missing")
@@ -345,7 +347,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fitting(value: Any, is_fit: bool, where: str, wanted: str) -> Any:
+def _fitting(value: Any, is_fit: bool, where: str, expected: str) -> Any:
     if not is_fit:
-        raise ValueError(f"{where}: {value!r} is not {wanted}")
+        raise ValueError(f"{where}: {value!r} is not {expected}")
     return value

@@ -98,30 +98,30 @@ def handle_of(library: Library, index: int) -> c_void_p:
 
 def read_gpu(library: Library, handle: c_void_p, index: int) -> Gpu:
     """Return all that is asked of a GPU. Raises NvmlError where it can't even tell its UUID and address."""
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         "uuid": library.text("nvmlDeviceGetUUID", handle),
         "pci": _pci(library, handle)["pci"],
     }
     missing: dict[str, str] = {}
     for names, reader in READERS:
         try:
-            known |= reader(library, handle)
+            values |= reader(library, handle)
         except NvmlError as error:
-            missing |= dict.fromkeys((name for name in names if name not in known), error.reason)
+            missing |= dict.fromkeys((name for name in names if name not in values), error.reason)
     fields, unread = _fields(library, handle)
-    return Gpu(index=index, **known, **fields, missing=missing | unread)
+    return Gpu(index=index, **values, **fields, missing=missing | unread)
 
 
 def sample(library: Library, handle: c_void_p, gpu: str, seconds: float) -> Sample:
     """Return one look at a GPU under load; what can't be read is None."""
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for _, reader in UNDER_LOAD:
         try:
-            known |= reader(library, handle)
+            values |= reader(library, handle)
         except NvmlError:
             continue
     names = Sample.__dataclass_fields__
-    return Sample(gpu=gpu, seconds=seconds, **{key: value for key, value in known.items() if key in names})
+    return Sample(gpu=gpu, seconds=seconds, **{key: value for key, value in values.items() if key in names})
 
 
 def _pci(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -160,11 +160,11 @@ def _memory(library: Library, handle: c_void_p) -> dict[str, Any]:
         return {"memory_total_bytes": int(old.total), "memory_used_bytes": int(old.used)}
 
 
-def _pair(one: str, other: str, function: str) -> Reader:
+def _pair(current_key: str, pending_key: str, function: str) -> Reader:
     def read(library: Library, handle: c_void_p) -> dict[str, Any]:
         current, pending = c_uint(), c_uint()
         library.call(function, handle, byref(current), byref(pending))
-        return {one: current.value != 0, other: pending.value != 0}
+        return {current_key: current.value != 0, pending_key: pending.value != 0}
 
     return read
 
@@ -188,15 +188,15 @@ def _remapped(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _histogram(library: Library, handle: c_void_p) -> dict[str, Any]:
-    made = RowHistogram()
-    library.call("nvmlDeviceGetRowRemapperHistogram", handle, byref(made))
-    return {"remap_histogram": tuple(int(getattr(made, name)) for name, _ in RowHistogram._fields_)}
+    histogram = RowHistogram()
+    library.call("nvmlDeviceGetRowRemapperHistogram", handle, byref(histogram))
+    return {"remap_histogram": tuple(int(getattr(histogram, name)) for name, _ in RowHistogram._fields_)}
 
 
 def _unrepairable(library: Library, handle: c_void_p) -> dict[str, Any]:
-    made = versioned(UnrepairableMemory, 1)
-    library.call("nvmlDeviceGetUnrepairableMemoryFlag_v1", handle, byref(made))
-    return {"unrepairable_memory": made.unrepairableMemory != 0}
+    flag = versioned(UnrepairableMemory, 1)
+    library.call("nvmlDeviceGetUnrepairableMemoryFlag_v1", handle, byref(flag))
+    return {"unrepairable_memory": flag.unrepairableMemory != 0}
 
 
 def _inforom(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -260,65 +260,65 @@ def _throttle(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _margin(library: Library, handle: c_void_p) -> dict[str, Any]:
-    made = versioned(MarginTemperature, 1)
-    library.call("nvmlDeviceGetMarginTemperature", handle, byref(made))
-    return {"temperature_margin_c": int(made.marginTemperature)}
+    margin = versioned(MarginTemperature, 1)
+    library.call("nvmlDeviceGetMarginTemperature", handle, byref(margin))
+    return {"temperature_margin_c": int(margin.marginTemperature)}
 
 
 def _utilization(library: Library, handle: c_void_p) -> dict[str, Any]:
-    made = Utilization()
-    library.call("nvmlDeviceGetUtilizationRates", handle, byref(made))
-    return {"utilization_percent": int(made.gpu)}
+    rates = Utilization()
+    library.call("nvmlDeviceGetUtilizationRates", handle, byref(rates))
+    return {"utilization_percent": int(rates.gpu)}
 
 
 def _processes(library: Library, handle: c_void_p) -> dict[str, Any]:
-    function, count, found = "nvmlDeviceGetComputeRunningProcesses_v3", c_uint(64), (ProcessInfo * 64)()
+    function, count, entries = "nvmlDeviceGetComputeRunningProcesses_v3", c_uint(64), (ProcessInfo * 64)()
     try:
-        library.call(function, handle, byref(count), found)
+        library.call(function, handle, byref(count), entries)
     except NvmlError as error:
         if error.code != INSUFFICIENT_SIZE:
             raise
         count = c_uint(count.value * 2 + 5)  # others may come while we ask
-        found = (ProcessInfo * count.value)()
-        library.call(function, handle, byref(count), found)
+        entries = (ProcessInfo * count.value)()
+        library.call(function, handle, byref(count), entries)
     return {
         "processes": tuple(
-            Process(int(one.pid), None if one.usedGpuMemory == _NO_VALUE else int(one.usedGpuMemory))
-            for one in found[: count.value]
+            Process(int(entry.pid), None if entry.usedGpuMemory == _NO_VALUE else int(entry.usedGpuMemory))
+            for entry in entries[: count.value]
         )
     }
 
 
 def _fields(library: Library, handle: c_void_p) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what only field values tell; each has its own error. The second half is for ``Gpu.missing``."""
-    wanted = {
+    field_ids = {
         "retired_single_bit": FI_RETIRED_SBE,
         "retired_double_bit": FI_RETIRED_DBE,
         "retired_pending": FI_RETIRED_PENDING,
         "recovery_action": FI_RECOVERY_ACTION,
     }
-    asked = (FieldValue * len(wanted))(*[FieldValue(fieldId=number) for number in wanted.values()])
+    requests = (FieldValue * len(field_ids))(*[FieldValue(fieldId=number) for number in field_ids.values()])
     try:
-        library.call("nvmlDeviceGetFieldValues", handle, c_int(len(wanted)), asked)
+        library.call("nvmlDeviceGetFieldValues", handle, c_int(len(field_ids)), requests)
     except NvmlError as error:
-        return {}, dict.fromkeys(wanted, error.reason)
-    known: dict[str, Any] = {}
+        return {}, dict.fromkeys(field_ids, error.reason)
+    values: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name, answer in zip(wanted, asked, strict=True):
+    for name, answer in zip(field_ids, requests, strict=True):
         if answer.nvmlReturn != SUCCESS:
             # A field that this driver has never heard of is an invalid argument to it.
             unheard = answer.nvmlReturn == INVALID_ARGUMENT
             code = NOT_SUPPORTED if unheard else answer.nvmlReturn
             missing[name] = NvmlError("nvmlDeviceGetFieldValues", code).reason
         else:
-            known[name] = int(getattr(answer.value, _VALUES.get(answer.valueType, "ullVal")))
-    if "retired_pending" in known:
-        known["retired_pending"] = known["retired_pending"] != 0
-    if "recovery_action" in known:
-        number = known["recovery_action"]
+            values[name] = int(getattr(answer.value, _VALUES.get(answer.valueType, "ullVal")))
+    if "retired_pending" in values:
+        values["retired_pending"] = values["retired_pending"] != 0
+    if "recovery_action" in values:
+        number = values["recovery_action"]
         is_known = number < len(RECOVERY_ACTIONS)
-        known["recovery_action"] = RECOVERY_ACTIONS[number] if is_known else f"action {number}"
-    return known, missing
+        values["recovery_action"] = RECOVERY_ACTIONS[number] if is_known else f"action {number}"
+    return values, missing
 
 
 _ECC = "nvmlDeviceGetTotalEccErrors"

@@ -103,8 +103,8 @@ class Table:
 
     def find(self, size: str) -> tuple[Size, GpuModel] | None:
         """Return a size and its part, None where the table has no such size."""
-        found = self.sizes.get(size.lower())
-        return (found, self.gpus[found.gpu]) if found else None
+        entry = self.sizes.get(size.lower())
+        return (entry, self.gpus[entry.gpu]) if entry else None
 
 
 OVERRIDABLE = ("h2d_floor_gbps", "d2h_floor_gbps", "hbm_floor_gbps", "p2p_floor_gbps", "mma_reference_tflops")
@@ -115,37 +115,39 @@ def load() -> Table:
     return parse(json.loads(pkgutil.get_data(__package__, "sizes.json") or b"{}"))
 
 
-def parse(found: Any) -> Table:
+def parse(document: Any) -> Table:
     """Return a table; raises NodeError (``gpu.sizes``) with all that is wrong with it at once."""
     problems: list[str] = []
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise NodeError("gpu.sizes", "sizes.json holds no object")
-    unknown = sorted(set(found) - {"format", "version", "about", "gpus", "sizes"})
+    unknown = sorted(set(document) - {"format", "version", "about", "gpus", "sizes"})
     problems += [f"{name}: there is no such key" for name in unknown]
-    if found.get("format") != FORMAT:
-        problems.append(f"format: {found.get('format')!r} is not {FORMAT}")
-    if not isinstance(found.get("version"), str) or not found["version"]:
+    if document.get("format") != FORMAT:
+        problems.append(f"format: {document.get('format')!r} is not {FORMAT}")
+    if not isinstance(document.get("version"), str) or not document["version"]:
         problems.append("version: missing")
-    gpus = {k: _read(GpuModel, v, f"gpus.{k}", problems) for k, v in _objects(found, "gpus", problems)}
+    gpus = {k: _read(GpuModel, v, f"gpus.{k}", problems) for k, v in _objects(document, "gpus", problems)}
     sizes = {
         k.lower(): _read(Size, {"name": k, **v}, f"sizes.{k}", problems)
-        for k, v in _objects(found, "sizes", problems)
+        for k, v in _objects(document, "sizes", problems)
     }
-    known = {k: v for k, v in gpus.items() if v}
-    for gpu_name, gpu in known.items():
+    models = {k: v for k, v in gpus.items() if v}
+    for gpu_name, gpu in models.items():
         problems += [f"gpus.{gpu_name}.{problem}" for problem in model_problems(gpu)]
     for size in sizes.values():
         if size and size.gpu not in gpus:
             problems.append(f"sizes.{size.name}.gpu: there is no {size.gpu!r}")
-        elif size and size.gpu in known:
-            problems += [f"sizes.{size.name}.{problem}" for problem in size_problems(size, known[size.gpu])]
+        elif size and size.gpu in models:
+            problems += [f"sizes.{size.name}.{problem}" for problem in size_problems(size, models[size.gpu])]
     if problems:
         raise NodeError("gpu.sizes", "sizes.json: " + "; ".join(problems))
-    return Table(found["version"], known, {k: v for k, v in sizes.items() if v})
+    return Table(document["version"], models, {k: v for k, v in sizes.items() if v})
 
 
-def _objects(found: Mapping[str, Any], key: str, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    group = found.get(key)
+def _objects(
+    document: Mapping[str, Any], key: str, problems: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    group = document.get(key)
     if not isinstance(group, dict) or not group:
         problems.append(f"{key}: missing or no object")
         return
@@ -158,19 +160,19 @@ def _objects(found: Mapping[str, Any], key: str, problems: list[str]) -> Iterato
 
 def _read(kind: Callable[..., Any], raw: Mapping[str, Any], where: str, problems: list[str]) -> Any:
     """Return a GpuModel or Size, None where it can't be made; what is wrong goes to ``problems``."""
-    wanted = {one.name: str(one.type) for one in fields(kind) if one.default is MISSING}  # type: ignore[arg-type]
+    types = {field.name: str(field.type) for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
     value = {"source" if key == "from" else key: item for key, item in raw.items()}
-    wrong = [f"{where}.{key}: there is no such key" for key in sorted(set(value) - set(wanted))]
-    wrong += [f"{where}.{key}: missing" for key in wanted if key not in value]
-    made: dict[str, Any] = {}
-    for key, type_name in wanted.items():
+    wrong = [f"{where}.{key}: there is no such key" for key in sorted(set(value) - set(types))]
+    wrong += [f"{where}.{key}: missing" for key in types if key not in value]
+    values: dict[str, Any] = {}
+    for key, type_name in types.items():
         if key in value:
             try:
-                made[key] = _typed(value[key], type_name)
+                values[key] = _typed(value[key], type_name)
             except ValueError as error:
                 wrong.append(f"{where}.{key}: {error}")
     problems += wrong
-    return None if wrong else kind(**made)
+    return None if wrong else kind(**values)
 
 
 def _typed(value: Any, type_name: str) -> Any:
@@ -222,7 +224,7 @@ def model_problems(gpu: GpuModel) -> list[str]:
             else True
         ),
     }
-    wrong += [words for words, is_kept in rules.items() if not is_kept]
+    wrong += [problem for problem, is_kept in rules.items() if not is_kept]
     if gpu.mma_reference_tflops:
         wrong += _floor_problem("mma_reference_tflops", gpu.mma_reference_tflops, gpu.mma_fp16_peak_tflops)
     return wrong
@@ -247,7 +249,7 @@ def size_problems(size: Size, gpu: GpuModel) -> list[str]:
         "retired: no date": bool(re.fullmatch(r"(\d{4}-\d\d-\d\d)?", size.retired)),
         "from: nothing says where these are from": bool(size.source.strip()),
     }
-    wrong += [words for words, is_kept in rules.items() if not is_kept]
+    wrong += [problem for problem, is_kept in rules.items() if not is_kept]
     peaks = floor_peaks(size, gpu)
     for key in OVERRIDABLE[:-1]:
         floor = getattr(size, key)

@@ -34,33 +34,33 @@ _SUMMARY = 200
 def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
     """Return what follows: the worst failure, then what could not be made, then a pass."""
     failed = [check for check in checks if check.status == "fail"]
-    by_code = {code: [one for one in failed if _OF_ACTION.get(one.action) == code] for code in _ORDER}
+    by_code = {code: [check for check in failed if _OF_ACTION.get(check.action) == code] for code in _ORDER}
     for code in _ORDER:
         if by_code[code]:
-            return _made("fail", code, _ACTIONS[code], by_code[code], len(failed))
+            return _verdict("fail", code, _ACTIONS[code], by_code[code], len(failed))
     if failed:  # a failure without an action is still one
-        return _made("fail", HARDWARE, "replace", failed, len(failed))
+        return _verdict("fail", HARDWARE, "replace", failed, len(failed))
     # What a check needed first, then what was not run because of it.
     gaps = sorted(missing(checks, tier), key=lambda check: check.code == NOT_RUN)
     if gaps:
         # A test that is in doubt itself is the image's matter, and comes before what only could not be made.
         gaps.sort(key=lambda check: check.action != "reimage")
-        return _made("inconclusive", INCONCLUSIVE, gaps[0].action, gaps, len(gaps))
+        return _verdict("inconclusive", INCONCLUSIVE, gaps[0].action, gaps, len(gaps))
     if not checks:
         return Verdict("inconclusive", INCONCLUSIVE, "none", False, "nothing was checked", "not-run")
     warned = sum(check.status == "warn" for check in checks)
-    words = f"{len(checks)} checks" + (f", {warned} of them warn" if warned else "")
-    return Verdict("pass", PASS, "none", False, words)
+    summary = f"{len(checks)} checks" + (f", {warned} of them warn" if warned else "")
+    return Verdict("pass", PASS, "none", False, summary)
 
 
-def _made(
+def _verdict(
     status: Literal["fail", "inconclusive"], code: int, action: Action, worst: Sequence[Check], count: int
 ) -> Verdict:
     first = worst[0]
     where = f" {first.gpu}" if first.gpu else ""
     others = f" (and {count - 1} more)" if count > 1 else ""
-    said = f"{first.id}{where}: {first.detail or first.code}"
+    text = f"{first.id}{where}: {first.detail or first.code}"
     room = _SUMMARY - len(others)
     # A wrong answer is never asked again: the next one may be right by chance.
     again = code == REBOOT
-    return Verdict(status, code, action, again, said[:room] + others, first.code)
+    return Verdict(status, code, action, again, text[:room] + others, first.code)

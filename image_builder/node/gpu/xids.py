@@ -55,14 +55,14 @@ def load() -> Catalogue:
     return parse_catalogue(json.loads(pkgutil.get_data(__package__, "xids.json") or b"{}"))
 
 
-def parse_catalogue(found: Any) -> Catalogue:
+def parse_catalogue(table: Any) -> Catalogue:
     """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, a level that there is not."""
     try:
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']!r} is not {FORMAT}")
-        classes = {name: XidClass(name, **value) for name, value in found["classes"].items()}
+        if table["format"] != FORMAT:
+            raise ValueError(f"format {table['format']!r} is not {FORMAT}")
+        classes = {name: XidClass(name, **value) for name, value in table["classes"].items()}
         xids: dict[int, str] = {}
-        for name, numbers in found["xids"].items():
+        for name, numbers in table["xids"].items():
             for number in numbers:
                 if number in xids or isinstance(number, bool) or not isinstance(number, int):
                     raise ValueError(
@@ -70,14 +70,16 @@ def parse_catalogue(found: Any) -> Catalogue:
                     )
                 xids[number] = name
         wrong = [
-            one.name
-            for one in classes.values()
-            if one.before not in _LEVELS or one.during not in _LEVELS or one.action not in _ACTIONS
+            xid_class.name
+            for xid_class in classes.values()
+            if xid_class.before not in _LEVELS
+            or xid_class.during not in _LEVELS
+            or xid_class.action not in _ACTIONS
         ]
         wrong += sorted(set(xids.values()) - set(classes)) + ([] if "UNKNOWN" in classes else ["UNKNOWN"])
         if wrong:
             raise ValueError(f"classes that are not there or wrong: {', '.join(wrong)}")
-        return Catalogue(str(found["version"]), classes, xids)
+        return Catalogue(str(table["version"]), classes, xids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NodeError("gpu.xids", f"xids.json: {error}") from error
 
@@ -89,7 +91,7 @@ def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
     a line is no entry: a log that can't be read tells nothing.
     """
     boot = boot_id.replace("-", "").lower()
-    found: list[Xid] = []
+    boot_xids: list[Xid] = []
     for line in text.splitlines():
         if not line.strip():
             continue
@@ -98,9 +100,9 @@ def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
             raise ValueError(f"no journal entry: {line[:80]!r}")
         if str(entry.get("_BOOT_ID", "")).lower() != boot:
             continue
-        made = parse_message(_message(entry.get("MESSAGE")), int(entry.get("__MONOTONIC_TIMESTAMP", 0)))
-        found += [made] if made else []
-    return tuple(found)
+        xid = parse_message(_message(entry.get("MESSAGE")), int(entry.get("__MONOTONIC_TIMESTAMP", 0)))
+        boot_xids += [xid] if xid else []
+    return tuple(boot_xids)
 
 
 def parse_message(text: str, monotonic_us: int) -> Xid | None:

@@ -52,7 +52,7 @@ class Contact:
     @cached_property
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Return how each step ended, by its name."""
-        return {one["step"]: one for one in self.summary.get("steps", [])}
+        return {step["step"]: step for step in self.summary.get("steps", [])}
 
     @cached_property
     def machine(self) -> dict[str, Any]:
@@ -91,12 +91,16 @@ class Contact:
 
     def runs(self, name: str) -> dict[str, list[float]]:
         """Return the runs of one measurement that were done, by GPU."""
-        found: dict[str, list[float]] = {}
+        runs: dict[str, list[float]] = {}
         for key in ("workers", "links"):
-            for one in self.measurements("spread", key):
-                if one["id"] == name and one["status"] == "done" and one["measured"] is not None:
-                    found.setdefault(one["gpu"], []).append(one["measured"])
-        return found
+            for measurement in self.measurements("spread", key):
+                if (
+                    measurement["id"] == name
+                    and measurement["status"] == "done"
+                    and measurement["measured"] is not None
+                ):
+                    runs.setdefault(measurement["gpu"], []).append(measurement["measured"])
+        return runs
 
     def doubts(self) -> Iterator[str]:
         """Yield why this machine is no example of a healthy one."""
@@ -104,13 +108,19 @@ class Contact:
             yield "nobody knows the machine's size: give --vm-size"
         if self.summary.get("pace") != 1:
             yield f"the run was shortened (pace {self.summary.get('pace')})"
-        wrong = sorted({one["id"] for one in self.measurements("spread") if one["status"] == "failed"})
+        wrong = sorted(
+            {
+                measurement["id"]
+                for measurement in self.measurements("spread")
+                if measurement["status"] == "failed"
+            }
+        )
         if wrong:
             yield f"wrong answers: {', '.join(wrong)}"
         document = self.result("smoke-full").get("document", {})
-        failed = [one["id"] for one in document.get("checks", []) if one["status"] in ("fail", "error")]
+        failed = [check["id"] for check in document.get("checks", []) if check["status"] in ("fail", "error")]
         # Floors are what this is for.
-        failed = sorted({one for one in failed if not one.startswith(("bw.", "perf."))})
+        failed = sorted({check for check in failed if not check.startswith(("bw.", "perf."))})
         if not document:
             yield "gpu-smoke boot-full left no document"
         elif failed:
@@ -121,9 +131,9 @@ class Contact:
 class Row:
     """One assumption. ``holds`` is None where nothing was seen."""
 
-    what: str
+    subject: str
     assumed: str
-    seen: str
+    measured: str
     holds: bool | None
 
 
@@ -134,19 +144,21 @@ def rows(contact: Contact) -> list[Row]:
 
 def table(contact: Contact) -> str:
     """Return the rows as a page's section."""
-    found = rows(contact)
+    all_rows = rows(contact)
     names = sorted({str(gpu.get("name")) for gpu in contact.gpus}) or ["no GPU"]
-    wrong = sum(row.holds is False for row in found)
-    unseen = sum(row.holds is None for row in found)
+    wrong = sum(row.holds is False for row in all_rows)
+    unseen = sum(row.holds is None for row in all_rows)
     head = (
         f"## {len(contact.gpus)} x {', '.join(names)}, {contact.size or 'a size that nobody knows'}\n\n"
         f"Driver {contact.driver or 'unknown'}, {contact.date}, program {contact.agent}. "
-        f"{len(found)} assumptions: {len(found) - wrong - unseen} hold, **{wrong} don't**, {unseen} were not seen.\n\n"
+        f"{len(all_rows)} assumptions: {len(all_rows) - wrong - unseen} hold, **{wrong} don't**, "
+        f"{unseen} were not seen.\n\n"
         "| what | assumed | seen | |\n| --- | --- | --- | --- |\n"
     )
     marks: dict[bool | None, str] = {True: "holds", False: "**differs**", None: "not seen"}
     return head + "".join(
-        f"| {row.what} | {row.assumed} | {_cell(row.seen)} | {marks[row.holds]} |\n" for row in found
+        f"| {row.subject} | {row.assumed} | {_cell(row.measured)} | {marks[row.holds]} |\n"
+        for row in all_rows
     )
 
 
@@ -155,12 +167,12 @@ def _cell(text: str) -> str:
 
 
 def _steps(contact: Contact) -> Iterator[Row]:
-    for name, one in contact.outcomes.items():
-        if one["state"] in ("done", "planned"):
+    for name, outcome in contact.outcomes.items():
+        if outcome["state"] in ("done", "planned"):
             continue
         # What was skipped was not seen; all else went another way than it should.
-        holds = None if one["state"] in ("skipped", "interrupted") else False
-        yield Row(f"the step `{name}`", "done", f"{one['state']}: {one['why']}", holds)
+        holds = None if outcome["state"] in ("skipped", "interrupted") else False
+        yield Row(f"the step `{name}`", "done", f"{outcome['state']}: {outcome['why']}", holds)
 
 
 def _driver(contact: Contact) -> Iterator[Row]:
@@ -168,12 +180,12 @@ def _driver(contact: Contact) -> Iterator[Row]:
     for gpu in contact.gpus:
         for name, why in gpu.get("missing", {}).items():
             missing.setdefault(why, set()).add(name)
-    seen = "; ".join(f"{why}: {', '.join(sorted(names))}" for why, names in sorted(missing.items()))
+    reasons = "; ".join(f"{why}: {', '.join(sorted(names))}" for why, names in sorted(missing.items()))
     errors = [why for why in missing if why != "not-supported"]
     yield Row(
         "NVML answers what is asked of it",
         "an answer, or not-supported",
-        seen or "all answered",
+        reasons or "all answered",
         not errors if contact.gpus else None,
     )
     nvml = contact.result("nvml")
@@ -181,7 +193,7 @@ def _driver(contact: Contact) -> Iterator[Row]:
         "no call of NVML hangs", "0", str(nvml.get("hung", "")), nvml.get("hung") == 0 if nvml else None
     )
     cuda = contact.result("cuda").get("gpus", [])
-    same = [one["uuid"] for one in cuda] == [gpu["uuid"] for gpu in contact.gpus]
+    same = [device["uuid"] for device in cuda] == [gpu["uuid"] for gpu in contact.gpus]
     yield Row(
         "CUDA and NVML name the same GPUs in the same order",
         "the same UUIDs",
@@ -189,7 +201,7 @@ def _driver(contact: Contact) -> Iterator[Row]:
         same if cuda and contact.gpus else None,
     )
     if len(cuda) > 1:
-        by_atomics = all(any(one["linked"]) for one in cuda)
+        by_atomics = all(any(device["linked"]) for device in cuda)
         by_links = all(any(gpu.get("nvlinks") or ()) for gpu in contact.gpus)
         yield Row(
             "NVLink is told from PCIe by native atomics between peers",
@@ -197,8 +209,8 @@ def _driver(contact: Contact) -> Iterator[Row]:
             f"by atomics: {by_atomics}; NVML has links up: {by_links}",
             by_atomics == by_links if contact.gpus else None,
         )
-    for name, found in contact.result("jit").get("workers", {}).items():
-        measured = [m for worker in found for m in worker["measurements"] if m["id"].startswith("jit.")]
+    for name, workers in contact.result("jit").get("workers", {}).items():
+        measured = [m for worker in workers for m in worker["measurements"] if m["id"].startswith("jit.")]
         spent = sum(m["measured"] or 0 for m in measured)
         yield Row(
             f"the driver's compiler, {name}", "<= 3 s", f"{spent:.2f} s", spent <= 3 if measured else None
@@ -207,39 +219,47 @@ def _driver(contact: Contact) -> Iterator[Row]:
 
 def _answers(contact: Contact) -> Iterator[Row]:
     for name in ANSWERS:
-        found = [one for one in contact.measurements("spread") if one["id"] == name]
-        done = sum(one["status"] == "done" for one in found)
-        other = sorted({f"{one['status']}: {one['detail']}" for one in found if one["status"] != "done"})[:2]
+        results = [measurement for measurement in contact.measurements("spread") if measurement["id"] == name]
+        done = sum(result["status"] == "done" for result in results)
+        other = sorted(
+            {f"{result['status']}: {result['detail']}" for result in results if result["status"] != "done"}
+        )[:2]
         yield Row(
             f"{name}: the host's answers",
             "0 mismatches",
-            f"{done} of {len(found)} runs {'; '.join(other)}",
-            done == len(found) if found else None,
+            f"{done} of {len(results)} runs {'; '.join(other)}",
+            done == len(results) if results else None,
         )
-    covered = [one for one in contact.measurements("coverage") if one["id"].startswith("cover.")]
+    covered = [
+        measurement
+        for measurement in contact.measurements("coverage")
+        if measurement["id"].startswith("cover.")
+    ]
     if covered:
-        sms = {one["uuid"]: one["sms"] for one in contact.result("cuda").get("gpus", [])}
-        whole = [one for one in covered if one["measured"] == sms.get(one["gpu"])]
-        least = min((int(one["id"].removeprefix("cover.")) for one in whole), default=0)
-        gpus = {one["gpu"] for one in whole}
+        sms = {device["uuid"]: device["sms"] for device in contact.result("cuda").get("gpus", [])}
+        whole = [
+            measurement for measurement in covered if measurement["measured"] == sms.get(measurement["gpu"])
+        ]
+        least = min((int(measurement["id"].removeprefix("cover.")) for measurement in whole), default=0)
+        gpus = {measurement["gpu"] for measurement in whole}
         most = known_answer.BLOCKS_PER_SM[-1]
         yield Row(
             "every SM gets a block",
             f"with at most {most} blocks an SM",
             f"with {least}" if whole else "with none that was tried",
-            gpus == {one["gpu"] for one in covered},
+            gpus == {measurement["gpu"] for measurement in covered},
         )
     else:
         yield Row("every SM gets a block", "some launch reaches all", "", None)
 
 
 def _speeds(contact: Contact) -> Iterator[Row]:
-    found = contact.result("references")
+    references = contact.result("references")
     for name, (sign, goal) in bench.GOALS.items():
         if name == "boot_quick_seconds":
             continue
-        value = found.get(name)
-        why = found.get("mma_missing" if name == "mma_ratio" else "copies_error", "")
+        value = references.get(name)
+        why = references.get("mma_missing" if name == "mma_ratio" else "copies_error", "")
         yield Row(
             f"`{name}`",
             f"{sign} {goal}",
@@ -274,27 +294,29 @@ def _speeds(contact: Contact) -> Iterator[Row]:
 def _best(contact: Contact, kind: str) -> dict[str, float]:
     """Return for each way of copying the slowest GPU's best NUMA node."""
     best: dict[tuple[str, str], float] = {}
-    for one in contact.measurements("copies", kind):
-        if one["id"].startswith("bw.") and one["measured"] is not None:
-            key = (".".join(one["id"].split(".")[:2]), one["gpu"])
-            best[key] = max(best.get(key, 0.0), one["measured"])
+    for measurement in contact.measurements("copies", kind):
+        if measurement["id"].startswith("bw.") and measurement["measured"] is not None:
+            key = (".".join(measurement["id"].split(".")[:2]), measurement["gpu"])
+            best[key] = max(best.get(key, 0.0), measurement["measured"])
     ways = {way for way, _ in best}
     return {way: min(speed for (name, _), speed in best.items() if name == way) for way in sorted(ways)}
 
 
 def _drills(contact: Contact) -> Iterator[Row]:
-    for name, what in _DRILLS.items():
-        found = contact.result(name)
-        if not found:
-            yield Row(what, "noticed", "", None)
+    for name, subject in _DRILLS.items():
+        result = contact.result(name)
+        if not result:
+            yield Row(subject, "noticed", "", None)
             continue
-        worker = found.get("worker") or {}
-        words = str(worker.get("ended") or found.get("cuda") or f"exit status {found.get('exit_status')}")
-        if "xids" in found:
-            numbers = [one["number"] for one in found["xids"] or ()]
-            words += f"; Xids {numbers}{' ' if found.get('kernel_log') else ''}{found.get('kernel_log', '')}"
-        holds = None if found.get("kernel_log") else bool(found.get("caught"))
-        yield Row(what, "noticed", words, holds)
+        worker = result.get("worker") or {}
+        outcome = str(worker.get("ended") or result.get("cuda") or f"exit status {result.get('exit_status')}")
+        if "xids" in result:
+            numbers = [xid["number"] for xid in result["xids"] or ()]
+            outcome += (
+                f"; Xids {numbers}{' ' if result.get('kernel_log') else ''}{result.get('kernel_log', '')}"
+            )
+        holds = None if result.get("kernel_log") else bool(result.get("caught"))
+        yield Row(subject, "noticed", outcome, holds)
 
 
 def _table(contact: Contact) -> Iterator[Row]:
@@ -333,8 +355,8 @@ def _table(contact: Contact) -> Iterator[Row]:
         ("local NVMe disks", size.local_nvme, contact.machine.get("local_nvme"), lambda a, b: a in (None, b)),
         ("memory of the machine, GiB", size.memory_gib, contact.machine.get("memory_bytes", 0) >> 30, _near),
     ]
-    for what, assumed, seen, agree in compared:
-        yield Row(f"{size.name}: {what}", str(assumed), str(seen), bool(agree(assumed, seen)))
+    for subject, assumed, measured, agree in compared:
+        yield Row(f"{size.name}: {subject}", str(assumed), str(measured), bool(agree(assumed, measured)))
     floors = {
         "bw.hbm": size.hbm_floor_gbps,
         "bw.h2d": size.h2d_floor_gbps,
@@ -344,19 +366,19 @@ def _table(contact: Contact) -> Iterator[Row]:
     for name, floor in floors.items():
         if floor is None:
             continue
-        values = [value for found in contact.runs(name).values() for value in found]
-        seen = f"lowest {min(values):.4g}, median {median(values):.4g}" if values else ""
+        values = [value for values in contact.runs(name).values() for value in values]
+        measured = f"lowest {min(values):.4g}, median {median(values):.4g}" if values else ""
         yield Row(
             f"{size.name}: {name}, GB/s",
             f">= {floor.value:g}",
-            seen,
+            measured,
             min(values) >= floor.value if values else None,
         )
 
 
-def _same(assumed: Any, seen: Any) -> bool:
-    return bool(assumed == seen)
+def _same(assumed: Any, measured: Any) -> bool:
+    return bool(assumed == measured)
 
 
-def _near(assumed: int, seen: int) -> bool:
-    return abs(assumed - seen) <= 0.1 * assumed
+def _near(assumed: int, measured: int) -> bool:
+    return abs(assumed - measured) <= 0.1 * assumed

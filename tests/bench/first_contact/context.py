@@ -70,10 +70,10 @@ class Context:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where there is none or it is no object."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def append(path: Path, value: Any) -> None:
@@ -84,17 +84,17 @@ def append(path: Path, value: Any) -> None:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, up to a line that was cut off."""
-    found = []
+    objects = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     for line in text.splitlines():
         try:
-            found.append(json.loads(line))
+            objects.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return objects
 
 
 def write_result(context: Context, value: dict[str, Any]) -> None:
@@ -120,8 +120,8 @@ def worker_argv(context: Context, gpu: str, seed: int, *more: str, tier: str = "
     path = os.environ.get(_LIBRARY_PATH)
     # A worker's environment is made from nothing; where the driver's libraries lie elsewhere, it must know as well.
     environment = ["/usr/bin/env", f"{_LIBRARY_PATH}={path}"] if path else []
-    words = ["--gpu", gpu, "--tier", tier, "--seed", str(seed), "--pace", f"{context.pace:.6f}"]
-    return [*environment, *program(), "worker", *words, "--scratch", str(context.out / "scratch"), *more]
+    arguments = ["--gpu", gpu, "--tier", tier, "--seed", str(seed), "--pace", f"{context.pace:.6f}"]
+    return [*environment, *program(), "worker", *arguments, "--scratch", str(context.out / "scratch"), *more]
 
 
 def peers(gpus: Sequence[str]) -> list[str]:
@@ -131,12 +131,19 @@ def peers(gpus: Sequence[str]) -> list[str]:
 
 def step_argv(context: Context) -> list[str]:
     """Return the command of a step."""
-    words = ["--out", str(context.out), "--seconds", f"{context.left():.3f}", "--pace", f"{context.pace:.6f}"]
+    arguments = [
+        "--out",
+        str(context.out),
+        "--seconds",
+        f"{context.left():.3f}",
+        "--pace",
+        f"{context.pace:.6f}",
+    ]
     return [
         *program(),
         "step",
         context.name,
-        *words,
+        *arguments,
         "--root",
         str(context.root),
         "--vm-size",

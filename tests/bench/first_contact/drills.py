@@ -27,7 +27,7 @@ def step(kind: str) -> Callable[[Context], dict[str, Any]]:
         hung = max(_HUNG_SECONDS, bench.HUNG_DEADLINE * context.pace)
         seconds = context.left(hung if kind == "hang" else bench.DEADLINE) - 2
         began = time.monotonic()
-        found = bench.drill(
+        worker = bench.drill(
             gpus(context)[0],
             kind,
             SEED,
@@ -37,9 +37,9 @@ def step(kind: str) -> Callable[[Context], dict[str, Any]]:
         )
         return {
             "kind": kind,
-            "caught": bench.CAUGHT[kind](found),
+            "caught": bench.CAUGHT[kind](worker),
             "seconds": round(time.monotonic() - began, 3),
-            "worker": as_json(found),
+            "worker": as_json(worker),
         }
 
     return work
@@ -62,24 +62,24 @@ def _held(context: Context, percent: float) -> Iterator[dict[str, Any]]:
 
 def nearly_full(context: Context) -> dict[str, Any]:
     """Test a GPU whose memory somebody else has nearly all of: no crash, and no wrong answer."""
-    with _held(context, 97) as found:
-        gpu = found["gpu"]
+    with _held(context, 97) as memory:
+        gpu = memory["gpu"]
         worker = together(context, {gpu: worker_argv(context, gpu, SEED)}, context.left() * 0.9)[gpu]
-    wrong = [one.id for one in worker.measurements if one.status == "failed"]
+    wrong = [measurement.id for measurement in worker.measurements if measurement.status == "failed"]
     return {
-        **found,
+        **memory,
         "worker": as_json(worker),
-        "caught": found["held"] and worker.ended == "done" and not wrong,
+        "caught": memory["held"] and worker.ended == "done" and not wrong,
     }
 
 
 def in_use(context: Context) -> dict[str, Any]:
     """Run the smoke test while a process uses a GPU: it must see that, and test nothing."""
-    with _held(context, 1) as found:
+    with _held(context, 1) as memory:
         tested = smoke.tested(context, "boot-quick", "enforce")
-    procs = [one for one in tested["document"].get("checks", ()) if one["id"] == "procs"]
-    caught = tested["exit_status"] == 3 and any(one["status"] == "skip" for one in procs)
-    return {**found, **tested, "procs": procs, "caught": found["held"] and caught}
+    procs = [check for check in tested["document"].get("checks", ()) if check["id"] == "procs"]
+    caught = tested["exit_status"] == 3 and any(check["status"] == "skip" for check in procs)
+    return {**memory, **tested, "procs": procs, "caught": memory["held"] and caught}
 
 
 def provoked(number: int, mode: str) -> Callable[[Context], dict[str, Any]]:
@@ -94,13 +94,16 @@ def provoked(number: int, mode: str) -> Callable[[Context], dict[str, Any]]:
         time.sleep(context.left(_LOG_SECONDS * context.pace))
         after = facts.kernel(context)
         new = (after["xids"] or [])[len(before["xids"] or []) :]
-        said = next((one.detail for one in worker.measurements if one.id == mode), worker.ended)
+        response = next(
+            (measurement.detail for measurement in worker.measurements if measurement.id == mode),
+            worker.ended,
+        )
         return {
             "wanted": number,
-            "cuda": said,
+            "cuda": response,
             "xids": new,
             "kernel_log": after.get("kernel_log", ""),
-            "caught": [one["number"] for one in new] == [number],
+            "caught": [xid["number"] for xid in new] == [number],
         }
 
     return work

@@ -44,7 +44,7 @@ def step(context: Context) -> dict[str, Any]:
     """Write ``facts.json`` first without the programs, which may hang, then with them."""
     places = context.places
     node = machine.look(places, context.vm_size, _platform)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "machine": as_json(node),
         "user": os.geteuid(),
         "processors": os.cpu_count(),
@@ -66,27 +66,27 @@ def step(context: Context) -> dict[str, Any]:
         "pci": {gpu.address: _pci(places.sys / "bus/pci/devices" / gpu.address) for gpu in node.pci},
         "size": _size(node),
     }
-    durable.write_json(context.out / FACTS, found)
-    found["programs"] = {}
+    durable.write_json(context.out / FACTS, facts)
+    facts["programs"] = {}
     for argv in _PROGRAMS if context.root == Path("/") else ():
-        found["programs"][" ".join(argv)] = _said(argv, context.left(_PROGRAM_SECONDS))
-        durable.write_json(context.out / FACTS, found)
-    return {"gpus": len(node.pci), "driver": node.driver_loaded, "size": found["size"]}
+        facts["programs"][" ".join(argv)] = _said(argv, context.left(_PROGRAM_SECONDS))
+        durable.write_json(context.out / FACTS, facts)
+    return {"gpus": len(node.pci), "driver": node.driver_loaded, "size": facts["size"]}
 
 
 def _platform() -> Mapping[str, Any]:
     import json
 
-    found = json.loads(imds.answer(machine._IMDS_PATH, PLATFORM_SECONDS).body)
-    if not isinstance(found, dict):
+    answer = json.loads(imds.answer(machine._IMDS_PATH, PLATFORM_SECONDS).body)
+    if not isinstance(answer, dict):
         raise ValueError("the metadata service's answer is no object")
-    return found
+    return answer
 
 
 def _size(node: Machine) -> str:
     """Return the size's name where the table has it; empty where nobody knows what this machine should be."""
-    found = sizes.load().find(node.vm_size)
-    return found[0].name if found else ""
+    row = sizes.load().find(node.vm_size)
+    return row[0].name if row else ""
 
 
 def _pci(device: Path) -> dict[str, Any]:
@@ -115,19 +115,19 @@ def _text(path: Path) -> str:
 def look(context: Context) -> dict[str, Any]:
     """Return what the smoke test reads of all GPUs, some looks as it takes under load, and the kernel's Xids."""
     with nvml.opened() as library:
-        found = readings.look(library)
+        answers = readings.look(library)
         samples = [
             as_json(readings.sample(library, readings.handle_of(library, gpu.index), gpu.uuid, float(number)))
             for number in range(3)
-            for gpu in found.gpus
+            for gpu in answers.gpus
         ]
-    return {"nvml": as_json(found), "samples": samples, **kernel(context)}
+    return {"nvml": as_json(answers), "samples": samples, **kernel(context)}
 
 
 def kernel(context: Context) -> dict[str, Any]:
     """Return the Xids of this boot, or why they can't be read."""
     try:
-        return {"xids": [as_json(one) for one in read_xids(context)]}
+        return {"xids": [as_json(xid) for xid in read_xids(context)]}
     except NodeError as error:
         return {"xids": None, "kernel_log": error.message}
 
@@ -142,7 +142,7 @@ def read_xids(context: Context) -> tuple[Xid, ...]:
             reason = f"{error.message}; "
     path = context.places.dev / "kmsg"
     try:
-        return tuple(found for found in map(_xid, _records(path)) if found)
+        return tuple(xid for xid in map(_xid, _records(path)) if xid)
     except OSError as error:
         raise NodeError("gpu.journal", f"{reason}{path}: {error.strerror}") from error
 
@@ -150,15 +150,15 @@ def read_xids(context: Context) -> tuple[Xid, ...]:
 def _records(path: Path) -> list[str]:
     """Return the records of the kernel's log: each read gives one of them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    found: list[str] = []
+    records: list[str] = []
     try:
         while data := os.read(descriptor, 8192):
-            found += data.decode("utf-8", "replace").splitlines()
+            records += data.decode("utf-8", "replace").splitlines()
     except BlockingIOError:
         pass
     finally:
         os.close(descriptor)
-    return found
+    return records
 
 
 def _xid(record: str) -> Xid | None:

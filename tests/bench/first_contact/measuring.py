@@ -28,8 +28,8 @@ def together(
     end = time.monotonic() + context.left(seconds)
     with fleet.Fleet() as running:
         for gpu, argv in commands.items():
-            seen = program.environment(gpu, (others or {}).get(gpu, ()))
-            running.start(gpu, argv, {**seen, **(environment or {})}, end)
+            variables = program.environment(gpu, (others or {}).get(gpu, ()))
+            running.start(gpu, argv, {**variables, **(environment or {})}, end)
         return {worker.gpu: worker for worker in running.wait()}
 
 
@@ -47,7 +47,7 @@ def spread(context: Context) -> dict[str, Any]:
         {gpu: worker_argv(context, gpu, SEED + 100, "--mode", "repeat") for gpu in names},
         context.left() * (0.8 if links else 0.97),
     )
-    found = {"workers": told(alone), "spread": spreads(alone.values())}
+    result = {"workers": told(alone), "spread": spreads(alone.values())}
     if links:
         others = {gpu: [*names[at + 1 :], *names[:at]] for at, gpu in enumerate(names)}
         linked = together(
@@ -59,19 +59,19 @@ def spread(context: Context) -> dict[str, Any]:
             context.left() * 0.9,
             others,
         )
-        found |= {"links": told(linked), "spread": [*found["spread"], *spreads(linked.values())]}
-    return found
+        result |= {"links": told(linked), "spread": [*result["spread"], *spreads(linked.values())]}
+    return result
 
 
 def spreads(workers: Any) -> list[dict[str, Any]]:
     """Return for each GPU and measurement: how many runs, lowest, median, highest, standard deviation, failures."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    runs_by_key: dict[tuple[str, str], list[Any]] = {}
     for worker in workers:
-        for one in worker.measurements:
-            found.setdefault((one.gpu, one.id), []).append(one)
-    made = []
-    for (gpu, name), runs in found.items():
-        values = [one.measured for one in runs if one.status == "done" and one.measured is not None]
+        for measurement in worker.measurements:
+            runs_by_key.setdefault((measurement.gpu, measurement.id), []).append(measurement)
+    rows = []
+    for (gpu, name), runs in runs_by_key.items():
+        values = [run.measured for run in runs if run.status == "done" and run.measured is not None]
         row: dict[str, Any] = {
             "gpu": gpu,
             "id": name,
@@ -79,28 +79,28 @@ def spreads(workers: Any) -> list[dict[str, Any]]:
             "runs": len(runs),
             "done": len(values),
         }
-        row["not_done"] = sorted({f"{one.status}: {one.detail}" for one in runs if one.status != "done"})[:3]
+        row["not_done"] = sorted({f"{run.status}: {run.detail}" for run in runs if run.status != "done"})[:3]
         if values:
             row |= {"low": min(values), "median": median(values), "high": max(values)}
             row["deviation"] = round(stdev(values), 4) if len(values) > 1 else None
-            row["seconds"] = round(median(one.seconds for one in runs), 3)
-        made.append(row)
-    return made
+            row["seconds"] = round(median(run.seconds for run in runs), 3)
+        rows.append(row)
+    return rows
 
 
 def copies(context: Context) -> dict[str, Any]:
     """Copy to and from each GPU alone, from each NUMA node, then all GPUs side by side."""
     names = gpus(context)
-    found: dict[str, Any] = {"alone": [], "together": []}
+    result: dict[str, Any] = {"alone": [], "together": []}
     for number, gpu in enumerate(names):
         argv = worker_argv(context, gpu, SEED + number, "--mode", "copies")
         share = context.left() / (len(names) - number + 2)
-        found["alone"] += told(together(context, {gpu: argv}, share))
+        result["alone"] += told(together(context, {gpu: argv}, share))
     count = ("--count", str(len(names)))
     if len(names) > 1:
         commands = {gpu: worker_argv(context, gpu, SEED + 50, "--mode", "copies", *count) for gpu in names}
-        found["together"] = told(together(context, commands, context.left() * 0.95))
-    return found
+        result["together"] = told(together(context, commands, context.left() * 0.95))
+    return result
 
 
 def coverage(context: Context) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def compiling(context: Context) -> dict[str, Any]:
     gpu = gpus(context)[0]
     cache = context.directory / "cache"
     argv = worker_argv(context, gpu, SEED, "--mode", "jit")
-    found = {}
+    workers = {}
     for name in _CACHE_MODES:
         more = {} if name == _CACHE_MODES[0] else {"CUDA_CACHE_DISABLE": "0", "CUDA_CACHE_PATH": str(cache)}
-        found[name] = told(together(context, {gpu: argv}, context.left() / 2, environment=more))
-    return {"gpu": gpu, "workers": found, "cache_bytes": sum(p.stat().st_size for p in cache.rglob("*"))}
+        workers[name] = told(together(context, {gpu: argv}, context.left() / 2, environment=more))
+    return {"gpu": gpu, "workers": workers, "cache_bytes": sum(p.stat().st_size for p in cache.rglob("*"))}
 
 
 def devices(context: Context) -> dict[str, Any]:
@@ -128,40 +128,42 @@ def devices(context: Context) -> dict[str, Any]:
     driver = cuda.Driver()
     first = round(time.monotonic() - began, 3)
     version = driver.number("cuDriverGetVersion")
-    known = cuda.devices(driver)
-    found = [
+    shown_devices = cuda.devices(driver)
+    facts = [
         {
-            "uuid": one.uuid,
-            "name": one.name,
-            "pci": one.pci(),
-            "sms": one.sms,
-            "capability": list(one.capability),
-            "memory": dict(zip(("free", "total"), one.memory(), strict=True)),
-            "linked": [one.is_linked(other) for other in known if other is not one],
+            "uuid": device.uuid,
+            "name": device.name,
+            "pci": device.pci(),
+            "sms": device.sms,
+            "capability": list(device.capability),
+            "memory": dict(zip(("free", "total"), device.memory(), strict=True)),
+            "linked": [device.is_linked(other) for other in shown_devices if other is not device],
         }
-        for one in known
+        for device in shown_devices
     ]
     return {
         "cuda": version,
         "init_seconds": first,
         "seconds": round(time.monotonic() - began, 3),
-        "gpus": found,
+        "gpus": facts,
     }
 
 
 def references(context: Context) -> dict[str, Any]:
     """Measure ours beside the driver's own copies and cuBLAS, on the first GPU."""
-    _, found = bench.find()
-    device = next((one for one in found if one.uuid == gpus(context)[0]), found[0])
+    _, candidates = bench.find()
+    device = next(
+        (candidate for candidate in candidates if candidate.uuid == gpus(context)[0]), candidates[0]
+    )
     large = max(16 << 20, int(bench.LARGE * context.pace) >> 20 << 20)
-    made: dict[str, Any] = {"gpu": device.uuid, "large_bytes": large}
-    measures: dict[str, Callable[[], bench.Found]] = {
+    result: dict[str, Any] = {"gpu": device.uuid, "large_bytes": large}
+    measures: dict[str, Callable[[], bench.Report]] = {
         "copies": partial(bench.speeds, device, large),
         "tensors": partial(bench.tensors, device, bench.SECONDS * context.pace),
     }
     for name, measure in measures.items():
         try:
-            made |= measure()
+            result |= measure()
         except Exception as error:  # whatever it is: the other one is measured, and this is told
-            made[f"{name}_error"] = f"{type(error).__name__}: {error}"
-    return made
+            result[f"{name}_error"] = f"{type(error).__name__}: {error}"
+    return result

@@ -48,9 +48,9 @@ def step(context: Context) -> dict[str, Any]:
         # What was begun and has no answer: it hangs, or ends the process.
         append(path, {**done[-1], "code": HUNG if status is None else f"status {status}"})
     codes: dict[str, int] = {}
-    for one in lines(path):
-        if "code" in one:
-            codes[str(one["code"])] = codes.get(str(one["code"]), 0) + 1
+    for answer in lines(path):
+        if "code" in answer:
+            codes[str(answer["code"])] = codes.get(str(answer["code"]), 0) + 1
     return {"answers": codes, "hung": hung}
 
 
@@ -78,7 +78,7 @@ def _watched(context: Context, path: Path) -> int | None:
 
 def ask(path: Path) -> int:
     """Make every call that the file has no answer of, and add each answer; return 0."""
-    answered = {key(one) for one in lines(path) if "code" in one}
+    answered = {key(record) for record in lines(path) if "code" in record}
     with nvml.opened() as library:
         for record, answer in questions(library, dict(_handles(library))):
             if key(record) not in answered:
@@ -128,7 +128,7 @@ def _calls(handles: Mapping[int, c_void_p]) -> Iterator[tuple[Call, int | None]]
 def _answer(
     library: nvml.Library, call: Call, gpu: int | None, handles: Mapping[int, c_void_p]
 ) -> dict[str, Any]:
-    arguments: list[Any] = [handles[one] for one in (gpu, call.peer) if one is not None]
+    arguments: list[Any] = [handles[index] for index in (gpu, call.peer) if index is not None]
     arguments += [c_uint(number) for number in call.numbers]
     holders: list[tuple[str, Any, int]] = []  # name, what is written to, its place among the arguments
     for name, kind in call.outputs:
@@ -164,11 +164,11 @@ def _called(library: nvml.Library, function: str, arguments: list[Any]) -> int:
 
 
 def _field(library: nvml.Library, handle: c_void_p, number: int, scope: int) -> dict[str, Any]:
-    asked = (nvml.FieldValue * 1)(nvml.FieldValue(fieldId=number, scopeId=scope))
+    request = (nvml.FieldValue * 1)(nvml.FieldValue(fieldId=number, scopeId=scope))
     began = time.perf_counter()
-    code = _called(library, "nvmlDeviceGetFieldValues", [handle, c_int(1), asked])
+    code = _called(library, "nvmlDeviceGetFieldValues", [handle, c_int(1), request])
     spent = round((time.perf_counter() - began) * 1e6)
-    answer = asked[0]
+    answer = request[0]
     code = code or answer.nvmlReturn
     value = getattr(answer.value, _VALUE_NAMES.get(answer.valueType, "ullVal"))
     out = {"type": answer.valueType, "value": value, "bytes": bytes(answer.value).hex()}
@@ -188,7 +188,7 @@ def _readable(holder: Any) -> Any:
     if isinstance(holder, ctypes.Array):
         if holder._type_ is ctypes.c_char:
             return holder.value.decode("utf-8", "replace")
-        return [_readable(one) for one in holder]
+        return [_readable(item) for item in holder]
     if isinstance(holder, ctypes.Structure):
         return {name: _readable(getattr(holder, name)) for name, *_ in holder._fields_}
     value = getattr(holder, "value", holder)

@@ -51,7 +51,7 @@ def run(out: Path, into: Path) -> int:
     if contact.gpus:
         name = recording_name(contact)
         files[f"{name}.json"] = _json(recording(contact))
-        raw = "".join(f"{json.dumps(one)}\n" for one in answers(contact))
+        raw = "".join(f"{json.dumps(answer)}\n" for answer in answers(contact))
         files[f"{name}.nvml.jsonl"] = raw.encode()
     for name, data in files.items():
         named = [secret for secret in secrets if secret in data]
@@ -80,7 +80,7 @@ def names_of(contact: Contact) -> Iterator[bytes]:
 
 def _nameless(value: Any, places: Mapping[str, int]) -> Any:
     """Return JSON with each GPU's UUID replaced by one that tells its index alone."""
-    text = _UUID.sub(lambda found: _NOBODY.format(places.get(found[0].lower(), 0xFF)), json.dumps(value))
+    text = _UUID.sub(lambda match: _NOBODY.format(places.get(match[0].lower(), 0xFF)), json.dumps(value))
     return json.loads(text)
 
 
@@ -93,16 +93,16 @@ def _places(contact: Contact) -> dict[str, int]:
 
 def recording_name(contact: Contact) -> str:
     """Return the files' name: the GPU's and the driver's."""
-    words = re.sub(r"[^a-z0-9]+", "-", str(contact.gpus[0].get("name", "gpu")).lower()).strip("-")
-    return f"{words.removeprefix('nvidia-').removeprefix('tesla-')}-{contact.driver}"
+    slug = re.sub(r"[^a-z0-9]+", "-", str(contact.gpus[0].get("name", "gpu")).lower()).strip("-")
+    return f"{slug.removeprefix('nvidia-').removeprefix('tesla-')}-{contact.driver}"
 
 
 def recording(contact: Contact) -> dict[str, Any]:
     """Return the answers of NVML as tests/data/gpu has them: all GPUs, before anything was put under load."""
     gpus = []
     for gpu in contact.gpus:
-        known = {key: value for key, value in gpu.items() if key != "serial" and value not in (None, {})}
-        gpus.append(_nameless(known, _places(contact)))
+        fields = {key: value for key, value in gpu.items() if key != "serial" and value not in (None, {})}
+        gpus.append(_nameless(fields, _places(contact)))
         from_json(Gpu, gpus[-1])  # what the tests will read it by
     return {
         "format": 1,
@@ -110,7 +110,7 @@ def recording(contact: Contact) -> dict[str, Any]:
         "recorded": contact.date,
         "driver": contact.driver,
         "attached": len(gpus),
-        "pci_devices": [one["device"] for one in contact.machine.get("pci", ())],
+        "pci_devices": [device["device"] for device in contact.machine.get("pci", ())],
         "gpus": gpus,
     }
 
@@ -146,7 +146,7 @@ def calibration(contact: Contact) -> dict[str, Any]:
     floors: dict[str, Any] = {}
     for name, key in {**_FLOORS, **_REFERENCES}.items():
         runs = contact.runs(name)
-        values = [value for found in runs.values() for value in found]
+        values = [value for measured in runs.values() for value in measured]
         if not values:
             continue
         if min(map(len, runs.values())) < _LEAST_RUNS:
@@ -157,13 +157,13 @@ def calibration(contact: Contact) -> dict[str, Any]:
         if floor < _WIDEST * middle:
             why_not.append(f"{name}: its runs differ too much ({spread:.3g} around {middle:.4g})")
             continue
-        words = f"{len(runs)} GPUs, {len(values)} runs: median {middle:.4g}, deviation {spread:.3g}"
+        summary = f"{len(runs)} GPUs, {len(values)} runs: median {middle:.4g}, deviation {spread:.3g}"
         value = middle if name in _REFERENCES else floor
-        floors[key] = {"value": round(value, 1), "from": f"first contact, {contact.date}: {words}"}
-    found: dict[str, Any] = {"why_not": why_not, "overrides": floors, "calibrations": []}
+        floors[key] = {"value": round(value, 1), "from": f"first contact, {contact.date}: {summary}"}
+    document: dict[str, Any] = {"why_not": why_not, "overrides": floors, "calibrations": []}
     if not why_not:
         source = f"first contact, {contact.date}, {len(contact.gpus)} GPUs"
-        found["calibrations"] = [
+        document["calibrations"] = [
             {"size": contact.size, "driver": contact.driver, "agent": contact.agent, "from": source}
         ]
-    return found
+    return document

@@ -96,7 +96,7 @@ class Log:
 
     def _summarise(self) -> None:
         spent = {"seconds": round(time.monotonic() - self._began, 3)}
-        steps = [asdict(one) for one in self.outcomes.values()]
+        steps = [asdict(outcome) for outcome in self.outcomes.values()]
         durable.write_json(self._out / SUMMARY, {**self._head, **spent, "steps": steps})
 
 
@@ -112,14 +112,14 @@ def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[st
         signal.signal(ending, lambda number, _: interrupts.append(number))
     log = Log(context, steps)
     for number, step in enumerate(steps):
-        kept = sum(later.least for later in steps[number + 1 :] if not later.spare) * share
-        left = context.left() - kept - REAP_SECONDS
+        reserved = sum(later.least for later in steps[number + 1 :] if not later.spare) * share
+        remaining = context.left() - reserved - REAP_SECONDS
         if interrupts:
             outcome = Outcome(step.name, "skipped", f"interrupted by {signal.Signals(interrupts[0]).name}")
-        elif left < step.least * share:
-            outcome = Outcome(step.name, "skipped", f"no time: {max(left, 0):.1f} s were left")
+        elif remaining < step.least * share:
+            outcome = Outcome(step.name, "skipped", f"no time: {max(remaining, 0):.1f} s were left")
         else:
-            seconds = min(step.seconds * share, left)
+            seconds = min(step.seconds * share, remaining)
             here = replace(context, name=step.name, end=time.monotonic() + seconds)
             say(f"{step.name}: {step.teaches} (at most {seconds:.0f} s)")
             outcome = _one(here, seconds, log, interrupts)
@@ -127,7 +127,7 @@ def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[st
         say(f"  {outcome.state} after {outcome.seconds:.1f} s {outcome.why}".rstrip())
     if interrupts:
         return 128 + interrupts[0]
-    return DONE if all(one.state == "done" for one in log.outcomes.values()) else PARTLY
+    return DONE if all(outcome.state == "done" for outcome in log.outcomes.values()) else PARTLY
 
 
 def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) -> Outcome:
@@ -199,8 +199,8 @@ def _ending(context: Context, child: subprocess.Popen[bytes], status: int | None
 
 
 def _last_line(path: Path) -> str:
-    said = path.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-    return said[-1][:300] if said else "it said nothing"
+    lines = path.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
 
 
 def _now() -> str:
@@ -210,9 +210,9 @@ def _now() -> str:
 def teller(stream: Any) -> Callable[[str], None]:
     """Return what says a line to people. That nobody listens any more is no reason to end."""
 
-    def say(words: str) -> None:
+    def say(text: str) -> None:
         with suppress(OSError, ValueError):
-            stream.write(words + "\n")
+            stream.write(text + "\n")
             stream.flush()
 
     return say
@@ -221,7 +221,7 @@ def teller(stream: Any) -> Callable[[str], None]:
 def shown(summary: dict[str, Any]) -> str:
     """Return a run's summary for people."""
     rows = [
-        f"{one['step']:24}{one['state']:12}{one['seconds']:>8.1f} s  {one['why']}"
-        for one in summary.get("steps", [])
+        f"{step['step']:24}{step['state']:12}{step['seconds']:>8.1f} s  {step['why']}"
+        for step in summary.get("steps", [])
     ]
     return "\n".join([f"{summary.get('seconds', 0):.0f} s of {summary.get('total_seconds', 0):.0f} s", *rows])

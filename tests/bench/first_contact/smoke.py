@@ -48,24 +48,24 @@ def tested(context: Context, tier: Tier, mode: str, **more: Any) -> dict[str, An
 
 def settings(context: Context) -> dict[str, Any]:
     """Return the smoke test's settings for this machine: its size, or what was counted where nobody knows that."""
-    found = context.facts()
-    made: dict[str, Any] = {
+    contact = context.facts()
+    defaults: dict[str, Any] = {
         "fabric_wait_seconds": _FABRIC_SECONDS * context.pace,
         "infiniband_wait_seconds": _PORTS_SECONDS * context.pace,
     }
-    given = read_json(context.places.root / "etc/node-agent/gpu.json") if context.root.parts[1:] else {}
-    if found.get("size"):
-        return {**made, "vm_size": found["size"], **given}
-    count = len(found.get("machine", {}).get("pci", ())) or len(gpus(context))
-    return {**made, "allow_unknown_size": True, "count": min(max(count, 1), 16), **given}
+    configured = read_json(context.places.root / "etc/node-agent/gpu.json") if context.root.parts[1:] else {}
+    if contact.get("size"):
+        return {**defaults, "vm_size": contact["size"], **configured}
+    count = len(contact.get("machine", {}).get("pci", ())) or len(gpus(context))
+    return {**defaults, "allow_unknown_size": True, "count": min(max(count, 1), 16), **configured}
 
 
 def gpus(context: Context) -> list[str]:
     """Return the UUIDs of all GPUs, as NVML told them at first. Raises RuntimeError where it told none."""
-    found = context.result_of("readings").get("nvml", {}).get("gpus", [])
-    if not found:
+    devices = context.result_of("readings").get("nvml", {}).get("gpus", [])
+    if not devices:
         raise RuntimeError("NVML named no GPU, so there is none to be tried")
-    return [gpu["uuid"] for gpu in found]
+    return [gpu["uuid"] for gpu in devices]
 
 
 def _load(context: Context) -> command.Load:

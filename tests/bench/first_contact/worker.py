@@ -49,17 +49,17 @@ _SMALLEST_UNIT = 1 << 20  # of memory that is tested: a stand-in has little of i
 
 def parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the worker's own command."""
-    made = commands.add_parser("worker")
-    made.add_argument("--gpu", required=True)
-    made.add_argument("--tier", required=True)
-    made.add_argument("--seed", type=int, required=True)
-    made.add_argument("--peer", action="append", default=[])
-    made.add_argument("--drill", default="")
-    made.add_argument("--pace", type=float, default=1.0)
-    made.add_argument("--scratch", type=Path, required=True)
-    made.add_argument("--mode", choices=["", *_MODES], default="")
-    made.add_argument("--count", type=int, default=1, help="GPUs that copy at the same time")
-    made.add_argument("--percent", type=float, default=90.0, help="of the free memory that is held")
+    options = commands.add_parser("worker")
+    options.add_argument("--gpu", required=True)
+    options.add_argument("--tier", required=True)
+    options.add_argument("--seed", type=int, required=True)
+    options.add_argument("--peer", action="append", default=[])
+    options.add_argument("--drill", default="")
+    options.add_argument("--pace", type=float, default=1.0)
+    options.add_argument("--scratch", type=Path, required=True)
+    options.add_argument("--mode", choices=["", *_MODES], default="")
+    options.add_argument("--count", type=int, default=1, help="GPUs that copy at the same time")
+    options.add_argument("--percent", type=float, default=90.0, help="of the free memory that is held")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,8 +78,10 @@ def run(options: argparse.Namespace) -> int:
     device = _of(devices, options.gpu)
     opened = Measurement("cuda.init", device.uuid, "done", round(time.monotonic() - began, 4), "s")
     _say(opened)
-    for one in _MODES[options.mode](device, options, plan, [_of(devices, peer) for peer in options.peer]):
-        _say(one)
+    for measurement in _MODES[options.mode](
+        device, options, plan, [_of(devices, peer) for peer in options.peer]
+    ):
+        _say(measurement)
     print(json.dumps(as_json(Worker(device.uuid, "done", sms=device.sms))), flush=True)
     return 0
 
@@ -106,8 +108,8 @@ def _of(devices: Sequence[Device], uuid: str) -> Device:
     raise NodeError("gpu.absent", f"CUDA shows no {uuid}")
 
 
-def _say(one: Measurement) -> None:
-    print(json.dumps(as_json(one)), flush=True)
+def _say(measurement: Measurement) -> None:
+    print(json.dumps(as_json(measurement)), flush=True)
 
 
 Mode = Callable[[Device, argparse.Namespace, agent.Plan, list[Device]], Iterator[Measurement]]
@@ -145,8 +147,12 @@ def _copied(
                 turn = lambda: _barrier(options, device.uuid, key) if together else copies.turn()  # noqa: E731
                 return copy(device, options.seed, count, size=plan.link_bytes, tile=plan.tile, turn=turn)
 
-            found = agent.tried(device, f"bw.{way}", "GB/s", options.seed, partial(_on, processors, measure))
-            yield replace(found, id=f"{found.id}.node{node}.{'together' if together else 'alone'}")
+            measurement = agent.tried(
+                device, f"bw.{way}", "GB/s", options.seed, partial(_on, processors, measure)
+            )
+            yield replace(
+                measurement, id=f"{measurement.id}.node{node}.{'together' if together else 'alone'}"
+            )
 
 
 def _on(processors: set[int], measure: Callable[[], Measurement]) -> Measurement:
@@ -178,12 +184,12 @@ def _covered(
     case = replace(reference.CASES[0], rounds=4)
     for per_sm in PER_SM:
         blocks = per_sm * device.sms
-        with known_answer.prepared(device, case, options.seed, blocks) as one:
-            one.start()
+        with known_answer.prepared(device, case, options.seed, blocks) as run:
+            run.start()
             device.synchronize()
-            found = one.read()
-        words = f"{blocks} blocks on SM {min(found.sms)} to {max(found.sms)}; {found.count} threads wrong"
-        yield Measurement(f"cover.{per_sm}", device.uuid, "done", float(len(found.sms)), "SMs", words)
+            result = run.read()
+        detail = f"{blocks} blocks on SM {min(result.sms)} to {max(result.sms)}; {result.count} threads wrong"
+        yield Measurement(f"cover.{per_sm}", device.uuid, "done", float(len(result.sms)), "SMs", detail)
 
 
 def _compiled(
@@ -209,11 +215,11 @@ def _held(
 ) -> Iterator[Measurement]:
     """Take memory and keep it until this process is ended."""
     free, _total = device.memory()
-    left, chunk = int(free * options.percent / 100), 1 << 30
-    while left >= 1 << 24:
+    remaining, chunk = int(free * options.percent / 100), 1 << 30
+    while remaining >= 1 << 24:
         try:
-            device.allocate(min(left, chunk))
-            left -= min(left, chunk)
+            device.allocate(min(remaining, chunk))
+            remaining -= min(remaining, chunk)
         except cuda.OutOfMemoryError:
             break
     now, _total = device.memory()

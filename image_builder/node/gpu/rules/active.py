@@ -28,12 +28,12 @@ def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     elif worker.ended == "done":
         yield good(gpu.uuid)
     elif worker.ended.startswith(("killed", "hung")):
-        done = ", ".join(one.id for one in worker.measurements) or "nothing"
-        words = f"{worker.ended}; it had measured {done}"
+        done = ", ".join(measurement.id for measurement in worker.measurements) or "nothing"
+        detail = f"{worker.ended}; it had measured {done}"
         if worker.ended.startswith("hung"):
-            yield bad("reboot", "worker.unkillable", words, gpu.uuid)
+            yield bad("reboot", "worker.unkillable", detail, gpu.uuid)
         else:
-            yield bad("replace", "worker.late", words, gpu.uuid)
+            yield bad("replace", "worker.late", detail, gpu.uuid)
     elif worker.ended.startswith("crashed"):
         yield bad("replace", "worker.crashed", worker.ended, gpu.uuid)
     else:
@@ -44,19 +44,19 @@ def answers(id: str) -> Judge:
     """Return the rule that a test's answers are all right. One wrong answer is never tried again."""
 
     def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-        found = _measured(evidence, id, gpu)
-        if isinstance(found, Check):
-            yield found
+        results = _measured(evidence, id, gpu)
+        if isinstance(results, Check):
+            yield results
             return
-        wrong = sum(one.measured or 0 for one in found)
-        numbers = _numbers(found[-1], wrong, 0.0, "==")
+        wrong = sum(result.measured or 0 for result in results)
+        numbers = _numbers(results[-1], wrong, 0.0, "==")
         if wrong:
-            told = "; ".join(one.detail for one in found if one.measured)
-            yield bad("replace", "answer.wrong", told or f"{wrong:g} wrong answers", gpu.uuid, **numbers)
-        elif any(one.measured is None for one in found):
+            details = "; ".join(result.detail for result in results if result.measured)
+            yield bad("replace", "answer.wrong", details or f"{wrong:g} wrong answers", gpu.uuid, **numbers)
+        elif any(result.measured is None for result in results):
             yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
         else:
-            yield good(gpu.uuid, found[-1].detail, **numbers)
+            yield good(gpu.uuid, results[-1].detail, **numbers)
 
     return judge
 
@@ -66,26 +66,26 @@ def floor(id: str, key: str) -> Judge:
 
     def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         size = evidence.expected.size
-        wanted: Floor | None = getattr(size, key) if size else None
-        if size and wanted is None:
+        least: Floor | None = getattr(size, key) if size else None
+        if size and least is None:
             yield absent("this size has none", gpu.uuid)
             return
-        found = _measured(evidence, id, gpu)
-        if isinstance(found, Check):
-            yield found
+        results = _measured(evidence, id, gpu)
+        if isinstance(results, Check):
+            yield results
             return
-        slowest = min(found, key=lambda one: one.measured or 0.0)
+        slowest = min(results, key=lambda result: result.measured or 0.0)
         if slowest.measured is None:
             yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
-        elif not wanted:
-            words = "there is no floor for an unknown size"
-            yield doubtful("floor.unknown", words, gpu.uuid, **_numbers(slowest, slowest.measured, None, ""))
-        elif slowest.measured < wanted.value:
-            words = f"{slowest.measured:.4g} {slowest.unit}, the floor is {wanted.value:g} ({wanted.source})"
-            numbers = _numbers(slowest, slowest.measured, wanted.value, ">=")
-            yield bad("replace", "bandwidth.low", f"{words} {slowest.detail}".rstrip(), gpu.uuid, **numbers)
+        elif not least:
+            detail = "there is no floor for an unknown size"
+            yield doubtful("floor.unknown", detail, gpu.uuid, **_numbers(slowest, slowest.measured, None, ""))
+        elif slowest.measured < least.value:
+            detail = f"{slowest.measured:.4g} {slowest.unit}, the floor is {least.value:g} ({least.source})"
+            numbers = _numbers(slowest, slowest.measured, least.value, ">=")
+            yield bad("replace", "bandwidth.low", f"{detail} {slowest.detail}".rstrip(), gpu.uuid, **numbers)
         else:
-            yield good(gpu.uuid, **_numbers(slowest, slowest.measured, wanted.value, ">="))
+            yield good(gpu.uuid, **_numbers(slowest, slowest.measured, least.value, ">="))
 
     return judge
 
@@ -98,11 +98,11 @@ def hbm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    found = _measured(evidence, "perf.mma", gpu)
-    if isinstance(found, Check):
-        yield found
+    results = _measured(evidence, "perf.mma", gpu)
+    if isinstance(results, Check):
+        yield results
         return
-    slowest = min(found, key=lambda one: one.measured or 0.0)
+    slowest = min(results, key=lambda result: result.measured or 0.0)
     if slowest.measured is None:
         yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
         return
@@ -110,8 +110,10 @@ def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     least = _MMA_OF_REFERENCE * reference.value if reference else None
     numbers = _numbers(slowest, slowest.measured, least, ">=" if reference else "")
     if reference and least is not None and slowest.measured < least:
-        words = f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} are needed ({reference.source})"
-        yield bad("replace", "compute.slow", words, gpu.uuid, **numbers)
+        detail = (
+            f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} are needed ({reference.source})"
+        )
+        yield bad("replace", "compute.slow", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, "" if reference else "this model has no reference yet", **numbers)
     yield from _median(evidence, gpu, "perf.mma", _MMA_OF_MEDIAN)
@@ -120,10 +122,10 @@ def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Check]:
     """Yield that a GPU is slower than its node's others of the same model; with few of them that only warns."""
     values = {
-        one.uuid: min(found)
-        for one in evidence.gpus
-        if one.name == gpu.name
-        and (found := [m.measured for m in evidence.measurements(id, one.uuid) if m.measured is not None])
+        other.uuid: min(speeds)
+        for other in evidence.gpus
+        if other.name == gpu.name
+        and (speeds := [m.measured for m in evidence.measurements(id, other.uuid) if m.measured is not None])
     }
     if len(values) < 2 or gpu.uuid not in values:
         return
@@ -133,11 +135,11 @@ def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Chec
         return
     unit = evidence.measurements(id, gpu.uuid)[0].unit
     numbers: dict[str, Any] = {"measured": has, "threshold": round(least, 2), "op": ">=", "unit": unit}
-    words = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} are needed"
+    detail = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} are needed"
     if len(values) >= _MEDIAN_OF:
-        yield bad("replace", "below.median", words, gpu.uuid, **numbers)
+        yield bad("replace", "below.median", detail, gpu.uuid, **numbers)
     else:
-        yield doubtful("below.median", words, gpu.uuid, **numbers)
+        yield doubtful("below.median", detail, gpu.uuid, **numbers)
 
 
 def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -152,8 +154,8 @@ def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         "unit": "SMs",
     }
     if worker.sms_seen < worker.sms:
-        words = f"{worker.sms_seen} of {worker.sms} SMs were seen at work"
-        yield broken("coverage.sms", words, gpu.uuid, **numbers)
+        detail = f"{worker.sms_seen} of {worker.sms} SMs were seen at work"
+        yield broken("coverage.sms", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
@@ -177,10 +179,10 @@ def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield broken("coverage.free", f"{free:.1f} % of the GPU's memory were free", gpu.uuid, **numbers)
         return
     tested = 100 * worker.memory_tested_bytes / worker.memory_bytes
-    wanted = TESTED_PERCENT[evidence.tier]
-    numbers = {"measured": round(tested, 1), "threshold": wanted, "op": ">=", "unit": "%"}
+    least = TESTED_PERCENT[evidence.tier]
+    numbers = {"measured": round(tested, 1), "threshold": least, "op": ">=", "unit": "%"}
     # Chunks don't fill the last percent of memory exactly.
-    if tested < wanted - 0.5:
+    if tested < least - 0.5:
         yield broken("coverage.memory", f"{tested:.1f} % of what was free was tested", gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
@@ -188,35 +190,35 @@ def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Check:
     """Return the measurements of a test that was done, or the check that tells why it wasn't, or its failure."""
-    found = evidence.measurements(id, gpu.uuid)
+    results = evidence.measurements(id, gpu.uuid)
     if evidence.after is None:
         return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
-    for one in found:
-        if one.status == "failed":
+    for result in results:
+        if result.status == "failed":
             more = (
-                _numbers(one, one.measured, 0.0, "==")
-                if one.unit == "mismatches"
-                else _numbers(one, None, None, "")
+                _numbers(result, result.measured, 0.0, "==")
+                if result.unit == "mismatches"
+                else _numbers(result, None, None, "")
             )
-            return bad("replace", "answer.wrong", one.detail or "a wrong answer", gpu.uuid, **more)
-    for one in found:
-        if one.status == "error":
-            return broken("worker.error", one.detail or "it could not be run", gpu.uuid, seed=one.seed)
-    skipped = [one for one in found if one.status == "skipped"]
-    if skipped and len(skipped) == len(found):
+            return bad("replace", "answer.wrong", result.detail or "a wrong answer", gpu.uuid, **more)
+    for result in results:
+        if result.status == "error":
+            return broken("worker.error", result.detail or "it could not be run", gpu.uuid, seed=result.seed)
+    skipped = [result for result in results if result.status == "skipped"]
+    if skipped and len(skipped) == len(results):
         return not_made("worker.skipped", skipped[0].detail or "the worker skipped it", gpu.uuid)
-    done = [one for one in found if one.status == "done"]
+    done = [result for result in results if result.status == "done"]
     if not done:
         return broken("worker.silent", "its worker gave no result", gpu.uuid)
     return done
 
 
-def _numbers(one: Measurement, measured: float | None, threshold: float | None, op: str) -> dict[str, Any]:
+def _numbers(result: Measurement, measured: float | None, threshold: float | None, op: str) -> dict[str, Any]:
     return {
         "measured": measured,
         "threshold": threshold,
         "op": op,
-        "unit": one.unit,
-        "seed": one.seed,
-        "seconds": one.seconds,
+        "unit": result.unit,
+        "seed": result.seed,
+        "seconds": result.seconds,
     }

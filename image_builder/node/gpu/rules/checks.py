@@ -133,8 +133,8 @@ def judge(evidence: Evidence) -> tuple[Check, ...]:
         raise NodeError("gpu.settings", f"waived: there is no check {', '.join(unknown)}")
     checks: list[Check] = []
     for name, rule in RULES.items():
-        found = list(rule.judge(evidence)) or [broken("rule.silent", "the rule judged nothing")]
-        checks += [replace(check, id=name) for check in found]
+        outcomes = list(rule.judge(evidence)) or [broken("rule.silent", "the rule judged nothing")]
+        checks += [replace(check, id=name) for check in outcomes]
     return tuple(policy.applied(evidence, checks, lambda name: RULES[name].active))
 
 

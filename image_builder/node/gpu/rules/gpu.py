@@ -69,9 +69,9 @@ def recovery_action(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield good(gpu.uuid)
     else:
         action = _RECOVERY.get(now.recovery_action, "replace")
-        words = f"the driver asks for {now.recovery_action}"
+        detail = f"the driver asks for {now.recovery_action}"
         yield bad(
-            action, "gpu.recovery-action", words, gpu.uuid, measured=now.recovery_action, threshold="none"
+            action, "gpu.recovery-action", detail, gpu.uuid, measured=now.recovery_action, threshold="none"
         )
 
 
@@ -90,17 +90,17 @@ def ecc_mode(_: Evidence, gpu: Gpu) -> Iterator[Check]:
 def ecc_uncorrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     name = "ecc_volatile_uncorrected"
     now = evidence.later(gpu.uuid)
-    for when, one in (("before the load", gpu), ("after the load", now)):
-        gap = unanswered(one, name) if one else None
+    for when, reading in (("before the load", gpu), ("after the load", now)):
+        gap = unanswered(reading, name) if reading else None
         if gap:
             yield gap
             return
-        count = one.ecc_volatile_uncorrected if one else 0
-        if one and count:
-            at = f"SRAM {one.ecc_volatile_uncorrected_sram}, DRAM {one.ecc_volatile_uncorrected_dram}"
-            words = f"{count} uncorrected errors {when} ({at})"
+        count = reading.ecc_volatile_uncorrected if reading else 0
+        if reading and count:
+            at = f"SRAM {reading.ecc_volatile_uncorrected_sram}, DRAM {reading.ecc_volatile_uncorrected_dram}"
+            detail = f"{count} uncorrected errors {when} ({at})"
             numbers: dict[str, Any] = {"measured": count, "threshold": 0, "op": "==", "unit": "errors"}
-            yield bad("reboot", "ecc.uncorrected", words, gpu.uuid, **numbers)
+            yield bad("reboot", "ecc.uncorrected", detail, gpu.uuid, **numbers)
             return
     if evidence.after and not now:
         yield broken("gpu.lost", "the GPU can't be asked after the load", gpu.uuid)
@@ -115,9 +115,9 @@ def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     if now.sram_threshold_exceeded:
         yield bad("replace", "ecc.sram-threshold", "too many uncorrected errors of SRAM", gpu.uuid)
     elif count:
-        words = f"{count} uncorrected errors of SRAM in its life"
+        detail = f"{count} uncorrected errors of SRAM in its life"
         yield doubtful(
-            "ecc.sram-aggregate", words, gpu.uuid, measured=count, threshold=0, op="==", unit="errors"
+            "ecc.sram-aggregate", detail, gpu.uuid, measured=count, threshold=0, op="==", unit="errors"
         )
     else:
         yield gap or good(gpu.uuid)
@@ -129,11 +129,11 @@ def ecc_corrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield delta
         return
     numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "<=", "unit": "errors"}
-    words = f"{delta} corrected errors under load"
+    detail = f"{delta} corrected errors under load"
     if delta > _CORRECTED_FAIL:
-        yield bad("replace", "ecc.corrected", words, gpu.uuid, **(numbers | {"threshold": _CORRECTED_FAIL}))
+        yield bad("replace", "ecc.corrected", detail, gpu.uuid, **(numbers | {"threshold": _CORRECTED_FAIL}))
     elif delta > 0:
-        yield doubtful("ecc.corrected", words, gpu.uuid, **numbers)
+        yield doubtful("ecc.corrected", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
@@ -165,20 +165,22 @@ def _rows(gpu: Gpu) -> Iterator[Check]:
     if gap:
         yield gap
         return
-    told = (
+    counts = (
         f"{gpu.remap_correctable} rows for corrected errors, {gpu.remap_uncorrectable} for uncorrected ones"
     )
     spare = gpu.remap_histogram
     if gpu.unrepairable_memory:
-        yield bad("replace", "remap.unrepairable", f"the GPU calls its memory unrepairable; {told}", gpu.uuid)
+        yield bad(
+            "replace", "remap.unrepairable", f"the GPU calls its memory unrepairable; {counts}", gpu.uuid
+        )
     elif gpu.remap_failure:
-        yield bad("replace", "remap.failure", f"a row could not be remapped; {told}", gpu.uuid)
+        yield bad("replace", "remap.failure", f"a row could not be remapped; {counts}", gpu.uuid)
     elif gpu.remap_pending:
-        yield bad("reboot", "remap.pending", f"a row is remapped with the next reset; {told}", gpu.uuid)
+        yield bad("reboot", "remap.pending", f"a row is remapped with the next reset; {counts}", gpu.uuid)
     elif spare and spare[-1]:
         yield doubtful("remap.exhausted", f"{spare[-1]} banks have no spare row left", gpu.uuid)
     else:
-        yield good(gpu.uuid, told)
+        yield good(gpu.uuid, counts)
 
 
 def _pages(gpu: Gpu) -> Iterator[Check]:
@@ -189,13 +191,13 @@ def _pages(gpu: Gpu) -> Iterator[Check]:
     count = (gpu.retired_single_bit or 0) + (gpu.retired_double_bit or 0)
     numbers: dict[str, Any] = {"measured": count, "threshold": _RETIRED_WARN, "op": "<", "unit": "pages"}
     if count >= _RETIRED_FAIL:
-        words = f"{count} pages are retired, 64 is the most"
-        yield bad("replace", "remap.retired", words, gpu.uuid, **(numbers | {"threshold": _RETIRED_FAIL}))
+        detail = f"{count} pages are retired, 64 is the most"
+        yield bad("replace", "remap.retired", detail, gpu.uuid, **(numbers | {"threshold": _RETIRED_FAIL}))
     elif gpu.retired_pending:
         yield bad("reboot", "remap.pending", "a page is retired with the next reset", gpu.uuid)
     elif count >= _RETIRED_WARN or gpu.retired_double_bit:
-        words = f"{count} pages are retired, {gpu.retired_double_bit} for uncorrected errors"
-        yield doubtful("remap.retired", words, gpu.uuid, **numbers)
+        detail = f"{count} pages are retired, {gpu.retired_double_bit} for uncorrected errors"
+        yield doubtful("remap.retired", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
@@ -206,11 +208,11 @@ def pcie_replay(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield delta
         return
     numbers: dict[str, Any] = {"measured": delta, "threshold": _REPLAYS_WARN, "op": "<=", "unit": "replays"}
-    words = f"{delta} replays on PCIe under load"
+    detail = f"{delta} replays on PCIe under load"
     if delta > _REPLAYS_FAIL:
-        yield bad("replace", "pcie.replay", words, gpu.uuid, **(numbers | {"threshold": _REPLAYS_FAIL}))
+        yield bad("replace", "pcie.replay", detail, gpu.uuid, **(numbers | {"threshold": _REPLAYS_FAIL}))
     elif delta > _REPLAYS_WARN:
-        yield doubtful("pcie.replay", words, gpu.uuid, **numbers)
+        yield doubtful("pcie.replay", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
@@ -234,10 +236,10 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     }
     if active != size.nvlink_links:
         down = ", ".join(str(n) for n, is_up in enumerate(now.nvlinks) if not is_up)
-        words = (
+        detail = (
             f"{active} of {size.nvlink_links} links are active; inactive: {down or 'none that it tells of'}"
         )
-        yield bad("replace", "nvlink.down", words, gpu.uuid, **numbers)
+        yield bad("replace", "nvlink.down", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
     yield from _link_errors(evidence, gpu)
@@ -254,18 +256,18 @@ def _link_errors(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
                 yield delta
             return
         kind = name.removeprefix("nvlink_").replace("_", " ").replace("crc", "CRC")
-        words = f"{delta} {kind} on NVLink under load"
+        detail = f"{delta} {kind} on NVLink under load"
         if name != "nvlink_crc_errors":
             if delta:
                 numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "==", "unit": "errors"}
-                yield bad("reboot", "nvlink.errors", words, gpu.uuid, **numbers)
+                yield bad("reboot", "nvlink.errors", detail, gpu.uuid, **numbers)
             continue
         rate = delta / max(evidence.load_seconds, 1.0)
         numbers = {"measured": round(rate, 2), "threshold": _CRC_PER_SECOND, "op": "<", "unit": "errors/s"}
         if rate >= _CRC_PER_SECOND:
-            yield bad("reboot", "nvlink.crc", words, gpu.uuid, **numbers)
+            yield bad("reboot", "nvlink.crc", detail, gpu.uuid, **numbers)
         elif delta:
-            yield doubtful("nvlink.crc", words, gpu.uuid, **numbers)
+            yield doubtful("nvlink.crc", detail, gpu.uuid, **numbers)
 
 
 def persistence(_: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -279,18 +281,23 @@ def persistence(_: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def mig_mode(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    wanted = evidence.expected.settings.mig == "enabled"
-    if gpu.missing.get("mig_current") == "not-supported" and not wanted:
+    is_enabled = evidence.expected.settings.mig == "enabled"
+    if gpu.missing.get("mig_current") == "not-supported" and not is_enabled:
         yield absent("this GPU has no MIG", gpu.uuid)
         return
     gap = unanswered(gpu, "mig_current", "mig_pending")
     if gap:
         yield gap
-    elif (gpu.mig_current, gpu.mig_pending) != (wanted, wanted):
-        said = [("disabled", "enabled")[bool(mode)] for mode in (gpu.mig_current, gpu.mig_pending)]
-        words = f"MIG is {said[0]} and will be {said[1]}, {evidence.expected.settings.mig} is wanted"
+    elif (gpu.mig_current, gpu.mig_pending) != (is_enabled, is_enabled):
+        modes = [("disabled", "enabled")[bool(mode)] for mode in (gpu.mig_current, gpu.mig_pending)]
+        detail = f"MIG is {modes[0]} and will be {modes[1]}, {evidence.expected.settings.mig} is wanted"
         yield bad(
-            "config", "mig.mode", words, gpu.uuid, measured=said[0], threshold=evidence.expected.settings.mig
+            "config",
+            "mig.mode",
+            detail,
+            gpu.uuid,
+            measured=modes[0],
+            threshold=evidence.expected.settings.mig,
         )
     else:
         yield good(gpu.uuid)
@@ -302,7 +309,11 @@ def procs(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield gap or broken("nvml.error", "processes", gpu.uuid)
         return
     own = evidence.expected.settings.own_processes
-    foreign = [one for one in gpu.processes if one.name not in own and one.pid not in evidence.own_pids]
+    foreign = [
+        process
+        for process in gpu.processes
+        if process.name not in own and process.pid not in evidence.own_pids
+    ]
     allowed = _IDLE_BYTES + (0 if gpu.memory_reserved_bytes is not None else _RESERVED_BYTES)
     numbers: dict[str, Any] = {
         "measured": gpu.memory_used_bytes >> 20,
@@ -311,8 +322,8 @@ def procs(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         "unit": "MiB",
     }
     if foreign:
-        words = ", ".join(f"{one.name or 'process'} ({one.pid})" for one in foreign)
-        yield not_made("procs.foreign", f"in use by {words}", gpu.uuid)
+        users = ", ".join(f"{process.name or 'process'} ({process.pid})" for process in foreign)
+        yield not_made("procs.foreign", f"in use by {users}", gpu.uuid)
     elif gpu.memory_used_bytes > allowed:
         yield not_made(
             "procs.memory", f"{numbers['measured']} MiB are in use by nobody that is seen", gpu.uuid

@@ -24,9 +24,9 @@ _MARGIN_FAIL_C, _MARGIN_WARN_C = 3, 8
 
 def _samples(evidence: Evidence, gpu: Gpu) -> list[Sample] | Check:
     """Return the samples of a GPU, or the check that can't be made without any."""
-    found = evidence.samples_of(gpu.uuid)
-    if found:
-        return found
+    samples = evidence.samples_of(gpu.uuid)
+    if samples:
+        return samples
     if evidence.after is None:
         return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
     return broken("load.unseen", "the GPU was not looked at under load", gpu.uuid)
@@ -37,15 +37,15 @@ def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     if isinstance(samples, Check):
         yield samples
         return
-    told = [one for one in samples if one.throttle is not None]
-    if not told:
+    readings = [sample for sample in samples if sample.throttle is not None]
+    if not readings:
         yield not_made("not-supported", "the GPU doesn't say why its clocks are low", gpu.uuid)
         return
     bits = 0
-    for one in told:
-        bits |= (one.throttle or 0) & _MASK
+    for sample in readings:
+        bits |= (sample.throttle or 0) & _MASK
     names = ", ".join(name for bit, name in THROTTLES.items() if bits & bit)
-    longest = sustained(told, _MASK)
+    longest = sustained(readings, _MASK)
     numbers: dict[str, Any] = {
         "measured": round(longest, 1),
         "threshold": _SUSTAINED_SECONDS,
@@ -66,13 +66,13 @@ def sustained(samples: Sequence[Sample], mask: int) -> float:
     Samples that are far apart, as a slow call makes them, say nothing of the time between them.
     """
     longest, since, last = 0.0, None, 0.0
-    for one in samples:
-        if not (one.throttle or 0) & mask:
+    for sample in samples:
+        if not (sample.throttle or 0) & mask:
             since = None
             continue
-        if since is None or one.seconds - last > _GAP_SECONDS:
-            since = one.seconds
-        last = one.seconds
+        if since is None or sample.seconds - last > _GAP_SECONDS:
+            since = sample.seconds
+        last = sample.seconds
         longest = max(longest, last - since)
     return longest
 
@@ -82,7 +82,7 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     if isinstance(samples, Check):
         yield samples
         return
-    margins = [margin for one in samples if (margin := margin_of(one, gpu)) is not None]
+    margins = [margin for sample in samples if (margin := margin_of(sample, gpu)) is not None]
     if not margins:
         # Newer GPUs and some virtual machines have neither; slowdown itself is seen by the check throttle.
         yield doubtful(
@@ -91,22 +91,22 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         return
     least = min(margins)
     numbers: dict[str, Any] = {"measured": least, "threshold": _MARGIN_FAIL_C, "op": ">=", "unit": "°C"}
-    words = f"{least} °C below slowdown"
+    detail = f"{least} °C below slowdown"
     if least < _MARGIN_FAIL_C:
-        yield bad("replace", "temp.margin", words, gpu.uuid, **numbers)
+        yield bad("replace", "temp.margin", detail, gpu.uuid, **numbers)
     elif least < _MARGIN_WARN_C:
-        yield doubtful("temp.margin", words, gpu.uuid, **(numbers | {"threshold": _MARGIN_WARN_C}))
+        yield doubtful("temp.margin", detail, gpu.uuid, **(numbers | {"threshold": _MARGIN_WARN_C}))
     else:
         yield good(gpu.uuid, **numbers)
 
 
-def margin_of(one: Sample, gpu: Gpu) -> int | None:
+def margin_of(sample: Sample, gpu: Gpu) -> int | None:
     """Return how many °C a sample is from slowdown: as the GPU says, or by its fixed threshold."""
-    if one.temperature_margin_c is not None:
-        return one.temperature_margin_c
-    if one.temperature_c is None or gpu.temperature_slowdown_c is None:
+    if sample.temperature_margin_c is not None:
+        return sample.temperature_margin_c
+    if sample.temperature_c is None or gpu.temperature_slowdown_c is None:
         return None
-    return gpu.temperature_slowdown_c - one.temperature_c
+    return gpu.temperature_slowdown_c - sample.temperature_c
 
 
 def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -119,16 +119,16 @@ def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     if isinstance(samples, Check):
         yield samples
         return
-    width = max((one.pcie_width or 0 for one in samples), default=0)
-    generation = max((one.pcie_generation or 0 for one in samples), default=0)
-    seen, wanted = f"{generation}x{width}", f"{model.pcie_generation}x{size.pcie_width}"
-    numbers: dict[str, Any] = {"measured": seen, "threshold": wanted, "op": ">="}
+    width = max((sample.pcie_width or 0 for sample in samples), default=0)
+    generation = max((sample.pcie_generation or 0 for sample in samples), default=0)
+    measured, threshold = f"{generation}x{width}", f"{model.pcie_generation}x{size.pcie_width}"
+    numbers: dict[str, Any] = {"measured": measured, "threshold": threshold, "op": ">="}
     if not width or not generation:
         yield doubtful("pcie.hidden", "the platform hides the link", gpu.uuid, **numbers)
     elif width < size.pcie_width:
         yield bad("replace", "pcie.width", f"{width} lanes, {size.pcie_width} expected", gpu.uuid, **numbers)
     elif generation < model.pcie_generation:
-        words = f"generation {generation}, {model.pcie_generation} expected"
-        yield bad("replace", "pcie.generation", words, gpu.uuid, **numbers)
+        detail = f"generation {generation}, {model.pcie_generation} expected"
+        yield bad("replace", "pcie.generation", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)

@@ -34,8 +34,8 @@ def sku_known(evidence: Evidence) -> Iterator[Check]:
         if expected.size.retired:
             yield doubtful("sku.retired", f"{expected.size.name} was retired on {expected.size.retired}")
     elif expected.settings.allow_unknown_size:
-        words = machine.vm_size or "the size can't be found"
-        yield doubtful("sku.unknown", f"{words}: let pass by the configuration, without floors")
+        reason = machine.vm_size or "the size can't be found"
+        yield doubtful("sku.unknown", f"{reason}: let pass by the configuration, without floors")
     elif not machine.vm_size:
         yield broken("sku.unanswered", "no VM size is configured, and the platform's metadata gave none")
     else:
@@ -48,9 +48,9 @@ def driver_loaded(evidence: Evidence) -> Iterator[Check]:
         yield absent(_NO_DEVICE)
         return
     if settings.kernel and machine.kernel != settings.kernel:
-        words = f"the driver was baked for kernel {settings.kernel}, {machine.kernel} runs"
+        detail = f"the driver was baked for kernel {settings.kernel}, {machine.kernel} runs"
         yield bad(
-            "reimage", "driver.kernel", words, measured=machine.kernel, threshold=settings.kernel, op="=="
+            "reimage", "driver.kernel", detail, measured=machine.kernel, threshold=settings.kernel, op="=="
         )
     if not machine.driver_loaded:
         yield bad("reimage", "driver.absent", "no NVIDIA driver is loaded for the GPUs that are there")
@@ -83,8 +83,8 @@ def driver_match(evidence: Evidence) -> Iterator[Check]:
     machine, nvml = evidence.before.machine, evidence.before.nvml
     needed = [name for name in ("libcuda", "libnvidia-ml") if not machine.libraries.get(name)]
     if needed or nvml.error.startswith("library"):
-        words = f"{', '.join(needed)}: not there" if needed else nvml.error
-        yield bad("reimage", "driver.library", words)
+        detail = f"{', '.join(needed)}: not there" if needed else nvml.error
+        yield bad("reimage", "driver.library", detail)
         return
     if nvml.error.startswith("mismatch"):
         yield bad("reimage", "driver.mismatch", nvml.error)
@@ -97,21 +97,21 @@ def driver_match(evidence: Evidence) -> Iterator[Check]:
         return
     versions = {"loaded": machine.driver_loaded, "NVML": nvml.driver, **machine.libraries}
     differing = {version for version in versions.values() if version}
-    words = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    detail = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if len(differing) > 1:
-        yield bad("reimage", "driver.mismatch", words)
+        yield bad("reimage", "driver.mismatch", detail)
     elif nvml.error and machine.pci:
         yield broken("nvml.unavailable", nvml.error)
     else:
-        yield good(detail=words)
+        yield good(detail=detail)
 
 
 def driver_nouveau(evidence: Evidence) -> Iterator[Check]:
     machine = evidence.before.machine
-    taken = [gpu.address for gpu in machine.pci if gpu.driver == "nouveau"]
-    if "nouveau" in machine.modules or taken:
+    bound = [gpu.address for gpu in machine.pci if gpu.driver == "nouveau"]
+    if "nouveau" in machine.modules or bound:
         yield bad(
-            "reimage", "driver.nouveau", f"nouveau is loaded{' and has ' if taken else ''}{', '.join(taken)}"
+            "reimage", "driver.nouveau", f"nouveau is loaded{' and has ' if bound else ''}{', '.join(bound)}"
         )
     else:
         yield good()
@@ -130,8 +130,8 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
     if missing:
         yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
     elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
-        words = f"the CDI specs name {machine.cdi_gpus} GPUs, there should be {count}"
-        yield bad("config", "dev.cdi", words, measured=machine.cdi_gpus, threshold=count, op="==")
+        detail = f"the CDI specs name {machine.cdi_gpus} GPUs, there should be {count}"
+        yield bad("config", "dev.cdi", detail, measured=machine.cdi_gpus, threshold=count, op="==")
     else:
         yield good(detail="" if machine.cdi_gpus is not None else "no CDI spec")
 
@@ -142,7 +142,7 @@ def gpu_count(evidence: Evidence) -> Iterator[Check]:
         yield not_made("gpu.unknown", "nobody says how many GPUs there should be")
         return
     opened = len(nvml.gpus)
-    words = f"{expected.count} expected, {len(machine.pci)} on the PCI bus, {nvml.count} counted by NVML"
+    detail = f"{expected.count} expected, {len(machine.pci)} on the PCI bus, {nvml.count} counted by NVML"
     numbers: dict[str, Any] = {
         "measured": min(len(machine.pci), opened),
         "threshold": expected.count,
@@ -150,11 +150,11 @@ def gpu_count(evidence: Evidence) -> Iterator[Check]:
         "unit": "GPUs",
     }
     if len(machine.pci) > expected.count:
-        yield bad("config", "gpu.count", words, **numbers)
+        yield bad("config", "gpu.count", detail, **numbers)
     elif not len(machine.pci) == nvml.count == expected.count:
-        yield bad("reboot", "gpu.count", words, **numbers)
+        yield bad("reboot", "gpu.count", detail, **numbers)
     else:
-        yield good(detail=words, **numbers)
+        yield good(detail=detail, **numbers)
     yield from _models(evidence)
 
 
@@ -166,8 +166,10 @@ def _models(evidence: Evidence) -> Iterator[Check]:
     least = int(_MEMORY_OF_MODEL * model.memory_mib)
     for gpu in evidence.gpus:
         if not re.fullmatch(model.name_pattern, gpu.name):
-            words = f"{gpu.name!r}, the size has {model.name_pattern}"
-            yield bad("config", "gpu.model", words, gpu.uuid, measured=gpu.name, threshold=model.name_pattern)
+            detail = f"{gpu.name!r}, the size has {model.name_pattern}"
+            yield bad(
+                "config", "gpu.model", detail, gpu.uuid, measured=gpu.name, threshold=model.name_pattern
+            )
             continue
         gap = unanswered(gpu, "memory_total_bytes")
         if gap or gpu.memory_total_bytes is None:
@@ -202,29 +204,29 @@ def xid_boot(evidence: Evidence) -> Iterator[Check]:
         yield broken("xid.unread", evidence.latest.machine.journal_error)
         return
     by_address = {xids.address(gpu.pci): gpu.uuid for gpu in evidence.gpus}
-    found = [_xid(evidence, xid, by_address.get(xid.pci, "")) for xid in evidence.latest.xids]
-    told = [check for check in found if check]
-    yield from told
-    if not told:
-        yield good(detail=f"{len(found)} Xids for the record" if found else "")
+    outcomes = [_xid(evidence, xid, by_address.get(xid.pci, "")) for xid in evidence.latest.xids]
+    checks = [check for check in outcomes if check]
+    yield from checks
+    if not checks:
+        yield good(detail=f"{len(outcomes)} Xids for the record" if outcomes else "")
 
 
 def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
     """Return what an Xid comes to; None: it is for the record."""
     if xid.switch:
         # The driver itself says which are fatal; the others come with every boot.
-        words = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
-        return bad("reboot", f"sxid.{xid.number}", words, measured=xid.number) if xid.fatal else None
-    known = evidence.catalogue.classify(xid.number)
-    level = known.during if xids.is_during(xid, evidence.began_us) else known.before
-    code, words = f"xid.{xid.number}", f"Xid {xid.number} ({known.name}: {known.means}): {xid.raw}"
+        detail = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
+        return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number) if xid.fatal else None
+    xid_class = evidence.catalogue.classify(xid.number)
+    level = xid_class.during if xids.is_during(xid, evidence.began_us) else xid_class.before
+    code, detail = f"xid.{xid.number}", f"Xid {xid.number} ({xid_class.name}: {xid_class.means}): {xid.raw}"
     if level == "fail":
-        action: Action = known.action  # type: ignore[assignment]
-        return bad(action, code, words, gpu, measured=xid.number)
+        action: Action = xid_class.action  # type: ignore[assignment]
+        return bad(action, code, detail, gpu, measured=xid.number)
     if level == "unsettled":
         # A fault of our own program writes it as well. With a wrong answer or a dead worker those checks fail.
-        return broken(code, words, gpu, measured=xid.number)
-    return doubtful(code, words, gpu, measured=xid.number) if level == "warn" else None
+        return broken(code, detail, gpu, measured=xid.number)
+    return doubtful(code, detail, gpu, measured=xid.number) if level == "warn" else None
 
 
 def fabric(evidence: Evidence) -> Iterator[Check]:
@@ -247,9 +249,9 @@ def fabric(evidence: Evidence) -> Iterator[Check]:
         elif (gpu.fabric_state, gpu.fabric_status) == ("completed", "success"):
             yield good(gpu.uuid)
         else:
-            words = f"state {gpu.fabric_state}, status {gpu.fabric_status}"
+            detail = f"state {gpu.fabric_state}, status {gpu.fabric_status}"
             yield bad(
-                "reboot", "fabric.state", words, gpu.uuid, measured=gpu.fabric_state, threshold="completed"
+                "reboot", "fabric.state", detail, gpu.uuid, measured=gpu.fabric_state, threshold="completed"
             )
 
 
@@ -271,24 +273,24 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
     if not ports and not set(INFINIBAND_MODULES) & set(machine.modules):
         yield bad("reimage", "ib.driver", "no InfiniBand port, and no driver for one is loaded", **numbers)
     elif len(ports) != size.infiniband_ports:
-        words = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
-        yield bad("reboot", "ib.count", words, **numbers)
+        detail = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
+        yield bad("reboot", "ib.count", detail, **numbers)
     elif down:
-        words = ", ".join(f"{port.device}/{port.number} {port.state}, {port.physical}" for port in down)
-        yield _of_the_fabric(down, ports, "ib.down", words)
+        detail = ", ".join(f"{port.device}/{port.number} {port.state}, {port.physical}" for port in down)
+        yield _of_the_fabric(down, ports, "ib.down", detail)
     elif slow:
-        words = ", ".join(f"{port.device}/{port.number} {port.rate_gbit} Gb/s" for port in slow)
+        detail = ", ".join(f"{port.device}/{port.number} {port.rate_gbit} Gb/s" for port in slow)
         more: dict[str, Any] = {"threshold": size.infiniband_gbit, "op": ">=", "unit": "Gb/s"}
-        yield _of_the_fabric(slow, ports, "ib.rate", words, **more)
+        yield _of_the_fabric(slow, ports, "ib.rate", detail, **more)
     else:
         yield good(**numbers)
 
 
-def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, words: str, **more: Any) -> Check:
+def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, detail: str, **more: Any) -> Check:
     """Return the check of ports that aren't as they should be: where all are so, it is the network and no machine."""
     if len(some) == len(ports):
-        return broken(code, f"all ports: {words}", **more)
-    return bad("reboot", code, words, **more)
+        return broken(code, f"all ports: {detail}", **more)
+    return bad("reboot", code, detail, **more)
 
 
 def nvme_local(evidence: Evidence) -> Iterator[Check]:
@@ -296,9 +298,9 @@ def nvme_local(evidence: Evidence) -> Iterator[Check]:
     if not size or size.local_nvme is None:
         yield absent("how many there should be is not known")
     elif has != size.local_nvme:
-        words = f"{has} local NVMe disks, {size.local_nvme} expected"
+        detail = f"{has} local NVMe disks, {size.local_nvme} expected"
         yield bad(
-            "replace", "nvme.count", words, measured=has, threshold=size.local_nvme, op="==", unit="disks"
+            "replace", "nvme.count", detail, measured=has, threshold=size.local_nvme, op="==", unit="disks"
         )
     else:
         yield good(measured=has, threshold=size.local_nvme, op="==", unit="disks")
@@ -314,10 +316,10 @@ def mem_host(evidence: Evidence) -> Iterator[Check]:
         return
     gib = round(has / _GIB, 1)
     numbers: dict[str, Any] = {"measured": gib, "threshold": size.memory_gib, "op": ">=", "unit": "GiB"}
-    words = f"{gib} of {size.memory_gib} GiB"
+    detail = f"{gib} of {size.memory_gib} GiB"
     if gib < _HOST_MEMORY_FAIL * size.memory_gib:
-        yield bad("replace", "mem.host", words, **numbers)
+        yield bad("replace", "mem.host", detail, **numbers)
     elif gib < _HOST_MEMORY_WARN * size.memory_gib:
-        yield doubtful("mem.host", words, **numbers)
+        yield doubtful("mem.host", detail, **numbers)
     else:
         yield good(**numbers)

@@ -30,8 +30,8 @@ _VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d
 
 def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[str], bool]) -> list[Check]:
     """Return the checks as they count for the verdict. ``is_active`` tells, by its id, a check of the load."""
-    found = _without_load(evidence, _shared_lateness(evidence, _shared_answers(evidence, checks)))
-    return [_waived(_measured(evidence, one, is_active(one.id)), evidence) for one in found]
+    results = _without_load(evidence, _shared_lateness(evidence, _shared_answers(evidence, checks)))
+    return [_waived(_measured(evidence, check, is_active(check.id)), evidence) for check in results]
 
 
 # -- one finding on several GPUs -------------------------------------------------------------------------------
@@ -41,22 +41,22 @@ def _shared_answers(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
     """Make inconclusive what fails alike on two GPUs or more, or in one check on all of several GPUs."""
     alike: dict[tuple[str, str], set[str]] = {}
     by_check: dict[str, set[str]] = {}
-    for one in checks:
-        if _is_about_answers(one):
-            alike.setdefault((one.id, _record(one)), set()).add(one.gpu)
-            by_check.setdefault(one.id, set()).add(one.gpu)
+    for check in checks:
+        if _is_about_answers(check):
+            alike.setdefault((check.id, _record(check)), set()).add(check.gpu)
+            by_check.setdefault(check.id, set()).add(check.gpu)
 
-    def changed(one: Check) -> Check:
-        if not _is_about_answers(one):
-            return one
-        same, everywhere = alike[one.id, _record(one)], by_check[one.id]
+    def changed(check: Check) -> Check:
+        if not _is_about_answers(check):
+            return check
+        same, everywhere = alike[check.id, _record(check)], by_check[check.id]
         if len(same) < 2 and not (len(everywhere) > 1 and len(everywhere) == len(evidence.gpus)):
-            return one
+            return check
         count = max(len(same), len(everywhere))
-        code = "worker.common" if one.id == "worker" else "answer.common"
-        return _doubted(one, code, "reimage", f"the same on {count} GPUs, so the test is in doubt")
+        code = "worker.common" if check.id == "worker" else "answer.common"
+        return _doubted(check, code, "reimage", f"the same on {count} GPUs, so the test is in doubt")
 
-    return [changed(one) for one in checks]
+    return [changed(check) for check in checks]
 
 
 def _is_about_answers(check: Check) -> bool:
@@ -70,7 +70,9 @@ def _record(check: Check) -> str:
 
 def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
     """Make inconclusive that all workers of a round were late: a busy host makes them so, or a slow compiler."""
-    tried_links = [one for one in evidence.workers if any(m.id == "bw.p2p" for m in one.measurements)]
+    tried_links = [
+        worker for worker in evidence.workers if any(m.id == "bw.p2p" for m in worker.measurements)
+    ]
     late = [
         worker.gpu
         for round_ in (evidence.workers, tried_links)
@@ -78,10 +80,10 @@ def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]
         for worker in round_
     ]
     return [
-        _doubted(one, "worker.common", "none", "and so is every other, so the machine may be busy")
-        if one.code == "worker.late" and one.gpu in late
-        else one
-        for one in checks
+        _doubted(check, "worker.common", "none", "and so is every other, so the machine may be busy")
+        if check.code == "worker.late" and check.gpu in late
+        else check
+        for check in checks
     ]
 
 
@@ -89,8 +91,8 @@ def _is_late(worker: Worker) -> bool:
     return worker.ended.startswith(_LATE)
 
 
-def _doubted(check: Check, code: str, action: str, words: str) -> Check:
-    detail = f"{words}: {check.detail}"[:DETAIL_CHARACTERS]
+def _doubted(check: Check, code: str, action: str, reason: str) -> Check:
+    detail = f"{reason}: {check.detail}"[:DETAIL_CHARACTERS]
     return replace(check, status="error", code=code, action=action, detail=detail)  # type: ignore[arg-type]
 
 
@@ -101,7 +103,7 @@ def _without_load(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
     """Leave out what needs a load where the pool's policy forbids one."""
     if not evidence.idle_by_policy:
         return list(checks)
-    return [replace(one, code=NOT_APPLICABLE) if one.code == NOT_RUN else one for one in checks]
+    return [replace(check, code=NOT_APPLICABLE) if check.code == NOT_RUN else check for check in checks]
 
 
 def _measured(evidence: Evidence, check: Check, is_active: bool) -> Check:

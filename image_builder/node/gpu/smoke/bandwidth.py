@@ -49,16 +49,16 @@ def _best(device: Device, work: Callable[[], None], copies: int) -> float:
 
 
 def _measured(
-    device: Device, id: str, size: int, seconds: float, said: str, seed: int, began: float
+    device: Device, id: str, size: int, seconds: float, failure: str, seed: int, began: float
 ) -> Measurement:
-    words = said or f"{size} bytes, all compared"
+    detail = failure or f"{size} bytes, all compared"
     return Measurement(
         id,
         device.uuid,
-        "failed" if said else "done",
-        None if said else round(size / seconds / 1e9, 2),
+        "failed" if failure else "done",
+        None if failure else round(size / seconds / 1e9, 2),
         "GB/s",
-        words[:DETAIL_CHARACTERS],
+        detail[:DETAIL_CHARACTERS],
         seed,
         round(time.monotonic() - began, 3),
     )
@@ -83,8 +83,8 @@ def hbm(
         seconds = _best(device, lambda: device.launch(kernel, _BLOCKS_PER_SM * device.sms, arguments), copies)
         if corrupt:
             patterns.flip_bit(target)
-        said = complaint(patterns, target, patterns.verify(target))
-    return _measured(device, "bw.hbm", 2 * size, seconds, said, seed, began)
+        failure = complaint(patterns, target, patterns.verify(target))
+    return _measured(device, "bw.hbm", 2 * size, seconds, failure, seed, began)
 
 
 def to_device(
@@ -113,8 +113,8 @@ def to_device(
             seconds = _best(device, lambda: device.from_pinned(target.address, view), copies)
         if corrupt:
             patterns.flip_bit(target)
-        said = complaint(patterns, target, patterns.verify(target, mask=tile - 1), mask=tile - 1)
-    return _measured(device, "bw.h2d", size, seconds, said, seed, began)
+        failure = complaint(patterns, target, patterns.verify(target, mask=tile - 1), mask=tile - 1)
+    return _measured(device, "bw.h2d", size, seconds, failure, seed, began)
 
 
 def to_host(
@@ -144,8 +144,8 @@ def to_host(
         with turn():
             seconds = _best(device, lambda: device.to_pinned(view, source.address), copies)
             device.synchronize()
-        said = differs(view, golden)
-    return _measured(device, "bw.d2h", size, seconds, said, seed, began)
+        failure = differs(view, golden)
+    return _measured(device, "bw.d2h", size, seconds, failure, seed, began)
 
 
 def differs(view: memoryview, golden: bytes) -> str:
@@ -156,9 +156,9 @@ def differs(view: memoryview, golden: bytes) -> str:
             continue
         wrong = [at for at in range(0, len(golden), WORD) if part[at : at + WORD] != golden[at : at + WORD]]
         at = wrong[0]
-        expected, found = (int.from_bytes(data[at : at + WORD], "little") for data in (golden, bytes(part)))
+        expected, actual = (int.from_bytes(data[at : at + WORD], "little") for data in (golden, bytes(part)))
         place = f"{len(wrong)} wrong words in the {len(golden)} bytes from byte {start}"
-        return f"{place}, the first at byte {start + at}: expected {expected:#018x}, found {found:#018x}"
+        return f"{place}, the first at byte {start + at}: expected {expected:#018x}, found {actual:#018x}"
     return ""
 
 
@@ -167,7 +167,7 @@ def peer(
 ) -> Measurement:
     """Copy to the first of the peers that NVLink reaches; that GPU compares all of it. Raises NodeError."""
     began = time.monotonic()
-    linked = next((one for one in peers if device.is_linked(one)), None)
+    linked = next((candidate for candidate in peers if device.is_linked(candidate)), None)
     if linked is None:
         return Measurement("bw.p2p", device.uuid, "skipped", None, "GB/s", "no peer by NVLink", seed)
     device.connect(linked)
@@ -175,7 +175,7 @@ def peer(
         _buffer(device, size) as source,
         _buffer(linked, size) as target,
         _patterns(device, seed) as patterns,
-        _patterns(linked, seed) as there,
+        _patterns(linked, seed) as arrived,
         _patterns(linked, seed + 1) as others,
     ):
         patterns.fill(source)
@@ -183,6 +183,6 @@ def peer(
         linked.synchronize()
         seconds = _best(device, lambda: device.copy_to(linked, target.address, source.address, size), copies)
         device.synchronize()
-        said = complaint(there, target, there.verify(target))
-    found = _measured(device, "bw.p2p", size, seconds, said, seed, began)
-    return replace(found, detail=f"to {linked.uuid}: {found.detail}"[:DETAIL_CHARACTERS])
+        failure = complaint(arrived, target, arrived.verify(target))
+    measurement = _measured(device, "bw.p2p", size, seconds, failure, seed, began)
+    return replace(measurement, detail=f"to {linked.uuid}: {measurement.detail}"[:DETAIL_CHARACTERS])

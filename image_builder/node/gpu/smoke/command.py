@@ -96,21 +96,21 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
     result = system.places.run / RESULT
     clock = time.monotonic()
 
-    def told(made: dict[str, Any]) -> int:
-        made["duration_s"] = round(time.monotonic() - clock, 3)
+    def report(body: dict[str, Any]) -> int:
+        body["duration_s"] = round(time.monotonic() - clock, 3)
         try:
-            _write(result, made)
+            _write(result, body)
         except OSError as error:
             sys.stderr.write(f"node-agent: {result} can't be written: {error.strerror}\n")
             # Of a pass nobody could read that it is of this boot.
-            if made["verdict"]["exit_code"] == verdict.PASS:
+            if body["verdict"]["exit_code"] == verdict.PASS:
                 raise
-        sys.stdout.write(json.dumps(made, indent=1) + "\n" if as_json else document.text(made))
+        sys.stdout.write(json.dumps(body, indent=1) + "\n" if as_json else document.text(body))
         sys.stdout.flush()
-        return int(made["verdict"]["exit_code"])
+        return int(body["verdict"]["exit_code"])
 
-    def without_evidence(found: Verdict) -> int:
-        return told(document.bare(began, machine.boot_id(system.places.proc), found))
+    def without_evidence(outcome: Verdict) -> int:
+        return report(document.bare(began, machine.boot_id(system.places.proc), outcome))
 
     try:
         # An old pass must not stand there while, or after, this run fails to end.
@@ -120,7 +120,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         settings = gpu_settings.load(system.directory)
         seconds = longest_seconds(settings, began.tier)
         with _given_up_after(seconds, lambda: without_evidence(_late(seconds))):
-            return told(_tested(began, settings, system))
+            return report(_tested(began, settings, system))
     except NodeError as error:
         is_configuration = error.code in _CONFIGURATION
         code = verdict.CONFIGURATION if is_configuration else verdict.INCONCLUSIVE
@@ -138,8 +138,8 @@ def _failed(code: int, reason: str, message: str) -> Verdict:
 
 
 def _late(seconds: float) -> Verdict:
-    words = f"the test did not end within {seconds:g} s: the driver keeps a call to itself"
-    return Verdict("inconclusive", verdict.DEADLINE, "none", False, words, "deadline")
+    summary = f"the test did not end within {seconds:g} s: the driver keeps a call to itself"
+    return Verdict("inconclusive", verdict.DEADLINE, "none", False, summary, "deadline")
 
 
 @contextmanager
@@ -165,21 +165,21 @@ def _tested(began: document.Run, settings: Settings, system: System) -> dict[str
     """Return the document."""
     catalogue = xids.load()
     if settings.expect == "none":
-        seen = Seen(machine.look(system.places, vm_size="none"))
-        evidence = Evidence(began.tier, Expected(settings), catalogue, seen, idle_why="no GPU is expected")
-        check = none_expected(seen.machine)
+        node = Seen(machine.look(system.places, vm_size="none"))
+        evidence = Evidence(began.tier, Expected(settings), catalogue, node, idle_why="no GPU is expected")
+        check = none_expected(node.machine)
         return document.document(began, evidence, (check,), _none_verdict(check))
     evidence = gather(began.tier, began.seed, settings, catalogue, system)
-    found = checks.judge(evidence)
-    return document.document(began, evidence, found, verdict.verdict(found, began.tier))
+    results = checks.judge(evidence)
+    return document.document(began, evidence, results, verdict.verdict(results, began.tier))
 
 
-def none_expected(seen: Machine) -> Check:
+def none_expected(node: Machine) -> Check:
     """Return the one check of a pool without GPUs: there are none."""
-    if not seen.pci:
+    if not node.pci:
         return replace(good(detail="no GPU, and none is expected"), id="gpu.count")
-    words = f"no GPU is expected, and there are {', '.join(gpu.address for gpu in seen.pci)}"
-    return replace(bad("config", "gpu.unexpected", words), id="gpu.count")
+    detail = f"no GPU is expected, and there are {', '.join(gpu.address for gpu in node.pci)}"
+    return replace(bad("config", "gpu.unexpected", detail), id="gpu.count")
 
 
 def _none_verdict(check: Check) -> Verdict:
@@ -191,11 +191,11 @@ def _none_verdict(check: Check) -> Verdict:
 def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
     """Return what a node of this size should be, with this driver. Raises NodeError: tables or overrides are wrong."""
     table = sizes.load()
-    found = table.find(vm_size)
-    if not found:
+    row = table.find(vm_size)
+    if not row:
         count = settings.count if settings.allow_unknown_size else None
         return Expected(settings, table.version, count=count, observes=settings.mode != "enforce")
-    size, gpu = sizes.overridden(*found, settings.overrides)
+    size, gpu = sizes.overridden(*row, settings.overrides)
     is_known = calibration.is_on_record(settings.calibrations, size.name, driver, program.digest())
     return Expected(
         settings,
@@ -211,18 +211,18 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
 
 def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue, system: System) -> Evidence:
     """Look, put the GPUs under load where that makes sense, and look again. Raises NodeError."""
-    seen = machine.look(system.places, settings.vm_size, system.ask)
-    expected = expectation(settings, seen.vm_size, seen.driver_loaded)
+    node = machine.look(system.places, settings.vm_size, system.ask)
+    expected = expectation(settings, node.vm_size, node.driver_loaded)
     with ExitStack() as stack:
         library: Library | None = None
         try:
-            library = stack.enter_context(system.library()) if seen.pci else None
+            library = stack.enter_context(system.library()) if node.pci else None
             until = system.clock() + settings.infiniband_wait_seconds
-            evidence = _settled(tier, expected, catalogue, seen, library, system)
+            evidence = _settled(tier, expected, catalogue, node, library, system)
             evidence = _with_ports(evidence, until, system)
         except (OSError, NvmlError) as error:
             evidence = Evidence(
-                tier, expected, catalogue, _with_xids(Seen(seen, nvml.refused(error)), system)
+                tier, expected, catalogue, _with_xids(Seen(node, nvml.refused(error)), system)
             )
         if settings.mig == "enabled":
             # CUDA shows parts of such a GPU, and those by other names: whole GPUs can't be put under load.
@@ -237,35 +237,35 @@ def _settled(
     tier: Tier,
     expected: Expected,
     catalogue: xids.Catalogue,
-    seen: Machine,
+    node: Machine,
     library: Library | None,
     system: System,
 ) -> Evidence:
     """Return what is seen at rest, once the NVLink fabric is up or had its time."""
     until = system.clock() + expected.settings.fabric_wait_seconds
     while True:
-        before = Seen(seen, _named(readings.look(library), system) if library else Nvml())
+        before = Seen(node, _named(readings.look(library), system) if library else Nvml())
         evidence = Evidence(tier, expected, catalogue, before)
         is_training = any(gpu.fabric_state in ("not-started", "in-progress") for gpu in evidence.gpus)
-        is_starting = seen.fabric_manager in ("activating", "reloading")
+        is_starting = node.fabric_manager in ("activating", "reloading")
         uses_fabric = expected.size is not None and expected.size.nvswitch
         if not (uses_fabric and (is_training or is_starting)) or system.clock() >= until:
             return replace(evidence, before=_with_xids(before, system))
         system.sleep(_FABRIC_POLL_SECONDS)
-        seen = machine.look(system.places, seen.vm_size, system.ask)
+        node = machine.look(system.places, node.vm_size, system.ask)
 
 
 def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
     """Return the evidence with InfiniBand ports that are up or had their time: the subnet's manager raises them."""
-    size, seen = evidence.expected.size, evidence.before
-    wanted = size.infiniband_ports if size else 0
+    size, latest = evidence.expected.size, evidence.before
+    expected_ports = size.infiniband_ports if size else 0
     while system.clock() < until:
-        up = sum(port.is_up and port.layer == "InfiniBand" for port in seen.machine.ports)
-        if up >= wanted:
+        up = sum(port.is_up and port.layer == "InfiniBand" for port in latest.machine.ports)
+        if up >= expected_ports:
             break
         system.sleep(_FABRIC_POLL_SECONDS)
-        seen = replace(seen, machine=replace(seen.machine, ports=machine.ports(system.places.sys)))
-    return replace(evidence, before=seen)
+        latest = replace(latest, machine=replace(latest.machine, ports=machine.ports(system.places.sys)))
+    return replace(evidence, before=latest)
 
 
 def idle_reason(evidence: Evidence) -> str:
@@ -302,30 +302,32 @@ def _loaded(evidence: Evidence, seed: int, library: Library, system: System) -> 
     )
 
 
-def _with_xids(seen: Seen, system: System) -> Seen:
+def _with_xids(reading: Seen, system: System) -> Seen:
     try:
-        return replace(seen, xids=system.read_xids(seen.machine.boot_id))
+        return replace(reading, xids=system.read_xids(reading.machine.boot_id))
     except NodeError as error:
-        return replace(seen, machine=replace(seen.machine, journal_error=error.message))
+        return replace(reading, machine=replace(reading.machine, journal_error=error.message))
 
 
-def _named(found: Nvml, system: System) -> Nvml:
+def _named(answers: Nvml, system: System) -> Nvml:
     """Return NVML's answers with the names of the processes that it knows by number alone."""
 
     def named(gpu: Gpu) -> Gpu:
         if gpu.processes is None:
             return gpu
-        names = [machine.process_name(system.places.proc, one.pid) for one in gpu.processes]
+        names = [machine.process_name(system.places.proc, process.pid) for process in gpu.processes]
         return replace(
             gpu,
-            processes=tuple(replace(one, name=name) for one, name in zip(gpu.processes, names, strict=True)),
+            processes=tuple(
+                replace(process, name=name) for process, name in zip(gpu.processes, names, strict=True)
+            ),
         )
 
-    return replace(found, gpus=tuple(named(gpu) for gpu in found.gpus))
+    return replace(answers, gpus=tuple(named(gpu) for gpu in answers.gpus))
 
 
-def _write(path: Path, made: dict[str, Any]) -> None:
+def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.new")
-    draft.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)

@@ -61,38 +61,40 @@ def from_each_node(measure: Callable[[], Measurement], nodes: Mapping[int, set[i
     if len(nodes) < 2:
         return measure()
     everywhere = os.sched_getaffinity(0)
-    found: dict[int, Measurement] = {}
+    results: dict[int, Measurement] = {}
     try:
         for number, processors in nodes.items():
             os.sched_setaffinity(0, processors)
-            found[number] = measure()
-            if found[number].status != "done":
+            results[number] = measure()
+            if results[number].status != "done":
                 break
     finally:
         os.sched_setaffinity(0, everywhere)
-    chosen = max(found, key=lambda n: (found[n].status != "done", found[n].measured or 0.0))
-    speeds = ", ".join(f"{one.measured:g} from {n}" for n, one in found.items() if one.measured is not None)
-    words = f"from NUMA node {chosen} ({speeds or 'nothing measured'}): {found[chosen].detail}"
-    spent = round(sum(one.seconds for one in found.values()), 3)
-    return replace(found[chosen], detail=words[:DETAIL_CHARACTERS], seconds=spent)
+    chosen = max(results, key=lambda n: (results[n].status != "done", results[n].measured or 0.0))
+    speeds = ", ".join(
+        f"{result.measured:g} from {n}" for n, result in results.items() if result.measured is not None
+    )
+    detail = f"from NUMA node {chosen} ({speeds or 'nothing measured'}): {results[chosen].detail}"
+    spent = round(sum(result.seconds for result in results.values()), 3)
+    return replace(results[chosen], detail=detail[:DETAIL_CHARACTERS], seconds=spent)
 
 
 def numa_nodes(directory: Path = _NODES) -> dict[int, set[int]]:
     """Return the processors of each NUMA node that this process may use; empty where the kernel tells none."""
     usable = os.sched_getaffinity(0)
-    found = {}
+    near_by_node = {}
     for path in sorted(directory.glob("node[0-9]*/cpulist")):
         near = processors(path.read_text()) & usable
         if near:
-            found[int(path.parent.name.removeprefix("node"))] = near
-    return found
+            near_by_node[int(path.parent.name.removeprefix("node"))] = near
+    return near_by_node
 
 
 def processors(text: str) -> set[int]:
     """Return the processors of a list as /sys writes it: ``0-3,8``."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first:
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+            numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers

@@ -93,8 +93,8 @@ class CudaError(NodeError):
     """The driver refused a call; ``name`` is the error's, as in CUDA_ERROR_ECC_UNCORRECTABLE."""
 
     def __init__(self, function: str, result: int, name: str, more: str = "") -> None:
-        words = [f"{function}: {name or 'error'} ({result})", more.strip(), HINTS.get(name, "")]
-        super().__init__("gpu.cuda", "; ".join(word for word in words if word))
+        parts = [f"{function}: {name or 'error'} ({result})", more.strip(), HINTS.get(name, "")]
+        super().__init__("gpu.cuda", "; ".join(word for word in parts if word))
         self.function, self.result, self.name = function, result, name
 
 
@@ -110,14 +110,14 @@ class Driver:
         self("cuInit", 0)
 
     def _bind(self, name: str) -> Callable[..., int]:
-        found: Any = None
-        for one in (_PREFERRED.get(name, name), name):
+        entry: Any = None
+        for symbol in (_PREFERRED.get(name, name), name):
             with suppress(AttributeError):
-                found = found or self._library[one]
-        if found is None:
+                entry = entry or self._library[symbol]
+        if entry is None:
             raise NodeError("gpu.library", f"{LIBRARY} has no {name}: the driver is too old")
-        found.argtypes, found.restype = FUNCTIONS[name], c_int
-        bound: Callable[..., int] = found
+        entry.argtypes, entry.restype = FUNCTIONS[name], c_int
+        bound: Callable[..., int] = entry
         return bound
 
     def __call__(self, function: str, *arguments: Any, more: Callable[[], str] = str) -> None:
@@ -184,30 +184,32 @@ class Device:
         """Return an entry of ``kernels/MODULE.ptx``, which the driver compiles at the first time."""
         if module not in self._modules:
             self._modules[module] = self._load(module)
-        found = c_void_p()
-        self._call("cuModuleGetFunction", byref(found), self._modules[module], name.encode())
-        return found
+        entry = c_void_p()
+        self._call("cuModuleGetFunction", byref(entry), self._modules[module], name.encode())
+        return entry
 
     def _load(self, module: str) -> c_void_p:
         log, errors = (ctypes.create_string_buffer(JIT_LOG_BYTES) for _ in range(2))
         options = (c_int * 4)(JIT_INFO_LOG, JIT_INFO_SIZE, JIT_ERROR_LOG, JIT_ERROR_SIZE)
         # The sizes are passed as if they were pointers.
         values = (c_void_p * 4)(ctypes.addressof(log), JIT_LOG_BYTES, ctypes.addressof(errors), JIT_LOG_BYTES)
-        found = c_void_p()
+        handle = c_void_p()
 
-        def said() -> str:
+        def compiler_log() -> str:
             return " ".join(
                 f"{module}.ptx: {buffer.value.decode(errors='replace').strip()}"
                 for buffer in (errors, log)
                 if buffer.value
             )[:1000]
 
-        self._call("cuModuleLoadDataEx", byref(found), text_of(module), 4, options, values, more=said)
-        return found
+        self._call(
+            "cuModuleLoadDataEx", byref(handle), text_of(module), 4, options, values, more=compiler_log
+        )
+        return handle
 
     def launch(self, kernel: c_void_p, blocks: int, arguments: Sequence[Argument]) -> None:
         """Start a kernel; doesn't wait."""
-        pointers = (c_void_p * len(arguments))(*[ctypes.addressof(one) for one in arguments])
+        pointers = (c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
         self._call("cuLaunchKernel", kernel, blocks, 1, 1, THREADS, 1, 1, 0, None, pointers, None)
 
     def synchronize(self) -> None:

@@ -29,12 +29,12 @@ REAP_SECONDS = 5.0
 LINKS_SECONDS = 15.0
 TICK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
-_WORDS = 300  # characters of standard error in an outcome
+_EXCERPT = 300  # characters of standard error in an outcome
 _abandoned: list[
     subprocess.Popen[bytes]
 ] = []  # processes that can't be killed: nobody waits for them any more
 
-_Told = TypeVar("_Told", Measurement, Worker)
+_Line = TypeVar("_Line", Measurement, Worker)
 Argv = Callable[[str, Tier, int, Sequence[str]], list[str]]
 
 
@@ -50,10 +50,10 @@ class Ended:
 def judge(uuid: str, output: bytes, errors: bytes, ended: Ended) -> Worker:
     """Return what became of one GPU's process, with what it measured before it ended."""
     measured, summary, complaint = _read(uuid, output)
-    words = _outcome(errors, ended) or complaint
+    ending = _outcome(errors, ended) or complaint
     if summary is None:
-        return Worker(uuid, words or "error: it ended without a summary", measured)
-    return replace(summary, ended=words or summary.ended, measurements=measured)
+        return Worker(uuid, ending or "error: it ended without a summary", measured)
+    return replace(summary, ended=ending or summary.ended, measurements=measured)
 
 
 def _outcome(errors: bytes, ended: Ended) -> str:
@@ -63,12 +63,12 @@ def _outcome(errors: bytes, ended: Ended) -> str:
     if ended.late:
         return "killed: deadline"
     if ended.flooded:
-        return f"error: it said more than {OUTPUT_BYTES} bytes"
+        return f"error: more than {OUTPUT_BYTES} bytes of output"
     if ended.status < 0:
         return f"crashed: signal {-ended.status}"
     if ended.status:
-        said = " ".join(errors.decode(errors="replace").split())[-_WORDS:]
-        return f"error: exit status {ended.status}: {said or 'it said nothing'}"
+        complaint = " ".join(errors.decode(errors="replace").split())[-_EXCERPT:]
+        return f"error: exit status {ended.status}: {complaint or '(no output)'}"
     return ""
 
 
@@ -88,15 +88,15 @@ def _read(uuid: str, output: bytes) -> tuple[tuple[Measurement, ...], Worker | N
             else:
                 measured.append(_own(uuid, from_json(Measurement, value)))
         except (ValueError, RecursionError) as error:
-            return tuple(measured), None, f"error: line {number} is not a worker's: {error}"[:_WORDS]
+            return tuple(measured), None, f"error: line {number} is not a worker's: {error}"[:_EXCERPT]
     complaint = f"error: line {len(lines) + 1} is cut off" if rest else ""
     return tuple(measured), summary, complaint
 
 
-def _own(uuid: str, found: _Told) -> _Told:
-    if found.gpu != uuid:
-        raise ValueError(f"it speaks of {found.gpu}")
-    return found
+def _own(uuid: str, line: _Line) -> _Line:
+    if line.gpu != uuid:
+        raise ValueError(f"it speaks of {line.gpu}")
+    return line
 
 
 def _finite(word: str) -> float:
@@ -252,37 +252,37 @@ def run(
     end = time.monotonic() + deadline_seconds
     alone = end - links_seconds if len(uuids) > 1 else end
     with _ticking(on_tick, tick_seconds), Fleet(reap_seconds) as fleet:
-        found = _round(fleet, {uuid: argv(uuid, tier, seed, ()) for uuid in uuids}, {}, alone)
-        sound = [uuid for uuid in uuids if found[uuid].ended == "done"]
+        workers = _round(fleet, {uuid: argv(uuid, tier, seed, ()) for uuid in uuids}, {}, alone)
+        sound = [uuid for uuid in uuids if workers[uuid].ended == "done"]
         if len(sound) > 1:
             peers = {uuid: [*sound[at + 1 :], *sound[:at]] for at, uuid in enumerate(sound)}
             commands = {uuid: argv(uuid, tier, seed, peers[uuid]) for uuid in sound}
             for uuid, worker in _round(fleet, commands, peers, end).items():
-                found[uuid] = joined(found[uuid], worker, seed)
-    return [found[uuid] for uuid in uuids]
+                workers[uuid] = joined(workers[uuid], worker, seed)
+    return [workers[uuid] for uuid in uuids]
 
 
 def _round(
     fleet: Fleet, commands: Mapping[str, list[str]], peers: Mapping[str, Sequence[str]], end: float
 ) -> dict[str, Worker]:
     """Start all processes and return what became of each."""
-    found: dict[str, Worker] = {}
+    workers: dict[str, Worker] = {}
     for uuid, argv in commands.items():
         try:
             fleet.start(uuid, argv, program.environment(uuid, peers.get(uuid, ())), end)
         except OSError as error:
-            found[uuid] = Worker(uuid, f"error: it could not be started: {error}")
+            workers[uuid] = Worker(uuid, f"error: it could not be started: {error}")
     for worker in fleet.wait():
-        found[worker.gpu] = worker
-    return found
+        workers[worker.gpu] = worker
+    return workers
 
 
 def joined(first: Worker, links: Worker, seed: int) -> Worker:
     """Return a GPU's worker with what the second one said of its links."""
     if links.ended == "done":
         return replace(first, measurements=first.measurements + links.measurements)
-    words = f"the process that tried the links: {links.ended}"[:_WORDS]
-    failed = Measurement("bw.p2p", first.gpu, "error", None, "GB/s", words, seed)
+    detail = f"the process that tried the links: {links.ended}"[:_EXCERPT]
+    failed = Measurement("bw.p2p", first.gpu, "error", None, "GB/s", detail, seed)
     return replace(first, ended=links.ended, measurements=(*first.measurements, failed))
 
 

@@ -24,7 +24,7 @@ from image_builder.node.gpu.smoke.reference import LANES, RECORD, Case
 BLOCKS_PER_SM = (8, 16, 32, 64)  # more are started as long as an SM has not been seen
 _WARM_SECONDS = 1.0  # an idle GPU's clocks are low
 _BLOCK_BYTES = LANES * RECORD.size
-_TOLD, _KEPT = 3, 64  # wrong threads that a detail names, and that are kept
+_REPORTED, _STORED = 3, 64  # wrong threads that a detail names, and that are kept
 
 assert LANES == THREADS
 
@@ -37,14 +37,14 @@ class Wrong:
     sm: int
     thread: int
     expected: int
-    found: int
+    actual: int
     round: int | None
 
     def __str__(self) -> str:
         where = f"SM {self.sm}, block {self.block}, warp {self.thread // 32}, lane {self.thread % 32}"
         if self.round is None:
-            return f"{where}: expected checksum {self.expected:#018x}, found {self.found:#018x}"
-        return f"{where}, round {self.round}: expected {self.expected:#018x}, found {self.found:#018x}"
+            return f"{where}: expected checksum {self.expected:#018x}, found {self.actual:#018x}"
+        return f"{where}, round {self.round}: expected {self.expected:#018x}, found {self.actual:#018x}"
 
 
 @dataclass(frozen=True)
@@ -67,33 +67,33 @@ def compare(records: bytes, places: bytes, values: Sequence[int], rounds: int) -
         return Compared(frozenset(sms))
     wrong = []
     for block, sm in enumerate(sms):
-        found = records[block * len(golden) : (block + 1) * len(golden)]
-        if found == golden:
+        actual = records[block * len(golden) : (block + 1) * len(golden)]
+        if actual == golden:
             continue
         for thread, (good, bad) in enumerate(
-            zip(RECORD.iter_unpack(golden), RECORD.iter_unpack(found), strict=True)
+            zip(RECORD.iter_unpack(golden), RECORD.iter_unpack(actual), strict=True)
         ):
             if good != bad:
                 wrong.append((block, sm, thread, values[thread], good, bad))
-    told = tuple(_wrong(*one) for one in wrong[:_KEPT])
-    return Compared(frozenset(sms), len(wrong), frozenset(one[1] for one in wrong), told)
+    mismatches = tuple(_wrong(*entry) for entry in wrong[:_STORED])
+    return Compared(frozenset(sms), len(wrong), frozenset(entry[1] for entry in wrong), mismatches)
 
 
 def _wrong(
     block: int, sm: int, thread: int, value: int, good: tuple[int, ...], bad: tuple[int, ...]
 ) -> Wrong:
-    checksum, found, rounds, first = bad
-    if rounds and found != value:
-        return Wrong(block, sm, thread, value, found, first)
+    checksum, actual, rounds, first = bad
+    if rounds and actual != value:
+        return Wrong(block, sm, thread, value, actual, first)
     return Wrong(block, sm, thread, good[0], checksum, None)
 
 
-def detail(case: Case, found: Compared) -> str:
+def detail(case: Case, result: Compared) -> str:
     """Return what to say of wrong threads, within a detail's length."""
-    sms = ", ".join(map(str, sorted(found.wrong_sms)[:16]))
-    words = [f"{case.kernel}: {found.count} threads wrong, on SM {sms}"]
-    words += [str(one) for one in found.wrong[:_TOLD]]
-    return "; ".join(words)[:DETAIL_CHARACTERS]
+    sms = ", ".join(map(str, sorted(result.wrong_sms)[:16]))
+    parts = [f"{case.kernel}: {result.count} threads wrong, on SM {sms}"]
+    parts += [str(mismatch) for mismatch in result.wrong[:_REPORTED]]
+    return "; ".join(parts)[:DETAIL_CHARACTERS]
 
 
 # -- launches --------------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def _computed(
     operands: Callable[[int], bytes], values: Callable[[bytes, int], list[int]], steps: int, seed: int
 ) -> tuple[bytes, tuple[int, ...]]:
     """Return a case's operands and values; they are wanted more than once in a row."""
-    made = operands(seed)
-    return made, tuple(values(made, steps))
+    data = operands(seed)
+    return data, tuple(values(data, steps))
 
 
 @contextmanager
@@ -138,10 +138,14 @@ def prepared(
     try:
         for size in sizes:
             addresses.append(device.allocate(size))
-        records, places, given, wanted = addresses
-        device.upload(given, spoil(case, operands) if spoil else operands)
-        device.upload(wanted, struct.pack(f"<{LANES}Q", *expect(list(values))))
-        arguments: list[Argument] = [*(U64(one) for one in addresses), U32(case.steps), U32(case.rounds)]
+        records, places, inputs, expectations = addresses
+        device.upload(inputs, spoil(case, operands) if spoil else operands)
+        device.upload(expectations, struct.pack(f"<{LANES}Q", *expect(list(values))))
+        arguments: list[Argument] = [
+            *(U64(address) for address in addresses),
+            U32(case.steps),
+            U32(case.rounds),
+        ]
 
         def start() -> None:
             device.launch(kernel, blocks, arguments)
@@ -152,9 +156,9 @@ def prepared(
                 device.set_bytes(address, 0xFF, size)
 
         def read() -> Compared:
-            found = device.download(records, sizes[0]), device.download(places, sizes[1])
+            written = device.download(records, sizes[0]), device.download(places, sizes[1])
             clear()
-            return compare(*found, values, case.rounds)
+            return compare(*written, values, case.rounds)
 
         clear()
         yield Prepared(start, read)
@@ -174,14 +178,14 @@ def notices(device: Device, case: Case, seed: int) -> str:
     def expect(values: list[int]) -> list[int]:
         return [value ^ (number == lane) for number, value in enumerate(values)]
 
-    with prepared(device, small, seed, device.sms, expect=expect) as one:
-        one.start()
-        found = one.read()
+    with prepared(device, small, seed, device.sms, expect=expect) as run:
+        run.start()
+        result = run.read()
     # What was computed is right, and its checksum: the count of wrong rounds alone tells of it.
-    if found.count == device.sms and {wrong.thread for wrong in found.wrong} == {lane}:
+    if result.count == device.sms and {wrong.thread for wrong in result.wrong} == {lane}:
         return ""
-    said = f"{found.count} threads noticed a wrong expectation for thread {lane} of {device.sms} blocks"
-    return f"{case.kernel}: {said}"
+    complaint = f"{result.count} threads noticed a wrong expectation for thread {lane} of {device.sms} blocks"
+    return f"{case.kernel}: {complaint}"
 
 
 @dataclass(frozen=True)
@@ -207,21 +211,21 @@ def answer(
     missed = notices(device, case, seed)
     if missed:
         return Answered("failed", missed[:DETAIL_CHARACTERS], 1, 0)
-    seen: frozenset[int] = frozenset()
+    sms: frozenset[int] = frozenset()
     end = clock() + seconds
     for per_sm in BLOCKS_PER_SM:
-        with prepared(device, case, seed, per_sm * device.sms, spoil=spoil) as one:
+        with prepared(device, case, seed, per_sm * device.sms, spoil=spoil) as run:
             while True:
-                one.start()
-                found = one.read()
-                seen |= found.sms
-                if found.count:
-                    return Answered("failed", detail(case, found), found.count, len(seen))
+                run.start()
+                result = run.read()
+                sms |= result.sms
+                if result.count:
+                    return Answered("failed", detail(case, result), result.count, len(sms))
                 if clock() >= end:
                     break
-        if len(seen) >= device.sms:
-            return Answered("done", "", 0, len(seen))
-    return Answered("error", f"{case.kernel}: {len(seen)} of {device.sms} SMs were seen", 0, len(seen))
+        if len(sms) >= device.sms:
+            return Answered("done", "", 0, len(sms))
+    return Answered("error", f"{case.kernel}: {len(sms)} of {device.sms} SMs were seen", 0, len(sms))
 
 
 def measure(
@@ -236,22 +240,22 @@ def measure(
     """Run all cases of a measurement with all seeds, ``seconds`` in all; return it and the SMs that each case saw."""
     began = time.monotonic()
     if not cases:
-        words = f"compute capability {device.capability} has no kernel"
-        return Measurement(id, device.uuid, "error", None, "mismatches", words, seeds[0]), 0
-    seen = device.sms
+        detail = f"compute capability {device.capability} has no kernel"
+        return Measurement(id, device.uuid, "error", None, "mismatches", detail, seeds[0]), 0
+    sms = device.sms
     for seed in seeds:
         for case in cases:
-            found = answer(device, case, seed, seconds / len(seeds) / len(cases), spoil=spoil)
-            seen = min(seen, found.sms_seen)
-            if found.status != "done":
-                return _measured(device, id, found, seed, began), seen
-    return _measured(device, id, Answered("done", "", 0, seen), seeds[0], began), seen
+            outcome = answer(device, case, seed, seconds / len(seeds) / len(cases), spoil=spoil)
+            sms = min(sms, outcome.sms_seen)
+            if outcome.status != "done":
+                return _measured(device, id, outcome, seed, began), sms
+    return _measured(device, id, Answered("done", "", 0, sms), seeds[0], began), sms
 
 
-def _measured(device: Device, id: str, found: Answered, seed: int, began: float) -> Measurement:
+def _measured(device: Device, id: str, outcome: Answered, seed: int, began: float) -> Measurement:
     seconds = round(time.monotonic() - began, 3)
-    measured = None if found.status == "error" else float(found.wrong)
-    return Measurement(id, device.uuid, found.status, measured, "mismatches", found.detail, seed, seconds)
+    measured = None if outcome.status == "error" else float(outcome.wrong)
+    return Measurement(id, device.uuid, outcome.status, measured, "mismatches", outcome.detail, seed, seconds)
 
 
 def rate(
@@ -262,19 +266,19 @@ def rate(
     blocks = BLOCKS_PER_SM[0] * device.sms
     operations = case.operations * case.steps * case.rounds * blocks * (LANES // 32)
     rates: list[float] = []
-    with prepared(device, case, seed, blocks) as one:
+    with prepared(device, case, seed, blocks) as run:
         while not rates or time.monotonic() < began + warm + seconds:
-            took = device.timed(one.start)
-            found = one.read()
-            if found.count:
-                answered = Answered("failed", detail(case, found), found.count, len(found.sms))
+            took = device.timed(run.start)
+            result = run.read()
+            if result.count:
+                answered = Answered("failed", detail(case, result), result.count, len(result.sms))
                 return replace(
                     _measured(device, "perf.mma", answered, seed, began), measured=None, unit="TFLOP/s"
                 )
             if time.monotonic() >= began + warm:
                 rates.append(operations / took / 1e12)
     spent = round(time.monotonic() - began, 3)
-    words = f"{case.kernel} of {case.module}, the median of {len(rates)} launches"
+    summary = f"{case.kernel} of {case.module}, the median of {len(rates)} launches"
     return Measurement(
-        "perf.mma", device.uuid, "done", round(median(rates), 2), "TFLOP/s", words, seed, spent
+        "perf.mma", device.uuid, "done", round(median(rates), 2), "TFLOP/s", summary, seed, spent
     )

@@ -56,7 +56,7 @@ class Outcome:
 
     status: Literal["done", "failed", "error"]
     wrong: int = 0
-    said: str = ""
+    detail: str = ""
     seed: int = 0
 
 
@@ -69,36 +69,36 @@ class Tested:
     tested: int
 
 
-def wanted(free: int, unit: int) -> int:
+def allocatable(free: int, unit: int) -> int:
     """Return the bytes to take of so many free ones: whole units."""
     return int(free * OF_FREE) // unit * unit
 
 
 def allocate(device: Device, size: int, chunk: int, unit: int) -> list[Chunk]:
     """Take memory in chunks, smaller ones where a big one is refused; maybe less than ``size`` in all."""
-    found: list[Chunk] = []
-    left, start = size, 0
-    while left and chunk:
-        part = min(chunk, left)
+    chunks: list[Chunk] = []
+    remaining, start = size, 0
+    while remaining and chunk:
+        part = min(chunk, remaining)
         try:
             address = device.allocate(part)
         except OutOfMemoryError:
             chunk = part // 2 // unit * unit
             continue
-        found.append(Chunk(address, part, start))
+        chunks.append(Chunk(address, part, start))
         start += part // WORD
-        left -= part
-    return found
+        remaining -= part
+    return chunks
 
 
 def chosen(chunks: Sequence[Chunk], size: float, seed: int) -> list[Chunk]:
     """Return as many chunks, at random, as hold so many bytes or just more; all where there are fewer."""
-    found: list[Chunk] = []
+    selection: list[Chunk] = []
     for chunk in random.Random(seed).sample(chunks, len(chunks)):  # noqa: S311 (which of it is no secret)
-        if sum(one.size for one in found) >= size:
+        if sum(item.size for item in selection) >= size:
             break
-        found.append(chunk)
-    return sorted(found, key=lambda chunk: chunk.start)
+        selection.append(chunk)
+    return sorted(selection, key=lambda chunk: chunk.start)
 
 
 class Memory:
@@ -138,19 +138,21 @@ class Memory:
         return Tally(*_TALLY.unpack(self.device.download(self._tally, _TALLY.size)))
 
 
-def complaint(memory: Memory, chunk: Chunk, found: Tally, *, flip: int = 0, mask: int = ALL) -> str:
+def complaint(memory: Memory, chunk: Chunk, tally: Tally, *, flip: int = 0, mask: int = ALL) -> str:
     """Return what is wrong with a chunk, or an empty string."""
-    if found.wrong:
-        address = chunk.address + (found.lowest - chunk.start) * WORD
-        expected = reference.pattern(found.lowest, memory.seed, flip=flip, mask=mask)
-        said = (
-            f"{found.wrong} wrong words, the first at {address:#x} (byte {found.lowest * WORD} of the test): "
+    if tally.wrong:
+        address = chunk.address + (tally.lowest - chunk.start) * WORD
+        expected = reference.pattern(tally.lowest, memory.seed, flip=flip, mask=mask)
+        summary = (
+            f"{tally.wrong} wrong words, the first at {address:#x} (byte {tally.lowest * WORD} of the test): "
         )
-        if found.wrong == 1:
-            return f"{said}expected {expected:#018x}, found {expected ^ found.bits:#018x}"
-        return f"{said}expected {expected:#018x}; bits {found.bits:#018x} were wrong in one word or another"
-    if found.compared != chunk.words:
-        return f"the GPU compared {found.compared} of {chunk.words} words at {chunk.address:#x}"
+        if tally.wrong == 1:
+            return f"{summary}expected {expected:#018x}, found {expected ^ tally.bits:#018x}"
+        return (
+            f"{summary}expected {expected:#018x}; bits {tally.bits:#018x} were wrong in one word or another"
+        )
+    if tally.compared != chunk.words:
+        return f"the GPU compared {tally.compared} of {chunk.words} words at {chunk.address:#x}"
     return ""
 
 
@@ -163,9 +165,9 @@ def _march(memory: Memory, chunks: Sequence[Chunk], *, corrupt: bool) -> tuple[i
     for flip, rewrite in ((0, True), (ALL, False)):
         wrong, first = 0, ""
         for chunk in chunks:
-            found = memory.verify(chunk, flip=flip, rewrite=rewrite)
-            wrong += found.wrong
-            first = first or complaint(memory, chunk, found, flip=flip)
+            tally = memory.verify(chunk, flip=flip, rewrite=rewrite)
+            wrong += tally.wrong
+            first = first or complaint(memory, chunk, tally, flip=flip)
         if first:
             return max(wrong, 1), first
     return 0, ""
@@ -177,10 +179,10 @@ def notices(memory: Memory, chunk: Chunk) -> str:
     The chunk holds the complement of its pattern.
     """
     index, bit = memory.flip_bit(chunk)
-    found = memory.verify(chunk, flip=ALL)
-    if found == Tally(chunk.words, 1, index, bit):
+    tally = memory.verify(chunk, flip=ALL)
+    if tally == Tally(chunk.words, 1, index, bit):
         return ""
-    return f"bit {bit:#018x} of word {index} was flipped on purpose, and verification found {found}"
+    return f"bit {bit:#018x} of word {index} was flipped on purpose, and verification found {tally}"
 
 
 def measure(
@@ -199,27 +201,27 @@ def measure(
     """
     began = time.monotonic()
     free, _ = device.memory()
-    chunks = allocate(device, wanted(free, unit), chunk, unit)
+    chunks = allocate(device, allocatable(free, unit), chunk, unit)
     try:
-        if sum(one.size for one in chunks) < wanted(free, unit) or not chunks:
-            taken = sum(one.size for one in chunks)
-            outcome = Outcome("error", 0, f"only {taken} of {free} free bytes could be taken")
+        if sum(item.size for item in chunks) < allocatable(free, unit) or not chunks:
+            allocated = sum(item.size for item in chunks)
+            outcome = Outcome("error", 0, f"only {allocated} of {free} free bytes could be taken")
             part: list[Chunk] = []
         else:
             part = chosen(chunks, min(fraction, OF_FREE) * free, seeds[0])
             outcome = _passes(device, part, seeds, began + seconds, corrupt=corrupt)
     finally:
-        for one in chunks:
-            device.free(one.address)
-    tested = sum(one.size for one in part)
-    words = outcome.said or f"{tested} of {free} free bytes"
+        for item in chunks:
+            device.free(item.address)
+    tested = sum(item.size for item in part)
+    detail = outcome.detail or f"{tested} of {free} free bytes"
     measurement = Measurement(
         "mem.pattern",
         device.uuid,
         outcome.status,
         None if outcome.status == "error" else float(outcome.wrong),
         "mismatches",
-        words[:DETAIL_CHARACTERS],
+        detail[:DETAIL_CHARACTERS],
         outcome.seed,
         round(time.monotonic() - began, 3),
     )
@@ -232,13 +234,13 @@ def _passes(
     for seed in itertools.cycle(seeds):
         memory = Memory(device, seed)
         try:
-            wrong, said = _march(memory, part, corrupt=corrupt)
-            if not said and (missed := notices(memory, part[0])):
-                wrong, said = 1, missed
+            wrong, failure = _march(memory, part, corrupt=corrupt)
+            if not failure and (missed := notices(memory, part[0])):
+                wrong, failure = 1, missed
         finally:
             memory.close()
-        if said:
-            return Outcome("failed", wrong, said, seed)
+        if failure:
+            return Outcome("failed", wrong, failure, seed)
         if time.monotonic() >= end:
             break
     return Outcome("done", seed=seeds[0])

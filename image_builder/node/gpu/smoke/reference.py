@@ -52,10 +52,10 @@ def numbers(seed: int, purpose: str) -> Iterator[int]:
         yield mixed ^ mixed >> 31
 
 
-def fold(words: Sequence[int]) -> int:
+def fold(values: Sequence[int]) -> int:
     """Return several results as one 64-bit value. Each step is one-to-one: a difference in one can't vanish."""
     value = _BASIS
-    for word in words:
+    for word in values:
         value = (value ^ word) * _PRIME & ALL
     return value
 
@@ -94,7 +94,7 @@ def int_operands(seed: int) -> bytes:
 
 def int_values(operands: bytes, steps: int) -> list[int]:
     """Return what kat_int computes: ``steps`` Feistel steps."""
-    found = []
+    results = []
     for start_lo, start_hi, start_key, _ in struct.iter_unpack("<4I", operands):
         lo, hi, key = start_lo, start_hi, start_key
         for _ in range(steps):
@@ -103,8 +103,8 @@ def int_values(operands: bytes, steps: int) -> list[int]:
             mixed = (mixed + lo.bit_count() & _LOW) ^ lo ^ key
             key = (key << 1 | key >> 31) & _LOW
             lo, hi = mixed, lo
-        found.append(hi << 32 | lo)
-    return found
+        results.append(hi << 32 | lo)
+    return results
 
 
 # -- floating point, exact -------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ def ffma_values(operands: bytes, steps: int) -> list[int]:
     """Return what kat_ffma computes. Raises ValueError where its sums wouldn't be exact."""
     if steps > 64:
         raise ValueError("kat_ffma is exact up to 64 steps")
-    found = []
+    results = []
     for start, a_scale, b_scale, _ in struct.iter_unpack("<IffI", operands):
         state, pairs = start, []
         for _ in range(steps):
             state = (state * 1664525 + 1013904223) & _LOW
             pairs.append((_signed(state >> 20, 11), _signed(state >> 12, 8)))
-        found.append(fold([float_bits(total * a_scale * b_scale) for total in _sums(pairs)]))
-    return found
+        results.append(fold([float_bits(total * a_scale * b_scale) for total in _sums(pairs)]))
+    return results
 
 
 def dfma_operands(seed: int) -> bytes:
@@ -146,14 +146,14 @@ def dfma_values(operands: bytes, steps: int) -> list[int]:
     """Return what kat_dfma computes. Raises ValueError where its sums wouldn't be exact."""
     if steps > 128:
         raise ValueError("kat_dfma is exact up to 128 steps")
-    found = []
+    results = []
     for start, a_scale, b_scale, _ in struct.iter_unpack("<QddQ", operands):
         state, pairs = start, []
         for _ in range(steps):
             state = (state * 0x5851_F42D_4C95_7F2D + 0x1405_7B7E_F767_814F) & ALL
             pairs.append((_signed(state >> 40, 24), _signed(state >> 16, 22)))
-        found.append(fold([double_bits(total * a_scale * b_scale) for total in _sums(pairs)]))
-    return found
+        results.append(fold([double_bits(total * a_scale * b_scale) for total in _sums(pairs)]))
+    return results
 
 
 def _signed(number: int, bits: int) -> int:
@@ -183,14 +183,14 @@ def det_operands(seed: int) -> bytes:
 
 def det_values(operands: bytes, steps: int) -> list[int]:
     """Return what det_fp32 computes: the logistic map, each step rounded twice as IEEE 754 says."""
-    found = []
+    results = []
     for start, parameter in struct.iter_unpack("<ff", operands):
         x = start
         for _ in range(steps):
             product = _round(parameter * x)  # 24 by 24 bits: exact before it is rounded
             x = _fma(-product, x, product)
-        found.append(fold([float_bits(x)]))
-    return found
+        results.append(fold([float_bits(x)]))
+    return results
 
 
 def _round(value: float) -> float:
@@ -221,9 +221,9 @@ def pattern(index: int, seed: int, *, flip: int = 0, mask: int = ALL) -> int:
     return mixed ^ mixed >> 32 ^ flip
 
 
-def pattern_bytes(words: int, seed: int) -> bytes:
+def pattern_bytes(count: int, seed: int) -> bytes:
     """Return the first words of the memory test's pattern."""
-    return struct.pack(f"<{words}Q", *[pattern(index, seed) for index in range(words)])
+    return struct.pack(f"<{count}Q", *[pattern(index, seed) for index in range(count)])
 
 
 CASES = (

@@ -74,11 +74,11 @@ def _registers(
     operands: bytes, of_a: int, each: int, padding: int, kind: str
 ) -> list[tuple[Elements, Elements]]:
     """Return each thread's registers of A, and its two of B, as lists of their elements."""
-    found = []
+    pairs = []
     for elements in struct.iter_unpack(f"<{(of_a + 2) * each}{kind}{padding}x", operands):
         split = [list(elements[start : start + each]) for start in range(0, len(elements), each)]
-        found.append((split[:of_a], split[of_a:]))
-    return found
+        pairs.append((split[:of_a], split[of_a:]))
+    return pairs
 
 
 Product = Callable[[Sequence[Elements], Sequence[Elements]], list[list[float]]]
@@ -101,7 +101,7 @@ def _values(
             parts = product([[a[r] for r in of_a] for a, _ in warp], [[b[r] for r in of_b] for _, b in warp])
             for lane, part in enumerate(parts):
                 sums[start + lane] += [bits(number * steps) for number in part]
-    return [reference.fold(one) for one in sums]
+    return [reference.fold(parts) for parts in sums]
 
 
 def _warp(a: Sequence[Elements], b: Sequence[Elements]) -> list[list[float]]:
@@ -117,23 +117,23 @@ def _warp(a: Sequence[Elements], b: Sequence[Elements]) -> list[list[float]]:
         for register in range(2):
             at = each * place + 4 * each * register
             columns[group][at : at + each] = b[lane][register]
-    made = [[sum(map(mul, row, column)) for column in columns] for row in rows]
+    product = [[sum(map(mul, row, column)) for column in columns] for row in rows]
     return [
-        [made[lane // 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)] for i in range(4)] for lane in range(WARP)
+        [product[lane // 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)] for i in range(4)] for lane in range(WARP)
     ]
 
 
 def _quads(a: Sequence[Elements], b: Sequence[Elements]) -> list[list[float]]:
     """Return what each thread holds of the four products of m8n8k4: eight threads make one."""
-    made: list[list[list[float]]] = []
+    products: list[list[list[float]]] = []
     for quad in range(4):
         lanes = [*range(4 * quad, 4 * quad + 4), *range(4 * quad + 16, 4 * quad + 20)]
         rows = [a[lane][0] + a[lane][1] for lane in lanes]
         columns = [b[lane][0] + b[lane][1] for lane in lanes]
-        made.append([[sum(map(mul, row, column)) for column in columns] for row in rows])
+        products.append([[sum(map(mul, row, column)) for column in columns] for row in rows])
     return [
         [
-            made[lane % 16 // 4][(lane & 1) + (i & 2) + 4 * (lane >= 16)][(i & 4) + (lane & 2) + (i & 1)]
+            products[lane % 16 // 4][(lane & 1) + (i & 2) + 4 * (lane >= 16)][(i & 4) + (lane & 2) + (i & 1)]
             for i in range(8)
         ]
         for lane in range(WARP)

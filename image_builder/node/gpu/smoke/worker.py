@@ -89,17 +89,17 @@ def run(
     if tier not in PLANS or drill not in ("", *DRILLS):
         raise NodeError("gpu.usage", f"the tiers are {', '.join(PLANS)}; the drills {', '.join(DRILLS)}")
     end_with_the_parent()
-    found = cuda.devices(driver or Driver())
-    device = _of(found, uuid)
+    devices = cuda.devices(driver or Driver())
+    device = _of(devices, uuid)
     plan = PLANS[tier]
     if peers:
-        others = [_of(found, one) for one in peers]
+        others = [_of(devices, peer) for peer in peers]
         _say(as_json(tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
         _say(as_json(Worker(uuid, "done", sms=device.sms)))
         return 0
     if drill in ("hang", "crash"):
         _misbehave(device, drill)
-    summary = try_all(device, plan, seed, lambda one: _say(as_json(one)), drill=drill)
+    summary = try_all(device, plan, seed, lambda measurement: _say(as_json(measurement)), drill=drill)
     _say(as_json(summary))
     return 0
 
@@ -152,11 +152,11 @@ def _known(
 ) -> Measurement:
     before, coverage.sms = coverage.sms, 0  # as long as nothing was seen
     spoil = flipped if drill == "result" else None
-    mine = [case for case in cases if case.id == name]
-    measured, seen = known_answer.measure(
-        device, name, mine, _seeds(seed), plan.known_answer_seconds, spoil=spoil
+    own_cases = [case for case in cases if case.id == name]
+    measured, sms = known_answer.measure(
+        device, name, own_cases, _seeds(seed), plan.known_answer_seconds, spoil=spoil
     )
-    coverage.sms = min(before, seen)
+    coverage.sms = min(before, sms)
     return measured
 
 
@@ -205,17 +205,17 @@ def tried(device: Device, name: str, unit: str, seed: int, work: Callable[[], Me
         return work()
     except NodeError as error:
         is_finding = isinstance(error, CudaError) and error.name in FINDINGS
-        words = error.message[:DETAIL_CHARACTERS]
-        return Measurement(name, device.uuid, "failed" if is_finding else "error", None, unit, words, seed)
+        detail = error.message[:DETAIL_CHARACTERS]
+        return Measurement(name, device.uuid, "failed" if is_finding else "error", None, unit, detail, seed)
 
 
-def _of(found: Sequence[Device], uuid: str) -> Device:
+def _of(devices: Sequence[Device], uuid: str) -> Device:
     """Return the GPU of that UUID. Raises NodeError: another would be tested in its name."""
-    for device in found:
+    for device in devices:
         if device.uuid.lower() == uuid.lower():
             return device
-    seen = ", ".join(device.uuid for device in found) or "none"
-    raise NodeError("gpu.absent", f"CUDA shows no {uuid}, but {seen}")
+    uuids = ", ".join(device.uuid for device in devices) or "none"
+    raise NodeError("gpu.absent", f"CUDA shows no {uuid}, but {uuids}")
 
 
 def _say(value: Mapping[str, Any]) -> None:

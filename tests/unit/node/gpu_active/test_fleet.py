@@ -33,7 +33,7 @@ def test_a_worker_that_said_all_is_done() -> None:
         (Ended(None), "hung: unkillable"),
         (Ended(-11), "crashed: signal 11"),
         (Ended(-9), "crashed: signal 9"),
-        (Ended(-9, flooded=True), "error: it said more than 1048576 bytes"),
+        (Ended(-9, flooded=True), "error: more than 1048576 bytes of output"),
         (Ended(1), "error: exit status 1: node-agent: FAILED: gpu.cuda: cuInit"),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_bad_end_counts_whatever_was_said_before(ended: Ended, said: str, outp
 
 
 def test_an_exit_status_without_a_word_says_so() -> None:
-    assert judge(UUID, b"", b"", Ended(3)).ended == "error: exit status 3: it said nothing"
+    assert judge(UUID, b"", b"", Ended(3)).ended == "error: exit status 3: (no output)"
     assert len(judge(UUID, b"", b"x" * 5000, Ended(3)).ended) < 400
 
 
