@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.gpu.model import Gpu, from_json
+from image_builder.node.decode import decode
+from image_builder.node.gpu.model import Gpu
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import open_root
 from tests import gpu_stand_in
@@ -162,7 +163,7 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
     assert done.returncode == 0, done.stderr
     into = learned.out / "proposal"
     recording = json.loads(next(into.glob("h100*.json")).read_bytes())
-    assert [from_json(Gpu, gpu).index for gpu in recording["gpus"]] == [0, 1]
+    assert [decode(Gpu, gpu).index for gpu in recording["gpus"]] == [0, 1]
     assert b"GPU-00000000-" in json.dumps(recording).encode()
     page = (into / "gpu-results.md").read_text()
     assert "| a wrong bit in memory | noticed | done | holds |" in page

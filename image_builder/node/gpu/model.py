@@ -1,24 +1,19 @@
-"""What is seen of GPUs and said of them. Nothing here does anything, and all of it has a JSON form.
+"""The values of the GPU test: readings, measurements, checks and the verdict.
 
-``as_json`` and ``from_json`` carry every dataclass here to JSON and back: what a worker prints, what a recording of
-a GPU's answers holds, what the result file says.
+Every dataclass has a JSON form (``as_json``, and ``node.decode`` back): a worker prints it, a recording holds it.
 """
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Tier = Literal["boot-quick", "boot-full", "periodic"]
 TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
 # Drivers of InfiniBand devices; without any there is no port.
 INFINIBAND_MODULES = ("mlx5_ib", "mlx4_ib")
 DETAIL_CHARACTERS = 512  # the longest detail of a measurement or a check
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -287,67 +282,3 @@ class Verdict:
 def as_json(value: Any) -> dict[str, Any]:
     """Return a dataclass of this module as what ``json.dumps`` takes."""
     return asdict(value)
-
-
-def from_json(kind: type[T], value: Any) -> T:
-    """Return the dataclass that JSON stands for. Raises ValueError that names the field which doesn't fit."""
-    decoded = _decode(kind, value, kind.__name__)
-    return typing.cast(T, decoded)
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
-    if origin is types.UnionType:
-        if value is None and type(None) in inner:
-            return None
-        return _decode_first(inner, value, where)
-    if origin is Literal:
-        return _fitting(value, value in inner, where, f"one of {', '.join(map(repr, inner))}")
-    if origin is tuple:
-        _fitting(value, isinstance(value, list | tuple), where, "a list")
-        return tuple(_decode(inner[0], item, f"{where}[{n}]") for n, item in enumerate(value))
-    if origin is Mapping:
-        _fitting(value, isinstance(value, dict), where, "an object")
-        return {str(key): _decode(inner[1], item, f"{where}.{key}") for key, item in value.items()}
-    if kind is float:
-        return float(_fitting(value, _is_number(value), where, "a number"))
-    is_fit = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    return _fitting(value, is_fit, where, f"of type {kind.__name__}")
-
-
-def _decode_first(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return the value as the first of several types that it fits."""
-    for kind in kinds:
-        try:
-            return _decode(kind, value, where)
-        except ValueError:
-            continue
-    raise ValueError(f"{where}: {value!r} is of no type that may stand here")
-
-
-def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
-    _fitting(value, isinstance(value, dict), where, "an object")
-    hints = typing.get_type_hints(kind)
-    known_fields = {item.name: item for item in fields(kind)}
-    unknown = sorted(set(value) - set(known_fields))
-    if unknown:
-        raise ValueError(f"{where}: there is no {', '.join(unknown)}")
-    needed = [
-        n for n, item in known_fields.items() if item.default is MISSING and item.default_factory is MISSING
-    ]
-    absent = [name for name in needed if name not in value]
-    if absent:
-        raise ValueError(f"{where}: {', '.join(absent)} is missing")
-    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in value.items()})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _fitting(value: Any, is_fit: bool, where: str, expected: str) -> Any:
-    if not is_fit:
-        raise ValueError(f"{where}: {value!r} is not {expected}")
-    return value

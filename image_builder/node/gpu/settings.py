@@ -17,44 +17,39 @@ program, started by hand, expects them, and asks the platform for the size.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from image_builder.node import settings as settings_files
-from image_builder.node.decode import DecodeError, decode, one_of, shown, within
-from image_builder.node.gpu import calibration
-from image_builder.node.gpu.calibration import Calibration
-from image_builder.node.gpu.sizes import FLAVOURS, OVERRIDABLE, Floor, read_floor
+from image_builder.node.decode import one_of, shown, within
+from image_builder.node.gpu.sizes import FLAVOURS, OVERRIDABLE, Floor
 
 # What computes wrongly or has lost memory is never let pass, whatever a pool says.
 NEVER_WAIVED = ("kat.", "det.", "mem.", "ecc.", "remap", "gpu.", "sku.", "xid.")
 
-T = TypeVar("T")
 
+@dataclass(frozen=True)
+class Calibration:
+    """A record that healthy machines passed. It says nothing about another size, driver or program.
 
-def _reader(read: Callable[[Any], T]) -> Callable[[Any, str], T]:
-    """Return what reads a field by a function that raises ValueError."""
+    ``agent`` is the document's ``tool_version``; ``source`` says who, when, and how many machines.
+    """
 
-    def with_path(value: Any, path: str) -> T:
-        try:
-            return read(value)
-        except ValueError as error:
-            raise DecodeError([f"{path}: {error}"]) from error
+    size: str
+    driver: str
+    agent: str
+    source: str = field(metadata={"key": "from"})
 
-    return with_path
+    def problems(self) -> Iterator[str]:
+        """Yield what is left empty."""
+        values = {"size": self.size, "driver": self.driver, "agent": self.agent, "from": self.source}
+        yield from (f"{key} must not be empty" for key, text in values.items() if not text.strip())
 
-
-def _floors(value: Any, path: str) -> dict[str, Floor]:
-    floors = decode(Mapping[str, Any], value, path)  # type: ignore[type-abstract]
-    read = _reader(read_floor)
-    return {key: read(floor, f"{path}.{key}") for key, floor in floors.items()}
-
-
-def _calibrations(value: Any, path: str) -> tuple[Calibration, ...]:
-    read = _reader(calibration.read)
-    return tuple(read(item, f"{path}[{n}]") for n, item in enumerate(decode(tuple[Any, ...], value, path)))
+    def is_about(self, size: str, driver: str, agent: str) -> bool:
+        """Tell whether it is about machines of this size, with this driver and program."""
+        return (self.size.lower(), self.driver, self.agent) == (size.lower(), driver, agent)
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,13 @@ class Settings:
     driver_flavour: str = ""
     kernel: str = ""
     mig: Literal["enabled", "disabled"] = "disabled"
-    overrides: Mapping[str, Floor] = field(default_factory=dict, metadata={"read": _floors})
+    overrides: Mapping[str, Floor] = field(default_factory=dict)
     waived: Mapping[str, str] = field(default_factory=dict)
     own_processes: tuple[str, ...] = ("nvidia-persistenced",)
     fabric_wait_seconds: float = 180
     infiniband_wait_seconds: float = 120
     mode: Literal["observe", "enforce"] = "observe"
-    calibrations: tuple[Calibration, ...] = field(default=(), metadata={"read": _calibrations})
+    calibrations: tuple[Calibration, ...] = ()
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these settings break."""

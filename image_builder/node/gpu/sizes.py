@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from image_builder.node.decode import DecodeError, decode, one_of, shown, within
 from image_builder.node.errors import NodeError
 
 FORMAT = 1
@@ -32,6 +33,7 @@ _PLAUSIBLE: Mapping[str, tuple[float, float]] = {
 }
 _WIDTHS = (1, 2, 4, 8, 16)
 FLAVOURS = ("open", "proprietary")
+OVERRIDABLE = ("h2d_floor_gbps", "d2h_floor_gbps", "hbm_floor_gbps", "p2p_floor_gbps", "mma_reference_tflops")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,13 @@ class Floor:
     """The least that is accepted, in the unit of its key, and where that number is from."""
 
     value: float
-    source: str
+    source: str = field(metadata={"key": "from"})
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with it by itself."""
+        if not self.value > 0:
+            yield f"value must be above 0, not {shown(self.value)}"
+        yield from _source(self.source)
 
 
 @dataclass(frozen=True)
@@ -60,21 +68,45 @@ class GpuModel:
     pcie_generation: int
     pcie_width: int
     pcie_peak_gbps: float
-    driver_flavours: tuple[str, ...]
+    driver_flavours: tuple[Literal["open", "proprietary"], ...]
     row_remapping: bool
     fabric_state: bool
-    source: str
     mma_reference_tflops: Floor | None
+    source: str = field(metadata={"key": "from"})
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is implausible about the part."""
+        has_links = self.nvlink_links_max > 0
+        for key in _PLAUSIBLE:
+            if hasattr(self, key) and (key != "nvlink_peak_gbps" or has_links):
+                yield from _plausible(key, getattr(self, key))
+        yield from within("nvlink_links_max", self.nvlink_links_max, 0, 18)
+        if not has_links and self.nvlink_peak_gbps:
+            yield f"nvlink_peak_gbps must be 0 without links, not {self.nvlink_peak_gbps:g}"
+        yield from _width(self.pcie_width)
+        if not re.fullmatch(r"\d{1,2}\.\d", self.compute_capability):
+            yield f"compute_capability must be like 9.0, not {shown(self.compute_capability)}"
+        if not _is_pattern(self.name_pattern):
+            yield "name_pattern must be a regular expression that doesn't match everything"
+        if not self.driver_flavours:
+            yield "driver_flavours must not be empty"
+        if self.pcie_generation in range(3, 8):
+            lanes_gbps = 0.985 * 2 ** (self.pcie_generation - 3) * self.pcie_width
+            if not 0.9 < self.pcie_peak_gbps / lanes_gbps < 1.1:
+                yield f"pcie_peak_gbps must be what this generation and width carry, {lanes_gbps:.4g}"
+        yield from _source(self.source)
+        if self.mma_reference_tflops:
+            yield from _floor("mma_reference_tflops", self.mma_reference_tflops, self.mma_fp16_peak_tflops)
 
 
 @dataclass(frozen=True)
 class Size:
     """A VM size: what it has, and the floors. ``local_nvme`` None: not known. ``nvlink_links`` 0: none are used.
 
-    ``calibrated``: floors and disks were measured with this test on healthy machines of this size.
+    ``calibrated``: floors and disks were measured with this test on healthy machines of this size. ``name`` is the
+    table's key.
     """
 
-    name: str
     gpu: str
     count: int
     h2d_floor_gbps: Floor
@@ -90,24 +122,69 @@ class Size:
     memory_gib: int
     calibrated: bool
     retired: str
-    source: str
+    source: str = field(metadata={"key": "from"})
+    name: str = ""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is implausible whatever the part is."""
+        yield from within("count", self.count, 1, 16)
+        yield from _plausible("memory_gib", self.memory_gib)
+        if self.infiniband_ports:
+            yield from _plausible("infiniband_gbit", self.infiniband_gbit)
+        yield from within("infiniband_ports", self.infiniband_ports, 0, 16)
+        if self.local_nvme is not None:
+            yield from within("local_nvme", self.local_nvme, 0, 16)
+        yield from _width(self.pcie_width)
+        if self.nvswitch and not self.nvlink_links:
+            yield "nvswitch must be false without links"
+        if self.p2p_floor_gbps and (self.count < 2 or not self.nvlink_links):
+            yield "p2p_floor_gbps must be null without a link to another GPU"
+        if not re.fullmatch(r"(\d{4}-\d\d-\d\d)?", self.retired):
+            yield f"retired must be a date, not {shown(self.retired)}"
+        yield from _source(self.source)
+
+    def problems_with(self, gpu: GpuModel) -> Iterator[str]:
+        """Yield what doesn't fit the part: its floors against the peaks."""
+        yield from within("nvlink_links", self.nvlink_links, 0, gpu.nvlink_links_max)
+        if self.pcie_width > gpu.pcie_width:
+            yield f"pcie_width must be at most the part's {gpu.pcie_width}, not {self.pcie_width}"
+        peaks = floor_peaks(self, gpu)
+        for key in OVERRIDABLE[:-1]:
+            floor = getattr(self, key)
+            if floor:
+                yield from _floor(key, floor, peaks[key])
 
 
 @dataclass(frozen=True)
 class Table:
     """All sizes, by the lower-case name: Azure's own spelling varies."""
 
+    format: int
     version: str
     gpus: Mapping[str, GpuModel]
     sizes: Mapping[str, Size]
+    about: str = ""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what doesn't fit together."""
+        if self.format != FORMAT:
+            yield f"format must be {FORMAT}, not {self.format}"
+        for key in ("version", "gpus", "sizes"):
+            if not getattr(self, key):
+                yield f"{key} must not be empty"
+        for name, size in self.sizes.items():
+            gpu = self.gpus.get(size.gpu)
+            if not re.fullmatch(r"Standard_N[A-Z]+\w+_v\d", name):
+                yield f"sizes.{name} must have a name like Standard_NC6s_v3"
+            if gpu:
+                yield from (f"sizes.{name}.{problem}" for problem in size.problems_with(gpu))
+            else:
+                yield from one_of(f"sizes.{name}.gpu", size.gpu, self.gpus)
 
     def find(self, size: str) -> tuple[Size, GpuModel] | None:
         """Return a size and its part, None where the table has no such size."""
         entry = self.sizes.get(size.lower())
         return (entry, self.gpus[entry.gpu]) if entry else None
-
-
-OVERRIDABLE = ("h2d_floor_gbps", "d2h_floor_gbps", "hbm_floor_gbps", "p2p_floor_gbps", "mma_reference_tflops")
 
 
 def load() -> Table:
@@ -117,145 +194,34 @@ def load() -> Table:
 
 def parse(document: Any) -> Table:
     """Return a table; raises NodeError (``gpu.sizes``) with all that is wrong with it at once."""
-    problems: list[str] = []
-    if not isinstance(document, dict):
-        raise NodeError("gpu.sizes", "sizes.json holds no object")
-    unknown = sorted(set(document) - {"format", "version", "about", "gpus", "sizes"})
-    problems += [f"{name}: there is no such key" for name in unknown]
-    if document.get("format") != FORMAT:
-        problems.append(f"format: {document.get('format')!r} is not {FORMAT}")
-    if not isinstance(document.get("version"), str) or not document["version"]:
-        problems.append("version: missing")
-    gpus = {k: _read(GpuModel, v, f"gpus.{k}", problems) for k, v in _objects(document, "gpus", problems)}
-    sizes = {
-        k.lower(): _read(Size, {"name": k, **v}, f"sizes.{k}", problems)
-        for k, v in _objects(document, "sizes", problems)
-    }
-    models = {k: v for k, v in gpus.items() if v}
-    for gpu_name, gpu in models.items():
-        problems += [f"gpus.{gpu_name}.{problem}" for problem in model_problems(gpu)]
-    for size in sizes.values():
-        if size and size.gpu not in gpus:
-            problems.append(f"sizes.{size.name}.gpu: there is no {size.gpu!r}")
-        elif size and size.gpu in models:
-            problems += [f"sizes.{size.name}.{problem}" for problem in size_problems(size, models[size.gpu])]
-    if problems:
-        raise NodeError("gpu.sizes", "sizes.json: " + "; ".join(problems))
-    return Table(document["version"], models, {k: v for k, v in sizes.items() if v})
+    try:
+        table = decode(Table, document)
+    except DecodeError as error:
+        raise NodeError("gpu.sizes", f"sizes.json: {error}") from error
+    return replace(
+        table, sizes={name.lower(): replace(size, name=name) for name, size in table.sizes.items()}
+    )
 
 
-def _objects(
-    document: Mapping[str, Any], key: str, problems: list[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    group = document.get(key)
-    if not isinstance(group, dict) or not group:
-        problems.append(f"{key}: missing or no object")
-        return
-    for name, value in group.items():
-        if isinstance(value, dict):
-            yield name, value
-        else:
-            problems.append(f"{key}.{name}: no object")
+def _source(text: str) -> Iterator[str]:
+    if not text.strip():
+        yield "from must say where the numbers are from"
 
 
-def _read(kind: Callable[..., Any], raw: Mapping[str, Any], where: str, problems: list[str]) -> Any:
-    """Return a GpuModel or Size, None where it can't be made; what is wrong goes to ``problems``."""
-    types = {field.name: str(field.type) for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
-    value = {"source" if key == "from" else key: item for key, item in raw.items()}
-    wrong = [f"{where}.{key}: there is no such key" for key in sorted(set(value) - set(types))]
-    wrong += [f"{where}.{key}: missing" for key in types if key not in value]
-    values: dict[str, Any] = {}
-    for key, type_name in types.items():
-        if key in value:
-            try:
-                values[key] = _typed(value[key], type_name)
-            except ValueError as error:
-                wrong.append(f"{where}.{key}: {error}")
-    problems += wrong
-    return None if wrong else kind(**values)
+def _width(lanes: int) -> Iterator[str]:
+    if lanes not in _WIDTHS:
+        yield f"pcie_width must be one of {', '.join(map(str, _WIDTHS))}, not {lanes}"
 
 
-def _typed(value: Any, type_name: str) -> Any:
-    if value is None and type_name.endswith("| None"):
-        return None
-    name = type_name.removesuffix(" | None")
-    if name == "Floor":
-        return read_floor(value)
-    if name == "tuple[str, ...]":
-        if isinstance(value, list) and value and all(item in FLAVOURS for item in value):
-            return tuple(value)
-        raise ValueError(f"{value!r} is no list of {', '.join(FLAVOURS)}")
-    kind = {"str": str, "int": int, "bool": bool, "float": (int, float)}[name]
-    if not isinstance(value, kind) or (name != "bool" and isinstance(value, bool)):  # type: ignore[arg-type]
-        raise ValueError(f"{value!r} is of another type than {name}")
-    return value
+def _plausible(key: str, value: float) -> Iterator[str]:
+    for problem in within(key, value, *_PLAUSIBLE[key]):
+        yield f"{problem}: another unit?"
 
 
-def read_floor(value: Any) -> Floor:
-    """Return a floor from ``{"value": 21, "from": "…"}``; raises ValueError."""
-    if not isinstance(value, dict) or set(value) != {"value", "from"}:
-        raise ValueError(f"{value!r} is no object with value and from")
-    number, source = value["value"], value["from"]
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-        raise ValueError(f"{number!r} is no number above 0")
-    if not isinstance(source, str) or not source.strip():
-        raise ValueError("from: nothing says where the number is from")
-    return Floor(float(number), source)
-
-
-def model_problems(gpu: GpuModel) -> list[str]:
-    """Return what is implausible about a part."""
-    bounded = {key: getattr(gpu, key) for key in _PLAUSIBLE if hasattr(gpu, key)}
-    has_links = gpu.nvlink_links_max > 0
-    if not has_links and gpu.nvlink_peak_gbps == 0:
-        bounded.pop("nvlink_peak_gbps")
-    wrong = _out_of_bounds(bounded)
-    rules = {
-        "nvlink_links_max: not 0 to 18": 0 <= gpu.nvlink_links_max <= 18,
-        "nvlink_peak_gbps: a peak without links, or links without one": has_links
-        == (gpu.nvlink_peak_gbps > 0),
-        f"pcie_width: not one of {_WIDTHS}": gpu.pcie_width in _WIDTHS,
-        "compute_capability: not like 9.0": bool(re.fullmatch(r"\d{1,2}\.\d", gpu.compute_capability)),
-        "name_pattern: no regular expression that says something": _is_pattern(gpu.name_pattern),
-        "from: nothing says where these are from": bool(gpu.source.strip()),
-        "pcie_peak_gbps: not what this generation and width carry": (
-            0.9 < gpu.pcie_peak_gbps / (0.985 * 2 ** (gpu.pcie_generation - 3) * gpu.pcie_width) < 1.1
-            if gpu.pcie_generation in range(3, 8)
-            else True
-        ),
-    }
-    wrong += [problem for problem, is_kept in rules.items() if not is_kept]
-    if gpu.mma_reference_tflops:
-        wrong += _floor_problem("mma_reference_tflops", gpu.mma_reference_tflops, gpu.mma_fp16_peak_tflops)
-    return wrong
-
-
-def size_problems(size: Size, gpu: GpuModel) -> list[str]:
-    """Return what is implausible about a size, its floors against the peaks of its part."""
-    wrong = _out_of_bounds({"memory_gib": size.memory_gib})
-    if size.infiniband_ports:
-        wrong += _out_of_bounds({"infiniband_gbit": size.infiniband_gbit})
-    rules = {
-        f"count: {size.count} is not 1 to 16": 1 <= size.count <= 16,
-        "name: not like Standard_NC6s_v3": bool(re.fullmatch(r"Standard_N[A-Z]+\w+_v\d", size.name)),
-        f"nvlink_links: not 0 to {gpu.nvlink_links_max}": 0 <= size.nvlink_links <= gpu.nvlink_links_max,
-        "p2p_floor_gbps: a floor without a link to another GPU": not size.p2p_floor_gbps
-        or (size.count > 1 and size.nvlink_links > 0),
-        "nvswitch: without links": not size.nvswitch or size.nvlink_links > 0,
-        f"pcie_width: not one of {_WIDTHS}, or more than the part has": size.pcie_width in _WIDTHS
-        and size.pcie_width <= gpu.pcie_width,
-        "infiniband_ports: not 0 to 16": 0 <= size.infiniband_ports <= 16,
-        "local_nvme: not 0 to 16": size.local_nvme is None or 0 <= size.local_nvme <= 16,
-        "retired: no date": bool(re.fullmatch(r"(\d{4}-\d\d-\d\d)?", size.retired)),
-        "from: nothing says where these are from": bool(size.source.strip()),
-    }
-    wrong += [problem for problem, is_kept in rules.items() if not is_kept]
-    peaks = floor_peaks(size, gpu)
-    for key in OVERRIDABLE[:-1]:
-        floor = getattr(size, key)
-        if floor:
-            wrong += _floor_problem(key, floor, peaks[key])
-    return wrong
+def _floor(key: str, floor: Floor, peak: float) -> Iterator[str]:
+    least, most = (part * peak for part in FLOOR_OF_PEAK)
+    for problem in within(key, floor.value, least, most):
+        yield f"{problem}, 0.2 to 1.0 of the peak: another unit?"
 
 
 def floor_peaks(size: Size, gpu: GpuModel) -> dict[str, float]:
@@ -273,21 +239,6 @@ def floor_peaks(size: Size, gpu: GpuModel) -> dict[str, float]:
     }
 
 
-def _out_of_bounds(values: Mapping[str, float]) -> list[str]:
-    return [
-        f"{key}: {value:g} is not {_PLAUSIBLE[key][0]:g} to {_PLAUSIBLE[key][1]:g}: another unit?"
-        for key, value in values.items()
-        if not _PLAUSIBLE[key][0] <= value <= _PLAUSIBLE[key][1]
-    ]
-
-
-def _floor_problem(key: str, floor: Floor, peak: float) -> list[str]:
-    least, most = (part * peak for part in FLOOR_OF_PEAK)
-    if least <= floor.value <= most:
-        return []
-    return [f"{key}: {floor.value:g} is not {least:g} to {most:g}, 0.2 to 1.0 of the peak: another unit?"]
-
-
 def _is_pattern(text: str) -> bool:
     try:
         return len(text) > 3 and not re.fullmatch(text, "")
@@ -299,14 +250,9 @@ def overridden(size: Size, gpu: GpuModel, overrides: Mapping[str, Floor]) -> tup
     """Return a size and its part with a pool's own floors. Raises NodeError (``gpu.settings``) as the table would."""
     for_gpu = {key: floor for key, floor in overrides.items() if key == "mma_reference_tflops"}
     for_size = {key: floor for key, floor in overrides.items() if key not in for_gpu}
-    unknown = sorted(set(overrides) - set(OVERRIDABLE))
-    if unknown:
-        raise NodeError(
-            "gpu.settings", f"overrides: {', '.join(unknown)}: not one of {', '.join(OVERRIDABLE)}"
-        )
-    made_gpu = replace(gpu, **for_gpu)  # type: ignore[arg-type]
-    made_size = replace(size, **for_size)  # type: ignore[arg-type]
-    wrong = model_problems(made_gpu) + size_problems(made_size, made_gpu)
-    if wrong:
-        raise NodeError("gpu.settings", f"overrides for {size.name}: {'; '.join(wrong)}")
-    return made_size, made_gpu
+    own_gpu = replace(gpu, **for_gpu)  # type: ignore[arg-type]
+    own_size = replace(size, **for_size)  # type: ignore[arg-type]
+    problems = [*own_gpu.problems(), *own_size.problems(), *own_size.problems_with(own_gpu)]
+    if problems:
+        raise NodeError("gpu.settings", f"overrides for {size.name}: {'; '.join(problems)}")
+    return own_size, own_gpu

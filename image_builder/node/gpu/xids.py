@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from image_builder.node.decode import DecodeError, decode
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.model import Xid
+from image_builder.node.gpu.model import Action, Xid
 
 FORMAT = 1
+UNKNOWN = "UNKNOWN"
 # Programs of the kernel's ring buffer write the domain with four digits or eight, with or without the function.
 _XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\).*?: (\d+)")
 _OFF_THE_BUS = re.compile(r"NVRM: (?:GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+):? )?.*fallen off the bus")
@@ -24,30 +27,42 @@ _SXID = re.compile(
     r"(nvidia-nvswitch\d+): SXid \(((?:PCI:)?[0-9a-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)\b", re.IGNORECASE
 )
 # ``unsettled``: neither a fault of the GPU nor none, as our own program may have caused it.
-_LEVELS = ("info", "warn", "unsettled", "fail")
-_ACTIONS = ("none", "reboot", "replace", "reimage", "config")
+Level = Literal["info", "warn", "unsettled", "fail"]
 
 
 @dataclass(frozen=True)
 class XidClass:
-    """What an Xid means: before our test began, and during it. ``info`` is for the record alone."""
+    """What an Xid means: before our test began, and during it. ``info`` is only for the record."""
 
-    name: str
-    before: str
-    during: str
-    action: str
+    before: Level
+    during: Level
+    action: Action
     means: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Catalogue:
+    """NVIDIA's catalogue: classes by name, and the numbers of each."""
+
+    format: int
     version: str
+    source: str
     classes: Mapping[str, XidClass]
-    xids: Mapping[int, str]
+    xids: Mapping[str, tuple[int, ...]]
+
+    def problems(self) -> Iterator[str]:
+        """Yield a class that is missing, and numbers with several classes."""
+        if self.format != FORMAT:
+            yield f"format must be {FORMAT}, not {self.format}"
+        for name in sorted({UNKNOWN, *self.xids} - set(self.classes)):
+            yield f"classes.{name} is missing"
+        counted = Counter(number for numbers in self.xids.values() for number in numbers)
+        yield from (f"xids must have {number} only once" for number, count in counted.items() if count > 1)
 
     def classify(self, number: int) -> XidClass:
         """Return the class of an Xid, UNKNOWN for one that isn't in the catalogue."""
-        return self.classes[self.xids.get(number, "UNKNOWN")]
+        return self.classes[next((name for name, numbers in self.xids.items() if number in numbers), UNKNOWN)]
 
 
 def load() -> Catalogue:
@@ -55,33 +70,14 @@ def load() -> Catalogue:
     return parse_catalogue(json.loads(pkgutil.get_data(__package__, "xids.json") or b"{}"))
 
 
-def parse_catalogue(table: Any) -> Catalogue:
-    """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, a level that there is not."""
+def parse_catalogue(document: Any) -> Catalogue:
+    """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, an unknown level."""
     try:
-        if table["format"] != FORMAT:
-            raise ValueError(f"format {table['format']!r} is not {FORMAT}")
-        classes = {name: XidClass(name, **value) for name, value in table["classes"].items()}
-        xids: dict[int, str] = {}
-        for name, numbers in table["xids"].items():
-            for number in numbers:
-                if number in xids or isinstance(number, bool) or not isinstance(number, int):
-                    raise ValueError(
-                        f"{number!r} stands in {xids.get(number)} and in {name}, or is no number"
-                    )
-                xids[number] = name
-        wrong = [
-            xid_class.name
-            for xid_class in classes.values()
-            if xid_class.before not in _LEVELS
-            or xid_class.during not in _LEVELS
-            or xid_class.action not in _ACTIONS
-        ]
-        wrong += sorted(set(xids.values()) - set(classes)) + ([] if "UNKNOWN" in classes else ["UNKNOWN"])
-        if wrong:
-            raise ValueError(f"classes that are not there or wrong: {', '.join(wrong)}")
-        return Catalogue(str(table["version"]), classes, xids)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        catalogue = decode(Catalogue, document)
+    except DecodeError as error:
         raise NodeError("gpu.xids", f"xids.json: {error}") from error
+    classes = {name: replace(xid_class, name=name) for name, xid_class in catalogue.classes.items()}
+    return replace(catalogue, classes=classes)
 
 
 def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:

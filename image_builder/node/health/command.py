@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from image_builder.node import lock, status
 from image_builder.node import settings as files
+from image_builder.node.decode import decode
 from image_builder.node.errors import NodeError
 from image_builder.node.health import (
     alarms,
@@ -70,7 +71,7 @@ def nvml_said(found: Mapping[str, Any]) -> gpu.Reading:
     """Return NVML's answers from JSON; raises ValueError."""
     from image_builder.node.gpu import model
 
-    return model.from_json(model.Nvml, found)
+    return decode(model.Nvml, found)
 
 
 def checks() -> dict[str, Check]:

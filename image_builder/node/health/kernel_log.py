@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 from image_builder.node import mounts
 from image_builder.node.gpu import xids
@@ -238,6 +237,6 @@ def catalogue() -> Judge:
 
     def judge(number: int) -> Verdict:
         found = known.classify(number)
-        return _LEVELS[found.before], cast(Action, found.action)
+        return _LEVELS[found.before], found.action
 
     return judge

@@ -16,7 +16,8 @@ from statistics import median, stdev
 from typing import Any
 
 from image_builder.node import durable
-from image_builder.node.gpu.model import Gpu, from_json
+from image_builder.node.decode import decode
+from image_builder.node.gpu.model import Gpu
 from tests.bench.first_contact import assumptions
 from tests.bench.first_contact.assumptions import Contact
 from tests.bench.first_contact.nvml_answers import ANSWERS
@@ -103,7 +104,7 @@ def recording(contact: Contact) -> dict[str, Any]:
     for gpu in contact.gpus:
         fields = {key: value for key, value in gpu.items() if key != "serial" and value not in (None, {})}
         gpus.append(_nameless(fields, _places(contact)))
-        from_json(Gpu, gpus[-1])  # what the tests will read it by
+        decode(Gpu, gpus[-1])  # what the tests will read it by
     return {
         "format": 1,
         "source": f"first contact, {contact.date}, program {contact.agent}",

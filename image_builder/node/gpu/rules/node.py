@@ -18,7 +18,7 @@ from image_builder.node.gpu.evidence import (
     unanswered,
     without_gpus,
 )
-from image_builder.node.gpu.model import INFINIBAND_MODULES, Action, Check, Port, Xid
+from image_builder.node.gpu.model import INFINIBAND_MODULES, Check, Port, Xid
 
 _NO_DEVICE = "no GPU is on the PCI bus"
 _DEVICES = ("nvidiactl", "nvidia-uvm")
@@ -221,8 +221,7 @@ def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
     level = xid_class.during if xids.is_during(xid, evidence.began_us) else xid_class.before
     code, detail = f"xid.{xid.number}", f"Xid {xid.number} ({xid_class.name}: {xid_class.means}): {xid.raw}"
     if level == "fail":
-        action: Action = xid_class.action  # type: ignore[assignment]
-        return bad(action, code, detail, gpu, measured=xid.number)
+        return bad(xid_class.action, code, detail, gpu, measured=xid.number)
     if level == "unsettled":
         # A fault of our own program writes it as well. With a wrong answer or a dead worker those checks fail.
         return broken(code, detail, gpu, measured=xid.number)

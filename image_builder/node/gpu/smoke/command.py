@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import calibration, document, machine, nvml, readings, sizes, verdict, xids
+from image_builder.node.gpu import document, machine, nvml, readings, sizes, verdict, xids
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
 from image_builder.node.gpu.model import (
@@ -196,7 +196,8 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
         count = settings.count if settings.allow_unknown_size else None
         return Expected(settings, table.version, count=count, observes=settings.mode != "enforce")
     size, gpu = sizes.overridden(*row, settings.overrides)
-    is_known = calibration.is_on_record(settings.calibrations, size.name, driver, program.digest())
+    agent = program.digest()
+    is_known = any(record.is_about(size.name, driver, agent) for record in settings.calibrations)
     return Expected(
         settings,
         table.version,

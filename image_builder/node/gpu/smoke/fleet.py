@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, TypeVar
 
-from image_builder.node.gpu.model import Measurement, Tier, Worker, from_json
+from image_builder.node.decode import decode
+from image_builder.node.gpu.model import Measurement, Tier, Worker
 from image_builder.node.gpu.smoke import program
 
 OUTPUT_BYTES = 1 << 20  # more than any worker has to say
@@ -84,9 +85,9 @@ def _read(uuid: str, output: bytes) -> tuple[tuple[Measurement, ...], Worker | N
                 raise ValueError("it follows the summary")
             value = json.loads(line, parse_constant=_finite, parse_float=_finite)
             if isinstance(value, dict) and "ended" in value:
-                summary = _own(uuid, from_json(Worker, value))
+                summary = _own(uuid, decode(Worker, value))
             else:
-                measured.append(_own(uuid, from_json(Measurement, value)))
+                measured.append(_own(uuid, decode(Measurement, value)))
         except (ValueError, RecursionError) as error:
             return tuple(measured), None, f"error: line {number} is not a worker's: {error}"[:_EXCERPT]
     complaint = f"error: line {len(lines) + 1} is cut off" if rest else ""

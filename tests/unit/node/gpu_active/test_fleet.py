@@ -58,14 +58,14 @@ def test_an_exit_status_without_a_word_says_so() -> None:
         (_lines(DONE) + b"rubbish\n" + _lines(SUMMARY), "error: line 2 is not a worker's: "),
         (_lines(DONE) + b"\xff\xfe\n", "error: line 2 is not a worker's: "),
         (b"[" * 200000 + b"\n", "error: line 1 is not a worker's: "),
-        (b"[]\n", "error: line 1 is not a worker's: Measurement: [] is not an object"),
-        (b'{"id": "kat.int"}\n', "error: line 1 is not a worker's: Measurement: gpu"),
+        (b"[]\n", "error: line 1 is not a worker's: the document must be an object, not []"),
+        (b'{"id": "kat.int"}\n', "error: line 1 is not a worker's: gpu is missing"),
         (_lines(SUMMARY, DONE), "error: line 2 is not a worker's: it follows the summary"),
         (_lines(SUMMARY, SUMMARY), "error: line 2 is not a worker's: it follows the summary"),
         (_lines(DONE, SUMMARY) + b"x", "error: line 3 is cut off"),
         (_lines(Measurement("kat.int", "GPU-other", "done", 0.0, "mismatches")), "it speaks of GPU-other"),
         (_lines(Worker("GPU-other", "done")), "it speaks of GPU-other"),
-        (_lines(DONE).replace(b'"done"', b'"fine"'), "'fine' is not one of"),
+        (_lines(DONE).replace(b'"done"', b'"fine"'), "status must be one of"),
     ],
 )
 def test_words_that_are_not_a_workers_are_no_pass(output: bytes, said: str) -> None:

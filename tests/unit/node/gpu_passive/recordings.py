@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from image_builder.node.decode import decode
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.gpu.machine import Places
@@ -27,7 +28,6 @@ from image_builder.node.gpu.model import (
     Seen,
     Tier,
     Worker,
-    from_json,
 )
 from image_builder.node.gpu.readings import LINK_ERRORS
 from image_builder.node.gpu.settings import Settings
@@ -65,7 +65,7 @@ ANSWERS = ("kat.int", "kat.ffma", "kat.dfma", "kat.mma", "det.fp32", "mem.patter
 def recorded(name: str) -> tuple[Gpu, str]:
     """Return a recorded GPU and its driver's version."""
     found = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return from_json(Gpu, found["gpus"][0]), found["driver"]
+    return decode(Gpu, found["gpus"][0]), found["driver"]
 
 
 def node(

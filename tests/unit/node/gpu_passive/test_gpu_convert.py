@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.node.gpu.model import Gpu, Process, from_json
+from image_builder.node.decode import decode
+from image_builder.node.gpu.model import Gpu, Process
 from tests.data.gpu.convert import convert
 
 TEXT = """
@@ -62,7 +63,7 @@ GPU 00000000:53:00.0
 def gpu() -> Gpu:
     found = convert(TEXT, "here")
     assert (found["driver"], found["attached"], found["pci_devices"]) == ("535.183.01", 8, ["2330"])
-    return from_json(Gpu, found["gpus"][0])
+    return decode(Gpu, found["gpus"][0])
 
 
 def test_counts_are_sums(gpu: Gpu) -> None:
@@ -87,15 +88,15 @@ def test_compute_processes(gpu: Gpu) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"index": "0"}, "Gpu.index: '0' is not of type int"),
-        ({"index": True}, "Gpu.index"),
+        ({"index": "0"}, 'index must be an integer, not "0"'),
+        ({"index": True}, "index must be an integer"),
         ({}, "index is missing"),
-        ({"index": 0, "temperature": 1}, "there is no temperature"),
-        ({"index": 0, "nvlinks": [1]}, "Gpu.nvlinks"),
-        ({"index": 0, "processes": {}}, "Gpu.processes"),
-        ([], "Gpu: \\[\\] is not an object"),
+        ({"index": 0, "temperature": 1}, "temperature is not a known key"),
+        ({"index": 0, "nvlinks": [1]}, "nvlinks.0. must be true or false"),
+        ({"index": 0, "processes": {}}, "processes must be a list"),
+        ([], "the document must be an object"),
     ],
 )
 def test_a_recording_that_is_none(value: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        from_json(Gpu, value)
+        decode(Gpu, value)

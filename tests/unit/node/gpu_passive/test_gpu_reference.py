@@ -168,7 +168,7 @@ def classes() -> Iterator[str]:
     yield "Of NVSwitches' SXids those count that the driver itself calls fatal.\n"
     yield "| class | Xids | before the test | during it | action |\n|---|---|---|---|---|"
     for one in found.classes.values():
-        numbers = sorted(number for number, name in found.xids.items() if name == one.name)
+        numbers = sorted(found.xids.get(one.name, ()))
         yield f"| {one.name} | {', '.join(map(str, numbers))} | {one.before} | {one.during} | {one.action} |"
 
 
