@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from image_builder.node.finding import Action
 from image_builder.node.gpu.model import (
     DETAIL_CHARACTERS,
-    Action,
     Check,
     Gpu,
     Measurement,

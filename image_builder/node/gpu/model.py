@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from image_builder.node.finding import Action
+
 Tier = Literal["boot-quick", "boot-full", "periodic"]
 TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
 # Drivers of InfiniBand devices; without any there is no port.
@@ -241,7 +243,6 @@ class Seen:
 
 
 Status = Literal["pass", "warn", "fail", "skip", "error"]
-Action = Literal["none", "reboot", "replace", "reimage", "config"]
 
 
 @dataclass(frozen=True)
@@ -267,16 +268,63 @@ class Check:
     seed: int = 0
 
 
+# -- the verdict -----------------------------------------------------------------------------------------------
+
+PASS, HARDWARE, REBOOT, INCONCLUSIVE, CONFIGURATION, IMAGE, DEADLINE = 0, 1, 2, 3, 4, 5, 124
+
+
 @dataclass(frozen=True)
-class Verdict:
-    """What follows from all checks. Exit code 0 alone lets a node work."""
+class Ending:
+    """What an exit status says. ``code`` is the reason where the document has no better one."""
 
     status: Literal["pass", "fail", "inconclusive"]
+    action: Action
+    code: str
+    meaning: str
+
+
+ENDINGS: Mapping[int, Ending] = {
+    PASS: Ending("pass", "none", "", "every mandatory check was made, and none failed"),
+    HARDWARE: Ending("fail", "replace", "gpu.hardware", "the hardware is faulty: replace the machine"),
+    REBOOT: Ending("fail", "reboot", "gpu.reboot", "the GPUs need a reset: reboot once, then replace"),
+    INCONCLUSIVE: Ending(
+        "inconclusive",
+        "none",
+        "gpu.inconclusive",
+        "a mandatory check could not be made, or the test itself is in doubt: not a pass",
+    ),
+    CONFIGURATION: Ending(
+        "fail", "config", "gpu.config", "the size or the configuration doesn't match the machine"
+    ),
+    IMAGE: Ending(
+        "fail",
+        "reimage",
+        "gpu.image",
+        "driver or image are defective: a new machine of this image won't help",
+    ),
+    DEADLINE: Ending(
+        "inconclusive", "reboot", "gpu.deadline", "the test itself didn't end in time: not a pass"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from all checks. Only exit code 0 lets a node work."""
+
     exit_code: int
     action: Action
-    retry_after_reboot: bool
     summary: str
     code: str = ""
+
+    @property
+    def status(self) -> str:
+        return ENDINGS[self.exit_code].status
+
+    @property
+    def retry_after_reboot(self) -> bool:
+        """Tell whether to test again after a reboot. A wrong answer isn't: the next may be right by chance."""
+        return self.exit_code == REBOOT
 
 
 def as_json(value: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from image_builder.node.decode import DecodeError, decode
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.model import Action, Xid
+from image_builder.node.finding import Action
+from image_builder.node.gpu.model import Xid
 
 FORMAT = 1
 UNKNOWN = "UNKNOWN"

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from image_builder.node.finding import Action
 from image_builder.node.health import apart
-from image_builder.node.health.model import Action, Finding, Look, Outcome, Sample
+from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.sysfs import text
 
 _SECONDS = 20.0

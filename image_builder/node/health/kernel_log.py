@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from image_builder.node import mounts
+from image_builder.node.finding import Action
 from image_builder.node.gpu import xids
 from image_builder.node.health import filesystems
-from image_builder.node.health.model import Action, Finding, Look, Outcome, Sample, Severity
+from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 
 _RECORD_BYTES = 8192  # the longest that the kernel gives
 _KERNEL = 0  # syslog's facility of the kernel's own records; it never gives that to a program's

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from image_builder.node.finding import Action
 from image_builder.node.health.settings import Settings
 
 Severity = Literal["warn", "fail"]
-Action = Literal["none", "reboot", "replace", "reimage", "config"]
 Key = tuple[str, str]
 """A finding's code and subject."""
 

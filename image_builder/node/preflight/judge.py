@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from image_builder.node.preflight.model import ACTIONS, FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
+from image_builder.node.finding import ACTIONS
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
 
 REASON_CHARACTERS = 400
 

@@ -16,9 +16,6 @@ REPORTED = "preflight.reported"
 UNSETTLED, ADMITTED = "preflight.unsettled", "kubelet.admitted"
 
 PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
-# What a person or a machine is to do with the node, the mildest first.
-ACTIONS = ("none", "reboot", "inspect", "config", "reimage", "replace")
-
 CONDITION = "NodePreflightPassed"
 _STATUS = {PASSED: "True", FAILED: "False"}
 # A node's wish to be tested again while it works, and the gate's answer to it: annotations with JSON.

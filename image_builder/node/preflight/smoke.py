@@ -14,26 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import programs
+from image_builder.node.gpu.model import DEADLINE, ENDINGS
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
 
 ID = "gpu"
-DEADLINE = 124
 # Seconds that a killed child is waited for: longer, and it hangs in the kernel, which is a finding.
 _REAP_SECONDS = 10.0
 # Checks whose failure is a wrong answer of the hardware.
 _KNOWN_ANSWERS = ("kat.", "det.")
 _LIMIT = 8 << 20
 
-# Exit status of the smoke test, where its document says the same: (state, code, action). Python itself ends with 1 on a
-# broken import and argparse with 2, so a status alone condemns nobody.
-_ENDINGS: Mapping[int, tuple[str, str, str]] = {
-    1: (FAILED, "gpu.hardware", "replace"),
-    2: (FAILED, "gpu.reboot", "reboot"),
-    3: (INCONCLUSIVE, "gpu.inconclusive", "none"),
-    4: (FAILED, "gpu.config", "config"),
-    5: (FAILED, "gpu.image", "reimage"),
-    DEADLINE: (INCONCLUSIVE, "gpu.deadline", "reboot"),
-}
+_STATES = {"fail": FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def command(tier: str) -> list[str]:
@@ -76,9 +67,11 @@ def judge(status: int | None, said: bytes, tail: str, boot_id: str) -> Check:
     summary = str(verdict.get("summary", ""))
     if status == 0 and verdict.get("status") == "pass":
         return Check(ID, PASSED, reason=summary)
-    if status not in _ENDINGS:
+    # Python itself ends with 1 on a broken import and argparse with 2, so a status alone condemns nobody.
+    ending = ENDINGS.get(status)
+    if ending is None or ending.status not in _STATES:
         return _without_document(status, tail)
-    state, code, action = _ENDINGS[status]
+    state, code, action = _STATES[ending.status], ending.code, ending.action
     if state == INCONCLUSIVE and verdict.get("action") == "reimage":
         action = "reimage"
     failed = [check for check in _checks(document) if check.get("status") == "fail"]

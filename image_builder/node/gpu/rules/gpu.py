@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from image_builder.node.finding import Action
 from image_builder.node.gpu.evidence import (
     NOT_RUN,
     Evidence,
@@ -17,7 +18,7 @@ from image_builder.node.gpu.evidence import (
     unanswered,
     without_gpus,
 )
-from image_builder.node.gpu.model import Action, Check, Gpu
+from image_builder.node.gpu.model import Check, Gpu
 
 _RECOVERY: dict[str, Action] = {
     "gpu-reset": "reboot",

@@ -1,6 +1,6 @@
 """``node-agent gpu-smoke``: look at the GPUs, put them under load, judge, and tell.
 
-The exit status is the verdict's (``verdict.EXIT_CODES``), and 0 alone lets a node work. Whatever goes wrong in here
+The exit status is the verdict's (``model.ENDINGS``), and only 0 lets a node work. Whatever goes wrong in here
 is no pass either: it ends with a document and a status of its own, never with Python's 1, which means hardware.
 """
 
@@ -25,6 +25,11 @@ from image_builder.node.gpu import document, machine, nvml, readings, sizes, ver
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
 from image_builder.node.gpu.model import (
+    CONFIGURATION,
+    DEADLINE,
+    ENDINGS,
+    INCONCLUSIVE,
+    PASS,
     TIERS,
     Check,
     Gpu,
@@ -103,7 +108,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         except OSError as error:
             sys.stderr.write(f"node-agent: {result} can't be written: {error.strerror}\n")
             # Of a pass nobody could read that it is of this boot.
-            if body["verdict"]["exit_code"] == verdict.PASS:
+            if body["verdict"]["exit_code"] == PASS:
                 raise
         sys.stdout.write(json.dumps(body, indent=1) + "\n" if as_json else document.text(body))
         sys.stdout.flush()
@@ -123,23 +128,18 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
             return report(_tested(began, settings, system))
     except NodeError as error:
         is_configuration = error.code in _CONFIGURATION
-        code = verdict.CONFIGURATION if is_configuration else verdict.INCONCLUSIVE
-        return without_evidence(_failed(code, error.code, error.message))
+        code = CONFIGURATION if is_configuration else INCONCLUSIVE
+        return without_evidence(Verdict(code, ENDINGS[code].action, error.message[:200], error.code))
     except Exception as error:
         # A bug of this program says nothing about the hardware.
         traceback.print_exc()
-        return without_evidence(_failed(verdict.INCONCLUSIVE, "internal", f"{type(error).__name__}: {error}"))
-
-
-def _failed(code: int, reason: str, message: str) -> Verdict:
-    is_configuration = code == verdict.CONFIGURATION
-    status, action = ("fail", "config") if is_configuration else ("inconclusive", "none")
-    return Verdict(status, code, action, False, message[:200], reason)  # type: ignore[arg-type]
+        message = f"{type(error).__name__}: {error}"
+        return without_evidence(Verdict(INCONCLUSIVE, "none", message[:200], "internal"))
 
 
 def _late(seconds: float) -> Verdict:
     summary = f"the test did not end within {seconds:g} s: the driver keeps a call to itself"
-    return Verdict("inconclusive", verdict.DEADLINE, "none", False, summary, "deadline")
+    return Verdict(DEADLINE, "none", summary, "deadline")
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None
             try:
                 late()
             finally:
-                os._exit(verdict.DEADLINE)
+                os._exit(DEADLINE)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -184,8 +184,8 @@ def none_expected(node: Machine) -> Check:
 
 def _none_verdict(check: Check) -> Verdict:
     if check.status == "pass":
-        return Verdict("pass", verdict.PASS, "none", False, check.detail)
-    return Verdict("fail", verdict.CONFIGURATION, "config", False, check.detail[:200], check.code)
+        return Verdict(PASS, "none", check.detail)
+    return Verdict(CONFIGURATION, "config", check.detail[:200], check.code)
 
 
 def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
-from image_builder.node.gpu.model import TIERS, Check, Process, Sample, Tier
+from image_builder.node.gpu.model import ENDINGS, TIERS, Check, Process, Sample, Tier
 from image_builder.node.gpu.rules.checks import RULES, judge, missing
 from image_builder.node.gpu.rules.load import THROTTLES, sustained
 from image_builder.node.gpu.settings import Settings
-from image_builder.node.gpu.verdict import EXIT_CODES, verdict
+from image_builder.node.gpu.verdict import verdict
 from tests.unit.node.gpu_passive.broken import CASES, XID_63, libraries, unsized
 from tests.unit.node.gpu_passive.recordings import (
     BEGAN_US,
@@ -86,7 +86,7 @@ def test_every_check_goes_red() -> None:
 
 
 def test_every_exit_code_but_the_deadline_is_reached() -> None:
-    assert {code for *_, code in CASES.values()} == set(EXIT_CODES) - {124}
+    assert {code for *_, code in CASES.values()} == set(ENDINGS) - {124}
 
 
 def statuses(evidence: Evidence, id: str) -> set[str]:
