@@ -17,7 +17,7 @@ from image_builder.node import mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import nvml
 from image_builder.node.gpu.model import as_json
-from image_builder.node.health import apart, clock, command, filesystems, gpu, kernel_log, nvme
+from image_builder.node.health import apart, clock, command, gpu, kernel_log, storage
 from image_builder.node.health.model import Outcome, Places
 from image_builder.node.health.settings import Settings
 from image_builder.system.namespace import run_isolated
@@ -37,7 +37,7 @@ def isolated(scenario: Callable[[Path], None], folder: Path) -> None:
 
 
 def watched(*paths: Path) -> Outcome:
-    return filesystems.check(look(Settings(paths=tuple(map(os.fspath, paths)))))
+    return storage.check_filesystems(look(Settings(paths=tuple(map(os.fspath, paths)))))
 
 
 def full(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_own_devices_are_those_below_the_root() -> None:
         ["lsblk", "--noheadings", "--output", "KNAME"], capture_output=True, text=True
     ).stdout.split()
     assert own <= {one.strip() for one in name}
-    root = filesystems.containing("/", mounts.listed())
+    root = storage.containing("/", mounts.listed())
     # 0 is the number of what has no device, as a container's root.
     assert root and bool(own) is not root.device.startswith("0:")
 
@@ -118,8 +118,8 @@ def test_kernels_clock_is_read() -> None:
 
 def test_drive_that_is_none_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "nvme0").write_bytes(b"")
-    assert nvme.page(tmp_path / "nvme0") is None and nvme.page(tmp_path / "nvme1") is None
-    assert nvme.page(Path("/dev/null")) is None
+    assert storage.read_page(tmp_path / "nvme0") is None and storage.read_page(tmp_path / "nvme1") is None
+    assert storage.read_page(Path("/dev/null")) is None
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ def without_driver() -> dict[str, Any]:
 
 def test_gpu_without_a_driver(bus: Places) -> None:
     """The library is really loaded, under a name that no machine has: what a node without its driver would see."""
-    outcome = gpu.check(look(places=bus), without_driver, command.nvml_said)
+    outcome = gpu.check(look(places=bus), without_driver, command.decode_nvml)
     assert found(outcome) == {"gpu.driver": "fail"}
-    assert gpu.check(look(), command.nvml, command.nvml_said) == Outcome()
+    assert gpu.check(look(), command.read_nvml, command.decode_nvml) == Outcome()
 
 
 def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch:
         signal.pause()
         return {}
 
-    outcome = gpu.check(look(places=bus), hang, command.nvml_said)
+    outcome = gpu.check(look(places=bus), hang, command.decode_nvml)
     pid, born = outcome.memory["hung"]
     assert found(outcome) == {"gpu.hung": "fail"} and born and apart.started(pid) == ""
     # One that can't be killed is still there at the next look: then nothing is asked.
@@ -164,10 +164,10 @@ def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch:
         def never() -> dict[str, Any]:
             raise AssertionError("asked beside one that hangs")
 
-        again = gpu.check(look(places=bus, **memory), never, command.nvml_said)
+        again = gpu.check(look(places=bus, **memory), never, command.decode_nvml)
         assert found(again) == {"gpu.hung": "fail"} and again.memory["hung"] == memory["hung"]
         stuck.kill()
-    outcome = gpu.check(look(places=bus, **memory), without_driver, command.nvml_said)
+    outcome = gpu.check(look(places=bus, **memory), without_driver, command.decode_nvml)
     assert found(outcome) == {"gpu.driver": "fail"} and "hung" not in outcome.memory
 
 

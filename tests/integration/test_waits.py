@@ -17,7 +17,7 @@ import pytest
 
 from image_builder.node import asking, child, files, kube
 from image_builder.node.errors import ProgramError
-from image_builder.node.health import apart, nvme
+from image_builder.node.health import apart, storage
 from image_builder.node.health.model import Look, Places
 from image_builder.node.health.settings import Settings
 from image_builder.node.kubeconfig import Access, Pem
@@ -160,19 +160,19 @@ def test_a_drive_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytes
     controller.mkdir(parents=True)
     (controller / "state").write_text("live\n")
     look = Look(Settings(), Places(sys=tmp_path, dev=tmp_path), 0.0)
-    assert nvme.check(look).findings == ()
+    assert storage.check_drives(look).findings == ()
 
     def hang(_device: Path) -> None:
         signal.pause()
 
-    monkeypatch.setattr(nvme, "_SECONDS", 0.3)
-    monkeypatch.setattr(nvme, "page", hang)
-    outcome = nvme.check(look)
+    monkeypatch.setattr(storage, "_SECONDS", 0.3)
+    monkeypatch.setattr(storage, "read_page", hang)
+    outcome = storage.check_drives(look)
     assert [(one.code, one.action) for one in outcome.findings] == [("drive.hung", "reboot")]
     with subprocess.Popen(["sleep", "60"]) as stuck:
         memory = {"hung": [stuck.pid, apart.started(stuck.pid)]}
         began = time.monotonic()
-        again = nvme.check(Look(Settings(), look.places, 0.0, memory))
+        again = storage.check_drives(Look(Settings(), look.places, 0.0, memory))
         assert again.memory == memory and time.monotonic() - began < 0.3, "asked beside one that hangs"
         stuck.kill()
 

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from image_builder.node import lock, status
 from image_builder.node import settings as files
@@ -20,21 +20,21 @@ from image_builder.node.decode import decode
 from image_builder.node.errors import NodeError
 from image_builder.node.health import (
     alarms,
-    arrays,
     clock,
     condition,
-    filesystems,
     gpu,
-    infiniband,
     kernel_log,
     maintenance,
     memory,
     metrics,
     network,
-    nvme,
+    storage,
 )
 from image_builder.node.health.model import Finding, Look, Outcome, Places, Sample
 from image_builder.node.health.settings import Settings, parse
+
+if TYPE_CHECKING:
+    from image_builder.node.gpu.model import Nvml
 
 FORMAT = 1
 LOCK_SECONDS = 20.0
@@ -44,7 +44,7 @@ Check = Callable[[Look], Outcome]
 
 
 class Client(Protocol):
-    """Tells Kubernetes a node's condition; raises NodeError. Whoever got it closes it."""
+    """Sets a node's condition in Kubernetes; raises NodeError. Its user closes it."""
 
     def patch_condition(self, node: str, type: str, status: str, reason: str, message: str) -> None: ...
 
@@ -55,37 +55,40 @@ Connect = Callable[[Settings], tuple[Client, str]]
 """Returns the API server, and the node's name there; raises NodeError."""
 
 
-def nvml() -> dict[str, Any]:
-    """Ask NVML; what keeps it from answering is an answer, too."""
+def read_nvml() -> dict[str, Any]:
+    """Read NVML; what keeps it from answering is an answer, too."""
     from image_builder.node.gpu import model, nvml, readings
 
     try:
         with nvml.opened() as library:
-            found = readings.look(library)
+            reading = readings.look(library)
     except (OSError, nvml.NvmlError) as error:
-        found = nvml.refused(error)
-    return model.as_json(found)
+        reading = nvml.refused(error)
+    return model.as_json(reading)
 
 
-def nvml_said(found: Mapping[str, Any]) -> gpu.Reading:
+def decode_nvml(document: Mapping[str, Any]) -> Nvml:
     """Return NVML's answers from JSON; raises ValueError."""
     from image_builder.node.gpu import model
 
-    return decode(model.Nvml, found)
+    return decode(model.Nvml, document)
 
 
 def checks() -> dict[str, Check]:
-    """Return every check by its name, the ones that may hang last."""
+    """Return every check by its name.
+
+    Those that fork come first: the network's and the platform's may leave a thread behind.
+    """
     return {
-        "filesystems": filesystems.check,
-        "arrays": arrays.check,
+        "nvme": storage.check_drives,
+        "gpu": partial(gpu.check, read=read_nvml, decode=decode_nvml),
+        "filesystems": storage.check_filesystems,
+        "arrays": storage.check_arrays,
         "kernel_log": partial(kernel_log.check, judge=kernel_log.catalogue()),
-        "network": network.check,
         "clock": clock.check,
-        "infiniband": infiniband.check,
+        "infiniband": network.check_infiniband,
+        "network": network.check_network,
         "maintenance": maintenance.check,
-        "nvme": nvme.check,
-        "gpu": partial(gpu.check, read=nvml, decode=nvml_said),
     }
 
 

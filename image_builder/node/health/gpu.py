@@ -1,18 +1,21 @@
-"""What NVML says of the GPUs while they work: read, never tested. Whoever runs here keeps the whole GPU.
+"""GPUs at work, as NVML has them: read, never tested. The jobs that run here keep the whole GPU.
 
-The reading is another module's: this one knows only the shape of what it needs (``Reading``). It is made in a
-process of its own, since a call into the driver of a GPU that is gone may never return.
+NVML is read in a process of its own, since a call into the driver of a GPU that is gone may never return. Its modules
+are loaded there only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from image_builder.node.finding import Action
 from image_builder.node.health import apart
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.sysfs import text
+
+if TYPE_CHECKING:
+    from image_builder.node.gpu.model import Gpu, Nvml
 
 _SECONDS = 20.0
 _NVIDIA = "0x10de"
@@ -26,51 +29,9 @@ _RECOVERY: Mapping[str, Action] = {
 }
 
 
-class Gpu(Protocol):
-    """One GPU. None is what it can't say: neither good nor bad."""
-
-    @property
-    def uuid(self) -> str: ...
-    @property
-    def pci(self) -> str: ...
-    @property
-    def ecc_volatile_uncorrected(self) -> int | None: ...
-    @property
-    def ecc_volatile_corrected(self) -> int | None: ...
-    @property
-    def sram_threshold_exceeded(self) -> bool | None: ...
-    @property
-    def remap_pending(self) -> bool | None: ...
-    @property
-    def remap_failure(self) -> bool | None: ...
-    @property
-    def retired_pending(self) -> bool | None: ...
-    @property
-    def inforom_valid(self) -> bool | None: ...
-    @property
-    def recovery_action(self) -> str | None: ...
-    @property
-    def nvlinks(self) -> tuple[bool, ...] | None: ...
-    @property
-    def nvlink_errors(self) -> int | None: ...
-    @property
-    def temperature_c(self) -> int | None: ...
-
-
-class Reading(Protocol):
-    """All of NVML: ``error`` is why it can't be asked, ``lost`` the GPUs that it counts and can't open."""
-
-    @property
-    def error(self) -> str: ...
-    @property
-    def gpus(self) -> Sequence[Gpu]: ...
-    @property
-    def lost(self) -> Mapping[str, str]: ...
-
-
 Reader = Callable[[], Mapping[str, Any]]
 """Asks NVML, and returns its answers as JSON."""
-Decode = Callable[[Mapping[str, Any]], Reading]
+Decode = Callable[[Mapping[str, Any]], "Nvml"]
 
 
 def check(look: Look, read: Reader, decode: Decode) -> Outcome:
@@ -86,7 +47,7 @@ def check(look: Look, read: Reader, decode: Decode) -> Outcome:
         reading = decode(apart.run(read, "NVML", _SECONDS))
     except apart.HungError as error:
         return _hung({**memory, "hung": list(error.process)}, error.process[0])
-    links = {one.uuid: sum(one.nvlinks) for one in reading.gpus if one.nvlinks}
+    links = {gpu.uuid: sum(gpu.nvlinks) for gpu in reading.gpus if gpu.nvlinks}
     best: dict[str, int] = dict(memory.get("links", {}))
     findings = rule(reading, len(addresses), best)
     best |= {uuid: max(active, best.get(uuid, 0)) for uuid, active in links.items()}
@@ -107,25 +68,25 @@ def on_the_bus(look: Look) -> list[str]:
     ]
 
 
-def rule(reading: Reading, expected: int, links: Mapping[str, int]) -> list[Finding]:
+def rule(reading: Nvml, expected: int, links: Mapping[str, int]) -> list[Finding]:
     """Return what is wrong with GPUs.
 
     ``expected`` is how many are on the bus, ``links`` how many NVLinks of each were active at best in this boot.
     """
     if reading.error:
         return [Finding("gpu.driver", "nvml", "fail", reading.error, "reboot", patient=True)]
-    found = []
+    findings = []
     if reading.lost or len(reading.gpus) < expected:
-        why = "; ".join(f"{index}: {words}" for index, words in reading.lost.items())
-        detail = f"{len(reading.gpus)} of {expected} GPUs answer{f' ({why})' if why else ''}"
-        found.append(Finding("gpu.lost", "nvml", "fail", detail, "reboot"))
-    for one in reading.gpus:
-        found += _of_memory(one)
-        found += _of_links(one, links.get(one.uuid, 0))
-    return found
+        reasons = "; ".join(f"{index}: {reason}" for index, reason in reading.lost.items())
+        detail = f"{len(reading.gpus)} of {expected} GPUs answer{f' ({reasons})' if reasons else ''}"
+        findings.append(Finding("gpu.lost", "nvml", "fail", detail, "reboot"))
+    for gpu in reading.gpus:
+        findings += _memory_findings(gpu)
+        findings += _link_findings(gpu, links.get(gpu.uuid, 0))
+    return findings
 
 
-def _of_memory(gpu: Gpu) -> Iterable[Finding]:
+def _memory_findings(gpu: Gpu) -> Iterable[Finding]:
     rules: tuple[tuple[object, str, str, Action], ...] = (
         (gpu.ecc_volatile_uncorrected, "gpu.ecc", "uncorrected memory errors", "reboot"),
         (gpu.sram_threshold_exceeded, "gpu.sram", "the threshold of SRAM errors is exceeded", "replace"),
@@ -134,34 +95,34 @@ def _of_memory(gpu: Gpu) -> Iterable[Finding]:
         (gpu.retired_pending, "gpu.remap-pending", "a page is to be retired at the next reset", "reboot"),
         (gpu.inforom_valid is False, "gpu.inforom", "the InfoROM is damaged", "replace"),
     )
-    for is_bad, code, words, action in rules:
+    for is_bad, code, fault, action in rules:
         if is_bad:
             count = f" ({is_bad})" if not isinstance(is_bad, bool) else ""
-            yield Finding(code, gpu.uuid, "fail", f"{gpu.uuid} at {gpu.pci}: {words}{count}", action)
-    if (wanted := gpu.recovery_action) and wanted not in ("none", "NONE"):
-        action = _RECOVERY.get(wanted.lower().replace("_", "-"), "reboot")
-        yield Finding("gpu.recovery", gpu.uuid, "fail", f"{gpu.uuid}: the driver asks for {wanted}", action)
+            yield Finding(code, gpu.uuid, "fail", f"{gpu.uuid} at {gpu.pci}: {fault}{count}", action)
+    if (recovery := gpu.recovery_action) and recovery not in ("none", "NONE"):
+        action = _RECOVERY.get(recovery.lower().replace("_", "-"), "reboot")
+        yield Finding("gpu.recovery", gpu.uuid, "fail", f"{gpu.uuid}: the driver asks for {recovery}", action)
 
 
-def _of_links(gpu: Gpu, best: int) -> Iterable[Finding]:
+def _link_findings(gpu: Gpu, best: int) -> Iterable[Finding]:
     if gpu.nvlinks is not None and sum(gpu.nvlinks) < best:
         detail = f"{gpu.uuid}: {sum(gpu.nvlinks)} NVLinks are active, after {best}"
         yield Finding("gpu.nvlink", gpu.uuid, "fail", detail, "replace", patient=True)
 
 
-def samples(reading: Reading, expected: int) -> list[Sample]:
+def samples(reading: Nvml, expected: int) -> list[Sample]:
     """Return the metrics of GPUs; what one can't say is left out."""
-    found = [Sample("gpu_expected", expected), Sample("gpu_answering", len(reading.gpus))]
-    for one in reading.gpus:
+    samples = [Sample("gpu_expected", expected), Sample("gpu_answering", len(reading.gpus))]
+    for gpu in reading.gpus:
         values = {
-            "gpu_ecc_uncorrected_total": one.ecc_volatile_uncorrected,
-            "gpu_ecc_corrected_total": one.ecc_volatile_corrected,
-            "gpu_remap_pending": one.remap_pending,
-            "gpu_remap_failure": one.remap_failure,
-            "gpu_nvlinks_active": None if one.nvlinks is None else sum(one.nvlinks),
-            "gpu_nvlink_errors_total": one.nvlink_errors,
-            "gpu_temperature_celsius": one.temperature_c,
+            "gpu_ecc_uncorrected_total": gpu.ecc_volatile_uncorrected,
+            "gpu_ecc_corrected_total": gpu.ecc_volatile_corrected,
+            "gpu_remap_pending": gpu.remap_pending,
+            "gpu_remap_failure": gpu.remap_failure,
+            "gpu_nvlinks_active": None if gpu.nvlinks is None else sum(gpu.nvlinks),
+            "gpu_nvlink_errors_total": gpu.nvlink_errors,
+            "gpu_temperature_celsius": gpu.temperature_c,
         }
-        labels = {"gpu": one.uuid}
-        found += [Sample(name, float(value), labels) for name, value in values.items() if value is not None]
-    return found
+        labels = {"gpu": gpu.uuid}
+        samples += [Sample(name, float(value), labels) for name, value in values.items() if value is not None]
+    return samples

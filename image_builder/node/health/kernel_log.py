@@ -16,7 +16,7 @@ from pathlib import Path
 from image_builder.node import mounts
 from image_builder.node.finding import Action
 from image_builder.node.gpu import xids
-from image_builder.node.health import filesystems
+from image_builder.node.health import storage
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 
 _RECORD_BYTES = 8192  # the longest that the kernel gives
@@ -105,8 +105,8 @@ def check(look: Look, judge: Judge) -> Outcome:
 def own_devices(look: Look) -> frozenset[str]:
     """Return the devices that hold the configured paths: the node's own, no volume of a pod's."""
     mounted = mounts.listed(look.places.proc)
-    found = [filesystems.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
-    return filesystems.disks_below({one.device for one in found if one}, look.places.sys)
+    found = [storage.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
+    return storage.disks_below({one.device for one in found if one}, look.places.sys)
 
 
 def read(path: Path) -> Iterator[bytes]:

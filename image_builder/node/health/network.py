@@ -1,70 +1,71 @@
-"""The way out: default route, names, the registries, the API server, and links that flap."""
+"""The network: default route, names, the registries and the API server, and links that flap, InfiniBand's among them.
+
+The ports of InfiniBand are those of /sys/class/infiniband, with their counters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from image_builder.node import kubeconfig
+from image_builder.node import kubeconfig, reach
 from image_builder.node.errors import NodeError
-from image_builder.node.health import connect, dns, flaps
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.settings import Settings, endpoint, is_address
-from image_builder.node.health.sysfs import number
+from image_builder.node.health.sysfs import number, text
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
+# Of /sys/class/infiniband/D/ports/P/counters: those of a bad cable or a flapping link.
+COUNTERS = (
+    "link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors", "local_link_integrity_errors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen. ``connected`` has what each HOST:PORT said; one whose name has no address is not in it."""
+    """The network's state. ``connections`` are by HOST:PORT, without one whose name has no address."""
 
     routes: tuple[str, ...] = ()
-    answers: Mapping[str, dns.Answer] = field(default_factory=dict)
+    lookups: Mapping[str, reach.Lookup] = field(default_factory=dict)
     registries: tuple[str, ...] = ()
     api_servers: tuple[str, ...] = ()
-    connected: Mapping[str, connect.Connected] = field(default_factory=dict)
+    connections: Mapping[str, reach.Connection] = field(default_factory=dict)
     carriers: Mapping[str, int] = field(default_factory=dict)
 
 
-def check(look: Look) -> Outcome:
-    """Look for routes and links, ask the name servers, connect. Raises OSError."""
+def check_network(look: Look) -> Outcome:
+    """Look for routes and links, resolve names, connect. Raises OSError."""
     facts = observe(look)
-    seen = flaps.observe(look.memory.get("flaps", {}), facts.carriers, look.now, look.settings.flap_seconds)
-    findings = [*rule(facts), *flap_rule(seen, look.settings)]
-    return Outcome(tuple(findings), tuple(samples(facts)), {"flaps": seen})
+    links = count_flaps(look.memory.get("flaps", {}), facts.carriers, look.now, look.settings.flap_seconds)
+    findings = [*network_rule(facts), *link_rule(links, look.settings)]
+    return Outcome(tuple(findings), tuple(network_samples(facts)), {"flaps": links})
 
 
 def observe(look: Look) -> Facts:
-    """Return what is seen; connections and lookups each take ``connect_seconds`` at most."""
+    """Return the network's state; connections and lookups each take ``connect_seconds`` at most."""
     settings, places = look.settings, look.places
     api_servers = settings.api_servers or server_of(settings.kubeconfig)
-    wanted = [*settings.registries, *api_servers]
-    hosts = {one: found[0] for one in wanted if (found := endpoint(one))}
-    names = [name for name in (*settings.names, *hosts.values()) if not is_address(name)]
-    known = dns.hosts(places.etc)
-    asked = [name for name in names if name.lower() not in known]
-    answers = dns.lookup(asked, dns.servers(places.etc), settings.connect_seconds)
-    targets = {}
-    for one, host in hosts.items():
-        addresses = [host] if is_address(host) else known.get(host.lower()) or _addresses(answers, host)
-        if addresses:
-            targets[one] = [(address, int(one.rpartition(":")[2])) for address in addresses]
+    endpoints = {
+        place: target for place in (*settings.registries, *api_servers) if (target := endpoint(place))
+    }
+    names = (*settings.names, *(host for host, _ in endpoints.values()))
+    lookups = reach.resolve([name for name in names if not is_address(name)], settings.connect_seconds)
+    targets = {
+        place: [(address, port) for address in addresses]
+        for place, (host, port) in endpoints.items()
+        if (addresses := lookups[host].addresses if host in lookups else (host,))
+    }
     return Facts(
         routes=tuple(default_routes(places.proc)),
-        answers=answers,
+        lookups=lookups,
         registries=settings.registries,
         api_servers=tuple(api_servers),
-        connected=connect.all_of(targets, settings.connect_seconds),
+        connections=reach.connect(targets, settings.connect_seconds),
         carriers=carriers(places.sys),
     )
-
-
-def _addresses(answers: Mapping[str, dns.Answer], name: str) -> Sequence[str]:
-    return answers[name].addresses if name in answers else ()
 
 
 def server_of(name: str) -> tuple[str, ...]:
@@ -83,16 +84,16 @@ def server_of(name: str) -> tuple[str, ...]:
 
 def default_routes(proc: Path) -> list[str]:
     """Return the interfaces that default routes lead to, of both families."""
-    found = []
+    interfaces = set()
     for line in _table(proc / "net/route")[1:]:
         name, target, _gateway, flags, *_, mask = line[:8]
         if int(target, 16) == int(mask, 16) == 0 and int(flags, 16) & _RTF_UP:
-            found.append(name)
+            interfaces.add(name)
     for line in _table(proc / "net/ipv6_route"):
         set_flags = int(line[8], 16) & (_RTF_UP | _RTF_REJECT)
         if int(line[0], 16) == int(line[1], 16) == 0 and set_flags == _RTF_UP:
-            found.append(line[9])
-    return sorted(set(found) - {"lo"})
+            interfaces.add(line[9])
+    return sorted(interfaces - {"lo"})
 
 
 def _table(path: Path) -> list[list[str]]:
@@ -111,56 +112,164 @@ def carriers(sys: Path) -> dict[str, int]:
     }
 
 
-def rule(facts: Facts) -> list[Finding]:
+def network_rule(facts: Facts) -> list[Finding]:
     """Return what is wrong with the network.
 
     Names, registries and the API server are shared by many nodes: what is wrong with them is a warning, so that
     their trouble doesn't make a fleet unhealthy. The route is the node's own.
     """
-    found = []
+    findings = []
     if not facts.routes:
-        found.append(Finding("network.route", "default", "fail", "there is no default route", patient=True))
-    for name, answer in facts.answers.items():
-        if answer.error:
-            detail = f"{name}: {answer.error}"
-            found.append(Finding("network.dns", name, "warn", detail, patient=True))
-    for code, wanted in (("network.registry", facts.registries), ("network.api", facts.api_servers)):
-        found += [
-            Finding(code, one, "warn", f"{one}: {said.error}", patient=True)
-            for one in wanted
-            if (said := facts.connected.get(one)) and said.error
+        findings.append(
+            Finding("network.route", "default", "fail", "there is no default route", patient=True)
+        )
+    for name, lookup in facts.lookups.items():
+        if lookup.error:
+            detail = f"{name}: {lookup.error}"
+            findings.append(Finding("network.dns", name, "warn", detail, patient=True))
+    for code, places in (("network.registry", facts.registries), ("network.api", facts.api_servers)):
+        findings += [
+            Finding(code, place, "warn", f"{place}: {connection.error}", patient=True)
+            for place in places
+            if (connection := facts.connections.get(place)) and connection.error
         ]
-    return found
+    return findings
 
 
-def flap_rule(seen: Mapping[str, Any], settings: Settings) -> list[Finding]:
+def network_samples(facts: Facts) -> list[Sample]:
+    """Return the metrics of the network."""
+    samples = [Sample("network_default_route", float(bool(facts.routes)))]
+    for name, lookup in facts.lookups.items():
+        samples.append(Sample("dns_lookup_success", float(not lookup.error), {"name": name}))
+        samples.append(Sample("dns_lookup_duration_seconds", round(lookup.seconds, 6), {"name": name}))
+    for place, connection in facts.connections.items():
+        samples.append(Sample("tcp_connect_success", float(not connection.error), {"endpoint": place}))
+        samples.append(
+            Sample("tcp_connect_duration_seconds", round(connection.seconds, 6), {"endpoint": place})
+        )
+    samples += [
+        Sample("network_carrier_down_total", count, {"device": name})
+        for name, count in facts.carriers.items()
+    ]
+    return samples
+
+
+def count_flaps(
+    before: Mapping[str, Any], counts: Mapping[str, int], now: float, window: float
+) -> dict[str, dict[str, Any]]:
+    """Return what is remembered of links: the last count, and ``[when, how many]`` within ``window`` seconds.
+
+    ``before`` is what this returned last. A link that is new, or whose counter went back, starts over: what happened
+    before is another device's, or of a boot whose first seconds were not looked at.
+    """
+    links = {}
+    for name, count in counts.items():
+        link = before.get(name, {})
+        last = link.get("count", count)
+        recent = [[when, times] for when, times in link.get("recent", []) if now - when <= window]
+        if count > last:
+            recent.append([now, count - last])
+        links[name] = {"count": count, "recent": recent if count >= last else []}
+    return links
+
+
+def flapping(links: Mapping[str, Any], limit: int) -> list[tuple[str, int]]:
+    """Return the links that went down at least ``limit`` times, and how often."""
+    times = {name: sum(count for _, count in link["recent"]) for name, link in links.items()}
+    return [(name, count) for name, count in times.items() if count >= limit]
+
+
+def link_rule(links: Mapping[str, Any], settings: Settings) -> list[Finding]:
     """Return the links that lost their carrier too often."""
     minutes = settings.flap_seconds / 60
     return [
         Finding(
             "network.flaps", name, "warn", f"{name} lost its carrier {times} times in {minutes:g} minutes"
         )
-        for name, times in flaps.too_many(seen, settings.flaps)
+        for name, times in flapping(links, settings.flaps)
     ]
 
 
-def samples(facts: Facts) -> list[Sample]:
-    """Return the metrics of the network."""
-    found = [Sample("network_default_route", float(bool(facts.routes)))]
-    for name, answer in facts.answers.items():
-        found.append(Sample("dns_lookup_success", float(not answer.error), {"name": name}))
-        found.append(Sample("dns_lookup_duration_seconds", round(answer.seconds, 6), {"name": name}))
-    found += _connections(facts.connected.items())
-    found += [
-        Sample("network_carrier_down_total", count, {"device": name})
-        for name, count in facts.carriers.items()
+@dataclass(frozen=True)
+class Port:
+    """A port of InfiniBand. ``state`` and ``physical`` are the kernel's words, such as ``ACTIVE`` and ``LinkUp``.
+
+    ``rate`` is in Gbit/s.
+    """
+
+    name: str
+    state: str
+    physical: str
+    rate: float
+    counters: Mapping[str, int]
+
+    @property
+    def up(self) -> bool:
+        return self.state == "ACTIVE" and self.physical == "LinkUp"
+
+
+def check_infiniband(look: Look) -> Outcome:
+    """Look at every port. What was up once in this boot has to stay so, at the rate that it had."""
+    ports = read_ports(look.places.sys)
+    best: dict[str, float] = {str(k): float(v) for k, v in look.memory.get("best", {}).items()}
+    links = count_flaps(
+        look.memory.get("flaps", {}),
+        {port.name: port.counters["link_downed"] for port in ports},
+        look.now,
+        look.settings.flap_seconds,
+    )
+    findings = [*port_rule(ports, best), *port_flap_rule(links, look.settings)]
+    best |= {port.name: max(port.rate, best.get(port.name, 0.0)) for port in ports if port.up}
+    return Outcome(tuple(findings), tuple(port_samples(ports)), {"best": best, "flaps": links})
+
+
+def read_ports(sys: Path) -> list[Port]:
+    """Return the ports whose link layer is InfiniBand: Ethernet ones are links of the network."""
+    ports = []
+    for entry in sorted((sys / "class/infiniband").glob("*/ports/*")):
+        if text(entry / "link_layer") == "InfiniBand":
+            counters = {name: number(entry / "counters" / name) for name in COUNTERS}
+            name = f"{entry.parents[1].name}/{entry.name}"
+            # "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)"
+            state, physical = (text(entry / part).partition(": ")[2] for part in ("state", "phys_state"))
+            rate = text(entry / "rate").partition(" ")[0]
+            gigabits = float(rate) if rate.replace(".", "", 1).isdigit() else 0.0
+            ports.append(Port(name, state, physical, gigabits, counters))
+    return ports
+
+
+def port_rule(ports: Iterable[Port], best: Mapping[str, float]) -> list[Finding]:
+    """Return what is wrong with ports; ``best`` has the best rate of each that was up in this boot."""
+    present = {port.name: port for port in ports}
+    findings = []
+    for name, rate in best.items():
+        port = present.get(name)
+        if port is None or not port.up:
+            state = f"{port.state}, {port.physical}" if port else "gone"
+            detail = f"{name} is {state}"
+            findings.append(Finding("infiniband.down", name, "fail", detail, action="replace", patient=True))
+        elif port.rate < rate:
+            detail = f"{name} runs at {port.rate:g} Gbit/s, after {rate:g}"
+            findings.append(Finding("infiniband.slow", name, "fail", detail, action="replace", patient=True))
+    return findings
+
+
+def port_flap_rule(links: Mapping[str, Any], settings: Settings) -> list[Finding]:
+    """Return the ports whose link went down too often."""
+    return [
+        Finding("infiniband.flaps", name, "fail", f"{name} went down {times} times", action="replace")
+        for name, times in flapping(links, settings.flaps)
     ]
-    return found
 
 
-def _connections(connected: Iterable[tuple[str, connect.Connected]]) -> list[Sample]:
-    found = []
-    for one, said in connected:
-        found.append(Sample("tcp_connect_success", float(not said.error), {"endpoint": one}))
-        found.append(Sample("tcp_connect_duration_seconds", round(said.seconds, 6), {"endpoint": one}))
-    return found
+def port_samples(ports: Iterable[Port]) -> list[Sample]:
+    """Return the metrics of ports."""
+    samples = []
+    for port in ports:
+        labels = {"port": port.name}
+        samples.append(Sample("infiniband_up", float(port.up), labels))
+        samples.append(Sample("infiniband_rate_gigabits_per_second", port.rate, labels))
+        samples += [
+            Sample(f"infiniband_{name}_total", count, labels) for name, count in port.counters.items()
+        ]
+    return samples

@@ -57,7 +57,7 @@ def network(told: Told, guard: PodGuard, deadline: Deadline) -> Done:
     wanted = Endpoints(
         dns=() if is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.left)
     )
-    for check in checks.reach(wanted):
+    for check in checks.reach_all(wanted):
         if check.state != PASSED:
             raise JoinError(_NETWORK[check.code], check.reason)
     return Done(digest(told.config.server, told.ip), f"{told.ip or 'any address'}, {place} answers")
@@ -82,7 +82,7 @@ def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline)
     """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
     done = _section("preload", (41, 42), run, etc, listed, deadline)
     if engine:
-        for check in checks.reach(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.left))):
+        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.left))):
             if check.state != PASSED:
                 raise JoinError(43, check.reason)
         words = f"{engine} answers; {done.reason}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from image_builder.node import programs, status
+from image_builder.node import programs, reach, status
 from image_builder.node.errors import ProgramError
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check
 from image_builder.node.preflight.settings import Settings
@@ -41,7 +40,7 @@ def prepared(found: Mapping[str, Any], wanted: Sequence[str]) -> list[Check]:
     return checks
 
 
-def reach(settings: Settings, passed: Container[str] = ()) -> list[Check]:
+def reach_all(settings: Settings, passed: Container[str] = ()) -> list[Check]:
     """Resolve the names, connect to the places, ask the engine; all at once, for ``wait_seconds`` at most.
 
     ``passed`` are the ids of checks that are not made again.
@@ -79,7 +78,7 @@ def _try_all(
         name: (f"no answer within {wait_seconds:g} s", round(wait_seconds, 3)) for name in probes
     }
 
-    def work(name: str, probe: Probe) -> None:
+    def retry(name: str, probe: Probe) -> None:
         while True:
             reason = probe()
             results[name] = (reason or None, round(time.monotonic() - began, 3))
@@ -87,24 +86,16 @@ def _try_all(
                 return
             time.sleep(_PAUSE)
 
-    # As daemons: a resolver's call has no deadline, and must not keep this program alive.
-    threads = [
-        threading.Thread(target=work, args=(name, probe), daemon=True) for name, (_, probe) in probes.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
+    reach.together(
+        {name: partial(retry, name, probe) for name, (_, probe) in probes.items()}, wait_seconds + 0.5
+    )
     return dict(results)
 
 
 def _resolver(name: str) -> Probe:
     def probe() -> str:
-        try:
-            socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            return f"{name} can't be resolved: {error.strerror or error}"
-        return ""
+        error = reach.lookup(name).error
+        return f"{name} can't be resolved: {error}" if error else ""
 
     return probe
 
@@ -113,11 +104,8 @@ def _connector(place: str) -> Probe:
     host, _, port = place.rpartition(":")
 
     def probe() -> str:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ATTEMPT).close()
-        except OSError as error:
-            return f"{place} can't be reached: {error.strerror or error}"
-        return ""
+        error = reach.connection((host.strip("[]"), int(port)), _ATTEMPT).error
+        return f"{place} can't be reached: {error}" if error else ""
 
     return probe
 

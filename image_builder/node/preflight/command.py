@@ -130,7 +130,7 @@ def examine(
     passed = [check for check in before or () if check.state == PASSED and check.id not in status.SECTIONS]
     found += passed
     names = {check.id for check in passed}
-    found += checks.reach(settings, names)
+    found += checks.reach_all(settings, names)
     if expects_gpus and smoke.ID not in names:
         if before is None or not report.may_have_pods(settings):
             found.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))

@@ -12,7 +12,7 @@ import pytest
 from image_builder.node import asking
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
-from image_builder.node.health import clock, gpu, infiniband, maintenance
+from image_builder.node.health import clock, gpu, maintenance, network
 from image_builder.node.health.model import Look, Places
 from tests.unit.node.health_findings import SETTINGS, codes
 
@@ -128,15 +128,15 @@ def test_infiniband(tmp_path: Path) -> None:
     """Files as a ConnectX-7 has them."""
     look = Look(SETTINGS, Places(sys=tmp_path), 0.0)
     port_files(tmp_path, "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)", 0)
-    first = infiniband.check(look)
+    first = network.check_infiniband(look)
     assert first.findings == () and first.memory["best"] == {"mlx5_0/1": 400.0}
     port_files(tmp_path, "1: DOWN", "2: Polling", "10 Gb/sec (4X SDR)", 1)
-    down = infiniband.check(replace(look, now=60.0, memory=first.memory))
+    down = network.check_infiniband(replace(look, now=60.0, memory=first.memory))
     assert codes(down.findings) == [("infiniband.down", "mlx5_0/1", "fail")]
     port_files(tmp_path, "4: ACTIVE", "5: LinkUp", "200 Gb/sec (4X HDR)", 4)
-    slow = infiniband.check(replace(look, now=120.0, memory=down.memory))
+    slow = network.check_infiniband(replace(look, now=120.0, memory=down.memory))
     assert {one.code for one in slow.findings} == {"infiniband.slow", "infiniband.flaps"}
     for path in sorted((tmp_path / "class/infiniband").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    gone = infiniband.check(replace(look, now=180.0, memory=slow.memory))
+    gone = network.check_infiniband(replace(look, now=180.0, memory=slow.memory))
     assert "infiniband.down" in {one.code for one in gone.findings}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.node import mounts
-from image_builder.node.health import arrays, filesystems, nvme
-from image_builder.node.health.filesystems import Usage
+from image_builder.node.health import storage
+from image_builder.node.health.storage import Usage
 from tests.unit.node.health_findings import SETTINGS, codes
 
 
@@ -43,7 +43,7 @@ def of_root(seen: Usage) -> Usage:
     ],
 )
 def test_filesystems(seen: Usage, wanted: list[tuple[str, str, str]]) -> None:
-    assert codes(filesystems.rule([seen], SETTINGS)) == wanted
+    assert codes(storage.filesystem_rule([seen], SETTINGS)) == wanted
 
 
 def test_path_lies_on_the_mount_with_the_longest_target_and_of_these_the_last() -> None:
@@ -53,9 +53,9 @@ def test_path_lies_on_the_mount_with_the_longest_target_and_of_these_the_last() 
         mounted("/mnt/local", "8:3", "xfs", read_only=True),
     )
     every = [root, data, again]
-    assert filesystems.containing("/mnt/local/docker", every) == again
-    assert filesystems.containing("/mnt/localother", every) == root
-    assert filesystems.containing("/mnt/local", [root, data]) == data
+    assert storage.containing("/mnt/local/docker", every) == again
+    assert storage.containing("/mnt/localother", every) == root
+    assert storage.containing("/mnt/local", [root, data]) == data
 
 
 def test_mountinfo_tells_the_filesystem_s_own_state(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_disks_below_a_filesystem_are_all_that_it_is_made_of(tmp_path: Path) -> 
     (devices / "md127/slaves/nvme0n1").symlink_to(devices / "nvme0n1")
     (tmp_path / "dev/block").mkdir(parents=True)
     (tmp_path / "dev/block/9:127").symlink_to(devices / "md127")
-    found = filesystems.disks_below(["9:127", "0:25"], tmp_path)
+    found = storage.disks_below(["9:127", "0:25"], tmp_path)
     assert found == {"md127", "sda1", "sda", "nvme0n1"}
 
 
@@ -96,8 +96,8 @@ def test_arrays(tmp_path: Path) -> None:
         (tmp_path / "block" / name / "md").mkdir(parents=True)
         for file, text in files.items():
             (tmp_path / "block" / name / "md" / file).write_text(text)
-    found = arrays.read(tmp_path)
-    assert codes(arrays.rule(found)) == [
+    found = storage.read_arrays(tmp_path)
+    assert codes(storage.array_rule(found)) == [
         ("array.degraded", "md0", "fail"),
         ("array.degraded", "md127", "fail"),
     ]
@@ -110,8 +110,8 @@ def page(warning: int = 0, *, kelvin: int = 310, media: int = 0) -> bytes:
 
 
 def test_nvme_page() -> None:
-    found = nvme.parse(page(0b101, media=7))
-    assert found == nvme.Page(0b101, 37, 100, 3, 7)
+    found = storage.parse_page(page(0b101, media=7))
+    assert found == storage.Page(0b101, 37, 100, 3, 7)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,8 @@ def test_nvme_page() -> None:
     ],
 )
 def test_nvme(state: str, warning: int, wanted: list[tuple[str, str, str]]) -> None:
-    drive = nvme.Drive("nvme0", state, nvme.parse(page(warning)))
-    assert codes(nvme.rule([drive])) == wanted
-    assert codes(nvme.rule([replace(drive, page=None)])) == [one for one in wanted if one[0] == "drive.state"]
+    drive = storage.Drive("nvme0", state, storage.parse_page(page(warning)))
+    assert codes(storage.drive_rule([drive])) == wanted
+    assert codes(storage.drive_rule([replace(drive, page=None)])) == [
+        one for one in wanted if one[0] == "drive.state"
+    ]
