@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from image_builder.node.join import command
+from image_builder.node.join.binding import slot
 from image_builder.node.join.record import Record
-from image_builder.node.join.slot import slot
 from tests import joins
 from tests.builds import REPO
 from tests.join_world import NODE, World, served

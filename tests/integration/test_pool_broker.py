@@ -20,7 +20,7 @@ import pytest
 
 from image_builder.cluster.broker.keys import source
 from image_builder.node import kubeconfig
-from image_builder.node.join import api, binding, config, credentials
+from image_builder.node.join import binding, config, credentials
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.kube import KubeError
@@ -287,7 +287,7 @@ def test_a_body_that_is_none(world: World, broker: Broker) -> None:
 
 
 def test_the_probe_needs_no_identity(world: World, broker: Broker) -> None:
-    said = api.ask(f"https://127.0.0.1:{broker.port}/healthz", world.authority.certificate)
+    said = credentials.ask(f"https://127.0.0.1:{broker.port}/healthz", world.authority.certificate)
     assert (said.status, json.loads(said.body)) == (200, {"ready": True})
 
 

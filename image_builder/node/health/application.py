@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from image_builder.node import status
 from image_builder.node.join import record
-from image_builder.node.join.slot import slot
+from image_builder.node.join.binding import slot
 from image_builder.node.preflight import model
 
 State = Literal["Initializing", "Healthy", "Unhealthy", "Unknown"]

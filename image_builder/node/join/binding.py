@@ -1,7 +1,8 @@
-"""What a bootstrap token is bound to: one machine and one node, as groups that the API server writes into each request.
+"""What the hash of an id decides: the groups that bind a bootstrap token to a machine and a node, and the node's slot.
 
-The broker puts them into the token, the gate's approver reads them in a signing request: neither needs the other, nor
-the token itself. Both are hashed, since a group's name takes neither capitals nor dots.
+The API server writes the groups into each request. The broker puts them into the token, the gate's approver reads them
+in a signing request: neither needs the other, nor the token itself. They are hashes, since a group's name takes neither
+capitals nor dots. No node knows of the others, and none is asked when to join: the hash of the VM's id is its slot.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 
 PREFIX = "system:bootstrappers:image-builder:"
 MACHINE, NODE = f"{PREFIX}machine:", f"{PREFIX}node:"
+_SLOT_BITS = 64
 
 
 def of_machine(vm_id: str) -> str:
@@ -20,6 +22,12 @@ def of_machine(vm_id: str) -> str:
 def of_node(name: str) -> str:
     """Return the group of the tokens for one node."""
     return NODE + _digest(name)
+
+
+def slot(vm_id: str, window: float) -> float:
+    """Return the seconds from the beginning of a window (in seconds) to this machine's slot; the same at each call."""
+    number = int.from_bytes(hashlib.sha256(vm_id.lower().encode()).digest()[: _SLOT_BITS // 8], "big")
+    return window * (number / float(1 << _SLOT_BITS))
 
 
 def _digest(text: str) -> str:

@@ -16,15 +16,14 @@ from image_builder.node.errors import NodeError
 from image_builder.node.join import credentials, identity, kubelet, surroundings
 from image_builder.node.join import record as records
 from image_builder.node.join import settings as join_settings
+from image_builder.node.join.binding import slot
 from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.credentials import Token
 from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import Told
-from image_builder.node.join.progress import Done, digest
-from image_builder.node.join.record import Ended, Record
+from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
-from image_builder.node.join.slot import slot
 
 # Before a configuration says otherwise.
 _BUDGET = 900.0

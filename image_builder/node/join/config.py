@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from image_builder.node.join import schema as schemas
-from image_builder.node.join import secrets
 from image_builder.node.join.codes import PHASES, JoinError
 
 # Azure's limit of user data, which is sent as base64 (three bytes as four characters).
@@ -52,6 +51,17 @@ _OWN_LABELS = frozenset(
         "node.kubernetes.io/instance-type",
     }
 )
+
+# What a secret looks like, and what to call it. What is found is never told.
+_SECRETS: Mapping[str, re.Pattern[str]] = {
+    "a bootstrap token": re.compile(r"(?<![a-z0-9.])[a-z0-9]{6}\.[a-z0-9]{16}(?![a-z0-9.])"),
+    "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+    "a signed token": re.compile(r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),
+    "credentials of HTTP": re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/_=.-]{8,}"),
+    "a shared access signature": re.compile(r"[?&]sig=[A-Za-z0-9%+/=]{8,}"),
+    "a password in an address": re.compile(r"[a-z]+://[^/@\s:]*:[^/@\s]+@"),
+    "a vaulted value": re.compile(r"\$ANSIBLE_VAULT;"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,11 +139,25 @@ def parse(text: bytes) -> NodeConfig:
     except ValueError as error:  # of JSON, UTF-8, a key that is there twice
         said = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
         raise JoinError(13, f"it is no JSON: {said}") from error
-    if hidden := [f"{path}: {what} must not be here" for path, what in secrets.found(found)]:
+    if hidden := [f"{path}: {what} must not be here" for path, what in secrets(found)]:
         raise JoinError(14, "; ".join(hidden))
     if wrong := problems(found):
         raise JoinError(13, "; ".join(wrong))
     return _build(found, hashlib.sha256(text).hexdigest())
+
+
+def secrets(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of each secret in a JSON value, keys included, and what it is."""
+    if isinstance(value, str):
+        yield from ((path, name) for name, pattern in _SECRETS.items() if pattern.search(value))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            for _, name in secrets(str(key)):
+                yield path or "(a key)", name
+            yield from secrets(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from secrets(item, f"{path}[{number}]")
 
 
 def problems(found: Any) -> list[str]:

@@ -10,16 +10,22 @@ import json
 import re
 import ssl
 import time
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from image_builder.node.join import api, imds
+from image_builder.node import asking
+from image_builder.node.asking import Said
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
 from image_builder.node.join.deadline import Deadline, NotYet, patiently
+from image_builder.node.join.identity import ask_platform
 
+_ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
+_IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
+_TIMEOUT = 10.0
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 # OpenSSL's words for a certificate that is not valid yet, or not any more (X509_V_ERR_...).
 _OUT_OF_TIME = (9, 10)
@@ -57,11 +63,11 @@ def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadli
     The broker gives a nonce, the metadata service signs it, and for that the broker gives the token.
     """
     wanted = config.credentials
-    proof = imds.identity_token(address, wanted.resource, wanted.client_id, deadline)
+    proof = identity_token(address, wanted.resource, wanted.client_id, deadline)
 
     def once() -> Token:
         nonce = parse_nonce(_asked(config, proof, who, deadline))
-        document = imds.attested_document(address, nonce, deadline)
+        document = attested_document(address, nonce, deadline)
         return parse_broker(_asked(config, proof, {**who, "document": document}, deadline))
 
     return patiently(once, deadline)
@@ -70,9 +76,9 @@ def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadli
 def _asked(config: NodeConfig, proof: str, body: Mapping[str, str], deadline: Deadline) -> bytes:
     """Return what the broker answers. Raises NotYet, JoinError (62)."""
     wanted = config.credentials
-    timeout = max(1.0, min(api.TIMEOUT, deadline.left))
+    timeout = max(1.0, min(_TIMEOUT, deadline.left))
     try:
-        said = api.ask(wanted.url, wanted.ca or config.ca, token=proof, body=body, timeout=timeout)
+        said = ask(wanted.url, wanted.ca or config.ca, token=proof, body=body, timeout=timeout)
     except ssl.SSLCertVerificationError as error:
         raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
     except OSError as error:
@@ -92,6 +98,30 @@ def _code(body: bytes) -> str:
     except (KeyError, TypeError, ValueError, RecursionError):
         return ""
     return f" ({code})" if isinstance(code, str) and _CODE.fullmatch(code) else ""
+
+
+def identity_token(address: str, resource: str, client_id: str, deadline: Deadline) -> str:
+    """Return a token that proves this machine's managed identity to ``resource``. Raises JoinError (61)."""
+    query = {"resource": resource, **({"client_id": client_id} if client_id else {})}
+    said = ask_platform(address, f"{_IDENTITY}&{urllib.parse.urlencode(query)}", deadline, 61)
+    try:
+        token = json.loads(said.body)["access_token"]
+    except (KeyError, TypeError, ValueError) as error:
+        # Not what it holds: a token could be in it.
+        raise JoinError(61, f"the metadata service's answer has no token: {type(error).__name__}") from error
+    return str(token)
+
+
+def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
+    """Return a document (PKCS#7, base64) that proves this machine to whoever gave the nonce. Raises JoinError (60)."""
+    said = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
+    try:
+        document = json.loads(said.body)["signature"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise JoinError(
+            60, f"the metadata service's answer is no document: {type(error).__name__}"
+        ) from error
+    return str(document)
 
 
 def parse_nonce(body: bytes) -> str:
@@ -129,9 +159,9 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
 
     def once() -> None:
         nonlocal refused
-        timeout = max(1.0, min(api.TIMEOUT, deadline.left))
+        timeout = max(1.0, min(_TIMEOUT, deadline.left))
         try:
-            said = api.ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
+            said = ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
         except ssl.SSLCertVerificationError as error:
             raise _unproven(error, config, clock_seconds) from error
         except OSError as error:
@@ -161,7 +191,7 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
     if error.verify_code in _OUT_OF_TIME:
         try:
             # Hearsay, and nothing is sent: it is for the words of an error alone.
-            said = api.ask(f"{config.server}/version", None)
+            said = ask(f"{config.server}/version", None)
             check_clock(said.date, time.time(), clock_seconds)
         except JoinError as wrong_clock:
             return wrong_clock
@@ -175,3 +205,33 @@ def check_life(token: Token, needed: float, now: float) -> None:
     if token.expires and token.expires < now + needed:
         left = max(0.0, token.expires - now)
         raise JoinError(69, f"the token expires in {left:.0f} s, and it is needed for {needed:.0f} s")
+
+
+def ask(
+    url: str,
+    authority: str | None,
+    *,
+    token: str = "",
+    body: Mapping[str, Any] | None = None,
+    timeout: float = _TIMEOUT,
+) -> Said:
+    """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
+
+    ``authority`` None proves nothing: then no token is sent, and what comes back is hearsay.
+    """
+    headers = {"Accept": "application/json", "User-Agent": "node-agent"}
+    if token and authority is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    words = None if body is None else json.dumps(body).encode()
+    return asking.ask(url, headers=headers, seconds=timeout, body=words, context=_context(authority))
+
+
+def _context(authority: str | None) -> ssl.SSLContext:
+    if authority is not None:
+        return asking.proven_by(authority)
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -6,6 +6,8 @@ it, so it may hold a token. What does not begin with ``{`` is meant for somebody
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
 import re
@@ -14,18 +16,99 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.join import imds
+from image_builder.node import imds
+from image_builder.node.asking import Said
 from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NONE, PLATFORM, NodeConfig, parse
 from image_builder.node.join.deadline import Deadline
-from image_builder.node.join.imds import Machine
 from image_builder.node.join.settings import Settings
 
+_INSTANCE = "/metadata/instance?api-version=2021-02-01"
+_PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _CUSTOM_KEYS = ("config", "bootstrap_token")
 # The metadata service is waited for so long where something else says how to join.
 _SHARE = 0.5
 _VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine. What the platform does not say is empty; ``user_data`` is decoded already."""
+
+    vm_id: str
+    resource_id: str = ""
+    ip: str = ""
+    region: str = ""
+    zone: str = ""
+    fault_domain: str = ""
+    scale_set: str = ""
+    vm_size: str = ""
+    placement_group: str = ""
+    user_data: bytes = b""
+
+    @property
+    def provider_id(self) -> str:
+        """Return the cloud provider's name of the machine; the group's name is in lower case there."""
+        lowered = re.sub(r"(?i)(?<=/resourcegroups/)[^/]+", lambda group: group[0].lower(), self.resource_id)
+        return f"azure://{lowered}" if self.resource_id else ""
+
+    def facts(self) -> dict[str, str]:
+        """Return what labels may be made of."""
+        return {
+            "zone": f"{self.region}-{self.zone}" if self.region and self.zone else "",
+            "region": self.region,
+            "fault_domain": self.fault_domain,
+            "scale_set": self.scale_set,
+            "vm_size": self.vm_size,
+            "vm_id": self.vm_id,
+            "placement_group": self.placement_group,
+        }
+
+
+def without_platform(path: Path = _PRODUCT_UUID) -> Machine:
+    """Return what a machine knows of itself: the firmware's id of it. Raises OSError."""
+    return Machine(vm_id=path.read_text(encoding="ascii").strip().lower())
+
+
+def instance(address: str, deadline: Deadline) -> Machine:
+    """Ask who this machine is. Raises JoinError (11)."""
+    said = ask_platform(address, _INSTANCE, deadline, 11)
+    try:
+        return parse_instance(json.loads(said.body))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise JoinError(11, f"the metadata service's answer is not understood: {error!r}") from error
+
+
+def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Said:
+    """Ask the metadata service until it answers. Raises JoinError with this number."""
+    try:
+        return imds.answer(path, deadline.left, address=address, clock=deadline.clock, sleep=deadline.sleep)
+    except OSError as error:
+        raise JoinError(number, str(error)) from error
+
+
+def parse_instance(found: Mapping[str, Any]) -> Machine:
+    """Return the machine of an answer. Raises KeyError, TypeError, ValueError and their like."""
+    compute = found["compute"]
+    interfaces = found.get("network", {}).get("interface", [])
+    addresses = interfaces[0]["ipv4"]["ipAddress"] if interfaces else []
+    try:
+        user_data = base64.b64decode(compute.get("userData") or "", validate=True)
+    except binascii.Error as error:
+        raise ValueError("the user data is no base64") from error
+    return Machine(
+        vm_id=str(compute["vmId"]).lower(),
+        resource_id=str(compute.get("resourceId") or ""),
+        ip=str(addresses[0]["privateIpAddress"]) if addresses else "",
+        region=str(compute.get("location") or ""),
+        zone=str(compute.get("zone") or ""),
+        fault_domain=str(compute.get("platformFaultDomain") or ""),
+        scale_set=str(compute.get("vmScaleSetName") or ""),
+        vm_size=str(compute.get("vmSize") or ""),
+        placement_group=str(compute.get("placementGroupId") or ""),
+        user_data=user_data,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,13 +192,13 @@ def _written(custom: Mapping[str, Any], file: Path) -> tuple[str, bytes] | None:
 
 def _machine(settings: Settings, deadline: Deadline, firmware: Path, *, alone: bool) -> Machine:
     if not settings.imds:
-        return imds.without_platform(firmware)
+        return without_platform(firmware)
     try:
-        return imds.instance(settings.imds, deadline if alone else deadline.sooner(deadline.left * _SHARE))
+        return instance(settings.imds, deadline if alone else deadline.sooner(deadline.left * _SHARE))
     except JoinError:
         if alone:
             raise
-        return imds.without_platform(firmware)
+        return without_platform(firmware)
 
 
 def _parsed(text: bytes, source: str) -> NodeConfig:

@@ -19,7 +19,7 @@ from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Told
-from image_builder.node.join.progress import Done, digest
+from image_builder.node.join.record import Done, digest
 from image_builder.node.kubeconfig import Access
 from image_builder.node.promote.kubelet import wait_for_answer
 

@@ -12,6 +12,7 @@ while what the phase is about is the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,24 @@ from image_builder.node.join.codes import CODES
 FORMAT = 1
 FILE = "provision.json"
 RUNNING, OK, FAILED, SKIPPED, DEGRADED = "running", "ok", "failed", "skipped", "degraded"
+
+
+@dataclass(frozen=True)
+class Done:
+    """``key`` is equal while what the phase is about is the same.
+
+    ``number`` not 0: something is wrong that does not keep the node from joining.
+    """
+
+    key: str
+    reason: str = ""
+    is_skipped: bool = False
+    number: int = 0
+
+
+def digest(*words: str) -> str:
+    """Return a short name of these words."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import is_address
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Told
-from image_builder.node.join.progress import Done, digest
+from image_builder.node.join.record import Done, digest
 from image_builder.node.preflight import checks
+from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
 from image_builder.node.preflight.settings import Settings as Endpoints
 
@@ -128,11 +129,9 @@ def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
 
 
 def _verdict(run: Path, boot_id: Path, deadline: Deadline) -> dict[str, Any]:
-    from image_builder.node.preflight.report import verdict_of_this_boot
-
     while True:
         try:
-            return verdict_of_this_boot(run, boot_id)
+            return verdicts.read(run, boot_id)
         except NodeError as error:
             if not deadline.poll(_POLL):
                 raise JoinError(53, error.message) from error

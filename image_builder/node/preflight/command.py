@@ -83,7 +83,7 @@ def again(places: Places = Places()) -> int:
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with lock.held(places.run / "preflight.lock"):
-        before = report.verdict_of_this_boot(places.run, places.boot_id)
+        before = verdicts.read(places.run, places.boot_id)
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
             boot_id, build = str(before["boot_id"]), str(before["image_build"])

@@ -21,6 +21,7 @@ from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import Client
 from image_builder.node.preflight import model
+from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.settings import Settings, parse
 
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
@@ -45,7 +46,7 @@ class Places:
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
     settings = parse(files.load("preflight", places.etc))
-    found = verdict_of_this_boot(places.run, places.boot_id)
+    found = verdicts.read(places.run, places.boot_id)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "there is nobody to report to: the settings name no kubeconfig")
     if _is_reported(places.run, found):
@@ -105,18 +106,6 @@ def may_have_pods(settings: Settings) -> bool:
         status.tell(f"preflight: the node's taints are not known: {error}")
         return True
     return all((taint["key"], taint["effect"]) != (settings.taint, "NoSchedule") for taint in taints)
-
-
-def verdict_of_this_boot(directory: Path, boot_id: Path) -> dict[str, Any]:
-    """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
-    try:
-        found: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
-        now = status.boot_id(boot_id)
-    except (OSError, ValueError) as error:
-        raise NodeError("preflight.none", f"there is no verdict to report: {error}") from error
-    if found["boot_id"] != now:
-        raise NodeError("preflight.none", f"the verdict is of boot {found['boot_id']}, this one is {now}")
-    return found
 
 
 def connect(settings: Settings, timeout: float) -> tuple[Client, str]:

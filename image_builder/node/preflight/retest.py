@@ -55,7 +55,7 @@ def run(places: Places = Places()) -> int:
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
     settings = parse(files.load("preflight", places.etc))
-    found = report.verdict_of_this_boot(places.run, places.boot_id)
+    found = verdicts.read(places.run, places.boot_id)
     why_not = reason_not_to_ask(found, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
         status.tell(f"retest: not now: {why_not}")

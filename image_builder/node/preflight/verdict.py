@@ -1,29 +1,43 @@
-"""The verdict of this boot, where units, the kubelet and people find it."""
+"""The verdict of this boot in its files, where units, the kubelet, the joining and people find it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import durable, status
+from image_builder.node.errors import NodeError
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED
 
 
-def write(told: Mapping[str, Any], *, run: Path, etc: Path) -> None:
-    """Write a verdict, and what the kubelet is told of it. Raises OSError."""
-    durable.write_json(run / model.FILE, told)
-    status.update("preflight", model.section(told), directory=run, settings=etc)
+def write(document: Mapping[str, Any], *, run: Path, etc: Path) -> None:
+    """Write a verdict, and the kubelet's labels and taints with it. Raises OSError."""
+    durable.write_json(run / model.FILE, document)
+    status.update("preflight", model.section(document), directory=run, settings=etc)
 
 
-def admit(told: Mapping[str, Any], *, run: Path, hard: bool) -> None:
+def read(directory: Path, boot_id: Path) -> dict[str, Any]:
+    """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
+    try:
+        document: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
+        now = status.boot_id(boot_id)
+    except (OSError, ValueError) as error:
+        raise NodeError("preflight.none", f"there is no verdict to report: {error}") from error
+    if document["boot_id"] != now:
+        raise NodeError("preflight.none", f"the verdict is of boot {document['boot_id']}, this one is {now}")
+    return document
+
+
+def admit(document: Mapping[str, Any], *, run: Path, hard: bool) -> None:
     """Let the kubelet start, or not, and have what was not settled tested again. Raises OSError.
 
     A kubelet that runs is not stopped.
     """
-    _mark(run / model.UNSETTLED, told["state"] == INCONCLUSIVE)
-    _mark(run / model.ADMITTED, told["state"] == PASSED or not hard)
+    _mark(run / model.UNSETTLED, document["state"] == INCONCLUSIVE)
+    _mark(run / model.ADMITTED, document["state"] == PASSED or not hard)
 
 
 def _mark(path: Path, is_wanted: bool) -> None:

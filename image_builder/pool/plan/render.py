@@ -18,7 +18,6 @@ from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import JSON, Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
-from image_builder.node.join import secrets
 from image_builder.pool.plan.plan import named
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
@@ -143,7 +142,7 @@ def _render(reading: _Reading, host: str) -> Rendered:
     for name, path in VARIABLES.items():
         if name in values:
             _set(document, path, values[name])
-    for place, what in secrets.found(document):
+    for place, what in node_config.secrets(document):
         reading.faults[_variable(place), f"{what} must not be in user data"].append(host)
     for problem in node_config.problems(document):
         place, _, what = problem.partition(": ")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+from image_builder.node.join.binding import slot
 from image_builder.node.join.deadline import Deadline
-from image_builder.node.join.slot import slot
 
 
 def _machines(count: int) -> list[str]:
