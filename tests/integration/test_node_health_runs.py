@@ -171,7 +171,7 @@ def test_damaged_state_is_told_and_made_anew(node: Node) -> None:
     whole = state.read_bytes()
     for damaged in (b"", b"{", whole[: len(whole) // 2], b"\0" * 100, b'{"format": 1}'):
         state.write_bytes(damaged)
-        assert "is damaged, all is looked at anew" in node.look()
+        assert "is damaged, starting over" in node.look()
         assert json.loads(state.read_bytes())["format"] == 1 and node.look() == ""
 
 
@@ -301,7 +301,7 @@ def test_api_server_that_refuses_is_left_alone_as_long_as_it_asks(node: Node, tm
     with api_server(tmp_path) as (api, kubeconfig):
         api.answers = [(429, {"Retry-After": "2"})]
         node.configure(kubeconfig=str(kubeconfig), disabled=["network"])
-        assert "could not be told" in node.look()
+        assert "could not be set" in node.look()
         state = json.loads((node.base / "run/health-state.json").read_bytes())
         assert state["told"]["failures"] == 1 and state["told"]["not_before"] > time.monotonic() + 1
         assert node.metrics()["node_health_condition_failures"] == 1
@@ -320,6 +320,6 @@ def test_api_server_that_is_away_keeps_nothing_from_being_done(node: Node, tmp_p
     with api_server(tmp_path) as (_api, kubeconfig):
         pass
     node.configure(kubeconfig=str(kubeconfig), disabled=["network"])
-    assert "could not be told" in node.look()
+    assert "could not be set" in node.look()
     assert node.look() == "" and node.known()["state"] == "ok"
     assert os.path.exists(node.base / "metrics/node_health.prom")

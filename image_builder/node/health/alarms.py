@@ -47,18 +47,18 @@ def step(
     settings: Settings,
 ) -> dict[Key, Alarm]:
     """Return the alarms after a look. ``looked`` has what each check found that could look this time."""
-    found: dict[Key, tuple[str, Finding]] = {}
+    current: dict[Key, tuple[str, Finding]] = {}
     for check, findings in looked.items():
-        for one in findings:
-            if weighed := weigh(one, settings):
-                found[one.key] = (check, weighed)
+        for finding in findings:
+            if weighed := weigh(finding, settings):
+                current[finding.key] = (check, weighed)
     after: dict[Key, Alarm] = {}
     for key, alarm in alarms.items():
-        if key in found or alarm.check in settings.disabled:
+        if key in current or alarm.check in settings.disabled:
             continue
-        if kept := _absent(alarm, now, settings) if alarm.check in looked else alarm:
-            after[key] = kept
-    for key, (check, finding) in found.items():
+        if remaining := _absent(alarm, now, settings) if alarm.check in looked else alarm:
+            after[key] = remaining
+    for key, (check, finding) in current.items():
         after[key] = _present(alarms.get(key), check, finding, now, unix, settings)
     return after
 
@@ -77,12 +77,12 @@ def weigh(finding: Finding, settings: Settings) -> Finding | None:
 def _present(
     alarm: Alarm | None, check: str, finding: Finding, now: float, unix: float, settings: Settings
 ) -> Alarm:
-    known = alarm or Alarm(check, finding, 0, now)
-    looks = known.looks + 1
-    after = replace(known, finding=finding, looks=looks, last=now)
-    if known.counts or (finding.patient and looks < settings.raise_looks):
+    previous = alarm or Alarm(check, finding, 0, now)
+    looks = previous.looks + 1
+    after = replace(previous, finding=finding, looks=looks, last=now)
+    if previous.counts or (finding.patient and looks < settings.raise_looks):
         return after
-    return replace(after, raised=(*known.raised, now), since=unix)
+    return replace(after, raised=(*previous.raised, now), since=unix)
 
 
 def _absent(alarm: Alarm, now: float, settings: Settings) -> Alarm | None:
@@ -96,8 +96,8 @@ def _absent(alarm: Alarm, now: float, settings: Settings) -> Alarm | None:
 
 def counting(alarms: Mapping[Key, Alarm]) -> list[Alarm]:
     """Return the alarms that count, the worst first, then by name."""
-    found = [alarm for alarm in alarms.values() if alarm.counts]
-    return sorted(found, key=lambda one: (one.finding.severity != "fail", *one.finding.key))
+    active = [alarm for alarm in alarms.values() if alarm.counts]
+    return sorted(active, key=lambda alarm: (alarm.finding.severity != "fail", *alarm.finding.key))
 
 
 def state(alarms: Mapping[Key, Alarm]) -> State:
@@ -111,10 +111,10 @@ def as_json(alarms: Mapping[Key, Alarm]) -> list[dict[str, Any]]:
     return [asdict(alarm) for alarm in alarms.values()]
 
 
-def from_json(found: Any) -> dict[Key, Alarm]:
+def from_json(document: Any) -> dict[Key, Alarm]:
     """Return alarms from JSON; raises TypeError, ValueError, KeyError for what isn't."""
-    made = [
-        Alarm(**{**one, "finding": Finding(**one["finding"]), "raised": tuple(one["raised"])})
-        for one in found
+    alarms = [
+        Alarm(**{**item, "finding": Finding(**item["finding"]), "raised": tuple(item["raised"])})
+        for item in document
     ]
-    return {alarm.finding.key: alarm for alarm in made}
+    return {alarm.finding.key: alarm for alarm in alarms}

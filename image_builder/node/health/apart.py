@@ -25,8 +25,8 @@ _END_SECONDS = 1.0
 class HungError(NodeError):
     """It did not end in time. ``process`` is what to remember of it: its id, and when it was started."""
 
-    def __init__(self, what: str, process: tuple[int, str]) -> None:
-        super().__init__("health.hung", f"{what} hangs in process {process[0]}")
+    def __init__(self, task: str, process: tuple[int, str]) -> None:
+        super().__init__("health.hung", f"{task} hangs in process {process[0]}")
         self.process = process
 
 
@@ -36,11 +36,11 @@ def started(pid: int, proc: Path = Path("/proc")) -> str:
         text = (proc / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-    words = text.rpartition(")")[2].split()
-    return "" if words[0] in "ZX" else words[19]
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
 
 
-def run(work: Callable[[], Any], what: str, seconds: float) -> Any:
+def run(work: Callable[[], Any], task: str, seconds: float) -> Any:
     """Return what ``work`` returns, which must be JSON. Raises NodeError (``health.failed``), HungError.
 
     No thread may run: this forks.
@@ -59,13 +59,13 @@ def run(work: Callable[[], Any], what: str, seconds: float) -> Any:
         born = started(pid)
         os.kill(pid, signal.SIGKILL)
         _reap(pid, time.monotonic() + _END_SECONDS)
-        raise HungError(what, (pid, born))
+        raise HungError(task, (pid, born))
     try:
         answer = json.loads(data)
     except ValueError as error:
-        raise NodeError("health.failed", f"{what} ended without an answer") from error
+        raise NodeError("health.failed", f"{task} ended without an answer") from error
     if "error" in answer:
-        raise NodeError("health.failed", f"{what}: {answer['error']}")
+        raise NodeError("health.failed", f"{task}: {answer['error']}")
     return answer["value"]
 
 
@@ -85,8 +85,8 @@ def _work(work: Callable[[], Any], writable: int) -> None:
 def _receive(readable: int, until: float) -> bytes | None:
     """Return all that is written before the other end is closed, None where that takes too long."""
     parts: list[bytes] = []
-    while (left := until - time.monotonic()) > 0:
-        if not select.select([readable], [], [], left)[0]:
+    while (remaining := until - time.monotonic()) > 0:
+        if not select.select([readable], [], [], remaining)[0]:
             continue
         part = os.read(readable, 1 << 16)
         if not part or sum(map(len, parts)) > _MOST_BYTES:

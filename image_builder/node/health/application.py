@@ -1,4 +1,4 @@
-"""What Azure's Application Health extension is told of this node. Pure.
+"""This node's state for Azure's Application Health extension. Pure.
 
 The extension (Microsoft.ManagedServices.ApplicationHealthLinux 2.0, "rich health states") asks an address on loopback
 and takes from an answer with status 2xx::
@@ -39,16 +39,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Known:
+class Documents:
     """What lies in ``/run/node``. None is a file that is not there, ``damaged`` names those that can't be read.
 
-    ``wanted`` are the documents that this image makes, ``sections`` those of the status that a boot fills. ``now`` is
+    ``expected`` are the documents that this image makes, ``sections`` those of the status that a boot fills. ``now`` is
     Unix time, as the documents have it.
     """
 
     boot_id: str
     now: float
-    wanted: frozenset[str]
+    expected: frozenset[str]
     sections: Sequence[str] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
     preflight: Mapping[str, Any] | None = None
@@ -62,66 +62,70 @@ class Known:
         return str((self.provision or {}).get("vm_id", ""))
 
 
-def judge(known: Known, stale_seconds: float) -> Verdict:
+def judge(documents: Documents, stale_seconds: float) -> Verdict:
     """Return what a node's own documents come to; the worst of them counts."""
-    found: list[tuple[State, str]] = [
-        *(("Unknown", f"{name} can't be read") for name in known.damaged),
-        *_sections(known),
-        *(_preflight(known) if "preflight" in known.wanted else ()),
-        *(_provision(known) if "provision" in known.wanted else ()),
-        *(_health(known, stale_seconds) if "health" in known.wanted else ()),
+    parts: list[tuple[State, str]] = [
+        *(("Unknown", f"{name} can't be read") for name in documents.damaged),
+        *_sections(documents),
+        *(_preflight(documents) if "preflight" in documents.expected else ()),
+        *(_provision(documents) if "provision" in documents.expected else ()),
+        *(_health(documents, stale_seconds) if "health" in documents.expected else ()),
     ]
     for state in _ORDER:
-        if reasons := tuple(reason for one, reason in found if one == state):
+        if reasons := tuple(reason for part_state, reason in parts if part_state == state):
             return Verdict(state, reasons)
     return Verdict("Healthy")
 
 
-def _sections(known: Known) -> Iterator[tuple[State, str]]:
+def _sections(documents: Documents) -> Iterator[tuple[State, str]]:
     for name in (*status.SECTIONS, *status.OPTIONAL):
-        section = known.status.get(name)
+        section = documents.status.get(name)
         # The preflight's own document says more than its section.
         if section and name != "preflight" and section.get("state") == status.FAILED:
             yield "Unhealthy", f"{name}: {section.get('code') or 'failed'}"
-        elif not section and name in known.sections:
-            yield "Initializing", f"{name} is not done"
+        elif not section and name in documents.sections:
+            yield "Initializing", f"{name} is not finished"
 
 
-def _of_this_boot(known: Known, found: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return found if found and found.get("boot_id") == known.boot_id else {}
+def _of_this_boot(documents: Documents, document: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return document if document and document.get("boot_id") == documents.boot_id else {}
 
 
-def _preflight(known: Known) -> Iterator[tuple[State, str]]:
-    found = _of_this_boot(known, known.preflight)
-    if not found:
-        yield "Initializing", "the preflight is not done"
-    elif found.get("state") == model.FAILED:
+def _preflight(documents: Documents) -> Iterator[tuple[State, str]]:
+    document = _of_this_boot(documents, documents.preflight)
+    if not document:
+        yield "Initializing", "the preflight is not finished"
+    elif document.get("state") == model.FAILED:
         # What the gate holds must not be repaired meanwhile.
-        is_held = found.get("action") == "none"
-        yield "Unknown" if is_held else "Unhealthy", f"preflight: {found.get('code')}"
-    elif found.get("state") != model.PASSED:
-        yield "Unknown", f"preflight: {found.get('code')}"
+        is_held = document.get("action") == "none"
+        yield "Unknown" if is_held else "Unhealthy", f"preflight: {document.get('code')}"
+    elif document.get("state") != model.PASSED:
+        yield "Unknown", f"preflight: {document.get('code')}"
 
 
-def _provision(known: Known) -> Iterator[tuple[State, str]]:
-    found = _of_this_boot(known, known.provision)
-    if found.get("state") == record.FAILED:
-        yield "Unhealthy", f"join: {found.get('code')} in phase {found.get('phase')}"
-    elif found.get("state") != record.OK:
+def _provision(documents: Documents) -> Iterator[tuple[State, str]]:
+    document = _of_this_boot(documents, documents.provision)
+    if document.get("state") == record.FAILED:
+        yield "Unhealthy", f"join: {document.get('code')} in phase {document.get('phase')}"
+    elif document.get("state") != record.OK:
         yield "Initializing", "the node has not joined"
 
 
-def _health(known: Known, stale_seconds: float) -> Iterator[tuple[State, str]]:
-    found = _of_this_boot(known, known.health)
-    if not found:
-        yield "Initializing", "nobody has looked at the node"
+def _health(documents: Documents, stale_seconds: float) -> Iterator[tuple[State, str]]:
+    document = _of_this_boot(documents, documents.health)
+    if not document:
+        yield "Initializing", "no health check has run yet"
         return
     # Of either sign: the clock may have been set since.
-    age = abs(known.now - float(found.get("time", 0.0)))
+    age = abs(documents.now - float(document.get("time", 0.0)))
     if age > stale_seconds:
-        yield "Unknown", f"the last look at the node was {age:.0f} s ago"
-    elif found.get("state") == status.FAILED:
-        codes = [str(one.get("code")) for one in found.get("findings", ()) if one.get("severity") == "fail"]
+        yield "Unknown", f"the last health check was {age:.0f} s ago"
+    elif document.get("state") == status.FAILED:
+        codes = [
+            str(finding.get("code"))
+            for finding in document.get("findings", ())
+            if finding.get("severity") == "fail"
+        ]
         yield "Unhealthy", f"health: {', '.join(codes) or 'failed'}"
 
 
@@ -133,19 +137,19 @@ class Memory:
     since: float | None = None
 
 
-def step(before: Memory, found: Verdict, now: float, grace_seconds: float) -> tuple[Memory, Verdict]:
+def step(before: Memory, verdict: Verdict, now: float, grace_seconds: float) -> tuple[Memory, Verdict]:
     """Return what is answered, and what is remembered: initializing is not for ever.
 
     A node that was healthy in this boot and is prepared again (somebody has restarted the preflight) stays Healthy
     meanwhile: nothing bad is known of it, and an instance repair must not end what a person does there.
     """
-    if found.state != "Initializing":
-        return Memory(before.was_healthy or found.state == "Healthy"), found
+    if verdict.state != "Initializing":
+        return Memory(before.was_healthy or verdict.state == "Healthy"), verdict
     since = now if before.since is None else before.since
     after = replace(before, since=since)
     if now - since > grace_seconds:
-        return after, Verdict("Unhealthy", (f"not up after {now - since:.0f} s", *found.reasons))
-    return after, replace(found, state="Healthy") if before.was_healthy else found
+        return after, Verdict("Unhealthy", (f"not up after {now - since:.0f} s", *verdict.reasons))
+    return after, replace(verdict, state="Healthy") if before.was_healthy else verdict
 
 
 @dataclass(frozen=True)
@@ -161,15 +165,15 @@ def phase(vm_id: str, phases: int) -> int:
     return int(slot(vm_id, phases)) if vm_id else phases - 1
 
 
-def answer(found: Verdict, upgrade: Upgrade) -> tuple[int, dict[str, Any]]:
+def answer(verdict: Verdict, upgrade: Upgrade) -> tuple[int, dict[str, Any]]:
     """Return status and body. What the extension does not know (reasons, busy) is for people; it leaves that alone."""
     # Who is tested again is at work, too.
-    skip = bool(upgrade.busy) or (found.state == "Healthy" and bool(found.reasons))
+    skip = bool(upgrade.busy) or (verdict.state == "Healthy" and bool(verdict.reasons))
     metrics = {"rollingUpgrade": {"PhaseOrderingNumber": upgrade.phase, "SkipUpgrade": skip}}
     body = {
-        "ApplicationHealthState": found.state,
+        "ApplicationHealthState": verdict.state,
         "customMetrics": json.dumps(metrics),
-        "reasons": list(found.reasons),
+        "reasons": list(verdict.reasons),
         "busy": list(upgrade.busy),
     }
-    return OK if found.state in ("Healthy", "Unhealthy") else UNAVAILABLE, body
+    return OK if verdict.state in ("Healthy", "Unhealthy") else UNAVAILABLE, body

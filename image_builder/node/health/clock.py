@@ -1,4 +1,4 @@
-"""What the kernel knows of its clock: whether something keeps it, and how far it may be off (adjtimex(2))."""
+"""The kernel's clock: whether something keeps it synchronized, and how far it may be off (adjtimex(2))."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def rule(clock: Clock, settings: Settings) -> list[Finding]:
     if not clock.synchronized:
         if clock.uptime < _GRACE_SECONDS:
             return []
-        return [Finding("clock.unsynchronized", "clock", "warn", "nothing keeps the clock", patient=True)]
+        return [
+            Finding("clock.unsynchronized", "clock", "warn", "the clock is not synchronized", patient=True)
+        ]
     off = max(abs(clock.offset), clock.error)
     if off <= settings.clock_error_seconds:
         return []

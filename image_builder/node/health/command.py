@@ -109,7 +109,7 @@ def run(
     looks: Mapping[str, Check] | None = None,
     api: Connect = connect,
 ) -> int:
-    """Look, tell what changed, and write what is known; print it with ``as_json``.
+    """Look, report what changed, and write the result; print it with ``as_json``.
 
     Returns 0, whatever was found; 1 where the metrics could not be written. Raises NodeError (``settings``), OSError.
     """
@@ -123,44 +123,44 @@ def run(
         if trouble:
             status.tell(f"health: {trouble}")
         after = look_at_all(before, checks() if looks is None else looks, settings, places)
-        _tell_changes(before, after)
+        _report_changes(before, after)
         image = files.build_id(release)
-        wanted = condition.wanted(alarms.counting(after.alarms), boot_id, image)
-        known = document(after, settings, wanted, image)
-        memory.replace_file(places.run / "health.json", json.dumps(known, indent=1) + "\n")
+        node_condition = condition.from_alarms(alarms.counting(after.alarms), boot_id, image)
+        report = document(after, settings, node_condition, image)
+        memory.replace_file(places.run / "health.json", json.dumps(report, indent=1) + "\n")
         _save(path, after)
-        told = tell_kubernetes(after.told, wanted, settings, api)
-        if told != after.told:
-            after = replace(after, told=told)
+        reported = report_condition(after.reported, node_condition, settings, api)
+        if reported != after.reported:
+            after = replace(after, reported=reported)
             _save(path, after)
         done = write_metrics(after, settings)
     if as_json:
-        sys.stdout.write(json.dumps(known, indent=1) + "\n")
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0 if done else 1
 
 
-def _save(path: Path, known: memory.Memory) -> None:
-    memory.replace_file(path, json.dumps(memory.as_json(known)))
+def _save(path: Path, latest: memory.Memory) -> None:
+    memory.replace_file(path, json.dumps(memory.as_json(latest)))
 
 
 def look_at_all(
     before: memory.Memory, looks: Mapping[str, Check], settings: Settings, places: Places
 ) -> memory.Memory:
     """Return what is known after every check that is due has looked."""
-    known: dict[str, memory.Last] = {}
-    looked: dict[str, tuple[Finding, ...]] = {}
+    records: dict[str, memory.Last] = {}
+    findings_by_check: dict[str, tuple[Finding, ...]] = {}
     for name, check in looks.items():
         last = before.checks.get(name, memory.Last())
         if name in settings.disabled:
             continue
         if not is_due(last, settings.intervals.get(name, 0.0), time.monotonic()):
-            known[name] = last
+            records[name] = last
             continue
-        known[name], findings = _look(check, last, settings, places)
+        records[name], findings = _look(check, last, settings, places)
         if findings is not None:
-            looked[name] = findings
-    found = alarms.step(before.alarms, looked, time.monotonic(), time.time(), settings)
-    return memory.Memory(before.boot_id, known, found, before.told)
+            findings_by_check[name] = findings
+    counted = alarms.step(before.alarms, findings_by_check, time.monotonic(), time.time(), settings)
+    return memory.Memory(before.boot_id, records, counted, before.reported)
 
 
 def is_due(last: memory.Last, interval: float, now: float) -> bool:
@@ -176,111 +176,120 @@ def _look(
     try:
         outcome = check(Look(settings, places, began, last.memory))
     except NodeError as error:
-        words = f"{error.code}: {error.message}"
-    except Exception as error:  # a bug of one check: the others look all the same, and its words are told
-        words = f"{type(error).__name__}: {error}"
+        message = f"{error.code}: {error.message}"
+    except (
+        Exception
+    ) as error:  # a bug in one check: the others look all the same, and its message is reported
+        message = f"{type(error).__name__}: {error}"
     else:
         return memory.after(last, outcome, began, unix, time.monotonic() - began), outcome.findings
     seconds = time.monotonic() - began
-    return replace(last, at=began, unix=unix, seconds=seconds, error=words[:500], samples=()), None
+    return replace(last, at=began, unix=unix, seconds=seconds, error=message[:500], samples=()), None
 
 
-def _tell_changes(before: memory.Memory, after: memory.Memory) -> None:
-    """Tell people what began and what is over; a look that changes nothing says nothing."""
-    old = {one.finding.key: one for one in alarms.counting(before.alarms)}
-    new = {one.finding.key: one for one in alarms.counting(after.alarms)}
+def _report_changes(before: memory.Memory, after: memory.Memory) -> None:
+    """Log what began and what is over; a look that changes nothing logs nothing."""
+    old = {alarm.finding.key: alarm for alarm in alarms.counting(before.alarms)}
+    new = {alarm.finding.key: alarm for alarm in alarms.counting(after.alarms)}
     for key in new.keys() - old.keys():
         finding = new[key].finding
         status.tell(f"health: {finding.severity} {finding.code}: {finding.detail}")
     for key in old.keys() - new.keys():
-        status.tell(f"health: over: {key[0]}: {key[1]}")
+        status.tell(f"health: cleared: {key[0]}: {key[1]}")
     for name, last in after.checks.items():
         if last.error and last.error != before.checks.get(name, memory.Last()).error:
-            status.tell(f"health: {name} could not look: {last.error}")
+            status.tell(f"health: check {name} failed to run: {last.error}")
 
 
 def document(
-    known: memory.Memory, settings: Settings, wanted: condition.Condition, image: str
+    latest: memory.Memory, settings: Settings, node_condition: condition.Condition, image: str
 ) -> dict[str, Any]:
     """Return ``health.json``."""
     return {
         "format": FORMAT,
-        "boot_id": known.boot_id,
+        "boot_id": latest.boot_id,
         "image_build": image,
         "time": round(time.time(), 3),
-        "state": alarms.state(known.alarms),
-        "condition": {"type": settings.condition, **asdict(wanted)},
+        "state": alarms.state(latest.alarms),
+        "condition": {"type": settings.condition, **asdict(node_condition)},
         "findings": [
             {
-                **{name: value for name, value in asdict(one.finding).items() if name != "patient"},
-                "check": one.check,
-                "since": round(one.since, 3),
+                **{name: value for name, value in asdict(alarm.finding).items() if name != "patient"},
+                "check": alarm.check,
+                "since": round(alarm.since, 3),
             }
-            for one in alarms.counting(known.alarms)
+            for alarm in alarms.counting(latest.alarms)
         ],
         "checks": {
             name: {"time": round(last.unix, 3), "seconds": round(last.seconds, 4), "error": last.error}
-            for name, last in known.checks.items()
+            for name, last in latest.checks.items()
         },
     }
 
 
-def tell_kubernetes(
-    told: condition.Told, wanted: condition.Condition, settings: Settings, api: Connect
-) -> condition.Told:
+def report_condition(
+    reported: condition.Reported, node_condition: condition.Condition, settings: Settings, api: Connect
+) -> condition.Reported:
     """Set the node's condition where it changed; return what is remembered of that."""
     now = time.monotonic()
-    # No kubeconfig: the node has not joined yet, which is no failure of anybody.
-    if not settings.condition or not condition.due(told, wanted, now):
-        return told
+    # No kubeconfig: the node has not joined yet, which is no failure.
+    if not settings.condition or not condition.due(reported, node_condition, now):
+        return reported
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
-        return told
+        return reported
     try:
         client, node = api(settings)
         with closing(client):
-            client.patch_condition(node, settings.condition, wanted.status, wanted.reason, wanted.message)
+            client.patch_condition(
+                node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
+            )
     except NodeError as error:
         from image_builder.node import kube
 
         after: float | None = getattr(error, "retry_after", None)
         wait = kube.backoff(
-            told.failures, retry_after=after, base=condition.FIRST_WAIT, cap=condition.LONGEST_WAIT
+            reported.failures, retry_after=after, base=condition.FIRST_WAIT, cap=condition.LONGEST_WAIT
         )
-        if not told.failures:
-            status.tell(f"health: Kubernetes could not be told: {error.message}")
-        return condition.unheard(told, now, wait)
-    status.tell(f"health: {settings.condition} is {wanted.status}: {wanted.reason}")
-    return condition.heard(wanted)
+        if not reported.failures:
+            status.tell(f"health: {settings.condition} could not be set: {error.message}")
+        return condition.after_failure(reported, now, wait)
+    status.tell(f"health: {settings.condition} is {node_condition.status}: {node_condition.reason}")
+    return condition.after_success(node_condition)
 
 
-def write_metrics(known: memory.Memory, settings: Settings) -> bool:
+def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
     """Write what node-exporter collects; tell whether that could be done."""
     path = Path(settings.textfile_directory) / "node_health.prom"
     try:
-        memory.replace_file(path, metrics.text(samples(known)))
+        memory.replace_file(path, metrics.text(samples(latest)))
     except OSError as error:
         status.tell(f"health: {path} could not be written: {error.strerror}")
         return False
     return True
 
 
-def samples(known: memory.Memory) -> list[Sample]:
+def samples(latest: memory.Memory) -> list[Sample]:
     """Return all metrics: those of the checks, and of this program."""
-    state = alarms.state(known.alarms)
-    found = [Sample("state", float(name == state), {"state": name}) for name in ("ok", "degraded", "failed")]
-    for alarm in alarms.counting(known.alarms):
-        one = alarm.finding
-        labels = {"code": one.code, "subject": one.subject, "severity": one.severity, "action": one.action}
-        found.append(Sample("finding", 1, labels))
-    for name, last in known.checks.items():
+    state = alarms.state(latest.alarms)
+    values = [Sample("state", float(name == state), {"state": name}) for name in ("ok", "degraded", "failed")]
+    for alarm in alarms.counting(latest.alarms):
+        finding = alarm.finding
+        labels = {
+            "code": finding.code,
+            "subject": finding.subject,
+            "severity": finding.severity,
+            "action": finding.action,
+        }
+        values.append(Sample("finding", 1, labels))
+    for name, last in latest.checks.items():
         labels = {"check": name}
-        found += [
+        values += [
             Sample("check_success", float(not last.error), labels),
             Sample("check_timestamp_seconds", round(last.unix, 3), labels),
             Sample("check_duration_seconds", round(last.seconds, 6), labels),
             *last.samples,
         ]
-    return [*found, *_own(known)]
+    return [*values, *_own(latest)]
 
 
 def _peak_kib() -> int:
@@ -289,11 +298,11 @@ def _peak_kib() -> int:
     return int(text.partition("VmHWM:")[2].split()[0])
 
 
-def _own(known: memory.Memory) -> Sequence[Sample]:
+def _own(latest: memory.Memory) -> Sequence[Sample]:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return (
         Sample("run_timestamp_seconds", round(time.time(), 3)),
-        Sample("run_cpu_seconds", round(sum(one.ru_utime + one.ru_stime for one in used), 4)),
+        Sample("run_cpu_seconds", round(sum(usage.ru_utime + usage.ru_stime for usage in used), 4)),
         Sample("run_peak_memory_bytes", max(_peak_kib(), used[1].ru_maxrss) * 1024),
-        Sample("condition_failures", known.told.failures),
+        Sample("condition_failures", latest.reported.failures),
     )

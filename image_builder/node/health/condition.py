@@ -1,4 +1,4 @@
-"""What Kubernetes is told of the node, and when: at a change alone, later and later while nobody listens. Pure."""
+"""The node's condition in Kubernetes: set only when it changes, with growing pauses while that fails. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was told last, and since when in vain. ``not_before`` is of the monotonic clock."""
+class Reported:
+    """The condition that Kubernetes has, and the failures to change it. ``not_before`` is of the monotonic clock."""
 
     status: str = ""
     reason: str = ""
@@ -31,13 +31,13 @@ class Told:
     not_before: float = 0.0
 
 
-def wanted(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
+def from_alarms(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
     """Return the condition of a node with these alarms, the worst first. A warning leaves it True."""
     failed = [alarm.finding for alarm in alarms if alarm.finding.severity == "fail"]
     tail = f" (boot {boot_id}{f', image {image}' if image else ''})"
     if not failed:
         return Condition("True", "NodeIsHealthy", f"nothing is wrong{tail}")
-    parts = [f"{one.code}: {one.detail}" for one in failed]
+    parts = [f"{finding.code}: {finding.detail}" for finding in failed]
     more = f"{len(parts)} findings: " if len(parts) > 1 else ""
     text = f"{more}{'; '.join(parts)}"
     room = _MESSAGE - len(tail.encode())
@@ -51,21 +51,21 @@ def reason(code: str) -> str:
     return "".join(word.capitalize() for word in code.replace(".", "-").split("-"))
 
 
-def due(told: Told, now: Condition, clock: float) -> bool:
-    """Tell whether there is something to tell, and it is time. The message alone is no change."""
-    return (told.status, told.reason) != (now.status, now.reason) and clock >= told.not_before
+def due(reported: Reported, now: Condition, clock: float) -> bool:
+    """Tell whether the condition changed, and it is time. A new message alone is no change."""
+    return (reported.status, reported.reason) != (now.status, now.reason) and clock >= reported.not_before
 
 
-def heard(now: Condition) -> Told:
-    """Return what is remembered after it was told."""
-    return Told(now.status, now.reason)
+def after_success(now: Condition) -> Reported:
+    """Return what is remembered after the condition was set."""
+    return Reported(now.status, now.reason)
 
 
-def unheard(told: Told, clock: float, wait: float) -> Told:
-    """Return what is remembered after nobody listened: it is tried again after ``wait`` seconds."""
-    return replace(told, failures=told.failures + 1, not_before=clock + wait)
+def after_failure(reported: Reported, clock: float, wait: float) -> Reported:
+    """Return what is remembered after that failed: the next attempt is in ``wait`` seconds."""
+    return replace(reported, failures=reported.failures + 1, not_before=clock + wait)
 
 
-def from_json(found: Mapping[str, object]) -> Told:
-    """Return what was told from JSON; raises TypeError for what isn't."""
-    return Told(**found)  # type: ignore[arg-type]
+def from_json(document: Mapping[str, object]) -> Reported:
+    """Return it from JSON; raises TypeError for what isn't."""
+    return Reported(**document)  # type: ignore[arg-type]

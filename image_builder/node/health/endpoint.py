@@ -1,4 +1,4 @@
-"""``node-agent health-endpoint``: tell Azure's Application Health extension how the node is, on loopback.
+"""``node-agent health-endpoint``: the node's state for Azure's Application Health extension, on loopback.
 
 Serves one address, ``GET /health``. Each answer is read from the files that other commands leave in ``/run/node``, so
 nothing is started or asked for it; what they mean is decided in ``application``.
@@ -20,13 +20,13 @@ from image_builder.node import settings as files
 from image_builder.node.decode import at_least, within
 from image_builder.node.errors import NodeError
 from image_builder.node.health import application
-from image_builder.node.health.application import Known, Memory, Upgrade
+from image_builder.node.health.application import Documents, Memory, Upgrade
 
 ADDRESS, PATH = "127.0.0.1", "/health"
-# Connections at once, and the seconds that one may take: the extension makes one every few seconds.
+# Concurrent connections, and the seconds that one may take: the extension makes one every few seconds.
 _MOST, _SECONDS = 4, 5.0
-# Which document an image makes, by the settings of the command that does.
-_WANTED = {"preflight": "preflight", "join": "provision", "health": "health"}
+# The document that each command writes, by the name of its settings.
+_DOCUMENTS = {"preflight": "preflight", "join": "provision", "health": "health"}
 
 
 @dataclass(frozen=True)
@@ -74,33 +74,33 @@ def parse(document: Mapping[str, Any]) -> Settings:
     return files.parse(Settings, document, "health-endpoint")
 
 
-def look(places: Places, boot_id: str) -> Known:
+def look(places: Places, boot_id: str) -> Documents:
     """Read what is known of the node. Raises no error: what can't be read is named."""
-    found: dict[str, Any] = {}
+    documents: dict[str, Any] = {}
     damaged = []
-    for name in ("status", *_WANTED.values()):
+    for name in ("status", *_DOCUMENTS.values()):
         try:
-            found[name] = _object((places.run / f"{name}.json").read_bytes())
+            documents[name] = _object((places.run / f"{name}.json").read_bytes())
         except FileNotFoundError:
             pass
         except (OSError, ValueError):
             damaged.append(f"{name}.json")
-    wanted = [document for name, document in _WANTED.items() if (places.etc / f"{name}.json").exists()]
-    return Known(
+    expected = [document for name, document in _DOCUMENTS.items() if (places.etc / f"{name}.json").exists()]
+    return Documents(
         boot_id=boot_id,
         now=time.time(),
-        wanted=frozenset(wanted),
+        expected=frozenset(expected),
         sections=status.wanted_sections(places.etc, places.listed),
         damaged=tuple(damaged),
-        **found,
+        **documents,
     )
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    return found
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
 
 
 def busy(places: Places, settings: Settings) -> tuple[str, ...]:
@@ -111,11 +111,11 @@ def busy(places: Places, settings: Settings) -> tuple[str, ...]:
     has ``/dev/nvidia-uvm`` open, and the kernel counts that as references to its module: one file to read, right in
     containers too, and right again when a program was killed.
     """
-    found = [f"lease {name}" for name in _leases(places.leases, time.time() - settings.lease_seconds)]
+    reasons = [f"lease {name}" for name in _leases(places.leases, time.time() - settings.lease_seconds)]
     users = _gpu_users(places.sys)
     if users > settings.idle_gpu_users:
-        found.append(f"{users} users of /dev/nvidia-uvm")
-    return tuple(found)
+        reasons.append(f"{users} users of /dev/nvidia-uvm")
+    return tuple(reasons)
 
 
 def _leases(directory: Path, oldest: float) -> list[str]:
@@ -123,14 +123,14 @@ def _leases(directory: Path, oldest: float) -> list[str]:
         entries = list(os.scandir(directory))
     except OSError:
         return []
-    found = []
+    names = []
     for entry in entries:
         try:
             if entry.stat(follow_symlinks=False).st_mtime > oldest:
-                found.append(entry.name)
+                names.append(entry.name)
         except FileNotFoundError:
             pass  # the job ended just now
-    return sorted(found)
+    return sorted(names)
 
 
 def _gpu_users(sys: Path) -> int:
@@ -151,13 +151,15 @@ class Endpoint:
     def answer(self) -> tuple[int, dict[str, Any]]:
         """Return status and body for one question."""
         settings = self._settings
-        known = look(self._places, self._boot_id)
-        found = application.judge(known, settings.stale_seconds)
+        documents = look(self._places, self._boot_id)
+        verdict = application.judge(documents, settings.stale_seconds)
         with self._lock:
             before = self._memory
-            self._memory, told = application.step(before, found, time.monotonic(), settings.grace_seconds)
-        upgrade = Upgrade(application.phase(known.vm_id, settings.phases), busy(self._places, settings))
-        return application.answer(told, upgrade)
+            self._memory, verdict = application.step(
+                before, verdict, time.monotonic(), settings.grace_seconds
+            )
+        upgrade = Upgrade(application.phase(documents.vm_id, settings.phases), busy(self._places, settings))
+        return application.answer(verdict, upgrade)
 
 
 def open_server(settings: Settings, places: Places) -> serving.Server:
@@ -167,9 +169,9 @@ def open_server(settings: Settings, places: Places) -> serving.Server:
     class Handler(serving.Handler):
         def respond(self) -> None:
             if self.command != "GET":
-                self.answer(405, {"error": "method", "message": "GET alone"}, {"Allow": "GET"})
+                self.answer(405, {"error": "method", "message": "only GET is allowed"}, {"Allow": "GET"})
             elif self.path.partition("?")[0] != PATH:
-                self.answer(404, {"error": "path", "message": f"there is {PATH} alone"})
+                self.answer(404, {"error": "path", "message": f"the only path is {PATH}"})
             else:
                 self.answer(*endpoint.answer())
 
@@ -182,8 +184,8 @@ def run(places: Places = Places()) -> int:
     try:
         server = open_server(settings, places)
     except OSError as error:
-        what = f"{ADDRESS}:{settings.port} can't be served: {error.strerror}"
-        raise NodeError("endpoint.port", what) from error
+        message = f"{ADDRESS}:{settings.port} can't be served: {error.strerror}"
+        raise NodeError("endpoint.port", message) from error
     with server:
         status.tell(f"health-endpoint: http://{ADDRESS}:{server.port}{PATH}")
         server.serve_forever(poll_interval=serving.TICK)

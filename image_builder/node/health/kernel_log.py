@@ -87,8 +87,8 @@ def check(look: Look, judge: Judge) -> Outcome:
     """Read what is new, and judge it with what was known. Raises OSError."""
     last = int(look.memory.get("number", -1))
     records, lost = collect(read(look.places.dev / "kmsg"), last)
-    known = [Trouble(**one) for one in look.memory.get("troubles", [])]
-    troubles = merge(known, find(records))
+    earlier = [Trouble(**item) for item in look.memory.get("troubles", [])]
+    troubles = merge(earlier, find(records))
     lost += int(look.memory.get("lost", 0))
     own = own_devices(look)
     return Outcome(
@@ -96,7 +96,7 @@ def check(look: Look, judge: Judge) -> Outcome:
         tuple(samples(troubles, lost)),
         {
             "number": records[-1].number if records else last,
-            "troubles": [asdict(one) for one in troubles],
+            "troubles": [asdict(trouble) for trouble in troubles],
             "lost": lost,
         },
     )
@@ -105,8 +105,8 @@ def check(look: Look, judge: Judge) -> Outcome:
 def own_devices(look: Look) -> frozenset[str]:
     """Return the devices that hold the configured paths: the node's own, no volume of a pod's."""
     mounted = mounts.listed(look.places.proc)
-    found = [storage.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
-    return storage.disks_below({one.device for one in found if one}, look.places.sys)
+    holders = [storage.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
+    return storage.disks_below({mount.device for mount in holders if mount}, look.places.sys)
 
 
 def read(path: Path) -> Iterator[bytes]:
@@ -131,29 +131,29 @@ def read(path: Path) -> Iterator[bytes]:
 
 def collect(raw: Iterable[bytes], last: int) -> tuple[list[Record], int]:
     """Return the records after number ``last``, and how many of those were overwritten before they could be read."""
-    found: list[Record] = []
+    records: list[Record] = []
     for line in raw:
         head, _, rest = line.partition(b";")
-        words = head.split(b",")
-        if len(words) < 3 or not (words[0].isdigit() and words[1].isdigit()):
+        fields = head.split(b",")
+        if len(fields) < 3 or not (fields[0].isdigit() and fields[1].isdigit()):
             continue
-        number = int(words[1])
+        number = int(fields[1])
         if number <= last:
             continue
         text = rest.partition(b"\n")[0].decode(errors="replace")
-        found.append(Record(number, int(words[2]) / 1e6, text, int(words[0]) >> 3 == _KERNEL))
-    lost = found[0].number - last - 1 if found and last >= 0 else 0
-    return found, lost
+        records.append(Record(number, int(fields[2]) / 1e6, text, int(fields[0]) >> 3 == _KERNEL))
+    lost = records[0].number - last - 1 if records and last >= 0 else 0
+    return records, lost
 
 
 def find(records: Iterable[Record]) -> list[Trouble]:
     """Return what is wrong by the log, one for each record that tells of trouble."""
-    found = []
+    troubles = []
     for record in records:
         if record.is_kernels and (named := trouble(record.text)):
             code, subject = named
-            found.append(Trouble(code, subject, 1, record.seconds, record.text[:_DETAIL]))
-    return found
+            troubles.append(Trouble(code, subject, 1, record.seconds, record.text[:_DETAIL]))
+    return troubles
 
 
 def trouble(text: str) -> tuple[str, str] | None:
@@ -174,14 +174,16 @@ def trouble(text: str) -> tuple[str, str] | None:
     return None
 
 
-def merge(known: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
+def merge(earlier: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
     """Return all troubles, one for each code and subject; of too many the latest."""
-    found = {(one.code, one.subject): one for one in known}
-    for one in new:
-        before = found.get((one.code, one.subject))
-        count = one.count + (before.count if before else 0)
-        found[one.code, one.subject] = Trouble(one.code, one.subject, count, one.last, one.detail)
-    return sorted(found.values(), key=lambda one: one.last)[-_MOST:]
+    troubles = {(trouble.code, trouble.subject): trouble for trouble in earlier}
+    for trouble in new:
+        before = troubles.get((trouble.code, trouble.subject))
+        count = trouble.count + (before.count if before else 0)
+        troubles[trouble.code, trouble.subject] = Trouble(
+            trouble.code, trouble.subject, count, trouble.last, trouble.detail
+        )
+    return sorted(troubles.values(), key=lambda trouble: trouble.last)[-_MOST:]
 
 
 def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Judge) -> list[Finding]:
@@ -189,25 +191,25 @@ def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Ju
 
     An Xid counts until the next boot, by its class, and so does a fatal SXid.
     """
-    found = []
-    for one in troubles:
+    findings = []
+    for trouble in troubles:
         severity: Severity | None
         action: Action
-        if one.code == "gpu.xid":
-            number = int(one.subject.partition(" ")[0])
+        if trouble.code == "gpu.xid":
+            number = int(trouble.subject.partition(" ")[0])
             severity, action = judge(number)
-        elif one.code == "gpu.sxid":
+        elif trouble.code == "gpu.sxid":
             severity, action = "fail", "reboot"
-        elif now - one.last > _HOLD_SECONDS[one.code]:
+        elif now - trouble.last > _HOLD_SECONDS[trouble.code]:
             continue
-        elif one.code != "drive.timeouts" and is_own(one.subject, own):
+        elif trouble.code != "drive.timeouts" and is_own(trouble.subject, own):
             severity, action = "fail", "replace"
         else:
             severity, action = "warn", "none"  # the drive may have answered later
         if severity:
-            detail = f"{one.count} times, last: {one.detail}" if one.count > 1 else one.detail
-            found.append(Finding(one.code, one.subject, severity, detail, action))
-    return found
+            detail = f"{trouble.count} times, last: {trouble.detail}" if trouble.count > 1 else trouble.detail
+            findings.append(Finding(trouble.code, trouble.subject, severity, detail, action))
+    return findings
 
 
 def is_own(device: str, own: frozenset[str]) -> bool:
@@ -222,22 +224,24 @@ def samples(troubles: Iterable[Trouble], lost: int) -> list[Sample]:
         "drive.timeouts": "drive_timeouts_total",
         "filesystem.error": "filesystem_errors_total",
     }
-    found = [Sample("kernel_log_lost_records_total", lost)]
-    for one in troubles:
-        if one.code in ("gpu.xid", "gpu.sxid"):
-            xid, _, pci = one.subject.partition(" ")
-            found.append(Sample(f"gpu_{one.code[4:]}_total", one.count, {one.code[4:]: xid, "pci": pci}))
+    values = [Sample("kernel_log_lost_records_total", lost)]
+    for trouble in troubles:
+        if trouble.code in ("gpu.xid", "gpu.sxid"):
+            xid, _, pci = trouble.subject.partition(" ")
+            values.append(
+                Sample(f"gpu_{trouble.code[4:]}_total", trouble.count, {trouble.code[4:]: xid, "pci": pci})
+            )
         else:
-            found.append(Sample(names[one.code], one.count, {"device": one.subject}))
-    return found
+            values.append(Sample(names[trouble.code], trouble.count, {"device": trouble.subject}))
+    return values
 
 
 def catalogue() -> Judge:
     """Return what tells an Xid's meaning by NVIDIA's catalogue. Raises NodeError (``gpu.xids``)."""
-    known = xids.load()
+    entries = xids.load()
 
     def judge(number: int) -> Verdict:
-        found = known.classify(number)
-        return _LEVELS[found.before], found.action
+        entry = entries.classify(number)
+        return _LEVELS[entry.before], entry.action
 
     return judge

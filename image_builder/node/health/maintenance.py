@@ -1,8 +1,8 @@
-"""What the platform has in store for this machine: Azure's Scheduled Events, from the metadata service.
+"""The platform's plans for this machine: Azure's Scheduled Events, from the metadata service.
 
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Nothing is ever acknowledged: that would
-let the event begin. The first question of a machine's life can take two minutes to be answered; until then it is
-one that could not be answered.
+let the event begin. The first request of a machine's life can take two minutes to be answered; until then the check
+could not look.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ def check(look: Look) -> Outcome:
         return Outcome()
     name = str(look.memory.get("name", ""))
     if not name:
-        said = imds.ask(_NAME, address=address, seconds=_TIMEOUT)
-        name = said.body.decode(errors="replace").strip() if said.status == 200 else ""
-    said = imds.ask(_EVENTS, address=address, seconds=_TIMEOUT)
-    if said.status in (429, 503):
-        # Asked too often: what was found last still counts, and it is left alone for a while.
-        return _resting(look, name, said)
-    events = parse(said)
-    mine = [one for one in events if not name or name in one.resources]
-    found = rule(mine)
-    return Outcome(tuple(found), tuple(samples(mine)), {"name": name, "events": [_as_json(e) for e in mine]})
-
-
-def _resting(look: Look, name: str, said: Said) -> Outcome:
-    known = look.memory.get("events", [])
-    events = [Event(**{**one, "resources": tuple(one["resources"])}) for one in known]
-    rest = min(said.retry_after or _REST_SECONDS, _MOST_REST)
+        response = imds.ask(_NAME, address=address, seconds=_TIMEOUT)
+        name = response.body.decode(errors="replace").strip() if response.status == 200 else ""
+    response = imds.ask(_EVENTS, address=address, seconds=_TIMEOUT)
+    if response.status in (429, 503):
+        # Rate limited: the last events still count, and the service is left alone for a while.
+        return _resting(look, name, response)
+    events = [event for event in parse(response) if not name or name in event.resources]
+    findings = rule(events)
     return Outcome(
-        tuple(rule(events)), tuple(samples(events)), {"name": name, "events": known}, rest_seconds=rest
+        tuple(findings), tuple(samples(events)), {"name": name, "events": [_as_json(e) for e in events]}
+    )
+
+
+def _resting(look: Look, name: str, response: Said) -> Outcome:
+    items = look.memory.get("events", [])
+    events = [Event(**{**item, "resources": tuple(item["resources"])}) for item in items]
+    rest = min(response.retry_after or _REST_SECONDS, _MOST_REST)
+    return Outcome(
+        tuple(rule(events)), tuple(samples(events)), {"name": name, "events": items}, rest_seconds=rest
     )
 
 
@@ -70,27 +71,27 @@ def _as_json(event: Event) -> dict[str, Any]:
     return {**vars(event), "resources": list(event.resources)}
 
 
-def parse(said: Said) -> list[Event]:
+def parse(response: Said) -> list[Event]:
     """Return the events of an answer; raises NodeError (``health.imds``) for one that isn't understood."""
-    if said.status != 200:
-        text = said.body[:200].decode(errors="replace").strip()
-        raise NodeError("health.imds", f"the metadata service answered {said.status}: {text}")
+    if response.status != 200:
+        text = response.body[:200].decode(errors="replace").strip()
+        raise NodeError("health.imds", f"the metadata service answered {response.status}: {text}")
     try:
-        return [_event(one) for one in json.loads(said.body)["Events"]]
+        return [_event(item) for item in json.loads(response.body)["Events"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NodeError(
             "health.imds", f"the metadata service's answer is not understood: {error!r}"
         ) from error
 
 
-def _event(found: Mapping[str, Any]) -> Event:
+def _event(item: Mapping[str, Any]) -> Event:
     return Event(
-        id=str(found["EventId"]),
-        kind=str(found["EventType"]),
-        status=str(found["EventStatus"]),
-        not_before=_seconds(str(found.get("NotBefore") or "")),
-        resources=tuple(str(name) for name in found["Resources"]),
-        description=str(found.get("Description") or ""),
+        id=str(item["EventId"]),
+        kind=str(item["EventType"]),
+        status=str(item["EventStatus"]),
+        not_before=_seconds(str(item.get("NotBefore") or "")),
+        resources=tuple(str(name) for name in item["Resources"]),
+        description=str(item.get("Description") or ""),
     )
 
 
@@ -104,23 +105,25 @@ def _seconds(date: str) -> float:
 
 def rule(events: Iterable[Event]) -> list[Finding]:
     """Return what this machine has to expect; an event that is over is none."""
-    found = []
-    for one in events:
-        if one.status in ("Completed", "Canceled"):
+    findings = []
+    for event in events:
+        if event.status in ("Completed", "Canceled"):
             continue
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one.not_before)) if one.not_before else "now"
-        words = f": {one.description}" if one.description else ""
-        detail = f"{one.kind} {one.status.lower()}, not before {when}{words}"[:300]
-        severity: Severity = "warn" if one.kind in _PAUSES else "fail"
-        found.append(Finding("maintenance.scheduled", one.kind, severity, detail))
-    return found
+        when = (
+            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(event.not_before)) if event.not_before else "now"
+        )
+        description = f": {event.description}" if event.description else ""
+        detail = f"{event.kind} {event.status.lower()}, not before {when}{description}"[:300]
+        severity: Severity = "warn" if event.kind in _PAUSES else "fail"
+        findings.append(Finding("maintenance.scheduled", event.kind, severity, detail))
+    return findings
 
 
 def samples(events: Iterable[Event]) -> list[Sample]:
     """Return the metrics of events, the earliest of each kind."""
     earliest: dict[str, float] = {}
-    for one in events:
-        earliest[one.kind] = min(one.not_before, earliest.get(one.kind, one.not_before))
+    for event in events:
+        earliest[event.kind] = min(event.not_before, earliest.get(event.kind, event.not_before))
     return [
         Sample("maintenance_not_before_timestamp_seconds", when, {"type": kind})
         for kind, when in earliest.items()

@@ -1,4 +1,4 @@
-"""What a look leaves for the next: ``health-state.json`` in the node's directory below /run, gone with the boot."""
+"""The state between two looks: ``health-state.json`` in the node's directory below /run, gone with the boot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Memory:
     boot_id: str = ""
     checks: Mapping[str, Last] = field(default_factory=dict)
     alarms: Mapping[Key, alarms.Alarm] = field(default_factory=dict)
-    told: condition.Told = field(default_factory=condition.Told)
+    reported: condition.Reported = field(default_factory=condition.Reported)
 
 
 def after(last: Last, outcome: Outcome, now: float, unix: float, seconds: float) -> Last:
@@ -50,23 +50,23 @@ def after(last: Last, outcome: Outcome, now: float, unix: float, seconds: float)
 def load(path: Path, boot_id: str) -> tuple[Memory, str]:
     """Return what the last look left, and why that is nothing where it should be something."""
     try:
-        found = json.loads(path.read_bytes())
-        if found["format"] != FORMAT or found["boot_id"] != boot_id:
+        document = json.loads(path.read_bytes())
+        if document["format"] != FORMAT or document["boot_id"] != boot_id:
             return Memory(boot_id), ""
-        return _from_json(found), ""
+        return _from_json(document), ""
     except FileNotFoundError:
         return Memory(boot_id), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Memory(boot_id), f"{path} is damaged, all is looked at anew: {error!r}"
+        return Memory(boot_id), f"{path} is damaged, starting over: {error!r}"
 
 
-def _from_json(found: Mapping[str, Any]) -> Memory:
+def _from_json(document: Mapping[str, Any]) -> Memory:
     checks = {
-        str(name): Last(**{**one, "samples": tuple(Sample(**sample) for sample in one["samples"])})
-        for name, one in found["checks"].items()
+        str(name): Last(**{**record, "samples": tuple(Sample(**sample) for sample in record["samples"])})
+        for name, record in document["checks"].items()
     }
-    told = condition.from_json(found["told"])
-    return Memory(found["boot_id"], checks, alarms.from_json(found["alarms"]), told)
+    reported = condition.from_json(document["told"])
+    return Memory(document["boot_id"], checks, alarms.from_json(document["alarms"]), reported)
 
 
 def as_json(memory: Memory) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def as_json(memory: Memory) -> dict[str, Any]:
         "boot_id": memory.boot_id,
         "checks": {name: asdict(last) for name, last in memory.checks.items()},
         "alarms": alarms.as_json(memory.alarms),
-        "told": asdict(memory.told),
+        "told": asdict(memory.reported),
     }
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one step: whoever reads it finds the old or the new one whole. Raises OSError.
+    """Replace a file in one step: a reader finds the old or the new one whole. Raises OSError.
 
-    It is not made durable: each run writes it anew.
+    It is not made durable: each run writes it again.
     """
     draft = path.with_name(f".{path.name}.new")
     try:

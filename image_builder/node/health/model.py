@@ -1,4 +1,4 @@
-"""What a look at the node finds and measures. Nothing here does anything."""
+"""Findings and metrics of a look at the node, and what a check is given. Nothing here does anything."""
 
 from __future__ import annotations
 

@@ -15,5 +15,5 @@ def text(path: Path) -> str:
 
 def number(path: Path) -> int:
     """Return a file's number, 0 where there is none."""
-    found = text(path)
-    return int(found) if found.isdigit() else 0
+    value = text(path)
+    return int(value) if value.isdigit() else 0

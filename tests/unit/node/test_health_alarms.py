@@ -33,16 +33,16 @@ class Node:
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.settings, self.now, self.patches = settings, 0.0, 0
         self.alarms: Mapping[Key, Alarm] = {}
-        self.told = condition.Told()
+        self.reported = condition.Reported()
 
     def look(self, *found: Finding, could_look: bool = True) -> str:
         self.now += 60
         looked = {"check": found} if could_look else {}
         self.alarms = alarms.step(self.alarms, looked, self.now, self.now, self.settings)
-        wanted = condition.wanted(alarms.counting(self.alarms), "boot", "")
-        if condition.due(self.told, wanted, self.now):
+        current = condition.from_alarms(alarms.counting(self.alarms), "boot", "")
+        if condition.due(self.reported, current, self.now):
             self.patches += 1
-            self.told = condition.heard(wanted)
+            self.reported = condition.after_success(current)
         return alarms.state(self.alarms)
 
 
@@ -88,10 +88,10 @@ def test_noise_is_bounded_and_what_stays_is_always_told(seed: int) -> None:
     assert node.patches <= 60
     for _ in range(3):
         node.look(AT_ONCE)
-    assert node.told.status == "False"
+    assert node.reported.status == "False"
     for _ in range(61):
         node.look()
-    assert node.told.status == "True"
+    assert node.reported.status == "True"
 
 
 def test_message_alone_is_no_change() -> None:
@@ -105,7 +105,7 @@ def test_warnings_are_not_told_to_kubernetes() -> None:
     node = Node()
     node.look()
     assert [node.look(WARNING) for _ in range(5)][-1] == "degraded"
-    assert node.patches == 1 and node.told.status == "True"
+    assert node.patches == 1 and node.reported.status == "True"
 
 
 def test_settings_weigh_findings() -> None:
@@ -113,7 +113,7 @@ def test_settings_weigh_findings() -> None:
     for _ in range(3):
         node.look(WARNING, AT_ONCE)
     assert [one.finding.code for one in alarms.counting(node.alarms)] == ["network.api"]
-    assert node.told == condition.Told("False", "NetworkApi")
+    assert node.reported == condition.Reported("False", "NetworkApi")
 
 
 def test_disabled_check_takes_its_alarms_along() -> None:
@@ -128,18 +128,18 @@ def test_condition_names_the_worst_and_fits() -> None:
         Alarm("check", Finding("drive.io-errors", f"sd{n}", "fail", "x" * 150), 1, 0.0, (0.0,), 1.0)
         for n in range(20)
     ]
-    found = condition.wanted(many, "b" * 36, "i" * 64)
+    found = condition.from_alarms(many, "b" * 36, "i" * 64)
     assert found.status == "False" and found.reason == "DriveIoErrors"
     assert len(found.message.encode()) <= 1024 and found.message.startswith("20 findings: ")
     assert found.message.endswith(f"... (boot {'b' * 36}, image {'i' * 64})")
 
 
 def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
-    told, wanted = condition.Told(), condition.Condition("False", "X", "")
-    assert condition.due(told, wanted, 0.0)
-    told = condition.unheard(told, 0.0, 50.0)
-    assert not condition.due(told, wanted, 49.0) and condition.due(told, wanted, 50.0)
-    assert told.failures == 1 and condition.heard(wanted).failures == 0
+    reported, current = condition.Reported(), condition.Condition("False", "X", "")
+    assert condition.due(reported, current, 0.0)
+    reported = condition.after_failure(reported, 0.0, 50.0)
+    assert not condition.due(reported, current, 49.0) and condition.due(reported, current, 50.0)
+    assert reported.failures == 1 and condition.after_success(current).failures == 0
 
 
 def test_metrics_are_prometheus_text() -> None:
@@ -193,7 +193,7 @@ def state(alarm: Alarm) -> memory.Memory:
         memory.Last(), Outcome((AT_ONCE,), (Sample("state", 1, {"a": "b"}),), {"n": [1]}), 1.0, 2.0, 0.5
     )
     return memory.Memory(
-        "boot", {"check": last}, {alarm.finding.key: alarm}, condition.Told("True", "X", 2, 5.0)
+        "boot", {"check": last}, {alarm.finding.key: alarm}, condition.Reported("True", "X", 2, 5.0)
     )
 
 

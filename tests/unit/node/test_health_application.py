@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from image_builder.node.health.application import (
-    Known,
+    Documents,
     Memory,
     State,
     Upgrade,
@@ -26,19 +26,19 @@ LOOKED = {"boot_id": BOOT, "state": "ok", "time": NOW - 60, "findings": []}
 DONE = {"disk": {"state": "ok"}, "preload": {"state": "degraded", "code": "preload.fallback"}}
 
 
-def known(**parts: Any) -> Known:
+def known(**parts: Any) -> Documents:
     """Return a node that is up; ``parts`` replace what it has."""
     whole: dict[str, Any] = {
         "boot_id": BOOT,
         "now": NOW,
-        "wanted": frozenset({"preflight", "provision", "health"}),
+        "expected": frozenset({"preflight", "provision", "health"}),
         "sections": ("disk", "preload"),
         "status": DONE,
         "preflight": PASSED,
         "provision": JOINED,
         "health": LOOKED,
     }
-    return Known(**{**whole, **parts})
+    return Documents(**{**whole, **parts})
 
 
 FAILED_LOOK = {
@@ -52,7 +52,7 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
     "nothing is there yet": (
         {"status": {}, "preflight": None, "provision": None, "health": None},
         "Initializing",
-        "disk is not done",
+        "disk is not finished",
     ),
     "a section failed": (
         {"status": {**DONE, "seed": {"state": "failed", "code": "seed.disk"}}},
@@ -86,7 +86,7 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
         "Unhealthy",
         "62 in phase credentials",
     ),
-    "nobody looked": ({"health": None}, "Initializing", "nobody has looked"),
+    "nobody looked": ({"health": None}, "Initializing", "no health check"),
     "the last look is old": ({"health": {**LOOKED, "time": NOW - 301}}, "Unknown", "301 s ago"),
     "the clock was set back": ({"health": {**LOOKED, "time": NOW + 86400}}, "Unknown", "86400 s ago"),
     "a look failed it": ({"health": FAILED_LOOK}, "Unhealthy", "health: gpu.ecc"),
@@ -102,7 +102,7 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
     ),
     "an image without these roles": (
         {
-            "wanted": frozenset(),
+            "expected": frozenset(),
             "sections": (),
             "status": {},
             "preflight": None,
@@ -113,7 +113,7 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
         "",
     ),
     "what this image does not make is not asked for": (
-        {"wanted": frozenset({"health"}), "preflight": {**PASSED, "state": "failed"}, "provision": None},
+        {"expected": frozenset({"health"}), "preflight": {**PASSED, "state": "failed"}, "provision": None},
         "Healthy",
         "",
     ),
@@ -127,7 +127,7 @@ def test_what_a_nodes_documents_come_to(parts: dict[str, Any], state: State, wor
     assert bool(found.reasons) == (state != "Healthy") and words in "; ".join(found.reasons)
 
 
-WAITS = Verdict("Initializing", ("preload is not done",))
+WAITS = Verdict("Initializing", ("preload is not finished",))
 FINE, BAD, DARK = Verdict("Healthy"), Verdict("Unhealthy", ("x",)), Verdict("Unknown", ("y",))
 # (before, found, seconds) -> (state, after)
 STEPS: dict[str, tuple[Memory, Verdict, float, State, Memory]] = {
