@@ -13,7 +13,7 @@ from pathlib import Path
 from image_builder.node import kube, layout, lock, status
 from image_builder.node import settings as files
 from image_builder.node.errors import NodeError
-from image_builder.node.join import credentials, identity, kubelet, surroundings
+from image_builder.node.join import credentials, kubelet, surroundings
 from image_builder.node.join import record as records
 from image_builder.node.join import settings as join_settings
 from image_builder.node.join.binding import slot
@@ -21,7 +21,7 @@ from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.credentials import Token
 from image_builder.node.join.deadline import Deadline, NotYet, patiently
-from image_builder.node.join.identity import Told
+from image_builder.node.join.identity import Identity, learn
 from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
 
@@ -58,7 +58,7 @@ class Joining:
     boot_id: str
     began: float
     settings: Settings = field(default_factory=Settings)
-    told_: Told | None = None
+    identity_: Identity | None = None
     token: Token | None = field(default=None, repr=False)
     is_member: bool = False
     # A certificate of the kubelet's that the API server does not take any more.
@@ -67,9 +67,9 @@ class Joining:
     doubt: str = ""
 
     @property
-    def told(self) -> Told:
-        assert self.told_ is not None
-        return self.told_
+    def identity(self) -> Identity:
+        assert self.identity_ is not None
+        return self.identity_
 
     @property
     def kubelet(self) -> kubelet.Places:
@@ -103,7 +103,7 @@ def run(places: Places = Places()) -> int:
 def _phase(name: str, joining: Joining, record: Record) -> Ended:
     """Go through one phase, whatever comes of it."""
     began = time.monotonic()
-    config = joining.told.config if joining.told_ else None
+    config = joining.identity.config if joining.identity_ else None
     budget = joining.began + (config.budget_seconds if config else _BUDGET)
     deadlines = config.deadlines if config else default_deadlines()
     record.begin(name)
@@ -121,19 +121,19 @@ def _phase(name: str, joining: Joining, record: Record) -> Ended:
         sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
         number, reason = UNEXPECTED, f"{type(error).__name__}, a bug: the journal says where"
     else:
-        if joining.told_:
-            record.about = _about(joining.told)
+        if joining.identity_:
+            record.about = _about(joining.identity)
         state = records.DEGRADED if done.number else records.SKIPPED if done.is_skipped else records.OK
         return Ended(name, state, time.monotonic() - began, done.number, done.reason, done.key)
     return Ended(name, records.FAILED, time.monotonic() - began, number, reason)
 
 
-def _about(told: Told) -> dict[str, object]:
+def _about(identity: Identity) -> dict[str, object]:
     return {
-        "generation": told.config.generation,
-        "config": told.config.digest,
-        "source": told.source,
-        "vm_id": told.machine.vm_id,
+        "generation": identity.config.generation,
+        "config": identity.config.digest,
+        "source": identity.source,
+        "vm_id": identity.machine.vm_id,
     }
 
 
@@ -144,15 +144,15 @@ def _identity(joining: Joining, deadline: Deadline) -> Done:
         files.kubelet_taints(places.etc)
     except NodeError as error:
         raise JoinError(16, error.message) from error
-    told = identity.learn(joining.settings, deadline, places.firmware)
-    told.labels(files.build_id(places.release))
-    joining.told_ = told
-    words = f"{told.machine.vm_id}, generation {told.config.generation} from {told.source}"
-    return Done(digest(told.machine.vm_id, told.config.digest), words)
+    identity = learn(joining.settings, deadline, places.firmware)
+    identity.labels(files.build_id(places.release))
+    joining.identity_ = identity
+    reason = f"{identity.machine.vm_id}, generation {identity.config.generation} from {identity.source}"
+    return Done(digest(identity.machine.vm_id, identity.config.digest), reason)
 
 
 def _network(joining: Joining, deadline: Deadline) -> Done:
-    return surroundings.network(joining.told, joining.places.guard, deadline)
+    return surroundings.network(joining.identity, joining.places.guard, deadline)
 
 
 def _disk(joining: Joining, deadline: Deadline) -> Done:
@@ -173,16 +173,16 @@ def _gpu(joining: Joining, deadline: Deadline) -> Done:
 
 
 def _credentials(joining: Joining, deadline: Deadline) -> Done:
-    told, config = joining.told, joining.told.config
+    identity, config = joining.identity, joining.identity.config
     key = digest(config.server, config.ca)
     if _is_member(joining, deadline):
         joining.is_member = True
         return Done(key, "the kubelet has its certificate")
     if config.credentials.kind == "broker":
-        who = {"vm_id": told.machine.vm_id, "node": told.name, "boot_id": joining.boot_id}
-        token = credentials.from_broker(config, joining.settings.imds, who, deadline)
+        machine = {"vm_id": identity.machine.vm_id, "node": identity.name, "boot_id": joining.boot_id}
+        token = credentials.from_broker(config, joining.settings.imds, machine, deadline)
     else:
-        token = credentials.from_custom_data(told.custom)
+        token = credentials.from_custom_data(identity.custom)
     credentials.prove(config, token.text, joining.settings.clock_seconds, deadline)
     credentials.check_life(token, _wait_for_slot(joining) + _TOKEN_SECONDS, time.time())
     joining.token = token
@@ -194,15 +194,15 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
     access = kubelet.membership(joining.kubelet.config)
     if access is None:
         return False
-    if access.server != joining.told.config.server:
-        words = (
+    if access.server != joining.identity.config.server:
+        message = (
             f"this node is a member of {access.server}: it needs a new disk to become one of another cluster"
         )
-        raise JoinError(65, words)
+        raise JoinError(65, message)
 
-    def once() -> bool:
+    def probe() -> bool:
         try:
-            with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
+            with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
             if error.status == 401 and access.certificate:  # it has expired, and another is needed
@@ -213,30 +213,30 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
             raise NotYet(67, error.message, error.retry_after) from error
         return True
 
-    return patiently(once, deadline)
+    return patiently(probe, deadline)
 
 
 def _wait_for_slot(joining: Joining) -> float:
     """Return the seconds until this node's slot. What the phases before it took is waited for only once."""
-    due = slot(joining.told.machine.vm_id, joining.told.config.window)
+    due = slot(joining.identity.machine.vm_id, joining.identity.config.window)
     return max(0.0, joining.began + due - time.monotonic())
 
 
 def _join(joining: Joining, deadline: Deadline) -> Done:
-    due = slot(joining.told.machine.vm_id, joining.told.config.window)
+    due = slot(joining.identity.machine.vm_id, joining.identity.config.window)
     key = f"{due:.3f}"
     if joining.is_member:
         return Done(key, "a member already", is_skipped=True)
     wait = _wait_for_slot(joining)
     if wait and not deadline.wait(wait):
-        raise JoinError(71, f"the slot is in {wait:.0f} s, and {deadline.left:.0f} s are left")
-    return Done(key, f"slot {due:.1f} s of {joining.told.config.window:.1f} s, waited {wait:.1f} s")
+        raise JoinError(71, f"the slot is in {wait:.0f} s, and {deadline.remaining:.0f} s are left")
+    return Done(key, f"slot {due:.1f} s of {joining.identity.config.window:.1f} s, waited {wait:.1f} s")
 
 
 def _kubelet(joining: Joining, _deadline: Deadline) -> Done:
     build = files.build_id(joining.places.release)
     token = joining.token.text if joining.token else ""
-    return kubelet.write(joining.told, token, build, joining.kubelet)
+    return kubelet.write(joining.identity, token, build, joining.kubelet)
 
 
 def _ready(joining: Joining, deadline: Deadline) -> Done:
@@ -263,9 +263,9 @@ _STEPS: Mapping[str, Callable[[Joining, Deadline], Done]] = {
 
 def tell_status(places: Places = Places()) -> int:
     """Print the record; return 0 where this boot has joined. Raises NodeError (``join.none``): there is no record."""
-    found = records.read(places.run)
-    if not found:
+    record = records.read(places.run)
+    if not record:
         raise NodeError("join.none", f"{places.run / records.FILE}: there is no record of this boot")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    is_this_boot = found.get("boot_id") == status.boot_id(places.boot_id)
-    return 0 if is_this_boot and found.get("state") == records.OK else 1
+    sys.stdout.write(json.dumps(record, indent=1) + "\n")
+    is_this_boot = record.get("boot_id") == status.boot_id(places.boot_id)
+    return 0 if is_this_boot and record.get("state") == records.OK else 1

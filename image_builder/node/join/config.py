@@ -126,8 +126,8 @@ def json_schema() -> dict[str, Any]:
     """Return the schema."""
     data = pkgutil.get_data(__package__, "node-config.schema.json")
     assert data is not None
-    found: dict[str, Any] = schemas.load(data)
-    return found
+    schema: dict[str, Any] = schemas.load(data)
+    return schema
 
 
 def parse(text: bytes) -> NodeConfig:
@@ -135,15 +135,15 @@ def parse(text: bytes) -> NodeConfig:
     if len(text) > MOST_BYTES:
         raise JoinError(13, f"it has {len(text)} bytes, at most {MOST_BYTES} are user data")
     try:
-        found = schemas.load(text)
+        document = schemas.load(text)
     except ValueError as error:  # of JSON, UTF-8, a key that is there twice
-        said = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
-        raise JoinError(13, f"it is no JSON: {said}") from error
-    if hidden := [f"{path}: {what} must not be here" for path, what in secrets(found)]:
+        reason = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
+        raise JoinError(13, f"it is no JSON: {reason}") from error
+    if hidden := [f"{path}: {kind} must not be here" for path, kind in secrets(document)]:
         raise JoinError(14, "; ".join(hidden))
-    if wrong := problems(found):
+    if wrong := problems(document):
         raise JoinError(13, "; ".join(wrong))
-    return _build(found, hashlib.sha256(text).hexdigest())
+    return _build(document, hashlib.sha256(text).hexdigest())
 
 
 def secrets(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -160,21 +160,21 @@ def secrets(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from secrets(item, f"{path}[{number}]")
 
 
-def problems(found: Any) -> list[str]:
+def problems(document: Any) -> list[str]:
     """Return everything that is wrong with a configuration, beside secrets."""
-    if wrong := schemas.problems(found, json_schema()):
+    if wrong := schemas.problems(document, json_schema()):
         return wrong
-    return [f"{path}: {what}" for path, what in _rules(found)]
+    return [f"{path}: {problem}" for path, problem in _rules(document)]
 
 
-def _build(found: Mapping[str, Any], digest: str) -> NodeConfig:
-    cluster, node, join = found["cluster"], found.get("node", {}), found.get("join", {})
+def _build(document: Mapping[str, Any], digest: str) -> NodeConfig:
+    cluster, node, join = document["cluster"], document.get("node", {}), document.get("join", {})
     hosts, rate = int(join.get("hosts", 1)), float(join.get("rate", 5))
     return NodeConfig(
-        generation=found["generation"],
+        generation=document["generation"],
         server=cluster["server"],
         ca=cluster["ca"],
-        credentials=Credentials(**found["credentials"]),
+        credentials=Credentials(**document["credentials"]),
         dns=tuple(cluster.get("dns", ())),
         name=node.get("name", ""),
         provider_id=node.get("provider_id", PLATFORM),
@@ -203,16 +203,16 @@ def default_deadlines() -> dict[str, float]:
     return _deadlines({})
 
 
-def _rules(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rules(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a schema can't say."""
-    cluster, node, join = found["cluster"], found.get("node", {}), found.get("join", {})
-    for path, owner in (("cluster", cluster), ("credentials", found["credentials"])):
+    cluster, node, join = document["cluster"], document.get("node", {}), document.get("join", {})
+    for path, owner in (("cluster", cluster), ("credentials", document["credentials"])):
         if "ca" in owner and not _is_authority(owner["ca"]):
             yield f"{path}.ca", "no certificate that can be read"
         for key in ("server", "url"):
             if key in owner and not _has_port(owner[key]):
                 yield f"{path}.{key}", "its port is none"
-    if found["credentials"]["kind"] == "custom-data" and len(found["credentials"]) > 1:
+    if document["credentials"]["kind"] == "custom-data" and len(document["credentials"]) > 1:
         yield "credentials", "kind custom-data has nothing else"
     for number, address in enumerate(cluster.get("dns", ())):
         if not is_address(address):

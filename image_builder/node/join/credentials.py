@@ -47,9 +47,9 @@ class Token:
     expires: float = 0.0
 
 
-def from_custom_data(found: Mapping[str, Any]) -> Token:
+def from_custom_data(data: Mapping[str, Any]) -> Token:
     """Return the token of custom data. Raises JoinError (68)."""
-    text = found.get("bootstrap_token")
+    text = data.get("bootstrap_token")
     if not isinstance(text, str) or not TOKEN.fullmatch(text):
         raise JoinError(
             68, "`bootstrap_token` in the custom data is missing, or no token (abcdef.0123456789abcdef)"
@@ -57,38 +57,38 @@ def from_custom_data(found: Mapping[str, Any]) -> Token:
     return Token(text)
 
 
-def from_broker(config: NodeConfig, address: str, who: Mapping[str, str], deadline: Deadline) -> Token:
+def from_broker(config: NodeConfig, address: str, machine: Mapping[str, str], deadline: Deadline) -> Token:
     """Ask the broker for a token, as this machine and its managed identity. Raises JoinError (60 to 63).
 
     The broker gives a nonce, the metadata service signs it, and for that the broker gives the token.
     """
-    wanted = config.credentials
-    proof = identity_token(address, wanted.resource, wanted.client_id, deadline)
+    source = config.credentials
+    proof = identity_token(address, source.resource, source.client_id, deadline)
 
-    def once() -> Token:
-        nonce = parse_nonce(_asked(config, proof, who, deadline))
+    def exchange() -> Token:
+        nonce = parse_nonce(_ask_broker(config, proof, machine, deadline))
         document = attested_document(address, nonce, deadline)
-        return parse_broker(_asked(config, proof, {**who, "document": document}, deadline))
+        return parse_broker(_ask_broker(config, proof, {**machine, "document": document}, deadline))
 
-    return patiently(once, deadline)
+    return patiently(exchange, deadline)
 
 
-def _asked(config: NodeConfig, proof: str, body: Mapping[str, str], deadline: Deadline) -> bytes:
+def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], deadline: Deadline) -> bytes:
     """Return what the broker answers. Raises NotYet, JoinError (62)."""
-    wanted = config.credentials
-    timeout = max(1.0, min(_TIMEOUT, deadline.left))
+    source = config.credentials
+    timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
     try:
-        said = ask(wanted.url, wanted.ca or config.ca, token=proof, body=body, timeout=timeout)
+        response = ask(source.url, source.ca or config.ca, token=proof, body=request, timeout=timeout)
     except ssl.SSLCertVerificationError as error:
         raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
     except OSError as error:
         raise NotYet(62, f"the broker does not answer: {error}") from error
-    if said.status == 200:
-        return said.body
-    what = f"the broker answered {said.status}{_code(said.body)}"
-    if said.status < 500 and said.status not in _LATER:
-        raise JoinError(62, what)
-    raise NotYet(62, what, said.retry_after)
+    if response.status == 200:
+        return response.body
+    message = f"the broker answered {response.status}{_code(response.body)}"
+    if response.status < 500 and response.status not in _LATER:
+        raise JoinError(62, message)
+    raise NotYet(62, message, response.retry_after)
 
 
 def _code(body: bytes) -> str:
@@ -103,9 +103,9 @@ def _code(body: bytes) -> str:
 def identity_token(address: str, resource: str, client_id: str, deadline: Deadline) -> str:
     """Return a token that proves this machine's managed identity to ``resource``. Raises JoinError (61)."""
     query = {"resource": resource, **({"client_id": client_id} if client_id else {})}
-    said = ask_platform(address, f"{_IDENTITY}&{urllib.parse.urlencode(query)}", deadline, 61)
+    response = ask_platform(address, f"{_IDENTITY}&{urllib.parse.urlencode(query)}", deadline, 61)
     try:
-        token = json.loads(said.body)["access_token"]
+        token = json.loads(response.body)["access_token"]
     except (KeyError, TypeError, ValueError) as error:
         # Not what it holds: a token could be in it.
         raise JoinError(61, f"the metadata service's answer has no token: {type(error).__name__}") from error
@@ -114,9 +114,9 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
 
 def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
     """Return a document (PKCS#7, base64) that proves this machine to whoever gave the nonce. Raises JoinError (60)."""
-    said = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
+    response = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
     try:
-        document = json.loads(said.body)["signature"]
+        document = json.loads(response.body)["signature"]
     except (KeyError, TypeError, ValueError) as error:
         raise JoinError(
             60, f"the metadata service's answer is no document: {type(error).__name__}"
@@ -138,8 +138,8 @@ def parse_nonce(body: bytes) -> str:
 def parse_broker(body: bytes) -> Token:
     """Return the token of a broker's answer, ``{"token": ..., "expires": RFC 3339}``. Raises JoinError (63)."""
     try:
-        found = json.loads(body)
-        text, expires = found["token"], datetime.fromisoformat(found["expires"])
+        answer = json.loads(body)
+        text, expires = answer["token"], datetime.fromisoformat(answer["expires"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         # Not what it holds: the token could be in it.
         raise JoinError(63, f"the broker's answer is not understood: {type(error).__name__}") from error
@@ -157,33 +157,33 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
     """
     refused = 0
 
-    def once() -> None:
+    def probe() -> None:
         nonlocal refused
-        timeout = max(1.0, min(_TIMEOUT, deadline.left))
+        timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
         try:
-            said = ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
+            response = ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
         except ssl.SSLCertVerificationError as error:
             raise _unproven(error, config, clock_seconds) from error
         except OSError as error:
             raise NotYet(67, f"{config.server} does not answer: {error}") from error
-        check_clock(said.date, time.time(), clock_seconds)
+        check_clock(response.date, time.time(), clock_seconds)
         # 403: it knows who asks, and has been told to keep its version to itself.
-        if said.status in (200, 403):
+        if response.status in (200, 403):
             return
-        if said.status != 401:
-            raise NotYet(67, f"{config.server} answered {said.status}", said.retry_after)
+        if response.status != 401:
+            raise NotYet(67, f"{config.server} answered {response.status}", response.retry_after)
         refused += 1
-        what = f"{config.server} does not take the token: it is expired, or unknown there"
-        raise JoinError(64, what) if refused >= _REFUSALS else NotYet(64, what, said.retry_after)
+        message = f"{config.server} does not take the token: it is expired, or unknown there"
+        raise JoinError(64, message) if refused >= _REFUSALS else NotYet(64, message, response.retry_after)
 
-    patiently(once, deadline)
+    patiently(probe, deadline)
 
 
-def check_clock(theirs: float, ours: float, most: float) -> None:
-    """Raise JoinError (66) where two clocks are further apart than ``most`` seconds. ``theirs`` 0: nobody knows."""
-    if theirs and abs(off := ours - theirs) > most:
-        words = "ahead of" if off > 0 else "behind"
-        raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {words} the API server's")
+def check_clock(server: float, local: float, limit: float) -> None:
+    """Raise JoinError (66) where two clocks are further apart than ``limit`` seconds. ``server`` 0: nobody knows."""
+    if server and abs(off := local - server) > limit:
+        direction = "ahead of" if off > 0 else "behind"
+        raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {direction} the API server's")
 
 
 def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_seconds: float) -> JoinError:
@@ -191,8 +191,8 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
     if error.verify_code in _OUT_OF_TIME:
         try:
             # Hearsay, and nothing is sent: it is for the words of an error alone.
-            said = ask(f"{config.server}/version", None)
-            check_clock(said.date, time.time(), clock_seconds)
+            response = ask(f"{config.server}/version", None)
+            check_clock(response.date, time.time(), clock_seconds)
         except JoinError as wrong_clock:
             return wrong_clock
         except OSError:
@@ -203,8 +203,8 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
 def check_life(token: Token, needed: float, now: float) -> None:
     """Raise JoinError (69) where a token expires before the kubelet could use it, ``needed`` seconds from now."""
     if token.expires and token.expires < now + needed:
-        left = max(0.0, token.expires - now)
-        raise JoinError(69, f"the token expires in {left:.0f} s, and it is needed for {needed:.0f} s")
+        remaining = max(0.0, token.expires - now)
+        raise JoinError(69, f"the token expires in {remaining:.0f} s, and it is needed for {needed:.0f} s")
 
 
 def ask(
@@ -224,8 +224,8 @@ def ask(
         headers["Authorization"] = f"Bearer {token}"
     if body is not None:
         headers["Content-Type"] = "application/json"
-    words = None if body is None else json.dumps(body).encode()
-    return asking.ask(url, headers=headers, seconds=timeout, body=words, context=_context(authority))
+    data = None if body is None else json.dumps(body).encode()
+    return asking.ask(url, headers=headers, seconds=timeout, body=data, context=_context(authority))
 
 
 def _context(authority: str | None) -> ssl.SSLContext:

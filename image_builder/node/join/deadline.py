@@ -17,9 +17,9 @@ _LONGEST_WAIT = 10.0
 class NotYet(Exception):  # noqa: N818 (no error as long as there is time)
     """It may go better later. ``error`` is what it comes to if not; ``after`` the seconds that were asked for."""
 
-    def __init__(self, number: int, what: str, after: float | None = None) -> None:
-        super().__init__(what)
-        self.error, self.after = JoinError(number, what), after
+    def __init__(self, number: int, message: str, after: float | None = None) -> None:
+        super().__init__(message)
+        self.error, self.after = JoinError(number, message), after
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Deadline:
     sleep: Callable[[float], None] = time.sleep
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the seconds that are left, never below nothing."""
         return max(0.0, self.until - self.clock())
 
@@ -41,14 +41,14 @@ class Deadline:
 
     def poll(self, seconds: float) -> bool:
         """Wait so long or until the end, whatever comes first; tell whether there was time to wait at all."""
-        if (left := self.left) <= 0:
+        if (remaining := self.remaining) <= 0:
             return False
-        self.sleep(min(seconds, left))
+        self.sleep(min(seconds, remaining))
         return True
 
     def wait(self, seconds: float) -> bool:
         """Wait exactly so long, where there is more time than that; tell whether there was."""
-        if seconds >= self.left:
+        if seconds >= self.remaining:
             return False
         self.sleep(seconds)
         return True
@@ -65,7 +65,7 @@ def patiently(
     while True:
         try:
             return ask()
-        except NotYet as late:
-            if not deadline.wait(kube.backoff(attempt, retry_after=late.after, base=base, cap=cap)):
-                raise late.error from late
+        except NotYet as delay:
+            if not deadline.wait(kube.backoff(attempt, retry_after=delay.after, base=base, cap=cap)):
+                raise delay.error from delay
         attempt += 1

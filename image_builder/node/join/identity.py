@@ -73,9 +73,9 @@ def without_platform(path: Path = _PRODUCT_UUID) -> Machine:
 
 def instance(address: str, deadline: Deadline) -> Machine:
     """Ask who this machine is. Raises JoinError (11)."""
-    said = ask_platform(address, _INSTANCE, deadline, 11)
+    response = ask_platform(address, _INSTANCE, deadline, 11)
     try:
-        return parse_instance(json.loads(said.body))
+        return parse_instance(json.loads(response.body))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise JoinError(11, f"the metadata service's answer is not understood: {error!r}") from error
 
@@ -83,15 +83,17 @@ def instance(address: str, deadline: Deadline) -> Machine:
 def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Said:
     """Ask the metadata service until it answers. Raises JoinError with this number."""
     try:
-        return imds.answer(path, deadline.left, address=address, clock=deadline.clock, sleep=deadline.sleep)
+        return imds.answer(
+            path, deadline.remaining, address=address, clock=deadline.clock, sleep=deadline.sleep
+        )
     except OSError as error:
         raise JoinError(number, str(error)) from error
 
 
-def parse_instance(found: Mapping[str, Any]) -> Machine:
+def parse_instance(document: Mapping[str, Any]) -> Machine:
     """Return the machine of an answer. Raises KeyError, TypeError, ValueError and their like."""
-    compute = found["compute"]
-    interfaces = found.get("network", {}).get("interface", [])
+    compute = document["compute"]
+    interfaces = document.get("network", {}).get("interface", [])
     addresses = interfaces[0]["ipv4"]["ipAddress"] if interfaces else []
     try:
         user_data = base64.b64decode(compute.get("userData") or "", validate=True)
@@ -112,7 +114,7 @@ def parse_instance(found: Mapping[str, Any]) -> Machine:
 
 
 @dataclass(frozen=True)
-class Told:
+class Identity:
     """This machine, its configuration, where that came from, and what else the custom data hold."""
 
     machine: Machine
@@ -146,7 +148,7 @@ class Told:
         return {**self.config.labels, **own}
 
 
-def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Told:
+def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Identity:
     """Return what this machine is told. Raises JoinError (11 to 15), OSError."""
     custom = custom_data(Path(settings.custom_data))
     written = _written(custom, Path(settings.file))
@@ -157,9 +159,9 @@ def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Told:
         source, text = written
     else:
         raise JoinError(12, f"neither user data nor custom data nor {settings.file} says how to join")
-    told = Told(machine, _parsed(text, source), source, custom)
-    _check(told)
-    return told
+    identity = Identity(machine, _parsed(text, source), source, custom)
+    _check(identity)
+    return identity
 
 
 def custom_data(path: Path) -> dict[str, Any]:
@@ -171,14 +173,14 @@ def custom_data(path: Path) -> dict[str, Any]:
     if not text.lstrip().startswith(b"{"):
         return {}
     try:
-        found: dict[str, Any] = schemas.load(text)
+        document: dict[str, Any] = schemas.load(text)
     except ValueError as error:
         raise JoinError(13, f"the custom data is no JSON: {type(error).__name__}") from error
-    if not set(found) & set(_CUSTOM_KEYS):
+    if not set(document) & set(_CUSTOM_KEYS):
         return {}  # somebody else's; cloud-init also keeps user data here where there is no custom data
-    if unknown := sorted(set(found) - set(_CUSTOM_KEYS)):
+    if unknown := sorted(set(document) - set(_CUSTOM_KEYS)):
         raise JoinError(13, "; ".join(f"custom data: {key}: there is no such key" for key in unknown))
-    return found
+    return document
 
 
 def _written(custom: Mapping[str, Any], file: Path) -> tuple[str, bytes] | None:
@@ -194,7 +196,7 @@ def _machine(settings: Settings, deadline: Deadline, firmware: Path, *, alone: b
     if not settings.imds:
         return without_platform(firmware)
     try:
-        return instance(settings.imds, deadline if alone else deadline.sooner(deadline.left * _SHARE))
+        return instance(settings.imds, deadline if alone else deadline.sooner(deadline.remaining * _SHARE))
     except JoinError:
         if alone:
             raise
@@ -208,13 +210,13 @@ def _parsed(text: bytes, source: str) -> NodeConfig:
         raise JoinError(error.number, f"{source}: {error.message}") from error
 
 
-def _check(told: Told) -> None:
+def _check(identity: Identity) -> None:
     """Raise JoinError (15) with all that the platform should have said and did not."""
     missing = [
         f"node.{name}: the platform does not say it, and the configuration leaves it to the platform"
         for name, chosen, value in (
-            ("ip", told.config.ip, told.ip),
-            ("provider_id", told.config.provider_id, told.provider_id),
+            ("ip", identity.config.ip, identity.ip),
+            ("provider_id", identity.config.provider_id, identity.provider_id),
         )
         if chosen == PLATFORM and not value
     ]

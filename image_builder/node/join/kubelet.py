@@ -18,7 +18,7 @@ from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
 from image_builder.node.join.deadline import Deadline
-from image_builder.node.join.identity import Told
+from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
 from image_builder.node.kubeconfig import Access
 from image_builder.node.promote.kubelet import wait_for_answer
@@ -63,9 +63,9 @@ def membership(path: Path, refused: str = "") -> Access | None:
         return None
 
 
-def environment(told: Told, build: str, taints: Sequence[str]) -> str:
+def environment(identity: Identity, build: str, taints: Sequence[str]) -> str:
     """Return ``node.env``: what is different on each node. ``taints`` are those of the image's kubelet."""
-    config = told.config
+    config = identity.config
     arguments = [
         f"--hostname-override={config.name}" if config.name else "",
         f"--cluster-dns={','.join(config.dns)}" if config.dns else "",
@@ -75,9 +75,9 @@ def environment(told: Told, build: str, taints: Sequence[str]) -> str:
         every = dict.fromkeys([*taints, *map(str, config.taints)])
         arguments.append(f"--register-with-taints={','.join(every)}")
     lines = {
-        "KUBELET_NODE_LABELS": ",".join(f"{key}={value}" for key, value in told.labels(build).items()),
-        "KUBELET_NODE_IP": told.ip,
-        "KUBELET_PROVIDER_ID": told.provider_id,
+        "KUBELET_NODE_LABELS": ",".join(f"{key}={value}" for key, value in identity.labels(build).items()),
+        "KUBELET_NODE_IP": identity.ip,
+        "KUBELET_PROVIDER_ID": identity.provider_id,
         "KUBELET_EXTRA_ARGS": " ".join(argument for argument in arguments if argument),
     }
     return "".join(f"{name}={value}\n" for name, value in lines.items() if value)
@@ -101,12 +101,12 @@ def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def write(told: Told, token: str, build: str, places: Places) -> Done:
+def write(identity: Identity, token: str, build: str, places: Places) -> Done:
     """Write what differs; ``token`` is empty for a member. Raises JoinError (81, 82)."""
     # Without either file none runs: the path unit starts it.
     may_run = places.config.exists() or places.bootstrap.exists()
     try:
-        changed = _write_all(told, token, build, places)
+        changed = _write_all(identity, token, build, places)
     except OSError as error:
         raise JoinError(81, str(error)) from error
     if changed and may_run:
@@ -114,29 +114,29 @@ def write(told: Told, token: str, build: str, places: Places) -> Done:
             programs.run(places.restart)
         except ProgramError as error:
             raise JoinError(82, error.message) from error
-    key = digest(environment(told, build, files.kubelet_taints(places.etc)), told.config.ca)
+    key = digest(environment(identity, build, files.kubelet_taints(places.etc)), identity.config.ca)
     return Done(key, f"written: {', '.join(changed)}" if changed else "nothing to write")
 
 
-def _write_all(told: Told, token: str, build: str, places: Places) -> list[str]:
+def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
     authority = places.kubernetes / "pki/ca.crt"
-    own = json.dumps({"taints": list(map(str, told.config.taints))}, indent=1) + "\n"
+    own = json.dumps({"taints": list(map(str, identity.config.taints))}, indent=1) + "\n"
     changed = [TAINTS] if _write(places.etc / TAINTS, own, 0o644) else []
-    wanted: Mapping[Path, str] = {
-        authority: told.config.ca,
-        places.kubernetes / "node.env": environment(told, build, files.kubelet_taints(places.etc)),
+    contents: Mapping[Path, str] = {
+        authority: identity.config.ca,
+        places.kubernetes / "node.env": environment(identity, build, files.kubelet_taints(places.etc)),
     }
-    changed += [path.name for path, text in wanted.items() if _write(path, text, 0o644)]
+    changed += [path.name for path, text in contents.items() if _write(path, text, 0o644)]
     if TAINTS in changed or "join" not in status.read(places.run):
         # The environment that the agent gives the kubelet is written anew with it.
         section = {
             "state": status.OK,
             "code": "",
-            "reason": f"told to join, generation {told.config.generation}",
+            "reason": f"told to join, generation {identity.config.generation}",
         }
         status.update("join", section, directory=places.run, settings=places.etc)
     # Last: the kubelet starts when this appears.
-    if token and _write(places.bootstrap, bootstrap_config(told.config, authority, token), 0o600):
+    if token and _write(places.bootstrap, bootstrap_config(identity.config, authority, token), 0o600):
         changed.append(places.bootstrap.name)
     return changed
 
@@ -169,12 +169,12 @@ def wait_until_ready(
         places.bootstrap.unlink(missing_ok=True)
     except OSError as error:
         raise JoinError(81, f"the bootstrap token can't be removed: {error}") from error
-    if not wait_for_answer(healthz, deadline.left):
+    if not wait_for_answer(healthz, deadline.remaining):
         raise JoinError(92, f"{healthz} does not answer 200")
-    what = ""
-    while what := _not_ready(access, deadline):
+    reason = ""
+    while reason := _not_ready(access, deadline):
         if not deadline.poll(_ASK_SECONDS * (0.5 + random.random())):  # noqa: S311 (no secret)
-            raise JoinError(93, what)
+            raise JoinError(93, reason)
         access = membership(places.config) or access
     return Done(digest(access.node, boot_id), f"{access.node} is Ready")
 
@@ -182,12 +182,14 @@ def wait_until_ready(
 def _not_ready(access: Access, deadline: Deadline) -> str:
     """Return why the API server does not call the node Ready; empty where it does."""
     try:
-        with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.left))) as client:
-            found = client.request("GET", f"/api/v1/nodes/{access.node}")
+        with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
+            node = client.request("GET", f"/api/v1/nodes/{access.node}")
     except NodeError as error:
         return error.message
-    conditions = found.get("status", {}).get("conditions", [])
-    ready: dict[str, str] = next((one for one in conditions if one.get("type") == "Ready"), {})
+    conditions = node.get("status", {}).get("conditions", [])
+    ready: dict[str, str] = next(
+        (condition for condition in conditions if condition.get("type") == "Ready"), {}
+    )
     if ready.get("status") == "True":
         return ""
     return f"{access.node} is not Ready: {ready.get('reason', '')}: {ready.get('message', '')}"

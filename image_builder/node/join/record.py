@@ -40,9 +40,9 @@ class Done:
     number: int = 0
 
 
-def digest(*words: str) -> str:
+def digest(*parts: str) -> str:
     """Return a short name of these words."""
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Record:
         """Note how a phase ended."""
         self.phases.append(phase)
         code = f" {phase.code}" if phase.code else ""
-        words = f": {phase.reason}" if phase.reason else ""
-        status.tell(f"join: {phase.name} {phase.state}{code}{words} ({phase.seconds:.1f} s)")
+        reason = f": {phase.reason}" if phase.reason else ""
+        status.tell(f"join: {phase.name} {phase.state}{code}{reason} ({phase.seconds:.1f} s)")
 
     def close(self) -> bool:
         """Write how it all ended; tell whether the node has joined."""
@@ -117,7 +117,7 @@ class Record:
             "reason": failure.reason if failure else "",
             "class": kind(code),
             **self.about,
-            "phases": [one.as_json() for one in self.phases],
+            "phases": [ended.as_json() for ended in self.phases],
             "seconds": round(self.clock(), 3),
         }
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Record:
 def read(directory: Path) -> dict[str, Any]:
     """Return the record, empty where there is none that can be read."""
     try:
-        found: dict[str, Any] = json.loads((directory / FILE).read_bytes())
+        record: dict[str, Any] = json.loads((directory / FILE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found
+    return record

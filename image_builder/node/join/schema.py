@@ -32,12 +32,12 @@ def load(text: str | bytes) -> Any:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise RepeatedKeyError(f"`{key}` is there twice")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _refuse(word: str) -> None:
@@ -46,7 +46,7 @@ def _refuse(word: str) -> None:
 
 def problems(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> list[str]:
     """Return everything that is wrong, each as ``PATH: WHAT``. Values are never told: one may be a secret."""
-    return [f"{path or '(all)'}: {what}" for path, what in _check(value, schema, root or schema, "")]
+    return [f"{path or '(all)'}: {problem}" for path, problem in _check(value, schema, root or schema, "")]
 
 
 def _check(
@@ -61,8 +61,8 @@ def _check(
             continue
         if keyword in _APPLIED:
             yield from _APPLIED[keyword](value, schema, root, path)
-        elif what := _SIMPLE[keyword](value, rule):
-            yield path, what
+        elif problem := _SIMPLE[keyword](value, rule):
+            yield path, problem
 
 
 def _followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,16 +85,16 @@ def _name(value: Any) -> str:
 def _properties(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         return
-    known = schema["properties"]
+    properties = schema["properties"]
     for key, item in value.items():
-        if key in known:
-            yield from _check(item, known[key], root, _below(path, key))
+        if key in properties:
+            yield from _check(item, properties[key], root, _below(path, key))
 
 
 def _additional(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> Iterator[tuple[str, str]]:
-    rule, known = schema["additionalProperties"], schema.get("properties", {})
+    rule, properties = schema["additionalProperties"], schema.get("properties", {})
     for key, item in value.items() if isinstance(value, dict) else ():
-        if key in known:
+        if key in properties:
             continue
         if rule is False:
             yield _below(path, key), "there is no such key"
@@ -104,8 +104,8 @@ def _additional(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> 
 
 def _names(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> Iterator[tuple[str, str]]:
     for key in value if isinstance(value, dict) else ():
-        for _, what in _check(key, schema["propertyNames"], root, ""):
-            yield _below(path, key), f"as a key: {what}"
+        for _, problem in _check(key, schema["propertyNames"], root, ""):
+            yield _below(path, key), f"as a key: {problem}"
 
 
 def _items(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -138,12 +138,12 @@ _APPLIED: Mapping[str, Callable[[Any, Mapping[str, Any], Any, str], Iterator[tup
 }
 
 
-def _unless(good: bool, what: str) -> str:
-    return "" if good else what
+def _unless(good: bool, problem: str) -> str:
+    return "" if good else problem
 
 
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
+def _same(value: Any, constant: Any) -> bool:
+    return type(value) is type(constant) and bool(value == constant)
 
 
 def _number(value: Any) -> bool:
@@ -158,7 +158,7 @@ def _matches(pattern: str, value: str) -> bool:
 _SIMPLE: Mapping[str, Callable[[Any, Any], str]] = {
     "const": lambda v, rule: _unless(_same(v, rule), f"must be {json.dumps(rule)}"),
     "enum": lambda v, rule: _unless(
-        any(_same(v, one) for one in rule), f"must be one of {', '.join(map(str, rule))}"
+        any(_same(v, choice) for choice in rule), f"must be one of {', '.join(map(str, rule))}"
     ),
     "pattern": lambda v, rule: _unless(not isinstance(v, str) or _matches(rule, v), f"must match {rule}"),
     "minLength": lambda v, rule: _unless(

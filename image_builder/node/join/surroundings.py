@@ -18,7 +18,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import is_address
 from image_builder.node.join.deadline import Deadline
-from image_builder.node.join.identity import Told
+from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
 from image_builder.node.preflight import checks
 from image_builder.node.preflight import verdict as verdicts
@@ -40,7 +40,7 @@ class PodGuard:
 POD_GUARD = PodGuard()
 
 
-def network(told: Told, guard: PodGuard, deadline: Deadline) -> Done:
+def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     """See that pods are kept out, the address is ours, the API server's name resolves, and it takes connections.
 
     Raises JoinError (21 to 24).
@@ -50,18 +50,20 @@ def network(told: Told, guard: PodGuard, deadline: Deadline) -> Done:
             raise JoinError(
                 24, f"{guard.unit.name} has not done its work: systemctl status {guard.unit.name}"
             )
-    while told.ip and not _is_ours(told.ip):
+    while identity.ip and not _is_ours(identity.ip):
         if not deadline.poll(_POLL):
-            raise JoinError(21, f"{told.ip} is no address of this machine")
-    host, port = told.config.endpoint
+            raise JoinError(21, f"{identity.ip} is no address of this machine")
+    host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    wanted = Endpoints(
-        dns=() if is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.left)
+    endpoints = Endpoints(
+        dns=() if is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.remaining)
     )
-    for check in checks.reach_all(wanted):
+    for check in checks.reach_all(endpoints):
         if check.state != PASSED:
             raise JoinError(_NETWORK[check.code], check.reason)
-    return Done(digest(told.config.server, told.ip), f"{told.ip or 'any address'}, {place} answers")
+    return Done(
+        digest(identity.config.server, identity.ip), f"{identity.ip or 'any address'}, {place} answers"
+    )
 
 
 def _is_ours(address: str) -> bool:
@@ -83,11 +85,11 @@ def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline)
     """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
     done = _section("preload", (41, 42), run, etc, listed, deadline)
     if engine:
-        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.left))):
+        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.remaining))):
             if check.state != PASSED:
                 raise JoinError(43, check.reason)
-        words = f"{engine} answers; {done.reason}"
-        return Done(digest(done.key, engine), words)
+        reason = f"{engine} answers; {done.reason}"
+        return Done(digest(done.key, engine), reason)
     return done
 
 
@@ -99,12 +101,12 @@ def _section(
     if name not in status.wanted_sections(etc, listed):
         return Done("none", "this image has none", is_skipped=True)
     while True:
-        found = status.read(run)
-        (check,) = checks.prepared(found, [name])
+        sections = status.read(run)
+        (check,) = checks.prepared(sections, [name])
         if check.state == FAILED:
             raise JoinError(failed, f"{check.code}: {check.reason}")
         if check.state == PASSED:
-            return Done(_digest(found[name]), check.reason or str(found[name]["state"]))
+            return Done(_digest(sections[name]), check.reason or str(sections[name]["state"]))
         if not deadline.poll(_POLL):
             raise JoinError(missing, check.reason)
 
@@ -117,12 +119,12 @@ def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
     """
     if not (etc / "preflight.json").exists():
         return Done("none", "this image has no preflight", is_skipped=True)
-    found = _verdict(run, boot_id, deadline)
-    key = digest(str(found["boot_id"]), str(found["started"]))
-    if found["state"] == PASSED:
-        return Done(key, f"passed in {found['seconds']:g} s")
-    number = 52 if found["state"] == INCONCLUSIVE else 51
-    reason = f"{found['code']}: {found['reason']} (action: {found['action']})"
+    verdict = _verdict(run, boot_id, deadline)
+    key = digest(str(verdict["boot_id"]), str(verdict["started"]))
+    if verdict["state"] == PASSED:
+        return Done(key, f"passed in {verdict['seconds']:g} s")
+    number = 52 if verdict["state"] == INCONCLUSIVE else 51
+    reason = f"{verdict['code']}: {verdict['reason']} (action: {verdict['action']})"
     if files.load("preflight", etc).get("hard", False):
         raise JoinError(number, reason)
     return Done(key, reason, number=number)

@@ -24,14 +24,14 @@ _HELP: Mapping[str, str] = {"disk": "replace", "seed": "reimage", "preload": "re
 Probe = Callable[[], str]
 
 
-def prepared(found: Mapping[str, Any], wanted: Sequence[str]) -> list[Check]:
+def prepared(sections: Mapping[str, Any], names: Sequence[str]) -> list[Check]:
     """Judge the sections of ``/run/node/status.json`` that a boot of this node fills before the kubelet starts."""
     checks = []
-    for name in wanted:
-        section = found.get(name)
+    for name in names:
+        section = sections.get(name)
         if section is None:
-            words = f"node-agent {name} has left no word of this boot"
-            checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", words, "reboot"))
+            reason = f"node-agent {name} has left no word of this boot"
+            checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", reason, "reboot"))
         elif section["state"] == status.FAILED:
             code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))
             checks.append(Check(name, FAILED, code, reason, _HELP.get(name, "reboot")))

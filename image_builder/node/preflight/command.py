@@ -50,25 +50,25 @@ def run(places: Places = Places()) -> int:
             boot_id = status.boot_id(places.boot_id)
             build = files.build_id(places.release)
             _forget(places.run)
-            settings, found = examine(places, boot_id)
-            verdict = decide(found, places, settings, build=build, boot_id=boot_id)
-            told = model.document(
+            settings, results = examine(places, boot_id)
+            verdict = decide(results, places, settings, build=build, boot_id=boot_id)
+            document = model.document(
                 verdict,
-                found,
+                results,
                 boot_id=boot_id,
                 image_build=build,
                 started=started,
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(told, run=places.run, etc=places.etc)
-            status.tell(f"preflight: {model.message(told)}")
+            verdicts.write(document, run=places.run, etc=places.etc)
+            status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
                 # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
                 # already keeps what it was allowed before until somebody hears of this.
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
-            verdicts.admit(told, run=places.run, hard=settings.hard)
+            verdicts.admit(document, run=places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED, there is no verdict: {error}")
         return 1
@@ -87,21 +87,21 @@ def again(places: Places = Places()) -> int:
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
             boot_id, build = str(before["boot_id"]), str(before["image_build"])
-            settings, found = examine(places, boot_id, [Check(**check) for check in before["checks"]])
-            verdict = decide(found, places, settings, build=build, boot_id=boot_id, may_reboot=False)
+            settings, results = examine(places, boot_id, [Check(**check) for check in before["checks"]])
+            verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=False)
             is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
-            told = model.document(
+            document = model.document(
                 verdict,
-                found,
+                results,
                 boot_id=boot_id,
                 image_build=build,
                 # A verdict that stays what it was is not reported again.
                 started=started if is_news else before["started"],
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(told, run=places.run, etc=places.etc)
-            verdicts.admit(told, run=places.run, hard=settings.hard)
-            status.tell(f"preflight: again: {model.message(told)}")
+            verdicts.write(document, run=places.run, etc=places.etc)
+            verdicts.admit(document, run=places.run, hard=settings.hard)
+            status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
                 programs.run(places.report)
     return 0
@@ -126,21 +126,21 @@ def examine(
         files.kubelet_taints(places.etc)
     except NodeError as error:
         return Settings(), [Check("settings", INCONCLUSIVE, error.code, error.message, "reimage")]
-    found = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
+    results = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
     passed = [check for check in before or () if check.state == PASSED and check.id not in status.SECTIONS]
-    found += passed
+    results += passed
     names = {check.id for check in passed}
-    found += checks.reach_all(settings, names)
+    results += checks.reach_all(settings, names)
     if expects_gpus and smoke.ID not in names:
         if before is None or not report.may_have_pods(settings):
-            found.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))
+            results.append(smoke.run(places.smoke(settings.gpu_tier), settings.gpu_seconds, boot_id))
         else:
-            found.append(next((check for check in before if check.id == smoke.ID), _UNTESTED))
-    return settings, found
+            results.append(next((check for check in before if check.id == smoke.ID), _UNTESTED))
+    return settings, results
 
 
 def decide(
-    found: Sequence[Check],
+    results: Sequence[Check],
     places: Places,
     settings: Settings,
     *,
@@ -151,8 +151,8 @@ def decide(
     """Judge the checks, and keep account of reboots: one that is to come is written down before, a pass clears them."""
     attempts, now = _attempts(places.attempts), places.now()
     verdict = settle(
-        judge(found),
-        found,
+        judge(results),
+        results,
         attempts,
         build=build,
         boot_id=boot_id,

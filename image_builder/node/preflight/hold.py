@@ -67,10 +67,10 @@ class Hold:
         return json.dumps(asdict(self))
 
 
-def parse(found: Mapping[str, Any]) -> dict[str, Hold]:
+def parse(config_map: Mapping[str, Any]) -> dict[str, Hold]:
     """Return the holds of a ConfigMap by key; an entry that is malformed counts as not there."""
     holds = {}
-    for key, text in (found.get("data") or {}).items():
+    for key, text in (config_map.get("data") or {}).items():
         try:
             holds[key] = Hold(**json.loads(text))
         except (TypeError, ValueError, RecursionError):
@@ -81,7 +81,8 @@ def parse(found: Mapping[str, Any]) -> dict[str, Hold]:
 def of_node(code: str, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> Hold | None:
     """Return the hold of a code for a node with these labels."""
     return next(
-        (one for one in holds.values() if (one.code, one.pool) == (code, labels.get(one.label, ""))), None
+        (hold for hold in holds.values() if (hold.code, hold.pool) == (code, labels.get(hold.label, ""))),
+        None,
     )
 
 
@@ -105,7 +106,7 @@ def asked(verdict: Verdict, settings: Settings) -> Verdict:
         client, node = report.connect(settings, _SECONDS)
         with client:
             holds = parse(client.request("GET", PATH))
-            if all(one.code != verdict.code for one in holds.values()):
+            if all(hold.code != verdict.code for hold in holds.values()):
                 return verdict
             return applied(verdict, client.node(node)["metadata"].get("labels") or {}, holds)
     except (NodeError, OSError, ValueError) as error:

@@ -44,8 +44,8 @@ class Attempts:
     def unhelpful(self, code: str, build: str, boot_id: str) -> bool:
         """Tell whether an earlier boot of this image was started again for this code, and none has passed since."""
         return any(
-            (one.code, one.build, one.helped) == (code, build, False) and one.boot_id != boot_id
-            for one in self.reboots
+            (reboot.code, reboot.build, reboot.helped) == (code, build, False) and reboot.boot_id != boot_id
+            for reboot in self.reboots
         )
 
     def recent(self, code: str, boot_id: str, now: float) -> int:
@@ -54,31 +54,31 @@ class Attempts:
         What lies ahead counts: the clock was set since.
         """
         return sum(
-            one.code == code and one.boot_id != boot_id and now - one.at < REBOOT_WINDOW
-            for one in self.reboots
+            reboot.code == code and reboot.boot_id != boot_id and now - reboot.at < REBOOT_WINDOW
+            for reboot in self.reboots
         )
 
     def passed(self, now: float) -> Attempts:
         """Return what is kept when a test passes: each reboot has helped, and the old ones are forgotten."""
-        kept = [one for one in self.reboots if now - one.at < REBOOT_WINDOW]
-        return Attempts(tuple(replace(one, helped=True) for one in kept))
+        recent = [reboot for reboot in self.reboots if now - reboot.at < REBOOT_WINDOW]
+        return Attempts(tuple(replace(reboot, helped=True) for reboot in recent))
 
     def ordered(self, code: str, build: str, boot_id: str, now: float) -> Attempts:
         """Return the reboots with one more; a boot that orders the same again counts once."""
-        others = [one for one in self.reboots if (one.code, one.boot_id) != (code, boot_id)]
+        others = [reboot for reboot in self.reboots if (reboot.code, reboot.boot_id) != (code, boot_id)]
         return Attempts((*others, Reboot(code, build, boot_id, now)))
 
     def as_json(self) -> dict[str, Any]:
-        return {"reboots": [asdict(one) for one in self.reboots]}
+        return {"reboots": [asdict(reboot) for reboot in self.reboots]}
 
 
 def parse_attempts(value: Any) -> Attempts:
     """Return what the file says; raises ValueError for one that isn't ours."""
     try:
-        reboots = tuple(Reboot(**one) for one in value["reboots"])
+        reboots = tuple(Reboot(**item) for item in value["reboots"])
     except (KeyError, TypeError) as error:
         raise ValueError("it holds no reboots") from error
-    if any(type(one.at) not in (int, float) or type(one.helped) is not bool for one in reboots):
+    if any(type(item.at) not in (int, float) or type(item.helped) is not bool for item in reboots):
         raise ValueError("it holds no reboots")
     return Attempts(reboots)
 

@@ -72,10 +72,10 @@ def document(
     }
 
 
-def section(told: Mapping[str, Any]) -> dict[str, Any]:
+def section(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``/run/node/status.json`` says of a document."""
-    kept = {name: told[name] for name in ("code", "reason", "action", "seconds")}
-    return {"state": status.label_of(told["state"]), **kept}
+    details = {name: document[name] for name in ("code", "reason", "action", "seconds")}
+    return {"state": status.label_of(document["state"]), **details}
 
 
 def condition_status(state: str) -> str:
@@ -88,14 +88,16 @@ def condition_reason(code: str) -> str:
     return "".join(word.capitalize() for word in re.split(r"[^A-Za-z0-9]+", code)) or "Passed"
 
 
-def message(found: Mapping[str, Any]) -> str:
+def message(document: Mapping[str, Any]) -> str:
     """Return the condition's message for a document: what it speaks of comes first, boot, re-test and image."""
-    image = found["image_build"] or "unknown"
-    again = f" retest={found['retest']}" if found.get("retest") else ""
-    said = f"boot={found['boot_id']}{again} image={image} {found['state']} in {found['seconds']:.0f} s"
-    if found["state"] != PASSED:
-        said += f": {found['code']}: {found['reason']} (action: {found['action']})"
-    return said
+    image = document["image_build"] or "unknown"
+    again = f" retest={document['retest']}" if document.get("retest") else ""
+    text = (
+        f"boot={document['boot_id']}{again} image={image} {document['state']} in {document['seconds']:.0f} s"
+    )
+    if document["state"] != PASSED:
+        text += f": {document['code']}: {document['reason']} (action: {document['action']})"
+    return text
 
 
 def boot_of(message: str) -> str:

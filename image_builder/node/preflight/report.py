@@ -46,10 +46,10 @@ class Places:
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
     settings = parse(files.load("preflight", places.etc))
-    found = verdicts.read(places.run, places.boot_id)
+    document = verdicts.read(places.run, places.boot_id)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "there is nobody to report to: the settings name no kubeconfig")
-    if _is_reported(places.run, found):
+    if _is_reported(places.run, document):
         status.tell("preflight: it was reported already")
         return 0
     _await_kubelet(settings, places.sleep)
@@ -58,11 +58,11 @@ def run(places: Places = Places()) -> int:
 
     def send() -> None:
         # The kubelet may have got its certificate only now, or a new one: read it at every attempt.
-        _send(settings, found, kube.TIMEOUT)
+        _send(settings, document, kube.TIMEOUT)
 
     kube.patiently(_refusals(send), tell=_tell, sleep=places.sleep, chance=places.chance)
-    _remember(places.run, found)
-    status.tell(f"preflight: reported: {model.message(found)}")
+    _remember(places.run, document)
+    status.tell(f"preflight: reported: {model.message(document)}")
     return 0
 
 
@@ -78,9 +78,9 @@ def try_now(settings: Settings, directory: Path) -> None:
 
     def work() -> None:
         try:
-            found = json.loads((directory / model.FILE).read_bytes())
-            _send(settings, found, _EARLY_SECONDS)
-            _remember(directory, found)
+            document = json.loads((directory / model.FILE).read_bytes())
+            _send(settings, document, _EARLY_SECONDS)
+            _remember(directory, document)
         except (NodeError, OSError, ValueError) as error:
             status.tell(f"preflight: not reported yet: {error}")
 
@@ -114,16 +114,16 @@ def connect(settings: Settings, timeout: float) -> tuple[Client, str]:
     return Client(access, timeout=timeout), settings.node_name or access.node or os.uname().nodename.lower()
 
 
-def _send(settings: Settings, found: Mapping[str, Any], timeout: float) -> None:
+def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> None:
     client, node = connect(settings, timeout)
     with client:
         client.patch_condition(
             node,
             model.CONDITION,
-            model.condition_status(found["state"]),
-            model.condition_reason(found["code"]),
-            model.message(found),
-            labels={status.PREFLIGHT_LABEL: status.label_of(found["state"])},
+            model.condition_status(document["state"]),
+            model.condition_reason(document["code"]),
+            model.message(document),
+            labels={status.PREFLIGHT_LABEL: status.label_of(document["state"])},
         )
 
 
@@ -150,10 +150,10 @@ def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
     until = time.monotonic() + _KUBELET_SECONDS
     while not (Path(settings.kubeconfig).exists() and _answers(settings.healthz)):
         if time.monotonic() >= until:
-            what = (
+            message = (
                 f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"
             )
-            raise NodeError("preflight.kubelet", what)
+            raise NodeError("preflight.kubelet", message)
         sleep(_POLL)
 
 
@@ -164,19 +164,19 @@ def _answers(healthz: str) -> bool:
         return False
 
 
-def _is_reported(directory: Path, found: Mapping[str, Any]) -> bool:
+def _is_reported(directory: Path, document: Mapping[str, Any]) -> bool:
     try:
-        return bool(json.loads((directory / model.REPORTED).read_bytes()) == _key(found))
+        return bool(json.loads((directory / model.REPORTED).read_bytes()) == _key(document))
     except (OSError, ValueError):
         return False
 
 
-def _remember(directory: Path, found: Mapping[str, Any]) -> None:
-    durable.write_json(directory / model.REPORTED, _key(found))
+def _remember(directory: Path, document: Mapping[str, Any]) -> None:
+    durable.write_json(directory / model.REPORTED, _key(document))
 
 
-def _key(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("boot_id", "state", "code", "started")}
+def _key(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: document[name] for name in ("boot_id", "state", "code", "started")}
 
 
 def _tell(text: str) -> None:

@@ -55,46 +55,46 @@ def run(places: Places = Places()) -> int:
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
     settings = parse(files.load("preflight", places.etc))
-    found = verdicts.read(places.run, places.boot_id)
-    why_not = reason_not_to_ask(found, settings, places.now(), gpu_settings.are_expected(places.etc))
+    before = verdicts.read(places.run, places.boot_id)
+    why_not = reason_not_to_ask(before, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
         status.tell(f"retest: not now: {why_not}")
         return 0
-    wish = make_wish(found, places.now(), secrets.token_hex(8))
+    wish = make_wish(before, places.now(), secrets.token_hex(8))
     answer = _answer(wish, settings, places)
     if answer != model.GRANTED:
         status.tell(f"retest: not now: {answer or 'nobody answered'}")
         return 0
     with lock.held(places.run / "preflight.lock"):
-        check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(found["boot_id"]))
+        check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
-        told = after(found, check, str(wish["nonce"]), started)
-        verdicts.write(told, run=places.run, etc=places.etc)
-        verdicts.admit(told, run=places.run, hard=settings.hard)
+        document = after(before, check, str(wish["nonce"]), started)
+        verdicts.write(document, run=places.run, etc=places.etc)
+        verdicts.admit(document, run=places.run, hard=settings.hard)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
     return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
 
 
-def reason_not_to_ask(found: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
+def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
     """Return why this node wants no re-test; empty where it does."""
     if not settings.retest_days or not settings.kubeconfig:
         return "the settings want none"
     if not has_gpus:
         return "there are no GPUs to test"
-    if found["state"] != PASSED:
-        return f"the last test: {found['state']}"
-    age = now - datetime.fromisoformat(found["started"]).timestamp()
+    if document["state"] != PASSED:
+        return f"the last test: {document['state']}"
+    age = now - datetime.fromisoformat(document["started"]).timestamp()
     # What lies ahead is of a clock that was set since: it tells nothing of when that was.
     is_fresh = 0 <= age < settings.retest_days * _DAY
     return "" if not is_fresh else f"the last test was {age / 3600:.0f} h ago"
 
 
-def make_wish(found: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any]:
+def make_wish(document: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any]:
     """Return what the node asks for: ``tested`` and ``until`` (when it stops looking) are Unix times."""
     return {
-        "boot_id": found["boot_id"],
+        "boot_id": document["boot_id"],
         "nonce": nonce,
-        "tested": int(datetime.fromisoformat(found["started"]).timestamp()),
+        "tested": int(datetime.fromisoformat(document["started"]).timestamp()),
         "until": int(now + LOOKS * LOOK_SECONDS),
     }
 
@@ -102,26 +102,26 @@ def make_wish(found: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any
 def answer_to(node: Mapping[str, Any], nonce: str) -> str:
     """Return the gate's answer to a wish by its number, from a Node object; empty where there is none yet."""
     try:
-        found = json.loads(node["metadata"]["annotations"][model.ANSWER])
-        return str(found["state"]) if found["nonce"] == nonce else ""
+        answer = json.loads(node["metadata"]["annotations"][model.ANSWER])
+        return str(answer["state"]) if answer["nonce"] == nonce else ""
     except (KeyError, TypeError, ValueError):
         return ""
 
 
-def after(found: Mapping[str, Any], check: Check, nonce: str, started: str) -> dict[str, Any]:
+def after(before: Mapping[str, Any], check: Check, nonce: str, started: str) -> dict[str, Any]:
     """Return the verdict after a re-test. One that was not made because the GPUs are in use leaves the old one."""
     if check.state == INCONCLUSIVE and check.code.startswith(_BUSY):
-        return {**found, "retest": nonce, "started": started}
+        return {**before, "retest": nonce, "started": started}
     verdict = judge([check])
-    told = model.document(
+    document = model.document(
         verdict,
         [check],
-        boot_id=str(found["boot_id"]),
-        image_build=str(found["image_build"]),
+        boot_id=str(before["boot_id"]),
+        image_build=str(before["image_build"]),
         started=started,
         seconds=check.seconds,
     )
-    return {**told, "retest": nonce}
+    return {**document, "retest": nonce}
 
 
 def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
@@ -141,10 +141,10 @@ def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
         for _ in range(LOOKS):
             places.sleep(LOOK_SECONDS * (0.5 + places.chance() / 2))
             try:
-                found = answer_to(client.request("GET", path), str(wish["nonce"]))
+                state = answer_to(client.request("GET", path), str(wish["nonce"]))
             except KubeError as error:
                 status.tell(f"retest: {error.message}")
                 continue
-            if found not in ("", model.HELD):
-                return found
+            if state not in ("", model.HELD):
+                return state
     return ""

@@ -39,14 +39,14 @@ def run(argv: Sequence[str], seconds: float, boot_id: str) -> Check:
     """Run the smoke test and return what it comes to; never raises, and never waits longer than that."""
     began = time.monotonic()
     try:
-        status, said, tail = _run(argv, seconds)
-        found = judge(status, said, tail, boot_id)
+        status, output, tail = _run(argv, seconds)
+        check = judge(status, output, tail, boot_id)
     except OSError as error:
-        found = Check(ID, INCONCLUSIVE, "gpu.program", f"`{' '.join(argv)}`: {error.strerror}", "reimage")
-    return Check(**{**found.__dict__, "seconds": round(time.monotonic() - began, 3)})
+        check = Check(ID, INCONCLUSIVE, "gpu.program", f"`{' '.join(argv)}`: {error.strerror}", "reimage")
+    return Check(**{**check.__dict__, "seconds": round(time.monotonic() - began, 3)})
 
 
-def judge(status: int | None, said: bytes, tail: str, boot_id: str) -> Check:
+def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
     """Return what an exit status and an output come to. ``status`` None: it was killed, and did not even die.
 
     A status counts only with a document of this boot that has the same one. Without it the program is broken, not the
@@ -56,7 +56,7 @@ def judge(status: int | None, said: bytes, tail: str, boot_id: str) -> Check:
         return Check(
             ID, FAILED, "gpu.hung", "the smoke test hangs in the kernel and can't be killed", "reboot"
         )
-    document = _document(said)
+    document = _document(output)
     verdict = document.get("verdict")
     if (
         not isinstance(verdict, Mapping)
@@ -98,16 +98,16 @@ def _without_document(status: int, tail: str) -> Check:
     return Check(ID, INCONCLUSIVE, "gpu.crashed", reason, "reimage")
 
 
-def _document(said: bytes) -> dict[str, Any]:
+def _document(output: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(said)
+        document = json.loads(output)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
-def _checks(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    checks = found.get("checks")
+def _checks(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    checks = document.get("checks")
     return [check for check in checks if isinstance(check, Mapping)] if isinstance(checks, list) else []
 
 

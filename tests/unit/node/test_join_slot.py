@@ -54,4 +54,4 @@ def test_a_deadline_is_never_waited_past() -> None:
     assert deadline.sooner(3).until == 107.0 and deadline.sooner(30).until == 110.0
     assert deadline.poll(10) and now == [110.0]
     now[0] = 200.0
-    assert deadline.left == 0.0 and not deadline.wait(0) and not deadline.poll(1)
+    assert deadline.remaining == 0.0 and not deadline.wait(0) and not deadline.poll(1)
