@@ -334,7 +334,7 @@ def test_nothing_is_reported_without_a_verdict_of_this_boot(machine: Machine) ->
     places = report.Places(
         machine.directory / "run", machine.directory / "etc", machine.directory / "boot_id"
     )
-    with pytest.raises(NodeError, match="no verdict to report"):
+    with pytest.raises(NodeError, match="no verdict of this boot"):
         report.run(places)
     machine.test()
     (machine.directory / "boot_id").write_text(f"{uuid.uuid4()}\n")

@@ -96,7 +96,7 @@ def test_a_second_run_changes_nothing_and_asks_for_no_token(
     before, asked = world.tree(), len(world.asked_api)
     capsys.readouterr()
     assert world.join() == 0
-    assert "join: join skipped: a member already" in capsys.readouterr().out  # no slot is waited for
+    assert "join: join skipped: already a member" in capsys.readouterr().out  # no slot is waited for
     assert world.tree() == before
     assert [path for path in world.asked_imds if "oauth2" in path] == tokens
     assert world.asked_api[asked:] == ["/version", f"/api/v1/nodes/{NODE}"]

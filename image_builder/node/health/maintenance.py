@@ -79,9 +79,7 @@ def parse(response: Said) -> list[Event]:
     try:
         return [_event(item) for item in json.loads(response.body)["Events"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NodeError(
-            "health.imds", f"the metadata service's answer is not understood: {error!r}"
-        ) from error
+        raise NodeError("health.imds", f"the metadata service's answer can't be parsed: {error!r}") from error
 
 
 def _event(item: Mapping[str, Any]) -> Event:

@@ -29,9 +29,9 @@ from image_builder.node.join.settings import Settings
 _BUDGET = 900.0
 # From the slot on, until a kubelet has asked for its certificate.
 _TOKEN_SECONDS = 60.0
-# Nobody has told this node how to join: no failure of a unit, and not joined.
-_NOT_TOLD = 12
-# Exit statuses. The unit is started again after the first; for the second somebody must change something before.
+# No configuration: no failure of a unit, and not joined.
+_NOT_CONFIGURED = 12
+# Exit statuses. The unit is restarted after the first; after the second a person must change something first.
 AGAIN, FINAL = 1, 2
 _FINAL_KINDS = ("configuration", "image")
 
@@ -78,7 +78,7 @@ class Joining:
 
 
 def run(places: Places = Places()) -> int:
-    """Join, or see that this node has joined. Return 0 where it has, or was never told to; else AGAIN or FINAL.
+    """Join, or see that this node has joined. Return 0 where it has, or has no configuration; else AGAIN or FINAL.
 
     Raises OSError where not even the record can be written.
     """
@@ -95,7 +95,7 @@ def run(places: Places = Places()) -> int:
     if joined:
         return 0
     failure = record.failure
-    if failure and failure.code == _NOT_TOLD:
+    if failure and failure.code == _NOT_CONFIGURED:
         return 0
     return FINAL if failure and records.kind(failure.code) in _FINAL_KINDS else AGAIN
 
@@ -109,15 +109,17 @@ def _phase(name: str, joining: Joining, record: Record) -> Ended:
     record.begin(name)
     try:
         if began >= budget:
-            raise JoinError(OVER, f"the {budget - joining.began:g} s for all phases are over")
+            raise JoinError(
+                OVER, f"timed out: the {budget - joining.began:g} s budget for all phases is used up"
+            )
         done = _STEPS[name](joining, Deadline(min(budget, began + deadlines[name])))
     except JoinError as error:
         number, reason = error.number, error.message
     except (NodeError, OSError) as error:
         number, reason = UNEXPECTED, f"{type(error).__name__}: {error}"
     except Exception as error:
-        # A bug. Who waits for this node must hear that it failed, not that it still runs; of the bug where it is,
-        # without its message: what a phase knows may be in that, a token too.
+        # A bug. The record must say that the phase failed, not that it still runs. The journal gets the traceback
+        # without the message, which may contain what a phase knows, a token too.
         sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
         number, reason = UNEXPECTED, f"{type(error).__name__}, a bug: the journal says where"
     else:
@@ -195,9 +197,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
     if access is None:
         return False
     if access.server != joining.identity.config.server:
-        message = (
-            f"this node is a member of {access.server}: it needs a new disk to become one of another cluster"
-        )
+        message = f"this node belongs to {access.server}: joining another cluster needs a new disk"
         raise JoinError(65, message)
 
     def probe() -> bool:
@@ -226,10 +226,10 @@ def _join(joining: Joining, deadline: Deadline) -> Done:
     due = slot(joining.identity.machine.vm_id, joining.identity.config.window)
     key = f"{due:.3f}"
     if joining.is_member:
-        return Done(key, "a member already", is_skipped=True)
+        return Done(key, "already a member", is_skipped=True)
     wait = _wait_for_slot(joining)
     if wait and not deadline.wait(wait):
-        raise JoinError(71, f"the slot is in {wait:.0f} s, and {deadline.remaining:.0f} s are left")
+        raise JoinError(71, f"the slot is in {wait:.0f} s, but only {deadline.remaining:.0f} s remain")
     return Done(key, f"slot {due:.1f} s of {joining.identity.config.window:.1f} s, waited {wait:.1f} s")
 
 

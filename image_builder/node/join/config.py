@@ -1,7 +1,7 @@
-"""The node configuration: how to join which cluster. ``node-config.schema.json`` says what it looks like.
+"""The node configuration: how to join which cluster. Its schema is ``node-config.schema.json``.
 
-It reaches the machine as user data, which every process can read, so it holds no secret. Everything that is wrong with
-it is told at once, each with its path.
+It reaches the machine as user data, which every process can read, so it holds no secret. All its
+problems are reported at once, each with its path.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OWN_LABELS = frozenset(
     }
 )
 
-# What a secret looks like, and what to call it. What is found is never told.
+# The form of each secret, and its name in messages, which never contain the secret itself.
 _SECRETS: Mapping[str, re.Pattern[str]] = {
     "a bootstrap token": re.compile(r"(?<![a-z0-9.])[a-z0-9]{6}\.[a-z0-9]{16}(?![a-z0-9.])"),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
@@ -133,13 +133,13 @@ def json_schema() -> dict[str, Any]:
 def parse(text: bytes) -> NodeConfig:
     """Return the configuration; raises JoinError (13 or 14) with all that is wrong."""
     if len(text) > MOST_BYTES:
-        raise JoinError(13, f"it has {len(text)} bytes, at most {MOST_BYTES} are user data")
+        raise JoinError(13, f"it has {len(text)} bytes, but user data may have at most {MOST_BYTES}")
     try:
         document = schemas.load(text)
     except ValueError as error:  # of JSON, UTF-8, a key that is there twice
         reason = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
-        raise JoinError(13, f"it is no JSON: {reason}") from error
-    if hidden := [f"{path}: {kind} must not be here" for path, kind in secrets(document)]:
+        raise JoinError(13, f"not JSON: {reason}") from error
+    if hidden := [f"{path}: must not contain {kind}" for path, kind in secrets(document)]:
         raise JoinError(14, "; ".join(hidden))
     if wrong := problems(document):
         raise JoinError(13, "; ".join(wrong))
@@ -208,36 +208,39 @@ def _rules(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     cluster, node, join = document["cluster"], document.get("node", {}), document.get("join", {})
     for path, owner in (("cluster", cluster), ("credentials", document["credentials"])):
         if "ca" in owner and not _is_authority(owner["ca"]):
-            yield f"{path}.ca", "no certificate that can be read"
+            yield f"{path}.ca", "must be a certificate (PEM)"
         for key in ("server", "url"):
             if key in owner and not _has_port(owner[key]):
-                yield f"{path}.{key}", "its port is none"
+                yield f"{path}.{key}", "must have a valid port"
     if document["credentials"]["kind"] == "custom-data" and len(document["credentials"]) > 1:
-        yield "credentials", "kind custom-data has nothing else"
+        yield "credentials", "kind custom-data takes no other fields"
     for number, address in enumerate(cluster.get("dns", ())):
         if not is_address(address):
-            yield f"cluster.dns[{number}]", "no address"
+            yield f"cluster.dns[{number}]", "must be an IP address"
     if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE) and not is_address(ip):
-        yield "node.ip", "no address"
+        yield "node.ip", "must be an IP address"
     yield from _label_rules(node)
     taints = [(taint["key"], taint["effect"]) for taint in node.get("taints", ())]
     for number, taint in enumerate(taints):
         if taint in taints[:number]:
-            yield f"node.taints[{number}]", "this key with this effect is there already"
+            yield f"node.taints[{number}]", "repeats a key with the same effect"
     deadlines = _deadlines(join)
     if deadlines["join"] < join.get("hosts", 1) / join.get("rate", 5):
-        yield "join.deadlines.join", "less than hosts / rate: the last ones could never join"
+        yield "join.deadlines.join", "must be at least hosts / rate, or the last hosts could never join"
     if join.get("budget_seconds", 900) < deadlines["join"]:
-        yield "join.budget_seconds", "less than the slots alone take: hosts / rate"
+        yield "join.budget_seconds", "must be at least the deadline of the phase join"
 
 
 def _label_rules(node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for where in ("labels", "platform_labels"):
         for key in node.get(where, {}):
             if not _may_set(key):
-                yield f"node.{where}.{key}", "a kubelet must not set this label: its name is Kubernetes' own"
+                yield (
+                    f"node.{where}.{key}",
+                    "a kubelet must not set this label: it is reserved",
+                )
     for key in node.get("labels", {}).keys() & node.get("platform_labels", {}).keys():
-        yield f"node.platform_labels.{key}", "is in labels, too"
+        yield f"node.platform_labels.{key}", "is also in labels"
 
 
 def _may_set(key: str) -> bool:

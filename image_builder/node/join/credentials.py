@@ -41,7 +41,7 @@ _REFUSALS = 3
 
 @dataclass(frozen=True)
 class Token:
-    """A bootstrap token; ``expires`` in Unix time, 0 where nobody said."""
+    """A bootstrap token; ``expires`` in Unix time, 0 if unknown."""
 
     text: str
     expires: float = 0.0
@@ -52,7 +52,7 @@ def from_custom_data(data: Mapping[str, Any]) -> Token:
     text = data.get("bootstrap_token")
     if not isinstance(text, str) or not TOKEN.fullmatch(text):
         raise JoinError(
-            68, "`bootstrap_token` in the custom data is missing, or no token (abcdef.0123456789abcdef)"
+            68, "`bootstrap_token` in the custom data is missing or not a token (abcdef.0123456789abcdef)"
         )
     return Token(text)
 
@@ -80,7 +80,7 @@ def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], dead
     try:
         response = ask(source.url, source.ca or config.ca, token=proof, body=request, timeout=timeout)
     except ssl.SSLCertVerificationError as error:
-        raise JoinError(62, f"the broker is not proven: {error.verify_message}") from error
+        raise JoinError(62, f"the broker's certificate can't be verified: {error.verify_message}") from error
     except OSError as error:
         raise NotYet(62, f"the broker does not answer: {error}") from error
     if response.status == 200:
@@ -119,7 +119,7 @@ def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
         document = json.loads(response.body)["signature"]
     except (KeyError, TypeError, ValueError) as error:
         raise JoinError(
-            60, f"the metadata service's answer is no document: {type(error).__name__}"
+            60, f"the metadata service's answer has no document: {type(error).__name__}"
         ) from error
     return str(document)
 
@@ -129,7 +129,7 @@ def parse_nonce(body: bytes) -> str:
     try:
         nonce = json.loads(body)["nonce"]
     except (KeyError, TypeError, ValueError) as error:
-        raise JoinError(63, f"the broker's answer is not understood: {type(error).__name__}") from error
+        raise JoinError(63, f"the broker's answer can't be parsed: {type(error).__name__}") from error
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise JoinError(63, "the broker's answer has no nonce of ten digits")
     return nonce
@@ -142,7 +142,7 @@ def parse_broker(body: bytes) -> Token:
         text, expires = answer["token"], datetime.fromisoformat(answer["expires"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         # Not what it holds: the token could be in it.
-        raise JoinError(63, f"the broker's answer is not understood: {type(error).__name__}") from error
+        raise JoinError(63, f"the broker's answer can't be parsed: {type(error).__name__}") from error
     if not isinstance(text, str) or not TOKEN.fullmatch(text):
         raise JoinError(63, "the broker's answer has no bootstrap token (abcdef.0123456789abcdef)")
     if expires.tzinfo is None:
@@ -173,14 +173,14 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
         if response.status != 401:
             raise NotYet(67, f"{config.server} answered {response.status}", response.retry_after)
         refused += 1
-        message = f"{config.server} does not take the token: it is expired, or unknown there"
+        message = f"{config.server} rejects the token: it is expired or unknown"
         raise JoinError(64, message) if refused >= _REFUSALS else NotYet(64, message, response.retry_after)
 
     patiently(probe, deadline)
 
 
 def check_clock(server: float, local: float, limit: float) -> None:
-    """Raise JoinError (66) where two clocks are further apart than ``limit`` seconds. ``server`` 0: nobody knows."""
+    """Raise JoinError (66) where two clocks are further apart than ``limit`` seconds. ``server`` 0: unknown."""
     if server and abs(off := local - server) > limit:
         direction = "ahead of" if off > 0 else "behind"
         raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {direction} the API server's")
@@ -197,14 +197,16 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
             return wrong_clock
         except OSError:
             pass  # then nobody can tell which of the two it is
-    return JoinError(65, f"{config.server} is not proven by this CA: {error.verify_message}")
+    return JoinError(
+        65, f"the certificate of {config.server} is not signed by this CA: {error.verify_message}"
+    )
 
 
 def check_life(token: Token, needed: float, now: float) -> None:
     """Raise JoinError (69) where a token expires before the kubelet could use it, ``needed`` seconds from now."""
     if token.expires and token.expires < now + needed:
         remaining = max(0.0, token.expires - now)
-        raise JoinError(69, f"the token expires in {remaining:.0f} s, and it is needed for {needed:.0f} s")
+        raise JoinError(69, f"the token expires in {remaining:.0f} s, but is needed for {needed:.0f} s")
 
 
 def ask(

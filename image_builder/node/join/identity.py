@@ -1,7 +1,7 @@
-"""Who this machine is, and what it is told: user data, custom data, or a file, the first that says something.
+"""This machine's identity and configuration: from user data, custom data or a file, the first that has one.
 
 Custom data is one JSON object, ``{"config": {...}, "bootstrap_token": "..."}``, each of them or both: only root reads
-it, so it may hold a token. What does not begin with ``{`` is meant for somebody else.
+it, so it may hold a token. What does not begin with ``{`` is not for this program.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def instance(address: str, deadline: Deadline) -> Machine:
     try:
         return parse_instance(json.loads(response.body))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise JoinError(11, f"the metadata service's answer is not understood: {error!r}") from error
+        raise JoinError(11, f"the metadata service's answer can't be parsed: {error!r}") from error
 
 
 def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Said:
@@ -98,7 +98,7 @@ def parse_instance(document: Mapping[str, Any]) -> Machine:
     try:
         user_data = base64.b64decode(compute.get("userData") or "", validate=True)
     except binascii.Error as error:
-        raise ValueError("the user data is no base64") from error
+        raise ValueError("the user data is not base64") from error
     return Machine(
         vm_id=str(compute["vmId"]).lower(),
         resource_id=str(compute.get("resourceId") or ""),
@@ -144,12 +144,12 @@ class Identity:
         own = {key: facts[fact] for key, fact in self.config.platform_labels.items() if facts[fact]}
         for key, value in own.items():
             if not _VALUE.fullmatch(value):
-                raise JoinError(15, f"node.platform_labels.{key}: {value!r} can't be a label's value")
+                raise JoinError(15, f"node.platform_labels.{key}: {value!r} is not a valid label value")
         return {**self.config.labels, **own}
 
 
 def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Identity:
-    """Return what this machine is told. Raises JoinError (11 to 15), OSError."""
+    """Return this machine with its configuration. Raises JoinError (11 to 15), OSError."""
     custom = custom_data(Path(settings.custom_data))
     written = _written(custom, Path(settings.file))
     machine = _machine(settings, deadline, firmware, alone=not written)
@@ -158,7 +158,7 @@ def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Identity:
     elif written:
         source, text = written
     else:
-        raise JoinError(12, f"neither user data nor custom data nor {settings.file} says how to join")
+        raise JoinError(12, f"no configuration in user data, custom data or {settings.file}")
     identity = Identity(machine, _parsed(text, source), source, custom)
     _check(identity)
     return identity
@@ -175,11 +175,11 @@ def custom_data(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = schemas.load(text)
     except ValueError as error:
-        raise JoinError(13, f"the custom data is no JSON: {type(error).__name__}") from error
+        raise JoinError(13, f"the custom data is not JSON: {type(error).__name__}") from error
     if not set(document) & set(_CUSTOM_KEYS):
         return {}  # somebody else's; cloud-init also keeps user data here where there is no custom data
     if unknown := sorted(set(document) - set(_CUSTOM_KEYS)):
-        raise JoinError(13, "; ".join(f"custom data: {key}: there is no such key" for key in unknown))
+        raise JoinError(13, "; ".join(f"custom data: {key}: unknown key" for key in unknown))
     return document
 
 
@@ -213,7 +213,7 @@ def _parsed(text: bytes, source: str) -> NodeConfig:
 def _check(identity: Identity) -> None:
     """Raise JoinError (15) with all that the platform should have said and did not."""
     missing = [
-        f"node.{name}: the platform does not say it, and the configuration leaves it to the platform"
+        f"node.{name}: the configuration leaves it to the platform, which does not provide it"
         for name, chosen, value in (
             ("ip", identity.config.ip, identity.ip),
             ("provider_id", identity.config.provider_id, identity.provider_id),

@@ -115,7 +115,7 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
         except ProgramError as error:
             raise JoinError(82, error.message) from error
     key = digest(environment(identity, build, files.kubelet_taints(places.etc)), identity.config.ca)
-    return Done(key, f"written: {', '.join(changed)}" if changed else "nothing to write")
+    return Done(key, f"written: {', '.join(changed)}" if changed else "nothing changed")
 
 
 def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
@@ -132,7 +132,7 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
         section = {
             "state": status.OK,
             "code": "",
-            "reason": f"told to join, generation {identity.config.generation}",
+            "reason": f"configured to join, generation {identity.config.generation}",
         }
         status.update("join", section, directory=places.run, settings=places.etc)
     # Last: the kubelet starts when this appears.
@@ -163,7 +163,7 @@ def wait_until_ready(
     while (access := membership(places.config, refused)) is None:
         if not deadline.poll(_POLL):
             raise JoinError(
-                91, f"{places.config} has no certificate: the signing request is not approved, or not made"
+                91, f"{places.config} has no certificate: the signing request was not approved or not made"
             )
     try:
         places.bootstrap.unlink(missing_ok=True)

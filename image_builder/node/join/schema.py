@@ -1,6 +1,6 @@
-"""JSON Schema, the part of it that our schemas use, with the standard library alone. All problems at once.
+"""JSON Schema, the part of it that our schemas use, with only the standard library. All problems at once.
 
-https://json-schema.org/draft/2020-12. A keyword that is not known here raises: a rule that nobody applies is none.
+https://json-schema.org/draft/2020-12. A keyword that is not known here raises: a rule that is not applied is no rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 
 
 class RepeatedKeyError(ValueError):
-    """An object has a key twice: which of them counts, nobody knows."""
+    """An object has a key twice: it is undefined which one counts."""
 
 
 def load(text: str | bytes) -> Any:
@@ -35,17 +35,17 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise RepeatedKeyError(f"`{key}` is there twice")
+            raise RepeatedKeyError(f"`{key}` occurs twice")
         result[key] = value
     return result
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def problems(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> list[str]:
-    """Return everything that is wrong, each as ``PATH: WHAT``. Values are never told: one may be a secret."""
+    """Return everything that is wrong, each as ``PATH: WHAT``. Values are never shown: one may be a secret."""
     return [f"{path or '(all)'}: {problem}" for path, problem in _check(value, schema, root or schema, "")]
 
 
@@ -97,7 +97,7 @@ def _additional(value: Any, schema: Mapping[str, Any], root: Any, path: str) -> 
         if key in properties:
             continue
         if rule is False:
-            yield _below(path, key), "there is no such key"
+            yield _below(path, key), "unknown key"
         else:
             yield from _check(item, rule, root, _below(path, key))
 

@@ -1,4 +1,4 @@
-"""What every node is asked, with GPUs or without: its disk, its network, its container engine."""
+"""Checks of every node, with GPUs or without: its disk, its network, its container engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str]) -> list[Check]:
     for name in names:
         section = sections.get(name)
         if section is None:
-            reason = f"node-agent {name} has left no word of this boot"
+            reason = f"node-agent {name} has not reported in this boot"
             checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", reason, "reboot"))
         elif section["state"] == status.FAILED:
             code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))

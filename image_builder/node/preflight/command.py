@@ -20,7 +20,7 @@ from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verd
 from image_builder.node.preflight.settings import Settings, parse
 
 _UNTESTED = Check(
-    smoke.ID, INCONCLUSIVE, "gpu.untested", "the GPUs were not tested before the node was let in"
+    smoke.ID, INCONCLUSIVE, "gpu.untested", "the GPUs were not tested before the node was admitted"
 )
 
 
@@ -70,7 +70,7 @@ def run(places: Places = Places()) -> int:
                 return 1
             verdicts.admit(document, run=places.run, hard=settings.hard)
     except OSError as error:
-        status.tell(f"preflight: FAILED, there is no verdict: {error}")
+        status.tell(f"preflight: FAILED without a verdict: {error}")
         return 1
     return 0
 
@@ -193,12 +193,12 @@ def _write(path: Path, attempts: Attempts) -> str:
 
 
 def _start_again(places: Places, boot_id: str) -> bool:
-    status.tell("preflight: this node is started again")
+    status.tell("preflight: rebooting this node")
     try:
         # A disk that is missing in this boot and the next is not missing for longer because of this.
         reboots.record(boot_id, places.attempts.with_name(reboots.PATH.name))
         programs.run(places.reboot)
     except (ProgramError, OSError) as error:
-        status.tell(f"preflight: it can't be: {error}")
+        status.tell(f"preflight: the reboot failed: {error}")
         return False
     return True

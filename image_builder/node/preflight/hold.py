@@ -1,4 +1,4 @@
-"""The gate's breaker, as a node hears of it: what fails on many nodes at once condemns none of them.
+"""The gate's breaker as a node reads it: what fails on many nodes at once condemns none of them.
 
 The gate keeps one ConfigMap. Its entries are the codes that a suspicious share of a pool's boots failed by; a node that
 is about to start itself again, or to ask for its replacement, reads it once before. Which pool is a node's own is what
@@ -110,5 +110,5 @@ def asked(verdict: Verdict, settings: Settings) -> Verdict:
                 return verdict
             return applied(verdict, client.node(node)["metadata"].get("labels") or {}, holds)
     except (NodeError, OSError, ValueError) as error:
-        status.tell(f"preflight: the gate's breaker is not known: {error}")
+        status.tell(f"preflight: the gate's breaker can't be read: {error}")
         return verdict

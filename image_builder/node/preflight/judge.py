@@ -123,7 +123,9 @@ def settle(
     if any(check.final for check in checks):
         return replace(verdict, action="replace")
     if attempts is None:
-        return replace(verdict, reason=f"{verdict.reason}; no reboot: how many there were can't be read")
+        return replace(
+            verdict, reason=f"{verdict.reason}; no reboot: the record of earlier reboots can't be read"
+        )
     if verdict.code not in _ROUTINE and attempts.unhelpful(verdict.code, build, boot_id):
         return _handed_over(verdict, "a reboot did not help")
     if attempts.recent(verdict.code, boot_id, now) >= MOST_REBOOTS:

@@ -1,4 +1,4 @@
-"""What a preflight finds, and what it comes to."""
+"""Checks of a preflight and their verdict, and how each is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``node-agent preflight --report``: tell the API server, once a transition, what this boot was found to be.
+"""``node-agent preflight --report``: report this boot's verdict to the API server, once a transition.
 
 One PATCH. Nothing is asked, nothing is watched, nothing is repeated while the node runs: the boot id in the message
 tells whether it is stale.
@@ -48,9 +48,9 @@ def run(places: Places = Places()) -> int:
     settings = parse(files.load("preflight", places.etc))
     document = verdicts.read(places.run, places.boot_id)
     if not settings.kubeconfig:
-        raise NodeError("preflight.none", "there is nobody to report to: the settings name no kubeconfig")
+        raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
     if _is_reported(places.run, document):
-        status.tell("preflight: it was reported already")
+        status.tell("preflight: already reported")
         return 0
     _await_kubelet(settings, places.sleep)
     # Nodes that were started together don't report together.
@@ -103,7 +103,7 @@ def may_have_pods(settings: Settings) -> bool:
         with client:
             taints = client.node(name)["spec"].get("taints") or []
     except (NodeError, OSError, ValueError, KeyError) as error:
-        status.tell(f"preflight: the node's taints are not known: {error}")
+        status.tell(f"preflight: the node's taints can't be read: {error}")
         return True
     return all((taint["key"], taint["effect"]) != (settings.taint, "NoSchedule") for taint in taints)
 

@@ -63,7 +63,7 @@ def run(places: Places = Places()) -> int:
     wish = make_wish(before, places.now(), secrets.token_hex(8))
     answer = _answer(wish, settings, places)
     if answer != model.GRANTED:
-        status.tell(f"retest: not now: {answer or 'nobody answered'}")
+        status.tell(f"retest: not now: {answer or 'the gate did not answer'}")
         return 0
     with lock.held(places.run / "preflight.lock"):
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
@@ -78,7 +78,7 @@ def run(places: Places = Places()) -> int:
 def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
     """Return why this node wants no re-test; empty where it does."""
     if not settings.retest_days or not settings.kubeconfig:
-        return "the settings want none"
+        return "re-tests are disabled"
     if not has_gpus:
         return "there are no GPUs to test"
     if document["state"] != PASSED:

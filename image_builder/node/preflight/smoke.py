@@ -88,13 +88,13 @@ def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
 def _without_document(status: int, tail: str) -> Check:
     """Return what an ending comes to that no document of this boot explains."""
     if status == DEADLINE:
-        reason = f"the smoke test was ended by force and left no document: {tail}"
+        reason = f"the smoke test was killed and left no document: {tail}"
         return Check(ID, INCONCLUSIVE, "gpu.deadline", reason, "reboot")
     if status == 0:
-        reason = "it ended with 0, but its document does not say that this boot passed"
+        reason = "the smoke test exited with status 0, but its document does not say that this boot passed"
         return Check(ID, INCONCLUSIVE, "gpu.output", reason, "reimage")
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    reason = f"the smoke test ended with {how} and without a document of this boot: {tail}"
+    reason = f"the smoke test ended with {how} and left no document of this boot: {tail}"
     return Check(ID, INCONCLUSIVE, "gpu.crashed", reason, "reimage")
 
 

@@ -25,9 +25,11 @@ def read(directory: Path, boot_id: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
         now = status.boot_id(boot_id)
     except (OSError, ValueError) as error:
-        raise NodeError("preflight.none", f"there is no verdict to report: {error}") from error
+        raise NodeError("preflight.none", f"no verdict of this boot: {error}") from error
     if document["boot_id"] != now:
-        raise NodeError("preflight.none", f"the verdict is of boot {document['boot_id']}, this one is {now}")
+        raise NodeError(
+            "preflight.none", f"the verdict is of boot {document['boot_id']}, but this boot is {now}"
+        )
     return document
 
 

@@ -34,8 +34,8 @@ def verdict(**changes: Any) -> dict[str, Any]:
         (verdict(), SETTINGS, -86400, True, ""),
         (verdict(), SETTINGS, 86400, False, "no GPUs"),
         (verdict(state=FAILED), SETTINGS, 86400, True, "the last test: failed"),
-        (verdict(), Settings(retest_days=0), 86400, True, "want none"),
-        (verdict(), Settings(retest_days=1, kubeconfig=""), 86400, True, "want none"),
+        (verdict(), Settings(retest_days=0), 86400, True, "are disabled"),
+        (verdict(), Settings(retest_days=1, kubeconfig=""), 86400, True, "are disabled"),
     ],
 )
 def test_who_asks(found: dict[str, Any], settings: Settings, age: float, has_gpus: bool, words: str) -> None:
