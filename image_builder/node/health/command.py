@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from image_builder.node import lock, status
-from image_builder.node import settings as files
+from image_builder.node import files, status
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import decode
 from image_builder.node.errors import NodeError
 from image_builder.node.health import (
@@ -104,8 +104,8 @@ def run(
     *,
     as_json: bool = False,
     places: Places = Places(),  # noqa: B008 (frozen)
-    directory: Path = files.DIRECTORY,
-    release: Path = files.RELEASE,
+    directory: Path = settings_files.DIRECTORY,
+    release: Path = settings_files.RELEASE,
     looks: Mapping[str, Check] | None = None,
     api: Connect = connect,
 ) -> int:
@@ -113,21 +113,21 @@ def run(
 
     Returns 0, whatever was found; 1 where the metrics could not be written. Raises NodeError (``settings``), OSError.
     """
-    settings = parse(files.load("health", directory))
+    settings = parse(settings_files.load("health", directory))
     places.run.mkdir(parents=True, exist_ok=True)
     boot_id = status.boot_id(places.proc / status.BOOT_ID.relative_to("/proc"))
     path = places.run / "health-state.json"
     # Less than the unit gives it: another look that is late is no reason for this one to be killed.
-    with lock.held(places.run / "health.lock", LOCK_SECONDS):
+    with files.lock(places.run / "health.lock", LOCK_SECONDS):
         before, trouble = memory.load(path, boot_id)
         if trouble:
             status.tell(f"health: {trouble}")
         after = look_at_all(before, checks() if looks is None else looks, settings, places)
         _report_changes(before, after)
-        image = files.build_id(release)
+        image = settings_files.build_id(release)
         node_condition = condition.from_alarms(alarms.counting(after.alarms), boot_id, image)
         report = document(after, settings, node_condition, image)
-        memory.replace_file(places.run / "health.json", json.dumps(report, indent=1) + "\n")
+        files.write_json(places.run / "health.json", report, durable=False)
         _save(path, after)
         reported = report_condition(after.reported, node_condition, settings, api)
         if reported != after.reported:
@@ -140,7 +140,7 @@ def run(
 
 
 def _save(path: Path, latest: memory.Memory) -> None:
-    memory.replace_file(path, json.dumps(memory.as_json(latest)))
+    files.write(path, json.dumps(memory.as_json(latest)).encode(), durable=False)
 
 
 def look_at_all(
@@ -261,7 +261,7 @@ def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
     """Write what node-exporter collects; tell whether that could be done."""
     path = Path(settings.textfile_directory) / "node_health.prom"
     try:
-        memory.replace_file(path, metrics.text(samples(latest)))
+        files.write(path, metrics.text(samples(latest)).encode(), durable=False)
     except OSError as error:
         status.tell(f"health: {path} could not be written: {error.strerror}")
         return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import layout, serving, status
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node.decode import at_least, within
 from image_builder.node.errors import NodeError
 from image_builder.node.health import application
@@ -58,7 +58,7 @@ class Places:
     """Where everything is; others in tests alone."""
 
     run: Path = status.DIRECTORY
-    etc: Path = files.DIRECTORY
+    etc: Path = settings_files.DIRECTORY
     sys: Path = Path("/sys")
     boot_id: Path = status.BOOT_ID
     listed: Path = layout.LIST
@@ -71,7 +71,7 @@ class Places:
 
 def parse(document: Mapping[str, Any]) -> Settings:
     """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
-    return files.parse(Settings, document, "health-endpoint")
+    return settings_files.parse(Settings, document, "health-endpoint")
 
 
 def look(places: Places, boot_id: str) -> Documents:
@@ -180,7 +180,7 @@ def open_server(settings: Settings, places: Places) -> serving.Server:
 
 def run(places: Places = Places()) -> int:
     """Serve until the process is ended. Raises NodeError (``settings``, ``endpoint.port``)."""
-    settings = parse(files.load("health-endpoint", places.etc))
+    settings = parse(settings_files.load("health-endpoint", places.etc))
     try:
         server = open_server(settings, places)
     except OSError as error:

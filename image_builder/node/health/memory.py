@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -78,19 +77,3 @@ def as_json(memory: Memory) -> dict[str, Any]:
         "alarms": alarms.as_json(memory.alarms),
         "told": asdict(memory.reported),
     }
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader finds the old or the new one whole. Raises OSError.
-
-    It is not made durable: each run writes it again.
-    """
-    draft = path.with_name(f".{path.name}.new")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.chmod(0o644)
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise

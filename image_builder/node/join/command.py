@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder.node import kube, layout, lock, status
-from image_builder.node import settings as files
+from image_builder.node import files, kube, layout, status
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.join import credentials, kubelet, surroundings
 from image_builder.node.join import record as records
@@ -41,8 +41,8 @@ class Places:
     """Where everything is. ``restart`` is how a running kubelet is started again."""
 
     run: Path = status.DIRECTORY
-    etc: Path = files.DIRECTORY
-    release: Path = files.RELEASE
+    etc: Path = settings_files.DIRECTORY
+    release: Path = settings_files.RELEASE
     boot_id: Path = status.BOOT_ID
     listed: Path = layout.LIST
     firmware: Path = Path("/sys/class/dmi/id/product_uuid")
@@ -83,7 +83,7 @@ def run(places: Places = Places()) -> int:
     Raises OSError where not even the record can be written.
     """
     began = time.monotonic()
-    with lock.held(places.run / "join.lock"):
+    with files.lock(places.run / "join.lock"):
         joining = Joining(places, status.boot_id(places.boot_id), began)
         record = Record(places.run, joining.boot_id, lambda: time.monotonic() - began)
         for name in PHASES:
@@ -142,12 +142,12 @@ def _about(identity: Identity) -> dict[str, object]:
 def _identity(joining: Joining, deadline: Deadline) -> Done:
     places = joining.places
     try:
-        joining.settings = join_settings.parse(files.load("join", places.etc))
-        files.kubelet_taints(places.etc)
+        joining.settings = join_settings.parse(settings_files.load("join", places.etc))
+        settings_files.kubelet_taints(places.etc)
     except NodeError as error:
         raise JoinError(16, error.message) from error
     identity = learn(joining.settings, deadline, places.firmware)
-    identity.labels(files.build_id(places.release))
+    identity.labels(settings_files.build_id(places.release))
     joining.identity_ = identity
     reason = f"{identity.machine.vm_id}, generation {identity.config.generation} from {identity.source}"
     return Done(digest(identity.machine.vm_id, identity.config.digest), reason)
@@ -234,7 +234,7 @@ def _join(joining: Joining, deadline: Deadline) -> Done:
 
 
 def _kubelet(joining: Joining, _deadline: Deadline) -> Done:
-    build = files.build_id(joining.places.release)
+    build = settings_files.build_id(joining.places.release)
     token = joining.token.text if joining.token else ""
     return kubelet.write(joining.identity, token, build, joining.kubelet)
 

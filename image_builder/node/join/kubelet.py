@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import durable, kube, kubeconfig, programs, status
-from image_builder.node import settings as files
+from image_builder.node import files, kube, kubeconfig, programs, status
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
@@ -114,7 +114,7 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
             programs.run(places.restart)
         except ProgramError as error:
             raise JoinError(82, error.message) from error
-    key = digest(environment(identity, build, files.kubelet_taints(places.etc)), identity.config.ca)
+    key = digest(environment(identity, build, settings_files.kubelet_taints(places.etc)), identity.config.ca)
     return Done(key, f"written: {', '.join(changed)}" if changed else "nothing changed")
 
 
@@ -124,7 +124,9 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
     changed = [TAINTS] if _write(places.etc / TAINTS, own, 0o644) else []
     contents: Mapping[Path, str] = {
         authority: identity.config.ca,
-        places.kubernetes / "node.env": environment(identity, build, files.kubelet_taints(places.etc)),
+        places.kubernetes / "node.env": environment(
+            identity, build, settings_files.kubelet_taints(places.etc)
+        ),
     }
     changed += [path.name for path, text in contents.items() if _write(path, text, 0o644)]
     if TAINTS in changed or "join" not in status.read(places.run):
@@ -149,7 +151,7 @@ def _write(path: Path, text: str, mode: int) -> bool:
             return False
     except FileNotFoundError:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    durable.write(path, data, mode)
+    files.write(path, data, mode)
     return True
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, status
+from image_builder.node import files, status
 from image_builder.node.join.codes import CODES
 
 FORMAT = 1
@@ -121,7 +121,7 @@ class Record:
             "seconds": round(self.clock(), 3),
         }
         self.directory.mkdir(parents=True, exist_ok=True)
-        durable.write_json(self.directory / FILE, value)
+        files.write_json(self.directory / FILE, value)
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import settings as files
+from image_builder.node import settings as settings_files
 from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
@@ -123,7 +123,7 @@ def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
         return Done(key, f"passed in {verdict['seconds']:g} s")
     number = 52 if verdict["state"] == INCONCLUSIVE else 51
     reason = f"{verdict['code']}: {verdict['reason']} (action: {verdict['action']})"
-    if files.load("preflight", etc).get("hard", False):
+    if settings_files.load("preflight", etc).get("hard", False):
         raise JoinError(number, reason)
     return Done(key, reason, number=number)
 

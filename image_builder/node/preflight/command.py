@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from image_builder.node import durable, lock, programs, reboots, status
-from image_builder.node import settings as files
+from image_builder.node import files, programs, reboots, status
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.preflight import checks, hold, model, report, smoke
@@ -29,8 +29,8 @@ class Places:
     """Where everything is. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
 
     run: Path = status.DIRECTORY
-    etc: Path = files.DIRECTORY
-    release: Path = files.RELEASE
+    etc: Path = settings_files.DIRECTORY
+    release: Path = settings_files.RELEASE
     boot_id: Path = status.BOOT_ID
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
@@ -46,9 +46,9 @@ def run(places: Places = Places()) -> int:
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        with lock.held(places.run / "preflight.lock"):
+        with files.lock(places.run / "preflight.lock"):
             boot_id = status.boot_id(places.boot_id)
-            build = files.build_id(places.release)
+            build = settings_files.build_id(places.release)
             _forget(places.run)
             settings, results = examine(places, boot_id)
             verdict = decide(results, places, settings, build=build, boot_id=boot_id)
@@ -82,7 +82,7 @@ def again(places: Places = Places()) -> int:
     verdict of this boot, and OSError.
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    with lock.held(places.run / "preflight.lock"):
+    with files.lock(places.run / "preflight.lock"):
         before = verdicts.read(places.run, places.boot_id)
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
@@ -121,9 +121,9 @@ def examine(
     What the boot prepared is read again, at no cost. GPUs are not put under load again where pods may have them.
     """
     try:
-        settings = parse(files.load("preflight", places.etc))
+        settings = parse(settings_files.load("preflight", places.etc))
         expects_gpus = gpu_settings.are_expected(places.etc)
-        files.kubelet_taints(places.etc)
+        settings_files.kubelet_taints(places.etc)
     except NodeError as error:
         return Settings(), [Check("settings", INCONCLUSIVE, error.code, error.message, "reimage")]
     results = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
@@ -186,7 +186,7 @@ def _write(path: Path, attempts: Attempts) -> str:
     """Write the account; return what is wrong where that fails."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        durable.write_json(path, attempts.as_json())
+        files.write_json(path, attempts.as_json())
     except OSError as error:
         return f"{path} can't be written: {error.strerror}"
     return ""

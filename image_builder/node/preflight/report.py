@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import asking, durable, kube, kubeconfig, status
-from image_builder.node import settings as files
+from image_builder.node import asking, files, kube, kubeconfig, status
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import Client
 from image_builder.node.preflight import model
@@ -37,7 +37,7 @@ class Places:
     """Where everything is, and how time passes."""
 
     run: Path = status.DIRECTORY
-    etc: Path = files.DIRECTORY
+    etc: Path = settings_files.DIRECTORY
     boot_id: Path = status.BOOT_ID
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
@@ -45,7 +45,7 @@ class Places:
 
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
-    settings = parse(files.load("preflight", places.etc))
+    settings = parse(settings_files.load("preflight", places.etc))
     document = verdicts.read(places.run, places.boot_id)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
@@ -172,7 +172,7 @@ def _is_reported(directory: Path, document: Mapping[str, Any]) -> bool:
 
 
 def _remember(directory: Path, document: Mapping[str, Any]) -> None:
-    durable.write_json(directory / model.REPORTED, _key(document))
+    files.write_json(directory / model.REPORTED, _key(document))
 
 
 def _key(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import kube, lock, status
-from image_builder.node import settings as files
+from image_builder.node import files, kube, status
+from image_builder.node import settings as settings_files
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.kube import KubeError
 from image_builder.node.preflight import model, report, smoke
@@ -41,7 +41,7 @@ class Places:
     """Where everything is, and how time passes. ``chance`` gives numbers in [0, 1)."""
 
     run: Path = status.DIRECTORY
-    etc: Path = files.DIRECTORY
+    etc: Path = settings_files.DIRECTORY
     boot_id: Path = status.BOOT_ID
     smoke: Callable[[str], Sequence[str]] = smoke.command
     sleep: Callable[[float], None] = time.sleep
@@ -54,7 +54,7 @@ def run(places: Places = Places()) -> int:
 
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
-    settings = parse(files.load("preflight", places.etc))
+    settings = parse(settings_files.load("preflight", places.etc))
     before = verdicts.read(places.run, places.boot_id)
     why_not = reason_not_to_ask(before, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
@@ -65,7 +65,7 @@ def run(places: Places = Places()) -> int:
     if answer != model.GRANTED:
         status.tell(f"retest: not now: {answer or 'the gate did not answer'}")
         return 0
-    with lock.held(places.run / "preflight.lock"):
+    with files.lock(places.run / "preflight.lock"):
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         document = after(before, check, str(wish["nonce"]), started)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, status
+from image_builder.node import files, status
 from image_builder.node.errors import NodeError
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED
@@ -15,7 +15,7 @@ from image_builder.node.preflight.model import INCONCLUSIVE, PASSED
 
 def write(document: Mapping[str, Any], *, run: Path, etc: Path) -> None:
     """Write a verdict, and the kubelet's labels and taints with it. Raises OSError."""
-    durable.write_json(run / model.FILE, document)
+    files.write_json(run / model.FILE, document)
     status.update("preflight", model.section(document), directory=run, settings=etc)
 
 

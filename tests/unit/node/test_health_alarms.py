@@ -199,7 +199,7 @@ def state(alarm: Alarm) -> memory.Memory:
 
 def test_memory_survives_json(tmp_path: Path) -> None:
     known = state(Alarm("check", AT_ONCE, 2, 3.0, (1.0, 2.0), 9.0))
-    memory.replace_file(tmp_path / "x", json.dumps(memory.as_json(known)))
+    (tmp_path / "x").write_text(json.dumps(memory.as_json(known)))
     assert memory.load(tmp_path / "x", "boot") == (known, "")
     assert memory.load(tmp_path / "x", "next boot") == (memory.Memory("next boot"), "")
     assert memory.load(tmp_path / "none", "boot") == (memory.Memory("boot"), "")
