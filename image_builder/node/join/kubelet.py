@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import files, kube, kubeconfig, programs, status
+from image_builder.node import child, files, kube, kubeconfig, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
@@ -111,7 +111,7 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
         raise JoinError(81, str(error)) from error
     if changed and may_run:
         try:
-            programs.run(places.restart)
+            child.run(places.restart)
         except ProgramError as error:
             raise JoinError(82, error.message) from error
     key = digest(environment(identity, build, settings_files.kubelet_taints(places.etc)), identity.config.ca)

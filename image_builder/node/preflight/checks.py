@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from image_builder.node import programs, reach, status
+from image_builder.node import child, reach, status
 from image_builder.node.errors import ProgramError
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check
 from image_builder.node.preflight.settings import Settings
@@ -113,7 +113,7 @@ def _connector(place: str) -> Probe:
 def _asker(engine: str) -> Probe:
     def probe() -> str:
         try:
-            programs.run(_ENGINES[engine], timeout=_ATTEMPT)
+            child.run(_ENGINES[engine], timeout=_ATTEMPT)
         except ProgramError as error:
             return f"{engine} does not answer: {error.message}"
         return ""

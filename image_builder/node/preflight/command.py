@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from image_builder.node import files, programs, reboots, status
+from image_builder.node import child, files, reboots, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
@@ -103,7 +103,7 @@ def again(places: Places = Places()) -> int:
             verdicts.admit(document, run=places.run, hard=settings.hard)
             status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
-                programs.run(places.report)
+                child.run(places.report)
     return 0
 
 
@@ -197,7 +197,7 @@ def _start_again(places: Places, boot_id: str) -> bool:
     try:
         # A disk that is missing in this boot and the next is not missing for longer because of this.
         reboots.record(boot_id, places.attempts.with_name(reboots.PATH.name))
-        programs.run(places.reboot)
+        child.run(places.reboot)
     except (ProgramError, OSError) as error:
         status.tell(f"preflight: the reboot failed: {error}")
         return False

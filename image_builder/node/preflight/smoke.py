@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess  # noqa: TID251 (programs.run waits for a killed program, and one in a driver's call may never end)
 import sys
 import tempfile
 import time
@@ -13,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs
+from image_builder.node import child
+from image_builder.node.child import Child
 from image_builder.node.gpu.model import DEADLINE, ENDINGS
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
 
 ID = "gpu"
-# Seconds that a killed child is waited for: longer, and it hangs in the kernel, which is a finding.
-_REAP_SECONDS = 10.0
 # Checks whose failure is a wrong answer of the hardware.
 _KNOWN_ANSWERS = ("kat.", "det.")
 _LIMIT = 8 << 20
@@ -112,35 +109,13 @@ def _checks(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _run(argv: Sequence[str], seconds: float) -> tuple[int | None, bytes, str]:
-    """Return the status (None: it can't be killed), what it said, and the end of what it complained of."""
+    """Return the status (None: it can't be killed), the output, and the end of the error output."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=programs.ENVIRONMENT,
-            start_new_session=True,
-        )
-        status: int | None
-        try:
-            status = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = DEADLINE if _kill(child) else None
+        with Child(argv, stdout=out, stderr=err, own_group=True) as program:
+            status = program.wait(seconds)
+            if status is None and program.end():
+                status = DEADLINE
         out.seek(0)
         err.seek(max(0, err.seek(0, os.SEEK_END) - 4096))
-        tail = programs.tail(err.read().decode(errors="replace"))
+        tail = child.tail(err.read().decode(errors="replace"))
         return status, out.read(_LIMIT), tail
-
-
-def _kill(child: subprocess.Popen[bytes]) -> bool:
-    """Kill the child and what it started; tell whether it died."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return True
-    try:
-        child.wait(_REAP_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return True

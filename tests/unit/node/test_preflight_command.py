@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.kube import KubeError
 from image_builder.node.preflight import command, model, report, smoke
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
@@ -55,7 +55,7 @@ def test_a_node_reports_before_it_starts_itself_again(
         said.append(" ".join(argv))
 
     monkeypatch.setattr(report, "_send", send)
-    monkeypatch.setattr(programs, "run", start)
+    monkeypatch.setattr(child, "run", start)
     monkeypatch.setattr(smoke, "run", lambda *_: FABRIC)
     assert command.run(places) == 1
     assert said == ["fabric.state: reboot", "systemctl --no-block reboot"]
@@ -67,7 +67,7 @@ def test_a_node_that_has_not_joined_reports_to_nobody(
 ) -> None:
     (places.etc / "preflight.json").write_text(json.dumps({"kubeconfig": "/nonexistent/kubelet.conf"}))
     started: list[Sequence[str]] = []
-    monkeypatch.setattr(programs, "run", lambda argv, **_: started.append(argv))
+    monkeypatch.setattr(child, "run", lambda argv, **_: started.append(argv))
     monkeypatch.setattr(smoke, "run", lambda *_: FABRIC)
     assert command.run(places) == 1
     assert started == [places.reboot] and not (places.run / model.REPORTED).exists()
@@ -131,7 +131,7 @@ def tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Check(smoke.ID, PASSED)
 
     monkeypatch.setattr(smoke, "run", passes)
-    monkeypatch.setattr(programs, "run", lambda *_, **__: None)
+    monkeypatch.setattr(child, "run", lambda *_, **__: None)
     return made
 
 
