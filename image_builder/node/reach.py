@@ -36,6 +36,17 @@ class Connection:
     seconds: float = 0.0
 
 
+def is_address(text: str) -> bool:
+    """Tell whether this is an address of IPv4 or IPv6."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, text)
+        except OSError:
+            continue
+        return True
+    return False
+
+
 def together(tasks: Mapping[K, Callable[[], T]], seconds: float) -> dict[K, T]:
     """Run all tasks at once, and return the results of those that were done within ``seconds``.
 

@@ -2,8 +2,8 @@
 
 A finding counts as soon as it is found, one that may pass by itself after ``raise_looks`` looks in a row. It is over
 when it has not been found for ``clear_seconds``; each time that it came back within the last hour doubles them, up
-to an hour. So what comes and goes each minute is told a few times an hour, not sixty times. A check that could not look
-has found neither good nor bad.
+to an hour. So what comes and goes each minute is reported a few times an hour, not sixty times. A check that could
+not look has found neither good nor bad.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Do something in a process of its own, which may hang.
+"""Work in a forked process, which may hang.
 
 A call into a driver can wait in the kernel for ever, and then not even SIGKILL ends it. So the process is left
-behind, and its name is remembered: none is started beside it.
+behind and remembered: none is started beside it.
+
+It is no program but a copy of this one: a check is a function, and starting the agent again would cost more than all
+checks of a look.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def _work(work: Callable[[], Any], writable: int) -> None:
     try:
         try:
             answer = {"value": work()}
-        except Exception as error:  # of whatever it is, the process that asked must hear: it tells it
+        except Exception as error:  # whatever it is, the other process reports it
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         with os.fdopen(writable, "w", encoding="utf-8") as stream:
             json.dump(answer, stream)

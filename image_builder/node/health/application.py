@@ -140,7 +140,7 @@ class Memory:
 def step(before: Memory, verdict: Verdict, now: float, grace_seconds: float) -> tuple[Memory, Verdict]:
     """Return what is answered, and what is remembered: initializing is not for ever.
 
-    A node that was healthy in this boot and is prepared again (somebody has restarted the preflight) stays Healthy
+    A node that was healthy in this boot and is prepared again (the preflight was restarted by hand) stays Healthy
     meanwhile: nothing bad is known of it, and an instance repair must not end what a person does there.
     """
     if verdict.state != "Initializing":
@@ -166,8 +166,8 @@ def phase(vm_id: str, phases: int) -> int:
 
 
 def answer(verdict: Verdict, upgrade: Upgrade) -> tuple[int, dict[str, Any]]:
-    """Return status and body. What the extension does not know (reasons, busy) is for people; it leaves that alone."""
-    # Who is tested again is at work, too.
+    """Return status and body. What the extension does not know (reasons, busy) is for people; it ignores that."""
+    # A node whose GPUs are tested again is busy, too.
     skip = bool(upgrade.busy) or (verdict.state == "Healthy" and bool(verdict.reasons))
     metrics = {"rollingUpgrade": {"PhaseOrderingNumber": upgrade.phase, "SkipUpgrade": skip}}
     body = {

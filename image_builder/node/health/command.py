@@ -117,7 +117,7 @@ def run(
     places.run.mkdir(parents=True, exist_ok=True)
     boot_id = status.boot_id(places.proc / status.BOOT_ID.relative_to("/proc"))
     path = places.run / "health-state.json"
-    # Less than the unit gives it: another look that is late is no reason for this one to be killed.
+    # Less than the unit gives it: a look that waits for a late one must not be killed.
     with files.lock(places.run / "health.lock", LOCK_SECONDS):
         before, trouble = memory.load(path, boot_id)
         if trouble:

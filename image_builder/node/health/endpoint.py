@@ -34,7 +34,7 @@ class Settings:
     """``/etc/node-agent/health-endpoint.json``, as the role node_health writes it.
 
     ``grace_seconds``: how long a node may initialize. ``stale_seconds``: how old the last look at it may be.
-    ``phases``: of a rolling upgrade. ``lease_seconds``: how long a lease counts that nobody touches.
+    ``phases``: of a rolling upgrade. ``lease_seconds``: how long a lease counts after its last change.
     ``idle_gpu_users``: how often an idle node has ``/dev/nvidia-uvm`` open.
     """
 
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is; others in tests alone."""
+    """Where everything is; others only in tests."""
 
     run: Path = status.DIRECTORY
     etc: Path = settings_files.DIRECTORY
@@ -65,7 +65,7 @@ class Places:
 
     @property
     def leases(self) -> Path:
-        """Return the directory whose files say that somebody works here."""
+        """Return the directory whose files are the leases of jobs."""
         return self.run / "busy"
 
 

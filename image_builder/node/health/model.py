@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a node is looked at, and where results go; others in tests alone."""
+    """Where a node is looked at, and where results go; others only in tests."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")

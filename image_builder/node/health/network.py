@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from image_builder.node import kubeconfig, reach
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
-from image_builder.node.health.settings import Settings, endpoint, is_address
+from image_builder.node.health.settings import Settings, endpoint
 from image_builder.node.health.sysfs import number, text
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
@@ -52,7 +52,7 @@ def observe(look: Look) -> Facts:
         place: target for place in (*settings.registries, *api_servers) if (target := endpoint(place))
     }
     names = (*settings.names, *(host for host, _ in endpoints.values()))
-    lookups = reach.resolve([name for name in names if not is_address(name)], settings.connect_seconds)
+    lookups = reach.resolve([name for name in names if not reach.is_address(name)], settings.connect_seconds)
     targets = {
         place: [(address, port) for address in addresses]
         for place, (host, port) in endpoints.items()

@@ -14,12 +14,12 @@ Every key has a default; an unknown one is refused.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from image_builder.node import reach
 from image_builder.node import settings as settings_files
 from image_builder.node.decode import absolute, at_least, decode, shown, within
 
@@ -125,17 +125,8 @@ def endpoint(text: str) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-        if not is_address(host):
+        if not reach.is_address(host):
             return None
     elif not _NAME.fullmatch(host):
         return None
     return (host, int(port)) if port.isdecimal() and 0 < int(port) < 65536 else None
-
-
-def is_address(host: str) -> bool:
-    """Tell whether a host is an IP address and not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -47,7 +47,7 @@ _HEAT = 1 << 1
 
 @dataclass(frozen=True)
 class Usage:
-    """How full the filesystem of a path is, as anybody but root sees it. 0 inodes: it has no limit of them."""
+    """How full the filesystem of a path is, not counting what is reserved for root. 0 inodes: they are not limited."""
 
     path: str
     mounted: Mount
@@ -90,7 +90,7 @@ def measure(paths: Iterable[str], among: Sequence[Mount]) -> list[Usage]:
         if mount is None or mount.filesystem in _REMOTE or mount.device in usages or not os.path.exists(path):
             continue
         state = os.statvfs(path)
-        # Blocks that are root's alone are neither used nor free to anybody: they count as not there.
+        # Blocks that are reserved for root count as neither used nor free, as in df(1).
         total = (state.f_blocks - state.f_bfree + state.f_bavail) * state.f_frsize
         usages[mount.device] = Usage(
             path, mount, total, state.f_bavail * state.f_frsize, state.f_files, state.f_favail

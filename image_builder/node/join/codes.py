@@ -33,7 +33,7 @@ CODES: Mapping[int, Code] = {
     11: Code(
         "identity", "transient", "the metadata service does not answer, and there is no other configuration"
     ),
-    12: Code("identity", "configuration", "no configuration: this node has not been told how to join"),
+    12: Code("identity", "configuration", "no configuration: this node has not been configured to join"),
     13: Code("identity", "configuration", "the configuration does not match its schema"),
     14: Code(
         "identity", "configuration", "the configuration contains a secret, and every process can read it"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import pkgutil
 import re
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from image_builder.node import reach
 from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import PHASES, JoinError
 
@@ -215,9 +215,9 @@ def _rules(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if document["credentials"]["kind"] == "custom-data" and len(document["credentials"]) > 1:
         yield "credentials", "kind custom-data takes no other fields"
     for number, address in enumerate(cluster.get("dns", ())):
-        if not is_address(address):
+        if not reach.is_address(address):
             yield f"cluster.dns[{number}]", "must be an IP address"
-    if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE) and not is_address(ip):
+    if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE) and not reach.is_address(ip):
         yield "node.ip", "must be an IP address"
     yield from _label_rules(node)
     taints = [(taint["key"], taint["effect"]) for taint in node.get("taints", ())]
@@ -255,17 +255,6 @@ def _has_port(url: str) -> bool:
         return urlsplit(url).port != 0 and bool(urlsplit(url).hostname)
     except ValueError:
         return False
-
-
-def is_address(text: str) -> bool:
-    """Tell whether this is an address of IPv4 or IPv6."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, text)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 def _is_authority(pem: str) -> bool:

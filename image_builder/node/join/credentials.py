@@ -1,7 +1,7 @@
 """A bootstrap token, and the proof that it will do: the API server is asked with it before the kubelet is.
 
 A kubelet with a token that has expired, a CA that is not the cluster's or a clock of yesterday tries for ever, and says
-so in its own log alone.
+so only in its own log.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], dead
 
 
 def _code(body: bytes) -> str:
-    """Return the code of a refusal, which is no secret, in brackets; nothing where there is none."""
+    """Return the code of a refusal, which is not secret, in brackets; empty without one."""
     try:
         code = json.loads(body)["error"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -113,7 +113,7 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
 
 
 def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
-    """Return a document (PKCS#7, base64) that proves this machine to whoever gave the nonce. Raises JoinError (60)."""
+    """Return a document (PKCS#7, base64) that proves this machine to the issuer of the nonce. Raises JoinError (60)."""
     response = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
     try:
         document = json.loads(response.body)["signature"]
@@ -153,7 +153,7 @@ def parse_broker(body: bytes) -> Token:
 def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadline) -> None:
     """See that the API server is the one, takes the token, and has our time. Raises JoinError (64 to 67).
 
-    ``/version`` is what everybody may read, but not with a token that is wrong.
+    Everybody may read ``/version``, but not with a wrong token.
     """
     refused = 0
 
@@ -167,7 +167,7 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
         except OSError as error:
             raise NotYet(67, f"{config.server} does not answer: {error}") from error
         check_clock(response.date, time.time(), clock_seconds)
-        # 403: it knows who asks, and has been told to keep its version to itself.
+        # 403: the token is known, and this cluster keeps its version private.
         if response.status in (200, 403):
             return
         if response.status != 401:
@@ -190,13 +190,13 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
     """Tell a wrong clock from a wrong CA: a proven chain that is out of its time, and a server that has another."""
     if error.verify_code in _OUT_OF_TIME:
         try:
-            # Hearsay, and nothing is sent: it is for the words of an error alone.
+            # Unverified, and no secret is sent: only for the text of an error.
             response = ask(f"{config.server}/version", None)
             check_clock(response.date, time.time(), clock_seconds)
         except JoinError as wrong_clock:
             return wrong_clock
         except OSError:
-            pass  # then nobody can tell which of the two it is
+            pass  # then it is unknown which of the two it is
     return JoinError(
         65, f"the certificate of {config.server} is not signed by this CA: {error.verify_message}"
     )
@@ -219,7 +219,7 @@ def ask(
 ) -> Said:
     """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
 
-    ``authority`` None proves nothing: then no token is sent, and what comes back is hearsay.
+    ``authority`` None proves nothing: then no token is sent, and the response is unverified.
     """
     headers = {"Accept": "application/json", "User-Agent": "node-agent"}
     if token and authority is not None:

@@ -27,7 +27,7 @@ from image_builder.node.join.settings import Settings
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
 _PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _CUSTOM_KEYS = ("config", "bootstrap_token")
-# The metadata service is waited for so long where something else says how to join.
+# The share of the deadline that the metadata service gets where there is another configuration.
 _SHARE = 0.5
 _VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 
@@ -139,7 +139,7 @@ class Identity:
         return self.config.name or os.uname().nodename.lower()
 
     def labels(self, build: str) -> dict[str, str]:
-        """Return the labels; ``build`` is the image's. Raises JoinError (15) for a fact that is no label's value."""
+        """Return the labels; ``build`` is the image's. Raises JoinError (15) for an invalid label value."""
         facts = {**self.machine.facts(), "build": build}
         own = {key: facts[fact] for key, fact in self.config.platform_labels.items() if facts[fact]}
         for key, value in own.items():
@@ -177,7 +177,7 @@ def custom_data(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise JoinError(13, f"the custom data is not JSON: {type(error).__name__}") from error
     if not set(document) & set(_CUSTOM_KEYS):
-        return {}  # somebody else's; cloud-init also keeps user data here where there is no custom data
+        return {}  # not for this program; cloud-init also keeps user data here where there is no custom data
     if unknown := sorted(set(document) - set(_CUSTOM_KEYS)):
         raise JoinError(13, "; ".join(f"custom data: {key}: unknown key" for key in unknown))
     return document

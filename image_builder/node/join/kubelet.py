@@ -130,7 +130,7 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
     }
     changed += [path.name for path, text in contents.items() if _write(path, text, 0o644)]
     if TAINTS in changed or "join" not in status.read(places.run):
-        # The environment that the agent gives the kubelet is written anew with it.
+        # The environment that the agent gives the kubelet is written again with it.
         section = {
             "state": status.OK,
             "code": "",

@@ -1,4 +1,4 @@
-"""What became of the joining, phase by phase: ``/run/node/provision.json``.
+"""The record of the joining, phase by phase: ``/run/node/provision.json``.
 
     {"format": 1, "boot_id": "...", "state": "running", "phase": "credentials", "code": 0, "reason": "",
      "class": "", "generation": 7, "config": "3f9a...", "source": "user data", "vm_id": "...",
@@ -41,7 +41,7 @@ class Done:
 
 
 def digest(*parts: str) -> str:
-    """Return a short name of these words."""
+    """Return a short digest of these parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

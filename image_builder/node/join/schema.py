@@ -151,7 +151,7 @@ def _number(value: Any) -> bool:
 
 
 def _matches(pattern: str, value: str) -> bool:
-    # In JSON Schema `$` is the end alone; in Python it is also before a last line's end.
+    # In JSON Schema `$` is only the end; in Python it is also before a last line's end.
     return bool(re.search(re.sub(r"\$$", r"\\Z", pattern), value))
 
 

@@ -1,6 +1,6 @@
 """What must be there before a kubelet is of use: network, local disk, images and their engine, a sound machine.
 
-Other units of this boot made these, or have tested them; here their word is taken, and waited for.
+Other units of this boot made or tested these; their reports are read here, and waited for.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.node import reach, status
 from image_builder.node import settings as settings_files
-from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.config import is_address
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
@@ -54,7 +53,7 @@ def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     endpoints = Endpoints(
-        dns=() if is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.remaining)
+        dns=() if reach.is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.remaining)
     )
     for check in checks.reach_all(endpoints):
         if check.state != PASSED:
@@ -94,7 +93,7 @@ def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline)
 def _section(
     name: str, numbers: tuple[int, int], run: Path, etc: Path, listed: Path, deadline: Deadline
 ) -> Done:
-    """Take the word of a section of this boot's status; one that has none yet is waited for."""
+    """Read a section of this boot's status; a missing one is waited for."""
     failed, missing = numbers
     if name not in status.wanted_sections(etc, listed):
         return Done("none", "this image has none", is_skipped=True)
@@ -112,8 +111,8 @@ def _section(
 def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
     """Take the preflight's verdict. Raises JoinError (51 to 53).
 
-    Unless it is a hard one the node joins all the same, with its taint, so that everybody can see what is wrong with
-    it; for whoever brings it up it has failed, in the last phase.
+    Unless it is a hard one the node joins all the same, with its taint, so that its fault is visible
+    in the cluster; the join itself fails, in the last phase.
     """
     if not (etc / "preflight.json").exists():
         return Done("none", "this image has no preflight", is_skipped=True)

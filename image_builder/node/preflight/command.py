@@ -64,7 +64,7 @@ def run(places: Places = Places()) -> int:
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
                 # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
-                # already keeps what it was allowed before until somebody hears of this.
+                # already keeps what it was allowed before until this is reported.
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1

@@ -1,4 +1,4 @@
-"""From checks to a verdict, and whether a reboot is worth it. Nothing here does anything."""
+"""The verdict of checks, and whether a reboot is worth it. No I/O."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _refusals(send: Callable[[], None]) -> Callable[[], None]:
 def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
     """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
 
-    A node that nobody has told how to join has no kubeconfig, and nothing to report to. Raises NodeError
+    A node without a configuration to join has no kubeconfig, and nowhere to report to. Raises NodeError
     (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
     """
     until = time.monotonic() + _KUBELET_SECONDS

@@ -1,8 +1,8 @@
 """``node-agent preflight --retest``: test the GPUs of a node that works, where the gate grants it.
 
-The node asks, so that nobody watches: by its timer once a day, and only when its last test is old enough. One request
-tells the wish; then it looks for the answer every few minutes, for an hour at most. The gate takes the node out of
-service before it says yes; what is found is reported as a boot's verdict is, with the number of the wish.
+The node asks by its timer once a day, and only when its last test is old enough, so nothing has to watch it. One
+request makes the wish; then it looks for the answer every few minutes, for an hour at most. The gate takes the node
+out of service before it says yes; the result is reported as a boot's verdict is, with the number of the wish.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIER = "periodic"
 # How often the answer is looked for, and the longest pause between two looks (seconds).
 LOOKS, LOOK_SECONDS = 12, 300.0
 _DAY = 86400.0
-# The GPUs are somebody's: nothing was found, in either direction.
+# The GPUs are in use: no result, in either direction.
 _BUSY = "procs."
 
 
@@ -125,9 +125,9 @@ def after(before: Mapping[str, Any], check: Check, nonce: str, started: str) -> 
 
 
 def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
-    """Tell the wish, and look for its answer; empty where nobody gave one in time. Raises NodeError.
+    """Make the wish, and look for its answer; empty where none came in time. Raises NodeError.
 
-    An API server that does not take the wish is left alone until tomorrow: there is no hurry.
+    An API server that refuses the wish is asked again tomorrow: there is no hurry.
     """
     client, name = report.connect(settings, kube.TIMEOUT)
     path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
