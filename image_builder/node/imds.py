@@ -14,8 +14,9 @@ from image_builder.node.asking import Said
 from image_builder.node.asking import ask as ask_http
 
 ADDRESS = "http://169.254.169.254"
-# Asked too often, or the service is not up yet; 410 is "being updated, at most 70 seconds".
-_LATER = frozenset({408, 410, 429})
+# Not found yet (as cloud-init knows it of machines that just came up), too many requests, or not up yet; 410 is "being
+# updated, at most 70 seconds".
+_LATER = frozenset({404, 408, 410, 429})
 # Seconds: the limits of the first wait between two questions and of the longest.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
 
