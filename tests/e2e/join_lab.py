@@ -172,7 +172,7 @@ class JoinLab:
             return 403, {}, b""
         if "document" not in who:
             return joins.answer({"nonce": joins.NONCE})
-        wanted = tokens.Wanted(
+        wanted = tokens.Grant(
             who["node"], who["vm_id"], str(time.time_ns()), POOL, groups=(), seconds=_TOKEN_SECONDS
         )
         with self.client("lab:broker", ADMINISTRATORS) as client:

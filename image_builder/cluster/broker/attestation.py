@@ -70,7 +70,7 @@ def verify(document: str, rules: Rules, now: float) -> Machine:
         message = signed_data.parse(base64.b64decode(document, validate=True))
     except (binascii.Error, ValueError, IndexError, x509.InvalidVersion) as error:
         raise unproven(
-            "document.malformed", "the attested document is no PKCS#7 message of Azure's"
+            "document.malformed", "the attested document is not a PKCS#7 message of Azure's"
         ) from error
     _check_signer(message, rules, now)
     return _check_content(message.content, rules, now)
@@ -80,7 +80,7 @@ def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> 
     key = message.signer.public_key()
     name = _name(message.signer, rules.names)
     if name is None:
-        raise unproven("document.signer", "the attested document is signed by somebody else than Azure")
+        raise unproven("document.signer", "the attested document is not signed by Azure")
     policy = (
         PolicyBuilder().store(rules.authorities).time(datetime.fromtimestamp(now, UTC).replace(tzinfo=None))
     )
@@ -102,32 +102,35 @@ def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> 
 def _name(certificate: x509.Certificate, names: tuple[str, ...]) -> str | None:
     """Return a name of a certificate that is one of ``names``, or below one of them: each region has its own."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         return None
-    for pattern in found.value.get_values_for_type(x509.DNSName):
+    for pattern in alternatives.value.get_values_for_type(x509.DNSName):
         name = pattern.lower().replace("*.", "any.", 1)
-        if any(name == known or name.endswith(f".{known}") for known in names):
+        if any(name == suffix or name.endswith(f".{suffix}") for suffix in names):
             return name
     return None
 
 
 def _check_content(content: bytes, rules: Rules, now: float) -> Machine:
     try:
-        found = schema.load(content)
-        vm_id, subscription = (str(found[name]).lower() for name in ("vmId", "subscriptionId"))
-        created, expires = (_moment(found["timeStamp"], name) for name in ("createdOn", "expiresOn"))
-        nonce = str(found["nonce"])
+        claims = schema.load(content)
+        vm_id, subscription = (str(claims[name]).lower() for name in ("vmId", "subscriptionId"))
+        created, expires = (_moment(claims["timeStamp"], name) for name in ("createdOn", "expiresOn"))
+        nonce = str(claims["nonce"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise unproven("document.malformed", "the attested document does not say what it should") from error
+        raise unproven("document.malformed", "the attested document lacks a field") from error
     if not _GUID.fullmatch(vm_id):
         raise unproven("document.malformed", "the attested document names no machine")
     if not created - rules.leeway <= now <= expires + _GRACE:
-        raise unproven("document.expired", "the attested document is not of now; or one of the clocks is off")
+        raise unproven(
+            "document.expired",
+            "the attested document is not valid now, or a clock is off",
+        )
     if subscription not in rules.subscriptions:
         raise forbidden("document.subscription", f"no machine of the subscription {subscription} may join")
     return Machine(vm_id, nonce)
 
 
-def _moment(found: Mapping[str, Any], name: str) -> float:
-    return datetime.strptime(str(found[name]), _TIME).astimezone(UTC).timestamp()
+def _moment(stamps: Mapping[str, Any], name: str) -> float:
+    return datetime.strptime(str(stamps[name]), _TIME).astimezone(UTC).timestamp()

@@ -22,25 +22,25 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from error
+        raise ValueError(f"not a regular expression: {error}") from error
     return text
 
 
 def _unbound(text: str) -> str:
     if text.startswith(binding.PREFIX):
-        raise ValueError("is what a token is bound to a machine by: no pool may have it")
+        raise ValueError("is reserved for binding tokens to machines")
     return text
 
 
 def _absolute(text: str) -> str:
     if not text.startswith("/"):
-        raise ValueError("is no absolute path")
+        raise ValueError("must be an absolute path")
     return text
 
 
 def _source(text: str) -> str:
     if not text.startswith(("https://", "/")):
-        raise ValueError("is neither an https address nor an absolute path")
+        raise ValueError("must be an https address or an absolute path")
     return text
 
 
@@ -92,7 +92,7 @@ class Identity(Strict):
     @property
     def believed(self) -> tuple[str, ...]:
         """Return the issuers whose tokens are believed."""
-        return self.issuers or tuple(one.format(self.tenant) for one in _ISSUERS)
+        return self.issuers or tuple(issuer.format(self.tenant) for issuer in _ISSUERS)
 
 
 class Attestation(Strict):
@@ -127,7 +127,7 @@ class Pool(Strict):
     @model_validator(mode="after")
     def _has_somebody(self) -> Self:
         if not self.resources and not self.objects:
-            raise ValueError("names neither resources nor objects: nobody could ever have a token")
+            raise ValueError("set `resources` or `objects`: otherwise no node could get a token")
         return self
 
 
@@ -161,10 +161,10 @@ class Config(Strict):
     @model_validator(mode="after")
     def _has_pools(self) -> Self:
         if not self.pools:
-            raise ValueError("pools: there is none: nobody could ever have a token")
+            raise ValueError("pools: the list is empty, so no node could get a token")
         names = [pool.name for pool in self.pools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"pools: {', '.join(twice)} is there twice")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"pools: {', '.join(repeated)}: repeated")
         return self
 
 

@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt import PyJWK, PyJWTError
 
-from image_builder.cluster.broker import jwt
+from image_builder.cluster.broker.identity import ALGORITHM
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node import asking
+from image_builder.node.join import schema
 
 # Between two fetches, whatever for: made-up key ids must not become questions to the provider.
 PAUSE = 60.0
@@ -22,6 +25,8 @@ FIRST_PAUSE = 10.0
 BUSY_PAUSE = 2.0
 # How much longer than their refresh keys are believed that the provider doesn't confirm.
 LONGEST_WITHOUT = 86400.0
+_SMALLEST_KEY, _LARGEST_KEY = 2048, 8192  # bits
+_EXPONENT = 65537
 _SECONDS = 10.0
 
 Fetch = Callable[[], bytes]
@@ -35,12 +40,41 @@ def source(place: str, authority: str | None) -> Fetch:
 
     def ask() -> bytes:
         context = ssl.create_default_context(cafile=authority)
-        said = asking.ask(place, headers={"Accept": "application/json"}, seconds=_SECONDS, context=context)
-        if said.status != 200:
-            raise OSError(f"{place} answered {said.status}")
-        return said.body
+        response = asking.ask(
+            place, headers={"Accept": "application/json"}, seconds=_SECONDS, context=context
+        )
+        if response.status != 200:
+            raise OSError(f"{place} answered {response.status}")
+        return response.body
 
     return ask
+
+
+def parse_keys(data: bytes) -> dict[str, rsa.RSAPublicKey]:
+    """Return the keys of a JWKS (RFC 7517) that may sign with RS256, by their ids. Raises ValueError for no JWKS.
+
+    The rest is left out: other kinds, keys for encryption, keys of another algorithm, weak ones.
+    """
+    document = schema.load(data)
+    if not isinstance(document, dict) or not isinstance(document.get("keys"), list):
+        raise ValueError("not a JWKS")
+    entries = [entry for entry in document["keys"] if isinstance(entry, dict)]
+    return {entry["kid"]: key for entry in entries if (key := _key(entry))}
+
+
+def _key(entry: dict[str, Any]) -> rsa.RSAPublicKey | None:
+    if entry.get("use", "sig") != "sig" or entry.get("alg", ALGORITHM) != ALGORITHM:
+        return None
+    try:
+        key = PyJWK(entry, ALGORITHM).key
+    except PyJWTError:
+        return None
+    is_strong = (
+        isinstance(key, rsa.RSAPublicKey)
+        and _SMALLEST_KEY <= key.key_size <= _LARGEST_KEY
+        and key.public_numbers().e == _EXPONENT
+    )
+    return key if is_strong and isinstance(entry.get("kid"), str) else None
 
 
 class Keys:
@@ -57,32 +91,32 @@ class Keys:
         self._fetch, self._refresh, self._tell, self._clock = fetch, refresh_seconds, tell, clock
         self._lock = threading.Lock()
         self._keys: Mapping[str, rsa.RSAPublicKey] = {}
-        self._asked = self._had = float("-inf")
+        self._fetched = self._confirmed = float("-inf")
 
     def find(self, key_id: str) -> rsa.RSAPublicKey | None:
         """Return the key of that id, None where nobody has it. Raises RefusedError (503) where that isn't known yet."""
-        key = self._known().get(key_id)
+        key = self._current().get(key_id)
         if key is not None and self._age() <= self._refresh:
             return key
-        is_asked = self._ask_provider(is_wanted=key is None)
-        keys = self._known()
+        is_answered = self._ask_provider(is_wanted=key is None)
+        keys = self._current()
         if not keys:
             raise RefusedError(503, "keys", "the identity provider's keys are not known yet", FIRST_PAUSE)
-        if key_id not in keys and not is_asked:
+        if key_id not in keys and not is_answered:
             # Another thread asks already. Made-up key ids must not hold all threads for as long as that takes.
             raise RefusedError(503, "keys", "the identity provider is being asked", BUSY_PAUSE)
         return keys.get(key_id)
 
     def is_ready(self) -> bool:
         """Tell whether there are keys; tries to have some."""
-        if not self._known():
+        if not self._current():
             self._ask_provider(is_wanted=True)
-        return bool(self._known())
+        return bool(self._current())
 
     def _age(self) -> float:
-        return self._clock() - self._had
+        return self._clock() - self._confirmed
 
-    def _known(self) -> Mapping[str, rsa.RSAPublicKey]:
+    def _current(self) -> Mapping[str, rsa.RSAPublicKey]:
         """Return the keys that may still be believed: a provider withdraws one by not naming it any more."""
         return self._keys if self._age() <= self._refresh + LONGEST_WITHOUT else {}
 
@@ -92,12 +126,12 @@ class Keys:
             return False
         try:
             now = self._clock()
-            pause = PAUSE if self._known() else FIRST_PAUSE
-            if (is_wanted or self._age() > self._refresh) and now - self._asked >= pause:
-                self._asked = now
+            pause = PAUSE if self._current() else FIRST_PAUSE
+            if (is_wanted or self._age() > self._refresh) and now - self._fetched >= pause:
+                self._fetched = now
                 try:
-                    if found := jwt.parse_keys(self._fetch()):
-                        self._keys, self._had = found, now
+                    if keys := parse_keys(self._fetch()):
+                        self._keys, self._confirmed = keys, now
                     else:
                         self._tell("the identity provider has no key that is of use here")
                 except (OSError, ValueError) as error:

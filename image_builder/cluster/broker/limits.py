@@ -12,7 +12,7 @@ _MANY = 10_000
 
 @dataclass
 class _Bucket:
-    left: float
+    tokens: float
     at: float
 
 
@@ -31,16 +31,16 @@ class Limiter:
             if len(self._buckets) >= self._many:
                 self._forget(now)
             bucket = self._buckets.setdefault(key, _Bucket(self._burst, now))
-            bucket.left = min(self._burst, bucket.left + (now - bucket.at) * self._rate)
+            bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.at) * self._rate)
             bucket.at = now
-            if bucket.left < 1:
-                return (1 - bucket.left) / self._rate
-            bucket.left -= 1
+            if bucket.tokens < 1:
+                return (1 - bucket.tokens) / self._rate
+            bucket.tokens -= 1
             return 0.0
 
     def _forget(self, now: float) -> None:
         age = self._burst / self._rate
-        self._buckets = {key: one for key, one in self._buckets.items() if now - one.at < age}
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if now - bucket.at < age}
         self._many = max(_MANY, 2 * len(self._buckets))
 
 

@@ -27,12 +27,12 @@ class Nonces:
     def is_valid(self, nonce: str, vm_id: str, node: str, now: float) -> bool:
         """Tell whether a number was given out for this machine and node, a minute or two ago at most."""
         turn = int(now // SECONDS)
-        known = [self._of(vm_id, node, at) for at in (turn, turn - 1)]
-        return any(hmac.compare_digest(nonce.encode(), one.encode()) for one in known)
+        current = [self._of(vm_id, node, at) for at in (turn, turn - 1)]
+        return any(hmac.compare_digest(nonce.encode(), number.encode()) for number in current)
 
     def _of(self, vm_id: str, node: str, turn: int) -> str:
-        said = f"image-builder nonce\n{turn}\n{vm_id}\n{node}".encode()
-        value = int.from_bytes(hmac.new(self._key(), said, hashlib.sha256).digest()[:16])
+        message = f"image-builder nonce\n{turn}\n{vm_id}\n{node}".encode()
+        value = int.from_bytes(hmac.new(self._key(), message, hashlib.sha256).digest()[:16])
         return f"{value % 10**_DIGITS:0{_DIGITS}d}"
 
 

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.cluster.broker import attestation, jwt, nonces, policy, tokens
+from image_builder.cluster.broker import attestation, identity, nonces, policy, tokens
 from image_builder.cluster.broker.config import Config, Pool
 from image_builder.cluster.broker.keys import Keys
 from image_builder.cluster.broker.limits import Limiter, whole_seconds
-from image_builder.cluster.broker.policy import Asked
+from image_builder.cluster.broker.policy import Request
 from image_builder.cluster.broker.refusal import RefusedError, forbidden, unproven
 from image_builder.errors import HostError
 from image_builder.node import serving
@@ -60,28 +60,28 @@ class Certificate:
 
     def __init__(self, certificate: Path, key: Path, tell: Callable[[str], None]) -> None:
         self._paths, self._tell = (certificate, key), tell
-        self._seen = self._stamp()
+        self._stamps = self._read_stamps()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of a new connection. For the accepting thread alone."""
-        if (stamp := self._stamp()) != self._seen:
-            self._seen = stamp
+        """Return the context of a new connection. For the accepting thread only."""
+        if (stamp := self._read_stamps()) != self._stamps:
+            self._stamps = stamp
             try:
                 self._context = self._load()
             except HostError as error:
                 self._tell(error.message)
         return self._context
 
-    def _stamp(self) -> list[tuple[int, int] | None]:
-        found: list[tuple[int, int] | None] = []
+    def _read_stamps(self) -> list[tuple[int, int] | None]:
+        stamps: list[tuple[int, int] | None] = []
         for path in self._paths:
             try:
                 now = path.stat()
-                found.append((now.st_ino, now.st_mtime_ns))
+                stamps.append((now.st_ino, now.st_mtime_ns))
             except OSError:
-                found.append(None)
-        return found
+                stamps.append(None)
+        return stamps
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -97,59 +97,59 @@ class Broker:
     """Decides about requests. For several threads."""
 
     def __init__(self, config: Config, keys: Keys, clients: Clients) -> None:
-        identity = config.identity
+        provider = config.identity
         self.keys = keys
         self._config, self._clients = config, clients
-        self._rules = jwt.Rules(
-            identity.believed, identity.audience, identity.tenant, identity.leeway_seconds
+        self._rules = identity.Rules(
+            provider.believed, provider.audience, provider.tenant, provider.leeway_seconds
         )
         self._documents = attestation.Rules(
             attestation.load_authorities(Path(config.attestation.authorities)),
             config.attestation.names,
             config.attestation.subscriptions,
-            identity.leeway_seconds,
+            provider.leeway_seconds,
         )
         # All replicas serve with one key, and nobody else has it.
         self._nonces = nonces.Nonces(Path(config.listen.key).read_bytes)
         self._machines = Limiter(config.limits.node.burst, config.limits.node.per_second)
         self._pools = Limiter(config.limits.pool.burst, config.limits.pool.per_second)
 
-    def answer(self, authorization: str, body: bytes, seen: dict[str, Any]) -> dict[str, str]:
+    def answer(self, authorization: str, body: bytes, entry: dict[str, Any]) -> dict[str, str]:
         """Return the answer to a request: a nonce, or for a document with it a token. Raises RefusedError.
 
-        Nothing of a request is believed, or told, before its token is; ``seen`` is told what becomes known of it.
+        Nothing of a request is believed, or reported, before its token is; ``entry`` gets what becomes known of it.
         """
         kind, _, proof = authorization.partition(" ")
         if kind.lower() != "bearer" or not proof:
             raise unproven("token.none", "there is no bearer token")
-        proven = jwt.verify(proof.strip(), self.keys.find, self._rules, time.time())
-        seen.update(oid=proven.object_id, mirid=proven.resource)
-        asked = policy.parse(body)
-        seen.update(node=asked.node, vm_id=asked.vm_id, boot_id=asked.boot_id)
-        pool = policy.decide(self._config.pools, proven, asked)
-        seen.update(pool=pool.name)
+        caller = identity.verify(proof.strip(), self.keys.find, self._rules, time.time())
+        entry.update(oid=caller.object_id, mirid=caller.resource)
+        request = policy.parse(body)
+        entry.update(node=request.node, vm_id=request.vm_id, boot_id=request.boot_id)
+        pool = policy.decide(self._config.pools, caller, request)
+        entry.update(pool=pool.name)
         now = time.time()
         try:
-            if asked.document is None:
-                return {"nonce": self._nonces.current(asked.vm_id, asked.node, now)}
-            nonce = self._proven_nonce(asked, asked.document, now)
+            if request.document is None:
+                return {"nonce": self._nonces.current(request.vm_id, request.node, now)}
+            nonce = self._proven_nonce(request, request.document, now)
         except OSError as error:
             raise RefusedError(503, "nonce", "there is no key for nonces", _CLUSTER_PAUSE) from error
-        self._slow_down(asked.vm_id, pool.name)
-        issued = self._issue(asked, nonce, pool)
-        seen.update(token_id=issued.id)
+        self._slow_down(request.vm_id, pool.name)
+        issued = self._issue(request, nonce, pool)
+        entry.update(token_id=issued.id)
         expires = datetime.fromtimestamp(issued.expires, UTC)
         return {"token": issued.text, "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
-    def _proven_nonce(self, asked: Asked, document: str, now: float) -> str:
+    def _proven_nonce(self, request: Request, document: str, now: float) -> str:
         """Return the nonce by which a document proves that this machine asks now, for this node.
 
         Raises RefusedError (401, 403, 409).
         """
         machine = attestation.verify(document, self._documents, now)
-        if machine.vm_id != asked.vm_id:
+        if machine.vm_id != request.vm_id:
             raise forbidden("document.machine", "the attested document is of another machine")
-        if not self._nonces.is_valid(machine.nonce, asked.vm_id, asked.node, now):
+        if not self._nonces.is_valid(machine.nonce, request.vm_id, request.node, now):
             raise RefusedError(
                 409, "document.nonce", "the attested document is of another nonce", _NONCE_PAUSE
             )
@@ -158,25 +158,25 @@ class Broker:
     def _slow_down(self, vm_id: str, pool: str) -> None:
         # By the machine that is proven: nobody uses up what is another one's.
         now = time.monotonic()
-        for what, limiter, key in (("node", self._machines, vm_id), ("pool", self._pools, pool)):
+        for scope, limiter, key in (("node", self._machines, vm_id), ("pool", self._pools, pool)):
             if wait := limiter.take(key, now):
-                raise RefusedError(429, f"limit.{what}", f"too many requests for the {what} {key}", wait)
+                raise RefusedError(429, f"limit.{scope}", f"too many requests for the {scope} {key}", wait)
 
-    def _issue(self, asked: Asked, nonce: str, pool: Pool) -> tokens.Issued:
+    def _issue(self, request: Request, nonce: str, pool: Pool) -> tokens.Issued:
         ends = self._config.tokens
-        wanted = tokens.Wanted(
-            asked.node, asked.vm_id, nonce, pool.name, pool.groups, ends.seconds, ends.namespace
+        grant = tokens.Grant(
+            request.node, request.vm_id, nonce, pool.name, pool.groups, ends.seconds, ends.namespace
         )
         try:
             with self._clients.one() as client:
-                return tokens.issue(client, wanted, time.time())
+                return tokens.issue(client, grant, time.time())
         except KubeError as error:
             # 403 too: it is this broker that may not, and its operator can change that while nodes wait.
             status = f" ({error.status})" if error.status else ""
-            words = f"the API server did not do it{status}"
-            raise RefusedError(503, "cluster", words, error.retry_after or _CLUSTER_PAUSE) from error
+            message = f"the API server refused it{status}"
+            raise RefusedError(503, "cluster", message, error.retry_after or _CLUSTER_PAUSE) from error
         except NodeError as error:
-            raise RefusedError(503, "cluster", "the API server can't be asked", _CLUSTER_PAUSE) from error
+            raise RefusedError(503, "cluster", "the API server can't be reached", _CLUSTER_PAUSE) from error
 
 
 def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
@@ -192,17 +192,17 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
                 self.answer(200 if is_ready else 503, {"ready": is_ready})
                 return
             began = time.monotonic()
-            seen: dict[str, Any] = {"client": str(self.client_address[0])}
+            entry: dict[str, Any] = {"client": str(self.client_address[0])}
             try:
                 _check_door(self.command, path)
-                value = broker.answer(self.headers.get("Authorization", ""), self._body(), seen)
+                value = broker.answer(self.headers.get("Authorization", ""), self._body(), entry)
             except RefusedError as error:
                 cause = error.__cause__
                 why = {"cause": str(cause)[:300]} if isinstance(cause, NodeError) else {}
-                _note(tell, error.status, error.code, {**seen, **why}, began)
+                _note(tell, error.status, error.code, {**entry, **why}, began)
                 self._refuse(error)
                 return
-            _note(tell, 200, "", seen, began)
+            _note(tell, 200, "", entry, began)
             self.answer(200, value)
 
         def _body(self) -> bytes:
@@ -227,14 +227,14 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
 
 def _check_door(method: str, path: str) -> None:
     if path != "/token":
-        raise RefusedError(404, "path", "there is /token alone")
+        raise RefusedError(404, "path", "only /token exists")
     if method != "POST":
-        raise RefusedError(405, "method", "POST alone")
+        raise RefusedError(405, "method", "only POST is allowed")
 
 
-def _note(tell: Tell, status: int, code: str, seen: dict[str, Any], began: float) -> None:
+def _note(tell: Tell, status: int, code: str, entry: dict[str, Any], began: float) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    tell({"at": now, "status": status, "code": code, **seen, "seconds": round(time.monotonic() - began, 4)})
+    tell({"at": now, "status": status, "code": code, **entry, "seconds": round(time.monotonic() - began, 4)})
 
 
 def open_server(config: Config, broker: Broker, tell: Tell) -> serving.Server:

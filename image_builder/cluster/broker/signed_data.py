@@ -1,7 +1,7 @@
 """A PKCS#7 message (RFC 2315 and 5652: SignedData) with one signer, taken apart. No signature is checked here.
 
 The narrow reading: DER, definite lengths, the content inside, RSA with SHA-256 directly over the content (no signed
-attributes). That is what Azure's metadata service writes; whatever else is refused.
+attributes). That is what Azure's metadata service writes; everything else is refused.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def parse(data: bytes) -> SignedData:
     """Return the parts of a message. Raises ValueError for what is not exactly one of this form."""
     kind, wrapped = _children(_only(data, _SEQUENCE), _OID, _CONTEXT_0)
     _is_one_of(kind, _SIGNED_DATA)
-    _, _, inner, held, signers = _children(
+    _, _, inner, certificate_set, signers = _children(
         _only(wrapped, _SEQUENCE), _INTEGER, _SET, _SEQUENCE, _CONTEXT_0, _SET
     )
     content_kind, content = _children(inner, _OID, _CONTEXT_0)
     _is_one_of(content_kind, _DATA)
-    certificates = [x509.load_der_x509_certificate(element.whole) for element in _elements(held)]
+    certificates = [x509.load_der_x509_certificate(element.whole) for element in _elements(certificate_set)]
     _, issuer_and_serial, digest, algorithm, signature = _children(
         _only(signers, _SEQUENCE), _INTEGER, _SEQUENCE, _SEQUENCE, _SEQUENCE, _OCTETS
     )
@@ -96,6 +96,6 @@ def _only(data: bytes, tag: int) -> bytes:
     return value
 
 
-def _is_one_of(value: bytes, *known: bytes) -> None:
-    if value not in known:
+def _is_one_of(value: bytes, *allowed: bytes) -> None:
+    if value not in allowed:
         raise ValueError("it names another type or algorithm than expected")

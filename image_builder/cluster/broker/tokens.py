@@ -27,7 +27,7 @@ _NODE, _VM, _POOL = (f"image-builder/{name}" for name in ("node", "vm-id", "pool
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Grant:
     """A token for a node: who asks, by which nonce, and what it is to give. ``seconds`` is its whole life."""
 
     node: str
@@ -41,8 +41,8 @@ class Wanted:
     @property
     def id(self) -> str:
         """Return the part of the token that is no secret."""
-        said = f"{self.node}\n{self.vm_id}\n{self.nonce}".encode()
-        value = int.from_bytes(hashlib.sha256(said).digest()[:8])
+        text = f"{self.node}\n{self.vm_id}\n{self.nonce}".encode()
+        value = int.from_bytes(hashlib.sha256(text).digest()[:8])
         digits = []
         for _ in range(_ID):
             value, digit = divmod(value, len(_ALPHABET))
@@ -63,41 +63,39 @@ class Issued:
         return self.text.partition(".")[0]
 
 
-def issue(client: Client, wanted: Wanted, now: float) -> Issued:
+def issue(client: Client, grant: Grant, now: float) -> Issued:
     """Make a node's token. Raises RefusedError (409: this document was used already), KubeError."""
     text = "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET))
     # Kubernetes has whole seconds.
-    expires = float(int(now) + wanted.seconds)
+    expires = float(int(now) + grant.seconds)
     try:
-        client.request(
-            "POST", f"/api/v1/namespaces/{wanted.namespace}/secrets", secret(wanted, text, expires)
-        )
+        client.request("POST", f"/api/v1/namespaces/{grant.namespace}/secrets", secret(grant, text, expires))
     except KubeError as error:
         if error.status != 409:
             raise
         raise RefusedError(
             409, "document.used", "a token was given for this document already", nonces.until_next(now)
         ) from error
-    return Issued(f"{wanted.id}.{text}", expires)
+    return Issued(f"{grant.id}.{text}", expires)
 
 
-def secret(wanted: Wanted, text: str, expires: float) -> dict[str, Any]:
+def secret(grant: Grant, text: str, expires: float) -> dict[str, Any]:
     """Return the secret of a token; ``expires`` is Unix time."""
     # In this order: the admission policy looks at what the list begins with.
-    groups = (binding.of_machine(wanted.vm_id), binding.of_node(wanted.node), *wanted.groups)
+    groups = (binding.of_machine(grant.vm_id), binding.of_node(grant.node), *grant.groups)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": TYPE,
         "metadata": {
-            "name": f"bootstrap-token-{wanted.id}",
-            "namespace": wanted.namespace,
+            "name": f"bootstrap-token-{grant.id}",
+            "namespace": grant.namespace,
             "labels": dict(LABELS),
-            "annotations": {_NODE: wanted.node, _VM: wanted.vm_id, _POOL: wanted.pool},
+            "annotations": {_NODE: grant.node, _VM: grant.vm_id, _POOL: grant.pool},
         },
         "stringData": {
-            "description": f"image-builder's token broker, for {wanted.node}",
-            "token-id": wanted.id,
+            "description": f"image-builder's token broker, for {grant.node}",
+            "token-id": grant.id,
             "token-secret": text,
             "expiration": datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "usage-bootstrap-authentication": "true",

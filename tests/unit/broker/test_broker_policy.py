@@ -9,9 +9,9 @@ import pytest
 
 from image_builder.cluster.broker import policy
 from image_builder.cluster.broker.config import Pool
-from image_builder.cluster.broker.jwt import Proven
+from image_builder.cluster.broker.identity import Caller
 from image_builder.cluster.broker.limits import Limiter, whole_seconds
-from image_builder.cluster.broker.policy import Asked
+from image_builder.cluster.broker.policy import Request
 from image_builder.cluster.broker.refusal import RefusedError
 from tests.identities import OBJECT, SCALE_SET
 from tests.joins import VM_ID
@@ -19,30 +19,30 @@ from tests.joins import VM_ID
 OTHER = "11111111-2222-4333-8444-555555555555"
 H100 = Pool(name="h100", nodes="vmss-h100-a[0-9a-z]{6}", resources=(SCALE_SET,))
 T4 = Pool(name="t4", nodes="vmss-t4-[0-9a-z]{6}", objects=(OBJECT,))
-BY_SCALE_SET, BY_OBJECT = Proven("", SCALE_SET.lower()), Proven(OBJECT, "")
+BY_SCALE_SET, BY_OBJECT = Caller("", SCALE_SET.lower()), Caller(OBJECT, "")
 NODE = "vmss-h100-a000017"
 
 
-def asked(node: str = NODE) -> Asked:
-    return Asked(node, VM_ID, VM_ID)
+def asked(node: str = NODE) -> Request:
+    return Request(node, VM_ID, VM_ID)
 
 
 def test_an_identity_is_of_its_pool() -> None:
     assert policy.decide([T4, H100], BY_SCALE_SET, asked()) is H100
     assert policy.decide([T4, H100], BY_OBJECT, asked("vmss-t4-00000a")) is T4
     # One identity for two pools, which the names tell apart.
-    both = Proven(OBJECT, SCALE_SET.lower())
+    both = Caller(OBJECT, SCALE_SET.lower())
     assert policy.decide([T4, H100], both, asked()) is H100
     assert policy.decide([T4, H100], both, asked("vmss-t4-00000a")) is T4
 
 
-FORBIDDEN: dict[str, tuple[list[Pool], Proven, str, str]] = {
-    "an identity of no pool": ([H100, T4], Proven(OTHER, "/subscriptions/x"), NODE, "identity"),
-    "an identity that says nothing": ([H100, T4], Proven("", ""), NODE, "identity"),
-    "a scale set with a longer name": ([H100], Proven("", SCALE_SET.lower() + "2"), NODE, "identity"),
+FORBIDDEN: dict[str, tuple[list[Pool], Caller, str, str]] = {
+    "an identity of no pool": ([H100, T4], Caller(OTHER, "/subscriptions/x"), NODE, "identity"),
+    "an identity that says nothing": ([H100, T4], Caller("", ""), NODE, "identity"),
+    "a scale set with a longer name": ([H100], Caller("", SCALE_SET.lower() + "2"), NODE, "identity"),
     "a machine of the scale set": (
         [H100],
-        Proven("", SCALE_SET.lower() + "/virtualmachines/1"),
+        Caller("", SCALE_SET.lower() + "/virtualmachines/1"),
         NODE,
         "identity",
     ),
@@ -59,7 +59,7 @@ FORBIDDEN: dict[str, tuple[list[Pool], Proven, str, str]] = {
 
 
 @pytest.mark.parametrize(("pools", "who", "node", "code"), FORBIDDEN.values(), ids=FORBIDDEN)
-def test_all_else_is_forbidden(pools: list[Pool], who: Proven, node: str, code: str) -> None:
+def test_all_else_is_forbidden(pools: list[Pool], who: Caller, node: str, code: str) -> None:
     with pytest.raises(RefusedError) as caught:
         policy.decide(pools, who, asked(node))
     assert (caught.value.status, caught.value.code) == (403, code)
@@ -91,7 +91,7 @@ def test_a_request() -> None:
     assert policy.parse(json.dumps({**GOOD, "of a later agent": 1}).encode()) == asked()
     assert policy.parse(json.dumps({**GOOD, "document": "MII="}).encode()).document == "MII="
     for data in (b"", b"\xff", b'{"node": "a", "node": "b"}', b"[" * policy.MOST_BYTES):
-        with pytest.raises(RefusedError, match="no JSON"):
+        with pytest.raises(RefusedError, match="not JSON"):
             policy.parse(data)
 
 

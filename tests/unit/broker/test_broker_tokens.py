@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 
 from image_builder.cluster.broker.refusal import RefusedError
-from image_builder.cluster.broker.tokens import TYPE, Wanted, issue, secret
+from image_builder.cluster.broker.tokens import TYPE, Grant, issue, secret
 from image_builder.node.join import binding
 from image_builder.node.kube import Client, KubeError
 from tests.joins import VM_ID
 
 NONCE = "0123456789"
 ENDS = 1_800_000_000.0
-WANTED = Wanted("vmss-h100-a000017", VM_ID, NONCE, "h100", ("system:bootstrappers:h100",), 1800)
+GRANT = Grant("vmss-h100-a000017", VM_ID, NONCE, "h100", ("system:bootstrappers:h100",), 1800)
 # Kubernetes' own rule.
 GROUP = re.compile(r"\Asystem:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]\Z")
 
@@ -35,9 +35,9 @@ class Api:
 
 
 def test_a_secret_is_what_kubernetes_takes_for_a_token() -> None:
-    made = secret(WANTED, "s3cr3ts3cr3ts3cr", ENDS)
-    assert (made["type"], made["metadata"]["name"]) == (TYPE, f"bootstrap-token-{WANTED.id}")
-    assert made["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", WANTED.id)
+    made = secret(GRANT, "s3cr3ts3cr3ts3cr", ENDS)
+    assert (made["type"], made["metadata"]["name"]) == (TYPE, f"bootstrap-token-{GRANT.id}")
+    assert made["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", GRANT.id)
     data = made["stringData"]
     assert data["expiration"] == "2027-01-15T08:00:00Z"
     # No annotation, label or description has the secret part.
@@ -46,7 +46,7 @@ def test_a_secret_is_what_kubernetes_takes_for_a_token() -> None:
 
 
 def test_a_token_is_bound_to_its_machine_and_its_node() -> None:
-    groups = secret(WANTED, "s3cr3ts3cr3ts3cr", ENDS)["stringData"]["auth-extra-groups"].split(",")
+    groups = secret(GRANT, "s3cr3ts3cr3ts3cr", ENDS)["stringData"]["auth-extra-groups"].split(",")
     assert groups == [
         binding.of_machine(VM_ID),
         binding.of_node("vmss-h100-a000017"),
@@ -59,18 +59,18 @@ def test_a_token_is_bound_to_its_machine_and_its_node() -> None:
 
 def test_a_document_is_worth_one_token() -> None:
     api = cast(Client, Api())
-    first = issue(api, WANTED, 1_799_998_200.0)
+    first = issue(api, GRANT, 1_799_998_200.0)
     assert first.expires == ENDS
-    assert first.text.partition(".")[2] not in repr(first) and first.id == WANTED.id
+    assert first.text.partition(".")[2] not in repr(first) and first.id == GRANT.id
     with pytest.raises(RefusedError) as caught:
-        issue(api, WANTED, 1_799_998_205.0)
+        issue(api, GRANT, 1_799_998_205.0)
     assert (caught.value.status, caught.value.code) == (409, "document.used")
     # As long as the same nonce is given out: the next one will do.
     assert caught.value.retry_after == 55.0
     others = [
-        Wanted("vmss-h100-a000018", VM_ID, NONCE, "h100", (), 1800),
-        Wanted(WANTED.node, "11111111-2222-4333-8444-555555555555", NONCE, "h100", (), 1800),
-        Wanted(WANTED.node, VM_ID, "0123456780", "h100", (), 1800),
+        Grant("vmss-h100-a000018", VM_ID, NONCE, "h100", (), 1800),
+        Grant(GRANT.node, "11111111-2222-4333-8444-555555555555", NONCE, "h100", (), 1800),
+        Grant(GRANT.node, VM_ID, "0123456780", "h100", (), 1800),
     ]
     assert len({issue(api, one, ENDS).id for one in others} | {first.id}) == 4
 
@@ -81,4 +81,4 @@ def test_a_cluster_that_fails_is_no_used_document() -> None:
             raise KubeError("no", 500)
 
     with pytest.raises(KubeError):
-        issue(cast(Client, Failing()), WANTED, ENDS)
+        issue(cast(Client, Failing()), GRANT, ENDS)
