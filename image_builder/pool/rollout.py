@@ -7,9 +7,9 @@ import json
 import signal
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,8 +35,7 @@ from image_builder.pool.run.state import Progress
 from image_builder.pool.show.report import report
 from image_builder.pool.steps import node_configs, remote_slice
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
-from image_builder.pool.steps.fleet import Fleet, Means
-from image_builder.pool.steps.remote_slice import Worker
+from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings
 from image_builder.system.signals import waking
@@ -62,21 +61,18 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A rollout that nothing speaks against. ``hosts`` are those of the inventory now."""
+class Rollout:
+    """A rollout that passed all checks. ``hosts`` are those of the inventory now."""
 
     options: Options
     plan: Plan
     hosts: tuple[Host, ...]
-    control_plane: ControlPlane
-    suite: Suite | None
-    configurations: Mapping[str, Path]
-    workers: tuple[Worker, ...] = ()
+    setup: Setup
     warnings: tuple[str, ...] = ()
 
 
-def prepare(options: Options) -> Ready:
-    """Return what is to be driven; raises DefinitionError with every problem, and touches no host."""
+def prepare(options: Options) -> Rollout:
+    """Return a rollout to drive; raises DefinitionError with every problem, and touches no host."""
     faults = Faults()
     control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
     plan = faults.collect("plan", lambda: plans.load(options.plan))
@@ -101,13 +97,15 @@ def prepare(options: Options) -> Ready:
     faults.report()
     assert control_plane is not None
     warnings = tuple(found.warnings) if found else ()
-    return Ready(options, plan, hosts, control_plane, suite, configurations, workers or (), warnings)
+    setup = _setup(options, plan, control_plane, suite)
+    setup = replace(setup, configurations=configurations, workers=workers or ())
+    return Rollout(options, plan, hosts, setup, warnings)
 
 
-def prepare_verification(options: Options, given: Path | None) -> Ready:
+def prepare_verification(options: Options, plan_file: Path | None) -> Rollout:
     """Return a verification of all hosts of a plan, or of pools; raises DefinitionError with every problem."""
     faults = Faults()
-    verified = faults.collect("plan" if given else "inventory", lambda: _verified(options, given))
+    verified = faults.collect("plan" if plan_file else "inventory", lambda: _verified(options, plan_file))
     if verified is None:
         _check_access(faults, options.access, ())
         raise faults.all()
@@ -131,13 +129,17 @@ def prepare_verification(options: Options, given: Path | None) -> Ready:
     _check_access(faults, options.access, plan.hosts)
     suite = _suite(faults, options, plan.hosts)
     faults.report()
-    return Ready(options, plan, plan.hosts, Unwatched(), suite, {}, warnings=warnings)
+    return Rollout(options, plan, plan.hosts, _setup(options, plan, Unwatched(), suite), warnings)
 
 
-def _verified(options: Options, given: Path | None) -> tuple[Plan, tuple[str, ...]]:
+def _setup(options: Options, plan: Plan, control_plane: ControlPlane, suite: Suite | None) -> Setup:
+    return Setup(options.access, plan.policy.deadlines, Settings().python, control_plane, suite)
+
+
+def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan of the hosts that are to be verified, and who is left out."""
-    if given:
-        return plans.load(given), ()
+    if plan_file:
+        return plans.load(plan_file), ()
     found = read_fleet(options.inventories, options.pools, options.vault_password_file)
     return make_plan(found.inventory, found.pools, found.hosts, Policy()), tuple(found.warnings)
 
@@ -282,12 +284,14 @@ class Stop:
         self.number = number
 
 
-def drive(ready: Ready, show: Callable[[], AbstractContextManager[Display]]) -> tuple[dict[str, Any], int]:
+def drive(
+    rollout: Rollout, show: Callable[[], AbstractContextManager[Display]]
+) -> tuple[dict[str, Any], int]:
     """Drive a rollout to its end; return its report, and the signal that stopped it or 0.
 
     Raises ImageBuilderError where another process drives it, OSError where the journal can't be written.
     """
-    options = ready.options
+    options = rollout.options
     with open_journal(journal_of(options.plan)) as journal:
         if journal.records and not options.is_resumed:
             raise UsageError("another process has begun this plan's run just now")
@@ -298,32 +302,34 @@ def drive(ready: Ready, show: Callable[[], AbstractContextManager[Display]]) -> 
             records.append(record)
 
         def start(at: float) -> Progress:
-            progress = take_up(ready.plan, journal, ready.hosts, at=at, retry=options.retry)
+            progress = take_up(rollout.plan, journal, rollout.hosts, at=at, retry=options.retry)
             records[:] = read_journal(journal.path)
             return progress
 
         # Beside the plan, so that whoever takes the run up finds what a killed one left.
         real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
-        return _drive(ready, show, work, start, write, records)
+        return _drive(rollout, show, work, start, write, records)
 
 
-def verify(ready: Ready, show: Callable[[], AbstractContextManager[Display]]) -> tuple[dict[str, Any], int]:
+def verify(
+    rollout: Rollout, show: Callable[[], AbstractContextManager[Display]]
+) -> tuple[dict[str, Any], int]:
     """Verify hosts; return the report, and the signal that stopped it or 0. Nothing is written but reports."""
     records: list[Record] = []
 
     def start(at: float) -> Progress:
-        progress = begin(ready.plan)
-        records.append(Opened(at=at, plan=ready.plan.digest))
+        progress = begin(rollout.plan)
+        records.append(Opened(at=at, plan=rollout.plan.digest))
         apply(progress, records[0])
         return progress
 
     with tempfile.TemporaryDirectory(prefix="image-builder-") as folder:
-        return _drive(ready, show, Path(folder) / "work", start, records.append, records)
+        return _drive(rollout, show, Path(folder) / "work", start, records.append, records)
 
 
 def _drive(
-    ready: Ready,
+    rollout: Rollout,
     show: Callable[[], AbstractContextManager[Display]],
     work: Path,
     start: Callable[[float], Progress],
@@ -331,28 +337,17 @@ def _drive(
     records: list[Record],
 ) -> tuple[dict[str, Any], int]:
     """Drive what ``start`` returns to its end, shown on standard error; ``records`` are all, those of before too."""
-    stop = Stop()
+    stop, control_plane = Stop(), rollout.setup.control_plane
     with ExitStack() as stack:
         stack.enter_context(stop.listening())
-        stack.callback(ready.control_plane.close)
+        stack.callback(control_plane.close)
         display = stack.enter_context(show())
         shown: list[Progress] = []
-        means = Means(
-            access=ready.options.access,
-            deadlines=ready.plan.policy.deadlines,
-            folder=work,
-            python=Settings().python,
-            control_plane=ready.control_plane,
-            suite=ready.suite,
-            configurations=ready.configurations,
-            workers=ready.workers,
-            on_wait=lambda: display.changed(shown[0]),
-        )
-        fleet = stack.enter_context(Fleet(means))
+        fleet = stack.enter_context(Fleet(rollout.setup, work, on_wait=lambda: display.changed(shown[0])))
         stop.wake = fleet.wake
-        if not ready.control_plane.is_read and ready.plan.policy.mode != "check":
+        if not control_plane.is_read and rollout.plan.policy.mode != "check":
             display.note(UNWATCHED)
         shown.append(start(fleet.now()))
         driver.run(shown[0], fleet, write, stop.asked)
-    told = {**report(shown[0], records), "control_plane_read": ready.control_plane.is_read}
+    told = {**report(shown[0], records), "control_plane_read": control_plane.is_read}
     return told, stop.number if shown[0].stopped else 0

@@ -21,8 +21,8 @@ from image_builder.pool.rollout import Options
 
 
 @dataclass(frozen=True)
-class Told:
-    """What to drive. All are paths but ``user`` and the flags."""
+class Request:
+    """A run to drive. All are paths but ``user`` and the flags."""
 
     plan: str
     inventory: str
@@ -39,12 +39,12 @@ class Told:
     verify: bool = False
 
 
-def drive(told: Told) -> int:
+def drive(request: Request) -> int:
     """Return 0 where the run came to its end, 1 where it was stopped; prints its report."""
     access = Access(
-        told.user,
-        Path(told.key),
-        Pinned(Path(told.known_hosts)),
+        request.user,
+        Path(request.key),
+        Pinned(Path(request.known_hosts)),
         connect_seconds=3.0,
         banner_seconds=3.0,
         auth_seconds=5.0,
@@ -52,26 +52,29 @@ def drive(told: Told) -> int:
         sudo_seconds=4.0,
     )
     options = Options(
-        plan=Path(told.plan),
+        plan=Path(request.plan),
         access=access,
-        reports=Path(told.reports),
-        inventories=(Path(told.inventory),),
-        is_resumed=told.is_resumed,
-        retry=told.retry,
-        facts=(told.facts,),
-        node_configs=Path(told.node_configs) if told.node_configs else None,
-        kubeconfig=Path(told.kubeconfig) if told.kubeconfig else None,
+        reports=Path(request.reports),
+        inventories=(Path(request.inventory),),
+        is_resumed=request.is_resumed,
+        retry=request.retry,
+        facts=(request.facts,),
+        node_configs=Path(request.node_configs) if request.node_configs else None,
+        kubeconfig=Path(request.kubeconfig) if request.kubeconfig else None,
     )
-    ready = rollout.prepare_verification(options, options.plan) if told.verify else rollout.prepare(options)
-    assert ready.suite
-    ready = dataclasses.replace(ready, suite=dataclasses.replace(ready.suite, folder=Path(told.suite)))
-    result, _ = rollout.verify(ready, LiveTable) if told.verify else rollout.drive(ready, LiveTable)
+    prepared = (
+        rollout.prepare_verification(options, options.plan) if request.verify else rollout.prepare(options)
+    )
+    assert prepared.setup.suite
+    suite = dataclasses.replace(prepared.setup.suite, folder=Path(request.suite))
+    prepared = dataclasses.replace(prepared, setup=dataclasses.replace(prepared.setup, suite=suite))
+    result, _ = rollout.verify(prepared, LiveTable) if request.verify else rollout.drive(prepared, LiveTable)
     print(json.dumps(result))
     return 0 if result["state"] == "finished" else 1
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(drive(Told(**json.loads(Path(sys.argv[1]).read_text()))))
+        sys.exit(drive(Request(**json.loads(Path(sys.argv[1]).read_text()))))
     except ImageBuilderError as error:
         sys.exit(error.message)

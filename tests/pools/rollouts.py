@@ -22,7 +22,7 @@ from image_builder.pool.run.journal import journal_of, read_journal
 from image_builder.pool.run.records import Intent, Record, Result
 from tests import joins
 from tests.builds import REPO
-from tests.pools.drive import Told
+from tests.pools.drive import Request
 from tests.pools.fleet import USER, Fleet
 
 AGENT = """\
@@ -116,7 +116,7 @@ class Rollout:
 
     def told(self, **more: Any) -> Path:
         """Write what the driver is told; return the file."""
-        told = Told(
+        told = Request(
             plan=os.fspath(self.plan),
             inventory=os.fspath(self.folder / "hosts.json"),
             user=USER,

@@ -41,24 +41,21 @@ _SUITES = 4
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a fleet is worked on with.
+class Setup:
+    """The connections and settings used to work on a fleet.
 
-    ``folder`` holds the private data of the slices while they run and is removed in the end. ``configurations`` are
-    the node configurations of hosts that don't have theirs by user data. ``on_wait`` is called in each round, in the
-    driver's thread. ``workers`` run the slices, in turn; without any they run here.
+    ``configurations`` are the node configurations of hosts that don't have theirs by user data. ``workers`` run the
+    slices, in turn; without any they run here.
     """
 
     access: Access
     deadlines: Deadlines
-    folder: Path
     python: Path
     control_plane: ControlPlane
     suite: Suite | None = None
     configurations: Mapping[str, Path] = field(default_factory=dict)
-    on_wait: Callable[[], None] = lambda: None
-    at_once: int = 200
     workers: Sequence[Worker] = ()
+    at_once: int = 200
     # A run waits for its host most of the time.
     suites: int = field(default_factory=lambda: _SUITES * len(os.sched_getaffinity(0)))
 
@@ -86,12 +83,16 @@ _Message = Callable[[], None] | None
 class Fleet:
     """Hosts that are reached; a context manager. See ``driver.Steps`` for what its methods promise."""
 
-    def __init__(self, means: Means) -> None:
-        """Read the key and the hosts' keys; raises UsageError when they can't be had."""
-        self._means = means
-        self._reach = Reach(means.access, at_once=means.at_once)
-        self._suites = ThreadPoolExecutor(means.suites, thread_name_prefix="suite")
-        self._runs = Runs(means.suite, self._reach) if means.suite else None
+    def __init__(self, setup: Setup, folder: Path, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Read the key and the hosts' keys; raises UsageError when they can't be had.
+
+        ``folder`` holds the private data of the slices while they run and is removed in the end. ``on_wait`` is called
+        in each round, in the driver's thread.
+        """
+        self._setup, self._folder, self._on_wait = setup, folder, on_wait
+        self._reach = Reach(setup.access, at_once=setup.at_once)
+        self._suites = ThreadPoolExecutor(setup.suites, thread_name_prefix="suite")
+        self._runs = Runs(setup.suite, self._reach) if setup.suite else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="gate")
         self._reading: Future[Reading] | None = None
         self._queue: SimpleQueue[_Message] = SimpleQueue()
@@ -105,8 +106,8 @@ class Fleet:
 
     def __enter__(self) -> Self:
         """Raises ImageBuilderError while an earlier run's processes still work, OSError."""
-        ansible.clear(self._means.folder)
-        self._means.folder.mkdir(mode=0o700, exist_ok=True)
+        ansible.clear(self._folder)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         self._reach.__enter__()
         return self
 
@@ -125,7 +126,7 @@ class Fleet:
         if self._runs:
             self._runs.__exit__(kind, error, trace)
         self._suites.shutdown()
-        remove_tree(self._means.folder)
+        remove_tree(self._folder)
 
     def wake(self) -> None:
         """Let ``wait`` return soon; may be called from any thread."""
@@ -135,7 +136,7 @@ class Fleet:
         return self._since_1970 + time.monotonic()
 
     def wait(self, until: float) -> Sequence[Event]:
-        self._means.on_wait()
+        self._on_wait()
         self._ask_again()
         due = min([until, *(at for at, _ in self._again)])
         try:
@@ -159,12 +160,12 @@ class Fleet:
             self._begin(w, "bootstrap")
             # Ansible has its own, and this takes longer than one is kept.
             self._reach.release(w.host)
-        means = self._means
+        setup = self._setup
         self._number += 1
         # In turn: what was lost with one worker is tried again by another.
-        worker = means.workers[(self._number - 1) % len(means.workers)] if means.workers else None
-        slice_ = Slice(tuple(work), means.access, means.deadlines.bootstrap, means.configurations, worker)
-        process = ansible.Process(slice_, means.folder / f"slice-{self._number}", means.python)
+        worker = setup.workers[(self._number - 1) % len(setup.workers)] if setup.workers else None
+        slice_ = Slice(tuple(work), setup.access, setup.deadlines.bootstrap, setup.configurations, worker)
+        process = ansible.Process(slice_, self._folder / f"slice-{self._number}", setup.python)
         attempts = {w.host.name: w.attempt for w in work}
 
         def on_end(name: str, told: Told) -> None:
@@ -189,11 +190,11 @@ class Fleet:
         # Who is asked again meanwhile holds no connection.
         resting = {key for _, key in self._again}
         busy = sum(key[1] == step for key in self._begun.keys() - resting)
-        return (self._means.suites if step == "verify" else self._means.at_once) - busy
+        return (self._setup.suites if step == "verify" else self._setup.at_once) - busy
 
     def gate(self) -> Reading | None:
         if self._reading is None:
-            self._reading = self._reader.submit(self._means.control_plane.read)
+            self._reading = self._reader.submit(self._setup.control_plane.read)
             self._reading.add_done_callback(lambda _: self.wake())
         if not self._reading.done():
             return None
@@ -277,4 +278,4 @@ class Fleet:
         if begun is None:
             return ended("unknown", "given up before it began")  # which nobody waits for
         assert self._runs is not None  # nothing is verified without one: the command saw to that
-        return self._runs.run(begun.work.host, self._means.deadlines.verify)
+        return self._runs.run(begun.work.host, self._setup.deadlines.verify)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from image_builder.pool.plan.policy import Deadlines, GateLimits, Policy
 from image_builder.pool.run.driver import run
@@ -13,11 +14,11 @@ from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Gated, Intent, Opened, Record, Result
 from image_builder.pool.steps.control_plane import Unwatched
-from image_builder.pool.steps.fleet import Fleet, Means
+from image_builder.pool.steps.fleet import Fleet, Setup
 from tests.unit.pool.simulation import START, Faults, World, make
-from tests.unit.pool.test_fleet import means
+from tests.unit.pool.test_fleet import setup
 
-__all__ = ["means"]
+__all__ = ["setup"]
 
 # Ten canaries, one every four seconds.
 POLICY = Policy(
@@ -72,9 +73,9 @@ class Slow(Unwatched):
         return Reading(requests=7)
 
 
-def test_a_fleet_reads_the_control_plane_beside_its_work(means: Means) -> None:
+def test_a_fleet_reads_the_control_plane_beside_its_work(setup: Setup, tmp_path: Path) -> None:
     plane = Slow()
-    with Fleet(replace(means, control_plane=plane)) as fleet:
+    with Fleet(replace(setup, control_plane=plane), tmp_path / "work") as fleet:
         began = time.monotonic()
         assert [fleet.gate(), fleet.gate()] == [None, None]
         assert time.monotonic() - began < 10

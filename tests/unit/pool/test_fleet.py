@@ -15,7 +15,7 @@ from image_builder.pool.reach.hostkeys import CertificateAuthority
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Event, Work
 from image_builder.pool.steps.control_plane import Unwatched
-from image_builder.pool.steps.fleet import Fleet, Means
+from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.suite import Suite
 
 
@@ -24,7 +24,7 @@ def host(address: str = "192.0.2.1") -> Host:
 
 
 @pytest.fixture
-def means(tmp_path: Path) -> Means:
+def setup(tmp_path: Path) -> Setup:
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
@@ -32,7 +32,7 @@ def means(tmp_path: Path) -> Means:
     (tmp_path / "ca").write_text(f"@cert-authority * {public}\n")
     access = Access("admin", tmp_path / "key", CertificateAuthority(tmp_path / "ca"))
     suite = Suite({"i": tmp_path / "facts.json"}, tmp_path / "reports", tmp_path / "python")
-    return Means(access, Deadlines(), tmp_path / "work", tmp_path / "python", Unwatched(), suite)
+    return Setup(access, Deadlines(), tmp_path / "python", Unwatched(), suite)
 
 
 def only(fleet: Fleet) -> Event:
@@ -46,17 +46,19 @@ def only(fleet: Fleet) -> Event:
 
 @pytest.mark.parametrize("step", ["probe", "verify"])
 @pytest.mark.parametrize("address", ["gpu..example", "g" * 70])
-def test_a_name_that_nothing_can_have_is_not_there(means: Means, address: str, step: str) -> None:
+def test_a_name_that_nothing_can_have_is_not_there(
+    setup: Setup, tmp_path: Path, address: str, step: str
+) -> None:
     """What a step raises beyond its host's outcome would end the whole rollout."""
-    with Fleet(means) as fleet:
+    with Fleet(setup, tmp_path / "work") as fleet:
         getattr(fleet, step)([Work(host(address), 1)])
         assert only(fleet).outcome.kind == "timeout"
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_deadline(
-    means: Means, monkeypatch: pytest.MonkeyPatch
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Fleet(means) as fleet:
+    with Fleet(setup, tmp_path / "work") as fleet:
         began, day, real = fleet.now(), 86400.0, time.time
         assert abs(began - real()) < 1
         for off in (day, -day):

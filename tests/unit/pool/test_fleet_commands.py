@@ -41,8 +41,8 @@ all:
 def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is driven here is an error of the test, told as one before a connection is tried."""
 
-    def driven(ready: rollout.Ready, _show: object) -> None:
-        raise AssertionError(f"hosts are touched: {ready}")
+    def driven(prepared: rollout.Rollout, _show: object) -> None:
+        raise AssertionError(f"hosts are touched: {prepared}")
 
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.
     monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
