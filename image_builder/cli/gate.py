@@ -147,11 +147,11 @@ def admit(
     from image_builder.cluster.gate.admit import why
 
     try:
-        found = let_in(_connect(kubeconfig), node, Rules(taint=taint), who=who or _user(), reason=reason)
+        admitted = let_in(_connect(kubeconfig), node, Rules(taint=taint), who=who or _user(), reason=reason)
     except NodeError as error:
         raise _failed(error) from error
-    result = {"node": node, "boot_id": found.boot_id, "was": why(found)}
-    show(result, f"{node} is let in until it is started again; it was: {why(found)}", as_json=as_json)
+    result = {"node": node, "boot_id": admitted.boot_id, "was": why(admitted)}
+    show(result, f"{node} is let in until it is started again; it was: {why(admitted)}", as_json=as_json)
     return 0
 
 

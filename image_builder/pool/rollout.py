@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
 from image_builder.pool.plan import plan as plans
-from image_builder.pool.plan.inventory import Fleet as Found
+from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
 from image_builder.pool.plan.model import Host
 from image_builder.pool.plan.plan import Plan, make_plan, named
@@ -80,11 +80,11 @@ def prepare(options: Options) -> Rollout:
         # It tells which hosts there are.
         _check_access(faults, options.access, ())
         raise faults.all()
-    found = faults.collect("inventory", lambda: _inventory(options, plan))
-    if found and not options.is_resumed:
-        faults.problems += plans.stale(plan, found.inventory, found.hosts)
+    fleet = faults.collect("inventory", lambda: _inventory(options, plan))
+    if fleet and not options.is_resumed:
+        faults.problems += plans.stale(plan, fleet.inventory, fleet.hosts)
     faults.collect("journal", lambda: _check_journal(options, plan))
-    hosts = found.hosts if found else plan.hosts
+    hosts = fleet.hosts if fleet else plan.hosts
     _check_access(faults, options.access, hosts)
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
@@ -96,7 +96,7 @@ def prepare(options: Options) -> Rollout:
     )
     faults.report()
     assert control_plane is not None
-    warnings = tuple(found.warnings) if found else ()
+    warnings = tuple(fleet.warnings) if fleet else ()
     setup = _setup(options, plan, control_plane, suite)
     setup = replace(setup, configurations=configurations, workers=workers or ())
     return Rollout(options, plan, hosts, setup, warnings)
@@ -140,11 +140,11 @@ def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str
     """Return a plan of the hosts that are to be verified, and who is left out."""
     if plan_file:
         return plans.load(plan_file), ()
-    found = read_fleet(options.inventories, options.pools, options.vault_password_file)
-    return make_plan(found.inventory, found.pools, found.hosts, Policy()), tuple(found.warnings)
+    fleet = read_fleet(options.inventories, options.pools, options.vault_password_file)
+    return make_plan(fleet.inventory, fleet.pools, fleet.hosts, Policy()), tuple(fleet.warnings)
 
 
-def _inventory(options: Options, plan: Plan) -> Found:
+def _inventory(options: Options, plan: Plan) -> InventoryFleet:
     paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
     try:
         return read_fleet(paths, [pool.name for pool in plan.pools], options.vault_password_file)
@@ -193,7 +193,7 @@ def _control_plane(kubeconfig: Path | None) -> ControlPlane:
         return Unwatched()
     plane = Kubernetes(kubeconfig)
     if wrong := plane.faults():
-        raise DefinitionError([Problem(str(kubeconfig), "--kubeconfig", what) for what in wrong])
+        raise DefinitionError([Problem(str(kubeconfig), "--kubeconfig", fault) for fault in wrong])
     return plane
 
 
@@ -230,16 +230,16 @@ def _built_image(path: Path) -> str:
     Raises ImageBuilderError where it is none: hosts would have joined by the time that the suite says so.
     """
     try:
-        found = json.loads(path.read_bytes())
+        facts = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ImageBuilderError(f"{path}: no such file") from None
     except OSError as error:
         raise ImageBuilderError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise ImageBuilderError(f"{path}: is no JSON") from None
-    if missing := [key for key in FACTS if not isinstance(found, dict) or key not in found]:
+    if missing := [key for key in FACTS if not isinstance(facts, dict) or key not in facts]:
         raise ImageBuilderError(f"{path}: is no facts.json of a build: it lacks {', '.join(missing)}")
-    return str(found["image"])
+    return str(facts["image"])
 
 
 def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:
@@ -349,5 +349,5 @@ def _drive(
             display.note(UNWATCHED)
         shown.append(start(fleet.now()))
         driver.run(shown[0], fleet, write, stop.asked)
-    told = {**report(shown[0], records), "control_plane_read": control_plane.is_read}
-    return told, stop.number if shown[0].stopped else 0
+    result = {**report(shown[0], records), "control_plane_read": control_plane.is_read}
+    return result, stop.number if shown[0].stopped else 0

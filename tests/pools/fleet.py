@@ -78,8 +78,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the process of the hosts is told: ``disk`` as tmpfs has its size.
+class HostsRequest:
+    """The request of the process of the hosts: ``disk`` as tmpfs has its size.
 
     Hosts have the root filesystem at ``start`` bytes of ``image``, or ``trees``, topmost first.
     """
@@ -249,7 +249,7 @@ def fleet(
     hosts = tuple(host_of(n) for n in range(count))
     wrong = [(faults or {}).get(n, "") for n in range(count)]
     _write_keys(folder, hosts, wrong, signed)
-    told = Told(
+    request = HostsRequest(
         store=os.fspath(place.store),
         image="" if trees else os.fspath(place.artefact / f"{place.image}.raw"),
         start=0 if trees else _root_of(place.artefact),
@@ -259,9 +259,9 @@ def fleet(
         faults=list(wrong),
         site=os.fspath(site or ""),
     )
-    (folder / "told.json").write_text(json.dumps(dataclasses.asdict(told)))
+    (folder / "request.json").write_text(json.dumps(dataclasses.asdict(request)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.pools.hosts", folder / "told.json"],
+        [sys.executable, "-m", "tests.pools.hosts", folder / "request.json"],
         cwd=REPO,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

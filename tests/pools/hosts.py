@@ -34,7 +34,7 @@ from tests.pools.fleet import (
     SITE,
     SLOW_SECONDS,
     USER,
-    Told,
+    HostsRequest,
     host_of,
 )
 from tests.pulls import leave_the_network
@@ -68,43 +68,43 @@ _kept: list[socket.socket] = []
 
 def serve(file: str) -> int:
     """Be that process, until standard input ends."""
-    told = Told(**json.loads(Path(file).read_text()))
+    request = HostsRequest(**json.loads(Path(file).read_text()))
     # Before the other namespaces, so that who started this finds the network by the process that it knows.
     leave_the_network()
-    if told.image:
-        _mount_image(told)
+    if request.image:
+        _mount_image(request)
 
     def work() -> int:
-        with Store(Path(told.store)).in_use():
-            _serve(told)
+        with Store(Path(request.store)).in_use():
+            _serve(request)
         return 0
 
     return namespace.run_isolated(work)
 
 
-def _mount_image(told: Told) -> None:
+def _mount_image(request: HostsRequest) -> None:
     """Mount the image's root filesystem where this process alone sees it; the loop device goes with the mount."""
     _call(_libc.unshare, _CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    place = _image(told)
+    place = _image(request)
     place.mkdir()
     # What is written is above it: the journal need not be replayed.
-    options = f"ro,noload,loop,offset={told.start}"
-    subprocess.run(["mount", "-t", "ext4", "-o", options, told.image, place], check=True)
+    options = f"ro,noload,loop,offset={request.start}"
+    subprocess.run(["mount", "-t", "ext4", "-o", options, request.image, place], check=True)
 
 
-def _image(told: Told) -> Path:
-    return Path(told.folder, "image")
+def _image(request: HostsRequest) -> Path:
+    return Path(request.folder, "image")
 
 
-def _serve(told: Told) -> None:
+def _serve(request: HostsRequest) -> None:
     namespace.mount("tmpfs", "tmpfs", "/run", "mode=755")
-    root = _overlay(told, "bridge")
+    root = _overlay(request, "bridge")
     _ip(root, ["link add fleet type bridge", f"addr add {GATEWAY}/16 dev fleet", "link set fleet up"])
-    children = [_start(told, number) for number in range(len(told.faults))]
+    children = [_start(request, number) for number in range(len(request.faults))]
     links = []
     for number, (pid, _) in enumerate(children):
-        if told.faults[number] == "dead":
+        if request.faults[number] == "dead":
             # A neighbour that is known and never answers, as behind a router.
             links += [f"neigh add {host_of(number).address} {NOBODY} dev fleet"]
         else:
@@ -114,7 +114,7 @@ def _serve(told: Told) -> None:
     for _, go in children:
         os.write(go, b"g")
         os.close(go)
-    _wait_until_ready([pid for pid, _ in children], told.faults)
+    _wait_until_ready([pid for pid, _ in children], request.faults)
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -134,9 +134,9 @@ def _do(asked: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str,
     entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--pid", "--uts", "--root", "--wd"]
     argv = [*entered, "--", *asked["argv"]]
     done = subprocess.run(argv, input=asked["input"].encode(), capture_output=True, check=False)
-    told = {"output": done.stdout, "error": done.stderr}
+    streams = {"output": done.stdout, "error": done.stderr}
     return {"status": done.returncode} | {
-        name: text.decode("utf-8", "replace") for name, text in told.items()
+        name: text.decode("utf-8", "replace") for name, text in streams.items()
     }
 
 
@@ -160,25 +160,27 @@ def _ip(root: Path, lines: Sequence[str]) -> None:
     subprocess.run(argv, input="\n".join(lines) + "\n", text=True, check=True)
 
 
-def _overlay(told: Told, name: str) -> Path:
+def _overlay(request: HostsRequest, name: str) -> Path:
     """Mount a root of its own, what is written to it in memory; return it."""
     base = _BASE / name
     base.mkdir(parents=True)
-    namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={told.disk},mode=755")
+    namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={request.disk},mode=755")
     for part in ("upper", "work", "root"):
         (base / part).mkdir()
-    options = f"lowerdir={':'.join(told.trees) or _image(told)},upperdir={base}/upper,workdir={base}/work"
+    options = (
+        f"lowerdir={':'.join(request.trees) or _image(request)},upperdir={base}/upper,workdir={base}/work"
+    )
     root = os.fspath(base / "root")
     namespace.mount("overlay", "overlay", root, options)
     environment.mount_dev(f"{root}/dev")
     namespace.mount("proc", "proc", f"{root}/proc")
-    if told.site:
+    if request.site:
         Path(f"{root}{SITE}").mkdir(parents=True, exist_ok=True)
-        namespace.bind(told.site, f"{root}{SITE}", read_only=True)
+        namespace.bind(request.site, f"{root}{SITE}", read_only=True)
     return base / "root"
 
 
-def _start(told: Told, number: int) -> tuple[int, int]:
+def _start(request: HostsRequest, number: int) -> tuple[int, int]:
     """Start a host's process in a network of its own; return its id, and what to write to once it has a link."""
     unshared, go = os.pipe(), os.pipe()
     _call(_libc.unshare, _CLONE_NEWPID)  # for the next child
@@ -189,7 +191,7 @@ def _start(told: Told, number: int) -> tuple[int, int]:
             _call(_libc.unshare, _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWNET)
             os.close(unshared[1])
             os.read(go[0], 1)
-            _be_host(told, number)
+            _be_host(request, number)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -208,11 +210,11 @@ def _call(function: Callable[..., int], *args: int) -> None:
         raise OSError(ctypes.get_errno(), function.__name__)
 
 
-def _be_host(told: Told, number: int) -> NoReturn:
+def _be_host(request: HostsRequest, number: int) -> NoReturn:
     """Set up a host and become its sshd, or what stands in its place."""
-    fault = told.faults[number]
-    root = _overlay(told, str(number))
-    _write_files(told, number, root)
+    fault = request.faults[number]
+    root = _overlay(request, str(number))
+    _write_files(request, number, root)
     _libc.sethostname(f"host-{number}".encode(), len(f"host-{number}"))
     if fault == "disk full":
         with suppress(OSError), open(root / "var/fill", "wb", buffering=0) as file:
@@ -232,9 +234,9 @@ def _be_host(told: Told, number: int) -> NoReturn:
     os.execve("/usr/sbin/sshd", ["/usr/sbin/sshd", "-D", "-E", "/var/log/sshd.log"], environment)
 
 
-def _write_files(told: Told, number: int, root: Path) -> None:
+def _write_files(request: HostsRequest, number: int, root: Path) -> None:
     """Write a host's keys, its user, and what is wrong with it."""
-    fault, keys, ssh = told.faults[number], Path(told.folder), root / "etc/ssh"
+    fault, keys, ssh = request.faults[number], Path(request.folder), root / "etc/ssh"
     shutil.copy(keys / f"host-{number}", ssh / "ssh_host_ed25519_key")
     certificate = keys / f"host-{number}-cert.pub"
     if certificate.exists():

@@ -114,9 +114,9 @@ class Rollout:
     def plan(self) -> Path:
         return self.folder / "plan.json"
 
-    def told(self, **more: Any) -> Path:
-        """Write what the driver is told; return the file."""
-        told = Request(
+    def request(self, **more: Any) -> Path:
+        """Write the request for the driver; return the file."""
+        request = Request(
             plan=os.fspath(self.plan),
             inventory=os.fspath(self.folder / "hosts.json"),
             user=USER,
@@ -128,13 +128,13 @@ class Rollout:
             node_configs=os.fspath(configs) if (configs := self.folder / "configs").exists() else "",
             **more,
         )
-        file = self.folder / "told.json"
-        file.write_text(json.dumps(dataclasses.asdict(told)))
+        file = self.folder / "request.json"
+        file.write_text(json.dumps(dataclasses.asdict(request)))
         return file
 
     def start(self, **more: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.pools.drive", self.told(**more)],
+            [sys.executable, "-m", "tests.pools.drive", self.request(**more)],
             cwd=REPO,
             env={**os.environ, "CI": "1"},
             stdout=subprocess.PIPE,

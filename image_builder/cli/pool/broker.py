@@ -47,16 +47,16 @@ def broker(
     """
     from image_builder.cluster.broker.config import load
 
-    found = load(config)
+    settings = load(config)
     if check:
-        pools = [pool.name for pool in found.pools]
+        pools = [pool.name for pool in settings.pools]
         show(
-            {"pools": pools, "audience": found.identity.audience},
+            {"pools": pools, "audience": settings.identity.audience},
             f"{config}: {', '.join(pools)}",
             as_json=as_json,
         )
         return 0
-    _serve(found, lambda: _connect(kubeconfig))
+    _serve(settings, lambda: _connect(kubeconfig))
     return 0
 
 

@@ -60,36 +60,36 @@ def plan(
         faults.collect("inventory", lambda: read_fleet(inventory, pools, vault_password_file))
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault_password_file)
-    made = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
-    _keep_begun(out, made)
+    rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
+    _keep_begun(out, rollout_plan)
     with writing(out):
-        save(made, out)
+        save(rollout_plan, out)
     result = {
         "plan": os.fspath(out),
-        "digest": made.digest,
-        "inventory": made.inventory.digest,
-        "hosts": len(made.hosts),
+        "digest": rollout_plan.digest,
+        "inventory": rollout_plan.inventory.digest,
+        "hosts": len(rollout_plan.hosts),
         "skipped": {state: list(names) for state, names in fleet.skipped.items()},
-        "pools": {pool.name: pool.hosts for pool in made.pools},
+        "pools": {pool.name: pool.hosts for pool in rollout_plan.pools},
         "waves": [
             {"name": w.name, "hosts": len(w.hosts), "slices": len(w.slices), "budget": w.budget}
-            for w in made.waves
+            for w in rollout_plan.waves
         ],
-        "budget": made.budget,
-        "max_unavailable": made.max_unavailable,
+        "budget": rollout_plan.budget,
+        "max_unavailable": rollout_plan.max_unavailable,
     }
-    show(result, "\n".join([*fleet.warnings, _plan_text(out, made)]), as_json=as_json)
+    show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
     return 0
 
 
-def _keep_begun(out: Path, made: Plan) -> None:
+def _keep_begun(out: Path, new_plan: Plan) -> None:
     """Raise UsageError where another plan of that name has a run: without it nobody could take that up again."""
     from image_builder.pool.run.journal import journal_of, read_journal
     from image_builder.pool.run.resume import past
 
     journal = journal_of(out)
     try:
-        past(made, read_journal(journal) if journal.exists() else [], str(journal))
+        past(new_plan, read_journal(journal) if journal.exists() else [], str(journal))
     except ImageBuilderError as error:
         raise UsageError(
             f"{out} stays as it is: the run of the plan there has begun ({error.message})",
@@ -105,15 +105,15 @@ def _policy(path: Path | None) -> Policy:
     return settings_file.load(path, Policy, "policy") if path else Policy()
 
 
-def _plan_text(out: Path, made: Plan) -> str:
+def _plan_text(out: Path, rollout_plan: Plan) -> str:
     rows = [("wave", "hosts", "slices", "may fail", "soak")]
     rows += [
         (w.name, str(len(w.hosts)), str(len(w.slices)), str(w.budget), human_seconds(w.soak_seconds))
-        for w in made.waves
+        for w in rollout_plan.waves
     ]
     total = (
-        f"{len(made.hosts)} hosts in {len(made.waves)} waves; {made.budget} may fail, "
-        f"{made.max_unavailable} may be unavailable at once, {made.policy.join_rate:g} join in a second"
+        f"{len(rollout_plan.hosts)} hosts in {len(rollout_plan.waves)} waves; {rollout_plan.budget} may fail, "
+        f"{rollout_plan.max_unavailable} may be unavailable at once, {rollout_plan.policy.join_rate:g} join in a second"
     )
     return f"{columns(rows)}\n{total}\n{out}"
 
@@ -128,10 +128,10 @@ def status(plan: PlanFile, as_json: AsJson = False) -> int:
     """
     from image_builder.pool.show.report import text
 
-    told = read_run(plan)[2]
-    brief = {key: value for key, value in told.items() if key not in ("results", "slowest", "gates")}
-    show(brief, text(told), as_json=as_json)
-    return 1 if told["state"] in ("stopped", "interrupted") else 0
+    result = read_run(plan)[2]
+    brief = {key: value for key, value in result.items() if key not in ("results", "slowest", "gates")}
+    show(brief, text(result), as_json=as_json)
+    return 1 if result["state"] in ("stopped", "interrupted") else 0
 
 
 @register(app)
@@ -155,16 +155,16 @@ def report(
     from image_builder.pool.show.junit import junit as junit_document
     from image_builder.pool.show.report import text
 
-    progress, records, told = read_run(plan)
+    progress, records, document = read_run(plan)
     if html:
-        _write(html, page(progress, records, told).encode())
+        _write(html, page(progress, records, document).encode())
     if junit:
-        _write(junit, junit_document(progress, told))
+        _write(junit, junit_document(progress, document))
     rows = [
         (name, result["outcome"]["kind"] if result["outcome"] else result["state"])
-        for name, result in told["results"].items()
+        for name, result in document["results"].items()
     ]
-    show(told, f"{text(told)}\n{columns(rows)}", as_json=as_json)
+    show(document, f"{text(document)}\n{columns(rows)}", as_json=as_json)
     return 0
 
 
@@ -192,9 +192,9 @@ def read_run(path: Path) -> tuple[Progress, list[Record], dict[str, Any]]:
     from image_builder.pool.run.resume import past
     from image_builder.pool.show.report import report as make_report
 
-    made = plans.load(path)
+    rollout_plan = plans.load(path)
     journal = journal_of(path)
     records = read_journal(journal) if journal.exists() else []
     running = bool(records) and in_use(journal)
-    progress = past(made, records, str(journal))
+    progress = past(rollout_plan, records, str(journal))
     return progress, records, make_report(progress, records, running=running)

@@ -32,18 +32,19 @@ def render(
 
         image-builder pool render -i inventories/azure_vmss vmss_h100_a --out h100
     """
-    from image_builder.pool.plan.render import render as made
+    from image_builder.pool.plan.render import render as render_hosts
     from image_builder.pool.plan.render import write
 
-    rendered = made(inventory, names, vault_password_file)
+    rendered = render_hosts(inventory, names, vault_password_file)
     with writing(out):
         write(rendered, out)
+    sizes = {configuration.host: configuration.user_data_bytes for configuration in rendered}
     result = {
         "directory": os.fspath(out),
-        "hosts": {one.host: one.user_data_bytes for one in rendered},
-        "configurations": len({one.text for one in rendered}),
+        "hosts": sizes,
+        "configurations": len({configuration.text for configuration in rendered}),
     }
-    rows = [("host", "user data"), *((one.host, f"{one.user_data_bytes} B") for one in rendered)]
+    rows = [("host", "user data"), *((name, f"{size} B") for name, size in sizes.items())]
     total = f"{len(rendered)} hosts, {result['configurations']} different configurations, in {out}"
     show(result, f"{columns(rows)}\n{total}", as_json=as_json)
     return 0

@@ -54,8 +54,8 @@ def slice_(
     from image_builder.pool.steps import node_configs as configs
     from image_builder.pool.steps.ansible import Slice, write_portable
 
-    made = plans.load(plan)
-    chosen = _wave(made, wave)
+    rollout_plan = plans.load(plan)
+    chosen = _wave(rollout_plan, wave)
     if not known_hosts.is_file():
         raise UsageError(f"no such file: {known_hosts}")
     configurations = configs.read(node_configs, chosen.hosts) if node_configs else {}
@@ -65,10 +65,10 @@ def slice_(
         out.mkdir(parents=True)
     first = 0
     for number, names in enumerate(chosen.slices):
-        rate = made.policy.join_rate
-        work = tuple(Work(made.host[name], 1, (first + n) / rate) for n, name in enumerate(names))
+        rate = rollout_plan.policy.join_rate
+        work = tuple(Work(rollout_plan.host[name], 1, (first + n) / rate) for n, name in enumerate(names))
         own = {name: configurations[name] for name in names if name in configurations}
-        write_portable(Slice(work, access, made.policy.deadlines.bootstrap, own), out / str(number))
+        write_portable(Slice(work, access, rollout_plan.policy.deadlines.bootstrap, own), out / str(number))
         first += len(names)
     result = {"directory": os.fspath(out), "slices": len(chosen.slices), "hosts": len(chosen.hosts)}
     show(result, f"{result['hosts']} hosts in {result['slices']} slices, in {out}", as_json=as_json)
@@ -78,7 +78,7 @@ def slice_(
 def _wave(plan: Plan, name: str) -> Wave:
     from image_builder.definition.suggest import did_you_mean
 
-    found = {wave.name: wave for wave in plan.waves}
-    if name not in found:
-        raise UsageError(f"no wave `{name}` in this plan{did_you_mean(name, list(found))}")
-    return found[name]
+    waves = {wave.name: wave for wave in plan.waves}
+    if name not in waves:
+        raise UsageError(f"no wave `{name}` in this plan{did_you_mean(name, list(waves))}")
+    return waves[name]

@@ -16,7 +16,7 @@ from image_builder.cli.pool.plan import writing
 from image_builder.text import columns
 
 if TYPE_CHECKING:
-    from image_builder.pool.plan.snapshot import Taken
+    from image_builder.pool.plan.snapshot import Snapshot
 
 
 app = typer.Typer()
@@ -56,39 +56,41 @@ def snapshot(
     from image_builder.pool.plan import snapshot as snapshots
     from image_builder.pool.plan.azure import Reader
 
-    asked = list(dict.fromkeys(map(snapshots.wanted, scale_sets)))
+    scale_set_ids = list(dict.fromkeys(map(snapshots.parse, scale_sets)))
     at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     with Reader(endpoint=endpoint, say=_say) as reader:
-        taken = [snapshots.take(one, reader.read(one)) for one in asked]
-    snapshots.check(taken, fewer=allow_fewer)
+        taken_sets = [
+            snapshots.take(scale_set_id, reader.read(scale_set_id)) for scale_set_id in scale_set_ids
+        ]
+    snapshots.check(taken_sets, fewer=allow_fewer)
     with writing(out):
-        durable.write(out, snapshots.document(taken, at))
+        durable.write(out, snapshots.document(taken_sets, at))
     result: dict[str, Any] = {
         "inventory": os.fspath(out),
         "taken": at,
-        "hosts": sum(len(one.machines) for one in taken),
-        "scale_sets": [_told(one) for one in taken],
+        "hosts": sum(len(scale_set.machines) for scale_set in taken_sets),
+        "scale_sets": [_summary(scale_set) for scale_set in taken_sets],
         "requests": reader.traffic.requests,
         "throttled": reader.traffic.throttled,
-        "left": reader.traffic.left,
+        "left": reader.traffic.remaining,
     }
     show(result, _text(result), as_json=as_json)
     return 0
 
 
-def _say(told: str) -> None:
-    sys.stderr.write(f"{told}\n")
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
 
 
-def _told(one: Taken) -> dict[str, Any]:
-    running = sum(machine.variables.get("pool_power_state") == "running" for machine in one.machines)
+def _summary(scale_set: Snapshot) -> dict[str, Any]:
+    running = sum(machine.variables.get("pool_power_state") == "running" for machine in scale_set.machines)
     return {
-        "pool": one.wanted.pool,
-        "scale_set": one.wanted.name,
-        "hosts": len(one.machines),
-        "expected": one.expected,
+        "pool": scale_set.source.pool,
+        "scale_set": scale_set.source.name,
+        "hosts": len(scale_set.machines),
+        "expected": scale_set.expected,
         "running": running,
-        "missing": list(one.missing),
+        "missing": list(scale_set.missing),
     }
 
 
@@ -98,6 +100,6 @@ def _text(result: dict[str, Any]) -> str:
         (s["pool"], s["scale_set"], str(s["hosts"]), str(s["expected"] or "-"), str(s["running"]))
         for s in result["scale_sets"]
     ]
-    missing = [f"{s['scale_set']}: {what}" for s in result["scale_sets"] for what in s["missing"]]
+    missing = [f"{s['scale_set']}: {reason}" for s in result["scale_sets"] for reason in s["missing"]]
     total = f"{result['hosts']} hosts, {result['requests']} requests, taken {result['taken']}"
     return "\n".join([columns(rows), *missing, total, result["inventory"]])

@@ -58,21 +58,21 @@ def lines(before: View | None, after: View) -> Iterator[str]:
         hosts = sum(wave.hosts for wave in after.waves)
         yield f"{hosts} hosts in {len(after.waves)} waves, {after.budget} may fail, {after.state}"
     for number, wave in enumerate(after.waves):
-        known = before.waves[number] if before and number < len(before.waves) else None
+        previous = before.waves[number] if before and number < len(before.waves) else None
         if wave.began is None or (before is None and wave.passed is not None):
             continue
-        if known is None or known.began is None:
+        if previous is None or previous.began is None:
             yield f"{wave.name}: began, {wave.hosts} hosts, {wave.budget} may fail"
-        if wave.passed is not None and (known is None or known.passed is None):
+        if wave.passed is not None and (previous is None or previous.passed is None):
             took = human_seconds(max(0.0, wave.passed - wave.began))
             yield f"{wave.name}: {wave.state} after {took}, {_counted(wave)}"
-    seen = before or after
+    compared = before or after
     for signature, count in after.signatures.items():
         if before is not None and signature not in before.signatures:
             yield f"{count} x {signature}"
-    if (after.verdict, bool(after.reasons)) != (seen.verdict, bool(seen.reasons)):
+    if (after.verdict, bool(after.reasons)) != (compared.verdict, bool(compared.reasons)):
         yield f"gate: {after.verdict}{_because(after.reasons)}"
-    if after.state != seen.state or (before is None and after.reason):
+    if after.state != compared.state or (before is None and after.reason):
         yield f"{after.state}{_because([after.reason] if after.reason else [])}; {_totals(after)}"
 
 
@@ -157,14 +157,14 @@ def _state(wave: WaveView, now: float) -> str:
     return f"{wave.state} {human_seconds(max(0.0, now - wave.began))}"
 
 
-def _seconds(quantiles: Quantiles, what: str, place: int) -> str:
-    return human_seconds(quantiles[what][place]) if what in quantiles else ""
+def _seconds(quantiles: Quantiles, name: str, place: int) -> str:
+    return human_seconds(quantiles[name][place]) if name in quantiles else ""
 
 
 def details(view: View, now: float) -> Iterator[Table]:
     """Yield small tables: the longest phases of the wave in work, its slowest hosts, what failed alike."""
     quantiles = view.quantiles[view.current - 1] if 0 < view.current <= len(view.quantiles) else {}
-    phases = {what: values for what, values in quantiles.items() if what not in STEPS}
+    phases = {name: values for name, values in quantiles.items() if name not in STEPS}
     longest = sorted(phases.items(), key=lambda item: -item[1][1])[:_PHASES]
     yield from _small(
         ("phase", "p50", "p95"), [(w, human_seconds(a), human_seconds(b)) for w, (a, b) in longest]
@@ -229,7 +229,7 @@ class LiveTable:
     _keys: list[tuple[int, ...]] = field(default_factory=list, init=False)
     _seek_at: float = field(default=0.0, init=False)
     _line_at: float = field(default=0.0, init=False)
-    _told: Mapping[str, int] = field(default_factory=dict, init=False)
+    _reported: Mapping[str, int] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
         self._file = self.console.file
@@ -270,21 +270,21 @@ class LiveTable:
     def _summarise(self, view: View, now: float) -> None:
         """Print how far it is, soon where something changed, and now and then where nothing does."""
         counts = view.waves[view.current - 1].counts if view.current else {}
-        wait = _SILENT_SECONDS if counts == self._told else _LINE_SECONDS
+        wait = _SILENT_SECONDS if counts == self._reported else _LINE_SECONDS
         if view.state == "running" and now >= self._line_at + wait and (text := summary(view, now)):
-            self._line_at, self._told = now, counts
+            self._line_at, self._reported = now, counts
             self.note(text)
 
     def _quantiles(self, progress: Progress) -> list[Quantiles]:
         """Return each wave's quantiles; only of waves in which something happened they are sought anew."""
         keys = [tuple(w.count(s) for s in ("joined", "verifying", "ended")) for w in progress.waves]
-        known = self._sought[0]
-        found = [
-            known[n] if n < len(known) and self._keys[n] == key else wave_quantiles(progress, wave)
+        previous = self._sought[0]
+        quantiles = [
+            previous[n] if n < len(previous) and self._keys[n] == key else wave_quantiles(progress, wave)
             for n, (key, wave) in enumerate(zip(keys, progress.waves, strict=True))
         ]
         self._keys = keys
-        return found
+        return quantiles
 
     def note(self, text: str) -> None:
         """Print a line, with the time of day, that stays."""

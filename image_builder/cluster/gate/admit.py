@@ -24,8 +24,8 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     UsageError for a node that has not told its boot id.
     """
     path = path_of(name)
-    found = client.request("GET", path)
-    node = node_from(found, rules)
+    document = client.request("GET", path)
+    node = node_from(document, rules)
     if not node.boot_id:
         raise UsageError(f"{name} has not told its boot id: nothing of it runs yet")
     record = {
@@ -34,15 +34,15 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
         "reason": reason,
         "boot_id": node.boot_id,
     }
-    changes = _annotate(found, json.dumps(record))
+    changes = _annotate(document, json.dumps(record))
     if is_tainted(node, rules):
         changes = [*patch(node, Action.ADMIT, rules), *changes]
     client.request("PATCH", path, changes, JSON_PATCH)
     return node
 
 
-def _annotate(found: dict[str, Any], value: str) -> list[dict[str, Any]]:
-    if not found["metadata"].get("annotations"):
+def _annotate(document: dict[str, Any], value: str) -> list[dict[str, Any]]:
+    if not document["metadata"].get("annotations"):
         return [{"op": "add", "path": "/metadata/annotations", "value": {ADMITTED: value}}]
     return [{"op": "add", "path": pointer_of(ADMITTED), "value": value}]
 
@@ -55,15 +55,15 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
     return [_line(item, rules, holds) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
 
 
-def _line(found: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
-    node = node_from(found, rules)
-    held = of_node(code_of(node), found["metadata"].get("labels") or {}, holds)
-    words = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
+def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
+    node = node_from(document, rules)
+    held = of_node(code_of(node), document["metadata"].get("labels") or {}, holds)
+    notice = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
     return {
         "node": node.name,
         "gate": "out" if is_tainted(node, rules) else "in",
         "may_work": "yes" if may_work(node) else "no",
-        "why": words + why(node),
+        "why": notice + why(node),
     }
 
 

@@ -56,7 +56,7 @@ class Approver:
     def run(self, stop: threading.Event) -> None:
         """Work until ``stop`` is set; ends early only when a part of it has died."""
         watchers = (self._requests, self._members)
-        threads = [threading.Thread(target=one.run, args=(stop,), daemon=True) for one in watchers]
+        threads = [threading.Thread(target=watcher.run, args=(stop,), daemon=True) for watcher in watchers]
         for thread in threads:
             thread.start()
         try:
@@ -68,7 +68,7 @@ class Approver:
             self._client.close()
 
     def _once(self, stop: threading.Event) -> None:
-        ready = all(one.synced.is_set() for one in (self._requests, self._members))
+        ready = all(watcher.synced.is_set() for watcher in (self._requests, self._members))
         name = self._next() if ready and self._leads() else None
         pending = self._requests.known.get(name) if name else None
         if pending is None:

@@ -51,7 +51,7 @@ def _counted(node: Node, now: float, window: float) -> str:
 
 
 def step(
-    nodes: Sequence[Node], known: Mapping[str, Hold], now: float, limits: Limits, label: str
+    nodes: Sequence[Node], current: Mapping[str, Hold], now: float, limits: Limits, label: str
 ) -> dict[str, Hold]:
     """Return the holds as they are to be now, by key. ``label`` names the pools.
 
@@ -62,7 +62,7 @@ def step(
         if code := _counted(node, now, limits.window):
             failing.setdefault((node.pool, code), []).append(node)
     sizes = Counter(node.pool for node in nodes)
-    holds = {key: hold for key, hold in known.items() if (hold.pool, hold.code) in failing}
+    holds = {key: hold for key, hold in current.items() if (hold.pool, hold.code) in failing}
     for (pool, code), failed in failing.items():
         count = sum(_is_recent(node, now, limits.window) for node in failed)
         hold = Hold(code, label, pool, count, sizes[pool], int(now))

@@ -195,8 +195,8 @@ class Controller:
             self._queue.drop(node.name)
         before = self._advised.get(node.name)
         self._advised[node.name] = node
-        seen = ("boot_id", "status", "tested_boot", "admitted_boot")
-        if before and all(getattr(before, name) == getattr(node, name) for name in seen):
+        compared = ("boot_id", "status", "tested_boot", "admitted_boot")
+        if before and all(getattr(before, name) == getattr(node, name) for name in compared):
             return
         self._tell(f"{node.name}: would be {_DONE[action]} (boot {node.boot_id})")
 

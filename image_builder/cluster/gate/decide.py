@@ -59,9 +59,9 @@ def answered(node: Node, nonce: str, state: str, now: float, rules: Rules) -> li
     """
     answer = {"boot_id": node.boot_id, "nonce": nonce, "state": state, "at": int(now)}
     same = [{"op": "test", "path": pointer_of(WISH), "value": node.wish.text}] if node.wish else []
-    said = {"op": "add", "path": pointer_of(ANSWER), "value": json.dumps(answer)}
+    reply = {"op": "add", "path": pointer_of(ANSWER), "value": json.dumps(answer)}
     held = _set_taints(node, [*node.taints, _taint(RETEST, rules)]) if state == HELD else []
-    return [*_same_boot(node), *same, said, *held]
+    return [*_same_boot(node), *same, reply, *held]
 
 
 def _same_boot(node: Node) -> list[dict[str, Any]]:

@@ -40,14 +40,14 @@ def release(client: Client, code: str, pool: str | None, *, who: str, reason: st
 
 def chosen(holds: Collection[Hold], code: str, pool: str | None) -> Hold:
     """Return the one hold of a code, in a pool where one is named. Raises UsageError."""
-    found = [one for one in holds if one.code == code and pool in (None, one.pool)]
-    if not found:
-        names = ", ".join(sorted(one.name for one in holds)) or "none"
+    matches = [candidate for candidate in holds if candidate.code == code and pool in (None, candidate.pool)]
+    if not matches:
+        names = ", ".join(sorted(candidate.name for candidate in holds)) or "none"
         raise UsageError(f"{code} is not held{f' for pool {pool}' if pool else ''}; held are: {names}")
-    if len(found) > 1:
-        pools = ", ".join(sorted(repr(one.pool) for one in found))
+    if len(matches) > 1:
+        pools = ", ".join(sorted(repr(candidate.pool) for candidate in matches))
         raise UsageError(f"{code} is held for several pools: {pools}", hint="--pool POOL names one")
-    return found[0]
+    return matches[0]
 
 
 class Holder:
@@ -58,36 +58,41 @@ class Holder:
     ) -> None:
         self._client, self._limits, self._label = client, limits, label
         self._tell, self._advises = tell, advises
-        self._said: dict[str, Hold] = {}
+        self._reported: dict[str, Hold] = {}
 
     def turn(self, nodes: Sequence[Node], now: float) -> None:
         """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
         try:
-            known = self._said if self._advises else read(self._client)
-            holds = step(nodes, known or {}, now, self._limits, self._label)
+            current = self._reported if self._advises else read(self._client)
+            holds = step(nodes, current or {}, now, self._limits, self._label)
             if not self._advises:
-                self._write(known, holds)
+                self._write(current, holds)
         except NodeError as error:
             self._tell(f"the breaker: {error.message}")
             return
-        self._say(known or {}, holds)
-        self._said = holds
+        self._say(current or {}, holds)
+        self._reported = holds
 
-    def _write(self, known: Mapping[str, Hold] | None, holds: Mapping[str, Hold]) -> None:
-        changed: dict[str, str | None] = dict.fromkeys((known or {}).keys() - holds.keys())
-        changed |= {key: one.text() for key, one in holds.items() if key not in (known or {})}
+    def _write(self, current: Mapping[str, Hold] | None, holds: Mapping[str, Hold]) -> None:
+        changed: dict[str, str | None] = dict.fromkeys((current or {}).keys() - holds.keys())
+        changed |= {key: added.text() for key, added in holds.items() if key not in (current or {})}
         if not changed:
             return
-        if known is None:
-            made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": hold.NAME}, "data": changed}
-            self._client.request("POST", hold.COLLECTION, made)
+        if current is None:
+            document = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": hold.NAME},
+                "data": changed,
+            }
+            self._client.request("POST", hold.COLLECTION, document)
         else:
             self._client.request("PATCH", hold.PATH, {"data": changed}, _MERGE_PATCH)
 
-    def _say(self, known: Mapping[str, Hold], holds: Mapping[str, Hold]) -> None:
+    def _say(self, current: Mapping[str, Hold], holds: Mapping[str, Hold]) -> None:
         would = "would be " if self._advises else ""
-        for key in holds.keys() - known.keys():
-            one = holds[key]
-            self._tell(f"BREAKER OPEN: {one.code}: {one.words}: reboots and replacements {would}held")
-        for key in known.keys() - holds.keys():
-            self._tell(f"breaker closed: {known[key].name}: no node fails by it any more")
+        for key in holds.keys() - current.keys():
+            opened = holds[key]
+            self._tell(f"BREAKER OPEN: {opened.code}: {opened.words}: reboots and replacements {would}held")
+        for key in current.keys() - holds.keys():
+            self._tell(f"breaker closed: {current[key].name}: no node fails by it any more")

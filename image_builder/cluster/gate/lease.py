@@ -53,13 +53,13 @@ class Election:
         """Take or renew the lease where that is ours to do. Raises KubeError."""
         now = self._clock()
         try:
-            found = self._client.request("GET", self._path)
+            lease = self._client.request("GET", self._path)
         except KubeError as error:
             if error.status != _NOT_FOUND:
                 raise
             self._write("POST", self._collection, {"metadata": self._meta}, now)
             return
-        spec = found.get("spec") or {}
+        spec = lease.get("spec") or {}
         holder = str(spec.get("holderIdentity") or "")
         record = (holder, str(spec.get("renewTime") or ""))
         if record != self._seen.record:
@@ -67,15 +67,15 @@ class Election:
             self._seen = Seen(record, self._clock())
         lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
         if holder in ("", self._identity) or now - self._seen.since > lasts:
-            self._write("PUT", self._path, found, now)
+            self._write("PUT", self._path, lease, now)
 
     def release(self) -> None:
         """Give the lease back, so that the next one need not wait for its end. Raises KubeError."""
         if self.leads:
-            found = self._client.request("GET", self._path)
-            if (found.get("spec") or {}).get("holderIdentity") == self._identity:
-                found["spec"]["holderIdentity"] = ""
-                self._client.request("PUT", self._path, found)
+            lease = self._client.request("GET", self._path)
+            if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+                lease["spec"]["holderIdentity"] = ""
+                self._client.request("PUT", self._path, lease)
         self._renewed = float("-inf")
 
     def close(self) -> None:

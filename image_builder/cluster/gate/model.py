@@ -87,9 +87,9 @@ def path_of(name: str) -> str:
     return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 
-def node_from(found: Mapping[str, Any], rules: Rules) -> Node:
+def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
     """Return what counts of a Node object. Whatever is missing or malformed counts as not there."""
-    meta, spec, status = (found.get(name) or {} for name in ("metadata", "spec", "status"))
+    meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
     conditions = [c for c in status.get("conditions") or [] if c.get("type") == rules.condition]
     condition = conditions[0] if conditions else {}
     message = str(condition.get("message", ""))
@@ -118,25 +118,27 @@ def _time(text: str) -> float:
 
 
 def _moment(value: Any) -> float:
-    found = float(value)
-    if not math.isfinite(found):  # Python reads NaN in JSON, which is neither before nor after anything
+    moment = float(value)
+    if not math.isfinite(moment):  # Python reads NaN in JSON, which is neither before nor after anything
         raise ValueError(f"{value} is no time")
-    return found
+    return moment
 
 
 def _wish(text: str) -> Wish | None:
     try:
-        found = json.loads(text)
-        boot_id, nonce = str(found["boot_id"]), str(found["nonce"])
-        return Wish(boot_id, nonce, _moment(found["tested"]), _moment(found["until"]), text)
+        fields = json.loads(text)
+        boot_id, nonce = str(fields["boot_id"]), str(fields["nonce"])
+        return Wish(boot_id, nonce, _moment(fields["tested"]), _moment(fields["until"]), text)
     except _MALFORMED:
         return None
 
 
 def _answer(text: str) -> Answer | None:
     try:
-        found = json.loads(text)
-        return Answer(str(found["boot_id"]), str(found["nonce"]), str(found["state"]), _moment(found["at"]))
+        fields = json.loads(text)
+        return Answer(
+            str(fields["boot_id"]), str(fields["nonce"]), str(fields["state"]), _moment(fields["at"])
+        )
     except _MALFORMED:
         return None
 

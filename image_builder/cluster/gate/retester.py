@@ -53,13 +53,13 @@ def is_away(node: Node) -> bool:
 
 def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
     """Return how the re-tests ended that the nodes still speak of; one that was withdrawn counts as failed."""
-    found = []
+    results = []
     for node in nodes:
         if node.retested:
-            found.append(Outcome(node.reported, node.status == "True"))
+            results.append(Outcome(node.reported, node.status == "True"))
         if node.answer and node.answer.state == WITHDRAWN:
-            found.append(Outcome(node.answer.at, False))
-    return found
+            results.append(Outcome(node.answer.at, False))
+    return results
 
 
 def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, Step]]:
@@ -72,8 +72,8 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
             elif node.answer.state == HELD:
                 steps.append((node, Step.GRANT))
     asking = {node.name: node for node in nodes if asks(node, now)}
-    known = outcomes(nodes)
-    if not limits.share or retest.is_open(known, now, limits):
+    history = outcomes(nodes)
+    if not limits.share or retest.is_open(history, now, limits):
         return [*steps, *((node, Step.REFUSE) for node in asking.values())]
     early = [node for node in asking.values() if node.wish and now - node.wish.tested < limits.period]
     steps += [(node, Step.REFUSE) for node in early]
@@ -81,21 +81,21 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
         Candidate(node.name, node.wish.tested if node.wish else now, node.name in asking, is_away(node))
         for node in nodes
     ]
-    return [*steps, *((asking[name], Step.HOLD) for name in retest.grant(candidates, known, now, limits))]
+    return [*steps, *((asking[name], Step.HOLD) for name in retest.grant(candidates, history, now, limits))]
 
 
 def uses_gpus(pod: Mapping[str, Any]) -> bool:
     """Tell whether a pod has GPUs, or devices by claims of whatever kind."""
     spec = pod["spec"]
     containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
-    asked = [
+    resources = [
         name
         for container in containers
         for kind in (container.get("resources") or {}).values()
         if isinstance(kind, Mapping)
         for name in kind
     ]
-    return bool(spec.get("resourceClaims")) or any(name.startswith(_GPU_RESOURCES) for name in asked)
+    return bool(spec.get("resourceClaims")) or any(name.startswith(_GPU_RESOURCES) for name in resources)
 
 
 class Retester:
@@ -121,18 +121,18 @@ class Retester:
     def _do(self, node: Node, step: Step, now: float) -> None:
         if step in (Step.HOLD, Step.GRANT) and self._is_busy(node.name):
             step = Step.REFUSE
-        known = node.answer if node.is_under_test else node.wish
-        assert known is not None  # plan() has no step for another node
-        patch = answered(node, known.nonce, step.value, now, self._rules)
+        subject = node.answer if node.is_under_test else node.wish
+        assert subject is not None  # plan() has no step for another node
+        patch = answered(node, subject.nonce, step.value, now, self._rules)
         self._client.request("PATCH", path_of(node.name), patch, JSON_PATCH)
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
     def _is_busy(self, name: str) -> bool:
         """Ask which pods are on the node: those that have ended leave their GPUs."""
         fields = f"spec.nodeName={name},status.phase!=Succeeded,status.phase!=Failed"
-        found: list[bool] = []
+        uses: list[bool] = []
         self._client.each(
             f"/api/v1/pods?{urllib.parse.urlencode({'fieldSelector': fields})}",
-            lambda pod: found.append(uses_gpus(pod)),
+            lambda pod: uses.append(uses_gpus(pod)),
         )
-        return any(found)
+        return any(uses)

@@ -65,9 +65,9 @@ class UnboundError(Exception):
     """A request is not one that the gate may approve. It stays as it is: somebody else may decide about it."""
 
 
-def pending_from(found: Mapping[str, Any]) -> Pending | None:
+def pending_from(document: Mapping[str, Any]) -> Pending | None:
     """Return what counts of a CertificateSigningRequest; None for one that is decided about."""
-    spec, status = found.get("spec") or {}, found.get("status") or {}
+    spec, status = document.get("spec") or {}, document.get("status") or {}
     if status.get("conditions") or status.get("certificate"):
         return None
     try:
@@ -75,8 +75,8 @@ def pending_from(found: Mapping[str, Any]) -> Pending | None:
     except binascii.Error:
         request = b""
     return Pending(
-        found["metadata"]["name"],
-        str(found["metadata"].get("resourceVersion", "")),
+        document["metadata"]["name"],
+        str(document["metadata"].get("resourceVersion", "")),
         str(spec.get("signerName", "")),
         str(spec.get("username", "")),
         frozenset(map(str, spec.get("groups") or ())),
@@ -85,14 +85,14 @@ def pending_from(found: Mapping[str, Any]) -> Pending | None:
     )
 
 
-def member_from(found: Mapping[str, Any]) -> Member:
+def member_from(document: Mapping[str, Any]) -> Member:
     """Return what counts of a Node object."""
-    status = found.get("status") or {}
+    status = document.get("status") or {}
     is_ready = any(
-        one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or []
+        c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or []
     )
     return Member(
-        found["metadata"]["name"],
+        document["metadata"]["name"],
         is_ready,
         _machines(str((status.get("nodeInfo") or {}).get("systemUUID", ""))),
     )
@@ -101,10 +101,12 @@ def member_from(found: Mapping[str, Any]) -> Member:
 def _machines(system_uuid: str) -> frozenset[str]:
     """Return the groups of a machine's tokens. Older firmware has the id's first three parts the other way round."""
     try:
-        known = uuid.UUID(system_uuid)
+        machine_id = uuid.UUID(system_uuid)
     except ValueError:
         return frozenset()
-    return frozenset(binding.of_machine(str(one)) for one in (known, uuid.UUID(bytes=known.bytes_le)))
+    return frozenset(
+        binding.of_machine(str(form)) for form in (machine_id, uuid.UUID(bytes=machine_id.bytes_le))
+    )
 
 
 def check(pending: Pending) -> Bound:
@@ -130,9 +132,9 @@ def check(pending: Pending) -> Bound:
 def _subject(request: bytes) -> str:
     """Return the node that a request (PEM) names. Raises UnboundError."""
     try:
-        found = x509.load_pem_x509_csr(request)
-        is_signed, extensions = found.is_signature_valid, list(found.extensions)
-        subject = [(one.oid, one.value) for one in found.subject]
+        csr = x509.load_pem_x509_csr(request)
+        is_signed, extensions = csr.is_signature_valid, list(csr.extensions)
+        subject = [(attribute.oid, attribute.value) for attribute in csr.subject]
     except (ValueError, TypeError, x509.DuplicateExtension) as error:
         raise UnboundError("it holds no certificate request") from error
     if not is_signed:

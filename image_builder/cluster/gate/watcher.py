@@ -109,16 +109,16 @@ class Watcher(Generic[T]):
             stop.wait(1 + _chance())
 
     def _event(self, event: Mapping[str, Any]) -> None:
-        kind, found = event["type"], event["object"]
+        kind, item = event["type"], event["object"]
         if kind == "ERROR":
-            if found.get("code") == _GONE:
+            if item.get("code") == _GONE:
                 raise GoneError
-            raise KubeError(f"the watch says: {found.get('message')}", int(found.get("code") or 0))
-        self._version = found["metadata"]["resourceVersion"]
+            raise KubeError(f"the watch says: {item.get('message')}", int(item.get("code") or 0))
+        self._version = item["metadata"]["resourceVersion"]
         if kind == "DELETED":
-            self._drop(found["metadata"]["name"])
+            self._drop(item["metadata"]["name"])
         elif kind in ("ADDED", "MODIFIED"):
-            self._take(found)
+            self._take(item)
 
     def _take(self, item: Mapping[str, Any]) -> None:
         name, value = item["metadata"]["name"], self._read(item)

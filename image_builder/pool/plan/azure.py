@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from image_builder.errors import FetchError, HostError
-from image_builder.pool.plan.snapshot import Listing, Wanted, is_flexible
+from image_builder.pool.plan.snapshot import Listing, ScaleSetId, is_flexible
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -28,7 +28,7 @@ _REPETITIONS = 8
 _THROTTLED = 429
 _LONGEST = 300
 # Microsoft.Compute/HighCostGetVMScaleSet30Min;107,Microsoft.Compute/...;...
-_LEFT = re.compile(r"([\w./]+);(\d+)")
+_REMAINING = re.compile(r"([\w./]+);(\d+)")
 _HINT = (
     "nothing was written; to read scale sets and interfaces takes the role Reader on their resource groups"
 )
@@ -38,28 +38,28 @@ Say = Callable[[str], None]
 
 @dataclass
 class Traffic:
-    """What the questions cost. ``left`` is the least that the service said it would still answer, by its own names."""
+    """What the questions cost. ``remaining``: the fewest that the service would still answer, by its own names."""
 
     requests: int = 0
     throttled: int = 0
-    left: dict[str, int] = field(default_factory=dict)
+    remaining: dict[str, int] = field(default_factory=dict)
 
     def note(self, status: int, headers: Mapping[str, str]) -> str:
         """Count an answer; return what to tell people of it, or nothing."""
         self.requests += 1
-        told = dict(_left(headers))
-        for name, count in told.items():
-            self.left[name] = min(count, self.left.get(name, count))
+        limits = dict(_remaining(headers))
+        for name, count in limits.items():
+            self.remaining[name] = min(count, self.remaining.get(name, count))
         if status != _THROTTLED:
             return ""
         self.throttled += 1
         return f"Azure asks to wait {headers.get('Retry-After', 'some')} seconds: too many questions"
 
 
-def _left(headers: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+def _remaining(headers: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     for name, value in headers.items():
         if name.lower() == "x-ms-ratelimit-remaining-resource":
-            yield from ((what, int(count)) for what, count in _LEFT.findall(value))
+            yield from ((resource, int(count)) for resource, count in _REMAINING.findall(value))
         elif name.lower().startswith("x-ms-ratelimit-remaining-") and value.isdigit():
             yield name.lower().removeprefix("x-ms-ratelimit-remaining-"), int(value)
 
@@ -106,18 +106,27 @@ class Reader:
         if self._is_own:
             self._credential.close()
 
-    def read(self, wanted: Wanted) -> Listing:
+    def read(self, scale_set_id: ScaleSetId) -> Listing:
         """Return all that is known of a scale set; raises FetchError where any part of it can't be had."""
-        with _told(wanted):
-            compute, network = (self._client(kind, wanted.subscription) for kind in ("compute", "network"))
-            scale_set = compute.virtual_machine_scale_sets.get(wanted.group, wanted.name).as_dict()
+        with _blamed(scale_set_id):
+            compute, network = (
+                self._client(kind, scale_set_id.subscription) for kind in ("compute", "network")
+            )
+            scale_set = compute.virtual_machine_scale_sets.get(
+                scale_set_id.group, scale_set_id.name
+            ).as_dict()
             if is_flexible(scale_set):
                 # Its machines are ordinary ones, and so are their interfaces: of the whole resource group.
-                chosen = f"'virtualMachineScaleSet/id' eq '{wanted.id}'"
-                instances = compute.virtual_machines.list(wanted.group, filter=chosen, expand="instanceView")
-                interfaces = network.network_interfaces.list(wanted.group)
+                chosen = f"'virtualMachineScaleSet/id' eq '{scale_set_id.id}'"
+                instances = compute.virtual_machines.list(
+                    scale_set_id.group, filter=chosen, expand="instanceView"
+                )
+                interfaces = network.network_interfaces.list(scale_set_id.group)
             else:
-                machines, name = compute.virtual_machine_scale_set_vms, (wanted.group, wanted.name)
+                machines, name = (
+                    compute.virtual_machine_scale_set_vms,
+                    (scale_set_id.group, scale_set_id.name),
+                )
                 instances = machines.list(*name, expand="instanceView")
                 interfaces = network.network_interfaces.list_virtual_machine_scale_set_network_interfaces(
                     *name
@@ -136,39 +145,39 @@ class Reader:
         return self._clients[key]
 
     def _note(self, answer: Any) -> None:
-        told = self.traffic.note(answer.http_response.status_code, answer.http_response.headers)
-        if told:
-            self._say(told)
+        notice = self.traffic.note(answer.http_response.status_code, answer.http_response.headers)
+        if notice:
+            self._say(notice)
 
 
 def _all(pages: ItemPaged[Any]) -> Iterator[dict[str, Any]]:
     """Return the items of every page; raises FetchError for pages that go round in circles."""
     numbered: Any = pages.by_page()
-    seen = set()
+    tokens = set()
     for page in numbered:
         for item in page:
             if not hasattr(item, "as_dict"):
                 raise ValueError(f"not an object: {item!r}")
             yield item.as_dict()
         following = numbered.continuation_token
-        if following and following in seen:
+        if following and following in tokens:
             raise FetchError("Azure's pages go round in circles", hint="nothing was written; ask again")
-        seen.add(following)
+        tokens.add(following)
 
 
 @contextmanager
-def _told(wanted: Wanted) -> Iterator[None]:
+def _blamed(scale_set_id: ScaleSetId) -> Iterator[None]:
     """Say of what the SDK complains which scale set it was about."""
     from azure.core.exceptions import AzureError
 
     try:
         yield
     except AzureError as error:
-        said = " ".join(str(error).split())[:_LONGEST]
-        raise FetchError(f"{wanted.id}: {said}", hint=_HINT) from error
+        message = " ".join(str(error).split())[:_LONGEST]
+        raise FetchError(f"{scale_set_id.id}: {message}", hint=_HINT) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         # What the SDK's models raise for an answer that is none of the service's, such as a proxy's.
-        said = " ".join(str(error).split())[:_LONGEST]
+        message = " ".join(str(error).split())[:_LONGEST]
         raise FetchError(
-            f"{wanted.id}: the answer makes no sense: {said}", hint="nothing was written"
+            f"{scale_set_id.id}: the answer makes no sense: {message}", hint="nothing was written"
         ) from error

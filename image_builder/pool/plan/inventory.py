@@ -101,33 +101,33 @@ def read_fleet(
     with opened(absolute, vault_password_file, repo_root) as source:
         reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
-        made = _pools(reading, dict.fromkeys(pools))
+        counted_pools = _pools(reading, dict.fromkeys(pools))
         reading.problems += _doubles(reading)
         skipped = {state: tuple(sorted(names)) for state, names in sorted(reading.skipped.items())}
         if skipped and not hosts:
             states = "; ".join(f"{state}: {named(names)}" for state, names in skipped.items())
             reading.problems.append(Problem(reading.here, "pool_power_state", f"no host runs: {states}"))
         reading.problems += [
-            Problem(where(source, names[0], variable), variable, f"{what}: {named(names)}")
-            for (variable, what), names in reading.faults.items()
+            Problem(where(source, names[0], variable), variable, f"{reason}: {named(names)}")
+            for (variable, reason), names in reading.faults.items()
         ]
     if reading.problems:
         raise DefinitionError(reading.problems)
     digest = inventory_digest(absolute, hosts)
     planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=digest)
-    return Fleet(planned_from, made, tuple(hosts), skipped)
+    return Fleet(planned_from, counted_pools, tuple(hosts), skipped)
 
 
 def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
     """Return the hosts of all pools, each once."""
     groups = reading.source.manager.groups
-    found: list[Host] = []
+    hosts: list[Host] = []
     pool_of: dict[str, str] = {}
     for pool in pools:
         if pool not in groups:
-            known = [str(name) for name in groups if name not in ("all", "ungrouped", "images")]
-            what = f"unknown pool `{pool}`{did_you_mean(pool, known)}"
-            reading.problems.append(Problem(reading.here, "pool", what))
+            names = [str(name) for name in groups if name not in ("all", "ungrouped", "images")]
+            reason = f"unknown pool `{pool}`{did_you_mean(pool, names)}"
+            reading.problems.append(Problem(reading.here, "pool", reason))
             continue
         sets = _scale_set_groups(reading, groups[pool])
         for name in (str(host.name) for host in groups[pool].get_hosts()):
@@ -140,20 +140,20 @@ def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
                 continue
             host = _host(reading, name, pool, sets[name])
             if host:
-                found.append(host)
-    return found
+                hosts.append(host)
+    return hosts
 
 
 def _scale_set_groups(reading: _Reading, pool: Any) -> dict[str, list[str]]:
     """Return the groups of a pool that list each host, and note the ones without any host."""
     listed: dict[str, list[str]] = defaultdict(list)
-    seen: set[str] = set()
+    visited: set[str] = set()
     todo = [pool]
     while todo:
         group = todo.pop()
-        if group.name in seen:
+        if group.name in visited:
             continue
-        seen.add(group.name)
+        visited.add(group.name)
         todo += group.child_groups
         if not group.get_hosts():
             reading.problems.append(Problem(reading.here, str(group.name), "no host in this group"))
@@ -166,9 +166,9 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
     """Return a host, or None where it is off or what it needs is missing or wrong, which is noted."""
     values, wrong = _values(reading, name)
 
-    def fault(variable: str, what: str) -> None:
+    def fault(variable: str, reason: str) -> None:
         wrong.add(variable)
-        reading.faults[variable, what].append(name)
+        reading.faults[variable, reason].append(name)
 
     if "/" in name or name in (".", ".."):
         # Its reports have a directory of this name, which is removed when all is well.
@@ -197,8 +197,8 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
     reading.addresses[texts.get("ansible_host", name), str(port)].append(name)
     if "pool_vm_id" in texts:
         reading.ids[texts["pool_vm_id"]].append(name)
-    told = reading.capacities.setdefault((pool, scale_set), {})
-    told.setdefault(_hashable(values.get("pool_capacity")), []).append(name)
+    capacities = reading.capacities.setdefault((pool, scale_set), {})
+    capacities.setdefault(_hashable(values.get("pool_capacity")), []).append(name)
     if wrong:
         return None
     if (state := texts.get("pool_power_state", "").lower()) in _OFF:
@@ -231,29 +231,29 @@ def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
 
 def _pools(reading: _Reading, names: Iterable[str]) -> tuple[Pool, ...]:
     sets: dict[str, list[ScaleSet]] = defaultdict(list)
-    for (pool, name), told in reading.capacities.items():
-        count = sum(len(hosts) for hosts in told.values())
+    for (pool, name), capacities in reading.capacities.items():
+        count = sum(len(hosts) for hosts in capacities.values())
         sets[pool].append(ScaleSet(name=name, capacity=_capacity(reading, pool, name, count), hosts=count))
     return tuple(Pool(name=name, scale_sets=tuple(sets[name])) for name in names if name in sets)
 
 
 def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None:
-    told = reading.capacities[pool, name]
-    first = next(iter(told.values()))[0]
+    capacities = reading.capacities[pool, name]
+    first = next(iter(capacities.values()))[0]
     place = where(reading.source, first, "pool_capacity")
-    what = ""
-    (capacity, *others) = told
+    fault = ""
+    (capacity, *others) = capacities
     if others:
-        what = f"differs within scale set `{name}`: {', '.join(str(c) for c in told)}"
+        fault = f"differs within scale set `{name}`: {', '.join(str(c) for c in capacities)}"
     elif capacity is None:
         return None
     elif not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
-        what = f"must be a number of hosts, got {json.dumps(capacity)}"
+        fault = f"must be a number of hosts, got {json.dumps(capacity)}"
     elif count < capacity:
-        what = f"scale set `{name}` has {count} of {capacity} hosts in this inventory: {capacity - count} are lost"
-    if what:
-        reading.problems.append(Problem(place, "pool_capacity", what))
-    return capacity if isinstance(capacity, int) and not what else None
+        fault = f"scale set `{name}` has {count} of {capacity} hosts in this inventory: {capacity - count} are lost"
+    if fault:
+        reading.problems.append(Problem(place, "pool_capacity", fault))
+    return capacity if isinstance(capacity, int) and not fault else None
 
 
 def _doubles(reading: _Reading) -> list[Problem]:
@@ -285,8 +285,8 @@ def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
 def inventory_files(path: Path) -> list[Path]:
     """Return the files of an inventory, in order: a directory's, or a file and the variables beside it."""
     if path.is_dir():
-        found = path.rglob("*")
-        return sorted(f for f in found if f.is_file() and not f.relative_to(path).as_posix().startswith("."))
+        files = path.rglob("*")
+        return sorted(f for f in files if f.is_file() and not f.relative_to(path).as_posix().startswith("."))
     beside = [f for name in _VARIABLES_BESIDE for f in (path.parent / name).rglob("*") if f.is_file()]
     return [path, *sorted(beside)]
 

@@ -114,22 +114,22 @@ def parse(data: bytes, where: str) -> Plan:
             for fault in error.errors()
         ]
         raise DefinitionError(problems, hint="make it anew: image-builder pool plan") from error
-    problems = [Problem(where, "plan", what) for what in _inconsistent(plan)]
+    problems = [Problem(where, "plan", reason) for reason in _inconsistent(plan)]
     if problems:
         raise DefinitionError(problems, hint="make it anew: image-builder pool plan")
     return plan
 
 
 def _inconsistent(plan: Plan) -> list[str]:
-    found = []
+    faults = []
     if plan.digest != _digest(plan):
-        found.append("was changed after it was made: its digest is of something else")
+        faults.append("was changed after it was made: its digest is of something else")
     placed = Counter(name for wave in plan.waves for name in wave.hosts)
     if twice := sorted(name for name, count in placed.items() if count > 1):
-        found.append(f"in more than one wave: {named(twice)}")
+        faults.append(f"in more than one wave: {named(twice)}")
     if lost := sorted(plan.host.keys() ^ placed.keys()):
-        found.append(f"in the waves and not among the hosts, or the other way round: {named(lost)}")
-    return found
+        faults.append(f"in the waves and not among the hosts, or the other way round: {named(lost)}")
+    return faults
 
 
 def named(names: Sequence[str]) -> str:
@@ -151,16 +151,16 @@ class Difference(NamedTuple):
 
     @property
     def text(self) -> str:
-        parts = ((len(names), what) for what, names in zip(self._fields, self, strict=True))
-        return ", ".join(f"{count} {what}" for count, what in parts if count)
+        parts = ((len(names), kind) for kind, names in zip(self._fields, self, strict=True))
+        return ", ".join(f"{count} {kind}" for count, kind in parts if count)
 
 
-def compare(planned: Iterable[Host], found: Iterable[Host]) -> Difference:
+def compare(planned: Iterable[Host], current: Iterable[Host]) -> Difference:
     """Return how the hosts that were ``found`` now differ from the ``planned`` ones.
 
     Without ids of the machines, another address means another machine: it is looked at before it is trusted.
     """
-    before, now = ({host.name: host for host in hosts} for hosts in (planned, found))
+    before, now = ({host.name: host for host in hosts} for hosts in (planned, current))
     both = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     replaced = tuple(name for name in both if _other_machine(before[name], now[name]))
     return Difference(

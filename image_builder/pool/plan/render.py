@@ -86,20 +86,20 @@ def render(
     with opened(absolute, vault_password_file, repo_root) as source:
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
-        made = [_render(reading, host) for host in hosts]
+        rendered = [_render(reading, host) for host in hosts]
         for (key, value), alike in doubles(reading.nodes).items():
             reading.faults[_variable(f"node.{key}"), f"{value} can be that of one node alone"] += alike
-        problems += _told(reading)
+        problems += _problems(reading)
     if problems:
         raise DefinitionError(problems)
-    return made
+    return rendered
 
 
 def write(rendered: Iterable[Rendered], directory: Path) -> None:
     """Write ``HOST.json`` for each host."""
     directory.mkdir(parents=True, exist_ok=True)
-    for one in rendered:
-        (directory / f"{one.host}.json").write_text(one.text, encoding="utf-8")
+    for configuration in rendered:
+        (directory / f"{configuration.host}.json").write_text(configuration.text, encoding="utf-8")
 
 
 def doubles(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
@@ -107,30 +107,30 @@ def doubles(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], 
 
     Of two kubelets with one name the second takes the first one's Node object over.
     """
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    users: dict[tuple[str, str], list[str]] = defaultdict(list)
     for host, node in nodes.items():
         for key in _ITS_OWN:
             value = node.get(key, "")
             if isinstance(value, str) and value not in ("", node_config.PLATFORM, node_config.NONE):
-                found[key, value].append(host)
-    return {what: hosts for what, hosts in found.items() if len(hosts) > 1}
+                users[key, value].append(host)
+    return {key: hosts for key, hosts in users.items() if len(hosts) > 1}
 
 
 def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem], list[str]]:
     problems: list[Problem] = []
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for name in names:
         hosts = source.group(name)
         if hosts is None and name in source.manager.hosts:
             hosts = [name]
         if hosts is None:
-            known = [*map(str, source.manager.groups), *map(str, source.manager.hosts)]
-            what = f"unknown group or host `{name}`{did_you_mean(name, known)}"
-            problems.append(Problem(here, "pool", what))
+            names = [*map(str, source.manager.groups), *map(str, source.manager.hosts)]
+            reason = f"unknown group or host `{name}`{did_you_mean(name, names)}"
+            problems.append(Problem(here, "pool", reason))
         elif not hosts:
             problems.append(Problem(here, name, "no host in this group"))
-        found.update(dict.fromkeys(hosts or []))
-    return problems, list(found)
+        matches.update(dict.fromkeys(hosts or []))
+    return problems, list(matches)
 
 
 def _render(reading: _Reading, host: str) -> Rendered:
@@ -142,11 +142,11 @@ def _render(reading: _Reading, host: str) -> Rendered:
     for name, path in VARIABLES.items():
         if name in values:
             _set(document, path, values[name])
-    for place, what in node_config.secrets(document):
-        reading.faults[_variable(place), f"{what} must not be in user data"].append(host)
+    for place, secret in node_config.secrets(document):
+        reading.faults[_variable(place), f"{secret} must not be in user data"].append(host)
     for problem in node_config.problems(document):
-        place, _, what = problem.partition(": ")
-        reading.faults[_variable(place), what].append(host)
+        place, _, reason = problem.partition(": ")
+        reading.faults[_variable(place), reason].append(host)
     reading.nodes[host] = document.get("node", {})
     rendered = Rendered(host, json.dumps(document, indent=1) + "\n")
     if len(rendered.text.encode()) > node_config.MOST_BYTES:
@@ -162,10 +162,10 @@ def _set(document: dict[str, Any], path: tuple[str, ...], value: JSON) -> None:
 
 def _values(reading: _Reading, host: str) -> dict[str, JSON]:
     """Return the variables of a host that are parts of its configuration, evaluated; what can't be is noted."""
-    found, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
-    for name in sorted((found.keys() | failures.keys()) - VARIABLES.keys()):
+    variables, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
+    for name in sorted((variables.keys() | failures.keys()) - VARIABLES.keys()):
         reading.faults[name, f"there is no such variable{did_you_mean(name, VARIABLES)}"].append(host)
-    values = {name: value for name, value in found.items() if name in VARIABLES}
+    values = {name: value for name, value in variables.items() if name in VARIABLES}
     for name in failures.keys() & VARIABLES.keys():
         reading.faults[name, failures[name]].append(host)
     for name in [name for name, value in values.items() if is_vaulted(value)]:
@@ -182,10 +182,10 @@ def _variable(path: str) -> str:
     return path
 
 
-def _told(reading: _Reading) -> list[Problem]:
+def _problems(reading: _Reading) -> list[Problem]:
     problems = []
-    for (variable, what), hosts in reading.faults.items():
+    for (variable, reason), hosts in reading.faults.items():
         top = variable.partition(".")[0].partition("[")[0]
         place = where(reading.source, hosts[0], top)
-        problems.append(Problem(place, variable, f"{what}: {named(hosts)}"))
+        problems.append(Problem(place, variable, f"{reason}: {named(hosts)}"))
     return sorted(problems)

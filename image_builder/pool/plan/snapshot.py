@@ -31,7 +31,7 @@ _ID = re.compile(
 _GALLERY = re.compile(r"/galleries/[^/]+/images/(?P<definition>[^/]+)(?:/versions/[^/]+)?$", re.IGNORECASE)
 _POOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # Groups that Ansible has, that image definitions are, and that all pools are in.
-_TAKEN = frozenset({"all", "ungrouped", "images", "pools"})
+_RESERVED = frozenset({"all", "ungrouped", "images", "pools"})
 # A name, number, version or state: no space, brace or other sign that YAML or a template gives a meaning.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _MACHINE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -39,7 +39,7 @@ _GONE = ("deleting", "deleted")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScaleSetId:
     """A scale set that belongs to a pool. ``id`` is its name in Resource Manager."""
 
     pool: str
@@ -73,10 +73,10 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Snapshot:
     """A scale set that was read. ``expected`` is its capacity (None: it has none), ``missing`` says who is not here."""
 
-    wanted: Wanted
+    source: ScaleSetId
     image: str
     expected: int | None
     machines: tuple[Machine, ...]
@@ -85,27 +85,27 @@ class Taken:
 
     @property
     def problems(self) -> list[Problem]:
-        return [Problem(self.wanted.id, self.wanted.pool, what) for what in self.wrong]
+        return [Problem(self.source.id, self.source.pool, fault) for fault in self.wrong]
 
     @property
     def shortfalls(self) -> list[Problem]:
-        return [Problem(self.wanted.id, self.wanted.pool, what) for what in self.missing]
+        return [Problem(self.source.id, self.source.pool, reason) for reason in self.missing]
 
 
-def wanted(text: str) -> Wanted:
+def parse(text: str) -> ScaleSetId:
     """Return what ``POOL=SCALE_SET_ID`` asks for; raises UsageError."""
     pool, _, name = text.partition("=")
-    found = _ID.fullmatch(name.rstrip("/"))
-    if not found or not _POOL.fullmatch(pool):
+    match = _ID.fullmatch(name.rstrip("/"))
+    if not match or not _POOL.fullmatch(pool):
         form = "POOL=/subscriptions/…/resourceGroups/…/providers/Microsoft.Compute/virtualMachineScaleSets/…"
         raise UsageError(
             f"not a pool and a scale set: {text}", hint=f"{form}, as `az vmss list` shows its id"
         )
-    if pool in _TAKEN:
+    if pool in _RESERVED:
         raise UsageError(
             f"no pool can be called `{pool}`: that is a group already", hint="give it another name"
         )
-    return Wanted(pool=pool, id=name.rstrip("/"), **found.groupdict())
+    return ScaleSetId(pool=pool, id=name.rstrip("/"), **match.groupdict())
 
 
 def is_flexible(scale_set: Json) -> bool:
@@ -113,7 +113,7 @@ def is_flexible(scale_set: Json) -> bool:
     return str(_part(scale_set, "properties").get("orchestrationMode", "")).lower() == "flexible"
 
 
-def take(asked: Wanted, listing: Listing) -> Taken:
+def take(scale_set_id: ScaleSetId, listing: Listing) -> Snapshot:
     """Return the hosts of a scale set, in order of their names, and what is missing or wrong with them."""
     addresses, owners = _addresses(listing.interfaces)
     tags = _part(listing.scale_set, "tags")
@@ -141,14 +141,16 @@ def take(asked: Wanted, listing: Listing) -> Taken:
     if image and not _PLAIN.fullmatch(image):
         wrong.append(f"the scale set's image can't be {json.dumps(image)}")
     expected = _part(listing.scale_set, "sku").get("capacity")
-    lost = sorted(owner for owner in owners - present.keys() if owner.startswith(f"{asked.id}/".lower()))
+    lost = sorted(
+        owner for owner in owners - present.keys() if owner.startswith(f"{scale_set_id.id}/".lower())
+    )
     missing += [f"{_last(owner)} has a network interface and isn't among the instances" for owner in lost]
     if not isinstance(expected, int):
         missing.append("the scale set says no capacity, so nobody knows how many hosts there must be")
     elif len(machines) < expected:
         missing.append(f"{len(machines)} of {expected} hosts are there: {expected - len(machines)} are lost")
-    return Taken(
-        wanted=asked,
+    return Snapshot(
+        source=scale_set_id,
         image=image,
         expected=expected if isinstance(expected, int) else None,
         machines=tuple(sorted(machines, key=lambda machine: machine.name)),
@@ -164,7 +166,7 @@ def _variables(instance: Json, address: str, tags: Json) -> dict[str, Any]:
     reference = _part(properties, "storageProfile", "imageReference")
     size = _part(instance, "sku").get("name") or _part(properties, "hardwareProfile").get("vmSize")
     computer = _part(properties, "osProfile").get("computerName") or instance.get("name", "")
-    found = {
+    variables = {
         "name": str(computer).lower(),
         "ansible_host": address,
         "pool_vm_id": str(properties.get("vmId", "")).lower(),
@@ -179,7 +181,7 @@ def _variables(instance: Json, address: str, tags: Json) -> dict[str, Any]:
         "pool_power_state": _state(view, "PowerState"),
         "pool_latest_model": properties.get("latestModelApplied"),
     }
-    return {key: value for key, value in found.items() if value is not None and value != ""}
+    return {key: value for key, value in variables.items() if value is not None and value != ""}
 
 
 def _malformed(name: str, variables: Mapping[str, Any]) -> list[str]:
@@ -223,8 +225,8 @@ def _is_address(text: str) -> bool:
 
 def _definition(reference: Json) -> str:
     """Return the name of the gallery's image definition; empty for an image of another kind."""
-    found = _GALLERY.search(str(reference.get("id", "")))
-    return found["definition"] if found else ""
+    match = _GALLERY.search(str(reference.get("id", "")))
+    return match["definition"] if match else ""
 
 
 def _state(view: Json, kind: str) -> str | None:
@@ -256,18 +258,20 @@ def _last(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def check(taken: Sequence[Taken], *, fewer: bool) -> None:
+def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
     """Raise DefinitionError with everything that speaks against these hosts; ``fewer`` hosts may be wanted."""
-    problems = [p for one in taken for p in (*one.problems, *(() if fewer else one.shortfalls))]
-    groups = Counter(one.wanted.inventory_group for one in taken)
-    groups.update({one.wanted.pool for one in taken})
+    problems = [
+        p for snapshot in snapshots for p in (*snapshot.problems, *(() if fewer else snapshot.shortfalls))
+    ]
+    groups = Counter(snapshot.source.inventory_group for snapshot in snapshots)
+    groups.update({snapshot.source.pool for snapshot in snapshots})
     problems += [
         Problem("", group, "would be the group of two scale sets, or of one and of a pool")
         for group, count in groups.items()
         if count > 1
     ]
     shared: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for machine in (m for one in taken for m in one.machines):
+    for machine in (m for snapshot in snapshots for m in snapshot.machines):
         for key, value in (("name", machine.name), *_unique(machine)):
             shared[key, value].append(machine.id)
     problems += [
@@ -277,7 +281,7 @@ def check(taken: Sequence[Taken], *, fewer: bool) -> None:
     ]
     if problems:
         hint = "nothing was written"
-        if not fewer and any(one.missing for one in taken):
+        if not fewer and any(snapshot.missing for snapshot in snapshots):
             hint += "; ask again, or take the hosts that are there with --allow-fewer"
         raise DefinitionError(problems, hint=hint)
 
@@ -286,7 +290,7 @@ def _unique(machine: Machine) -> Iterable[tuple[str, str]]:
     return ((key, str(machine.variables[key])) for key in ("ansible_host", "pool_vm_id"))
 
 
-def document(taken: Sequence[Taken], at: str) -> bytes:
+def document(snapshots: Sequence[Snapshot], at: str) -> bytes:
     """Return the inventory of these scale sets: the same bytes for the same hosts and the time ``at``, a line each.
 
     Where fewer hosts than the capacity were accepted, ``pool_capacity`` is what is there: that was decided here.
@@ -301,30 +305,30 @@ def document(taken: Sequence[Taken], at: str) -> bytes:
         f"      vars: {_flow({'pool_snapshot_taken': at})}",
         "      children:",
     ]
-    by_pool: dict[str, list[Taken]] = defaultdict(list)
-    for one in sorted(taken, key=lambda t: (t.wanted.pool, t.wanted.inventory_group)):
-        by_pool[one.wanted.pool].append(one)
+    by_pool: dict[str, list[Snapshot]] = defaultdict(list)
+    for snapshot in sorted(snapshots, key=lambda t: (t.source.pool, t.source.inventory_group)):
+        by_pool[snapshot.source.pool].append(snapshot)
     for pool, sets in by_pool.items():
         lines += [f"        {pool}:", "          children:"]
-        for one in sets:
-            lines += [f"            {one.wanted.inventory_group}:", *_group(one)]
+        for snapshot in sets:
+            lines += [f"            {snapshot.source.inventory_group}:", *_group(snapshot)]
     return ("\n".join(lines) + "\n").encode()
 
 
-def _group(one: Taken) -> list[str]:
-    variables: dict[str, object] = {"pool_scale_set": one.wanted.name}
-    if one.expected is not None:
-        variables["pool_capacity"] = min(one.expected, len(one.machines))
-    if one.image:
-        variables["pool_image"] = one.image
+def _group(snapshot: Snapshot) -> list[str]:
+    variables: dict[str, object] = {"pool_scale_set": snapshot.source.name}
+    if snapshot.expected is not None:
+        variables["pool_capacity"] = min(snapshot.expected, len(snapshot.machines))
+    if snapshot.image:
+        variables["pool_image"] = snapshot.image
     lines = [f"              vars: {_flow(variables)}", "              hosts:"]
-    for machine in one.machines:
-        told = dict(machine.variables)
-        definition = told.pop("pool_image_definition", "")
-        if definition != one.image:
+    for machine in snapshot.machines:
+        own = dict(machine.variables)
+        definition = own.pop("pool_image_definition", "")
+        if definition != snapshot.image:
             # It runs another image than its scale set's model says: what it is counts.
-            told["pool_image"] = definition
-        lines.append(f"                {json.dumps(machine.name)}: {_flow(told)}")
+            own["pool_image"] = definition
+        lines.append(f"                {json.dumps(machine.name)}: {_flow(own)}")
     return lines
 
 

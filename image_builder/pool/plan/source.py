@@ -31,8 +31,8 @@ def opened(paths: Sequence[Path], vault_password_file: Path | None, repo_root: P
     from image_builder.definition import engine
 
     if missing := [path for path in paths if not path.exists()]:
-        what = "no such file or directory"
-        raise DefinitionError([Problem(str(Place(str(path))), "inventory", what) for path in missing])
+        reason = "no such file or directory"
+        raise DefinitionError([Problem(str(Place(str(path))), "inventory", reason) for path in missing])
     try:
         source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
         yield source
@@ -43,7 +43,7 @@ def opened(paths: Sequence[Path], vault_password_file: Path | None, repo_root: P
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
 
 
-def values_of(source: Any, host: str, wanted: Callable[[str], bool]) -> Values:
+def values_of(source: Any, host: str, is_read: Callable[[str], bool]) -> Values:
     """Return the variables of a host whose names are wanted; raises ``engine.UnreadableError``."""
     from image_builder.definition import engine
 
@@ -54,14 +54,14 @@ def values_of(source: Any, host: str, wanted: Callable[[str], bool]) -> Values:
         source.host_variables(host)  # raises what names the file
         raise
     values: dict[str, JSON] = {
-        str(name): engine.plain(value) for name, value in merged.items() if wanted(str(name))
+        str(name): engine.plain(value) for name, value in merged.items() if is_read(str(name))
     }
     templates = [name for name, value in values.items() if is_template(value)]
     if not templates:
         return Values(values, {})
-    made = engine.evaluate_all(_all_plain(merged, host), templates, any_lookup=True)
-    kept = {name: value for name, value in values.items() if name not in templates}
-    return Values(kept | dict(made.values), dict(made.failures))
+    evaluated = engine.evaluate_all(_all_plain(merged, host), templates, any_lookup=True)
+    plain = {name: value for name, value in values.items() if name not in templates}
+    return Values(plain | dict(evaluated.values), dict(evaluated.failures))
 
 
 def where(source: Any, host: str, variable: str) -> str:

@@ -120,11 +120,11 @@ def parse(text: str, where: str) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
             continue
         try:
-            entries.append(_entry(words))
+            entries.append(_entry(fields))
         except ValueError as error:
             problems.append(f"{where}:{number}: {error}")
     if problems:
@@ -134,25 +134,25 @@ def parse(text: str, where: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _entry(words: Sequence[str]) -> Entry:
+def _entry(fields: Sequence[str]) -> Entry:
     marker = ""
-    if words[0].startswith("@"):
-        if words[0] not in _MARKERS:
-            raise ValueError(f"unknown marker {words[0]}")
-        marker, words = _MARKERS[words[0]], words[1:]
-    if len(words) < 3:
+    if fields[0].startswith("@"):
+        if fields[0] not in _MARKERS:
+            raise ValueError(f"unknown marker {fields[0]}")
+        marker, fields = _MARKERS[fields[0]], fields[1:]
+    if len(fields) < 3:
         raise ValueError("not a name, a type and a key")
-    names = tuple(words[0].lower().split(","))
+    names = tuple(fields[0].lower().split(","))
     if any(not name or name[0] in "|!" for name in names):
         raise ValueError("a hashed, negated or empty name")
-    if not marker and set("*?") & set(words[0]):
+    if not marker and set("*?") & set(fields[0]):
         raise ValueError("a key of more hosts than one")
     try:
-        blob = base64.b64decode(words[2], validate=True)
-        forms.load_ssh_public_key(f"{words[1]} {words[2]}".encode())
+        blob = base64.b64decode(fields[2], validate=True)
+        forms.load_ssh_public_key(f"{fields[1]} {fields[2]}".encode())
     except (ValueError, binascii.Error, UnsupportedAlgorithm) as error:
-        raise ValueError(f"not a key of type {words[1]}: {error}") from error
-    return Entry(marker, names, words[1], blob)
+        raise ValueError(f"not a key of type {fields[1]}: {error}") from error
+    return Entry(marker, names, fields[1], blob)
 
 
 def _is_named(entry: Entry, name: str) -> bool:
@@ -247,12 +247,12 @@ class Verifier:
             # A crash may have cut the last line; the host that it was for was not logged in to.
             data = data[: self._whole]
         entries = parse(data.decode("utf-8", "replace"), str(path))
-        wanted = "cert-authority" if isinstance(self._source, CertificateAuthority) else ""
-        other = sorted({e.marker for e in entries} - {wanted, "revoked"})
+        marker = "cert-authority" if isinstance(self._source, CertificateAuthority) else ""
+        other = sorted({e.marker for e in entries} - {marker, "revoked"})
         if other:
-            what = "pinned keys" if wanted else "@cert-authority lines"
-            raise UsageError(f"{path}: holds {what}, which mean something else than what was asked for")
-        if wanted and not any(e.marker == wanted for e in entries):
+            content = "pinned keys" if marker else "@cert-authority lines"
+            raise UsageError(f"{path}: holds {content}, which mean something else than what was asked for")
+        if marker and not any(e.marker == marker for e in entries):
             raise UsageError(f"{path}: has no @cert-authority line")
         keys = defaultdict(list)
         for entry in entries:
@@ -289,9 +289,9 @@ class Verifier:
             except OSError as error:
                 raise UsageError(f"{self._source.path}: can't be written: {error.strerror}") from error
         if not isinstance(self._source, CertificateAuthority):
-            known = [entry.blob for entry in self._keys.get(name, ())]
-            if blob not in known:
-                expected = ", ".join(fingerprint(k) for k in known)
+            pinned = [entry.blob for entry in self._keys.get(name, ())]
+            if blob not in pinned:
+                expected = ", ".join(fingerprint(k) for k in pinned)
                 raise HostKeyError(f"shows {fingerprint(blob)}, known is {expected}")
         return blob
 

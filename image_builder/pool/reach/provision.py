@@ -33,7 +33,7 @@ _ASK = (
 ASK = ("sh", "-c", _ASK)
 
 
-class Told(NamedTuple):
+class JoinStatus(NamedTuple):
     """What a host answered. ``busy``: something on it still tries to join; nothing else is known then."""
 
     outcome: Outcome
@@ -42,29 +42,29 @@ class Told(NamedTuple):
     busy: bool = False
 
 
-def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> Told:
+def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> JoinStatus:
     """Return what ``ASK`` was answered: how joining ended. A host that was never told is `ok`, with `no`."""
     out, err = (_text(stream).strip() for stream in (stdout, stderr))
     if out == BUSY:
-        return Told(OK, "unknown", busy=True)
+        return JoinStatus(OK, "unknown", busy=True)
     if status == _NOT_FOUND:
-        return Told(failed("bootstrap", NO_AGENT, f"no node agent is on it: {err or out}"), "no")
+        return JoinStatus(failed("bootstrap", NO_AGENT, f"no node agent is on it: {err or out}"), "no")
     document = _document(out)
     if document is None:
         if status == 0 or out:
-            return Told(failed("bootstrap", NOT_ENDED, f"not understood: {out or err}"), "unknown")
-        return Told(OK, "no")
+            return JoinStatus(failed("bootstrap", NOT_ENDED, f"not understood: {out or err}"), "unknown")
+        return JoinStatus(OK, "no")
     return _judge(document, joined=status == 0)
 
 
-def after_join(status: int, stdout: str, stderr: str = "") -> Told:
+def after_join(status: int, stdout: str, stderr: str = "") -> JoinStatus:
     """Return how a host that was told to join ended: as ``read`` tells it, and `no` without a failure is one."""
-    told = read(status, stdout, stderr)
-    if told.busy or status == STILL_HELD:
-        return Told(ended("unknown", "still tries to join"), "unknown")
-    if told.outcome.ok and told.joined != "yes":
-        return Told(ended("unknown", "told to join, and says nothing of it"), "unknown")
-    return told
+    answer = read(status, stdout, stderr)
+    if answer.busy or status == STILL_HELD:
+        return JoinStatus(ended("unknown", "still tries to join"), "unknown")
+    if answer.outcome.ok and answer.joined != "yes":
+        return JoinStatus(ended("unknown", "told to join, and says nothing of it"), "unknown")
+    return answer
 
 
 def _text(stream: bytes | str) -> str:
@@ -73,31 +73,31 @@ def _text(stream: bytes | str) -> str:
 
 def _document(text: str) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
-def _judge(document: Mapping[str, Any], *, joined: bool) -> Told:
+def _judge(document: Mapping[str, Any], *, joined: bool) -> JoinStatus:
     phases = tuple(_phases(document))
     match document.get("state"):
         case "ok" if joined:
-            return Told(OK, "yes", phases)
+            return JoinStatus(OK, "yes", phases)
         case "running":
             # Nobody holds the lock: it is told by the boot itself, or what wrote it was killed.
-            return Told(OK, "unknown", phases, busy=True)
+            return JoinStatus(OK, "unknown", phases, busy=True)
         case "failed":
             phase, code = str(document.get("phase") or "bootstrap"), document.get("code")
             if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 1 << 31:
                 code = NOT_ENDED
             outcome = failed(phase, code, str(document.get("reason") or ""))
-            return Told(outcome, "no" if phase in BEFORE_KUBELET else "unknown", phases)
+            return JoinStatus(outcome, "no" if phase in BEFORE_KUBELET else "unknown", phases)
         case None if not joined:
-            return Told(OK, "no", phases)
+            return JoinStatus(OK, "no", phases)
         case other:
-            what = f"state {other!r} with exit status {0 if joined else 1}: not understood"
-            return Told(failed("bootstrap", NOT_ENDED, what), "unknown", phases)
+            detail = f"state {other!r} with exit status {0 if joined else 1}: not understood"
+            return JoinStatus(failed("bootstrap", NOT_ENDED, detail), "unknown", phases)
 
 
 def _phases(document: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -107,8 +107,8 @@ class Kept:
                 self._connections[host] = connection
             else:
                 gone[host] = connection
-        for _, _, left in gone.values():
-            left.close()
+        for _, _, open_stack in gone.values():
+            open_stack.close()
 
     def take(self, stack: ExitStack, host: Host, root: bool) -> Session | None:
         """Return what is kept for a host, which the stack then closes."""

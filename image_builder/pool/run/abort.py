@@ -28,20 +28,20 @@ def ask_to_stop(journal: Path) -> int:
         raise UsageError(f"no run has begun: there is no {journal}", hint="image-builder pool run")
     for pid in holders(journal):
         try:
-            told = os.pidfd_open(pid)
+            pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
         try:
             # It is still the one that writes, now that its number can't become another one's.
             if pid in holders(journal):
-                signal.pidfd_send_signal(told, signal.SIGTERM)
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
                 return pid
         except ProcessLookupError:
             continue
         except PermissionError as error:
             raise PoolError(f"process {pid} drives the run, and may not be told by this user") from error
         finally:
-            os.close(told)
+            os.close(pidfd)
     if in_use(journal):
         raise PoolError(
             f"the process that writes {journal} can't be seen from here",
@@ -59,27 +59,27 @@ def wait_until_over(journal: Path, tell: Callable[[], None] = lambda: None) -> N
 
 def holders(path: Path) -> list[int]:
     """Return the processes that hold flock(2) on a file for themselves, as far as they can be seen from here."""
-    wanted = path.stat()
+    identity = path.stat()
     return [
         pid
         for pid, inode in _locks(_LOCKS.read_text(encoding="ascii"))
-        if inode == wanted.st_ino and _has_open(pid, wanted)
+        if inode == identity.st_ino and _has_open(pid, identity)
     ]
 
 
 def _locks(text: str) -> Iterator[tuple[int, int]]:
     """Yield (process, inode) of each exclusive flock: ``1: FLOCK  ADVISORY  WRITE 123 fe:01:456 0 EOF``."""
     for line in text.splitlines():
-        words = line.split()
-        if words[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and int(words[4]) > 0:
-            yield int(words[4]), int(words[5].rpartition(":")[2])
+        fields = line.split()
+        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and int(fields[4]) > 0:
+            yield int(fields[4]), int(fields[5].rpartition(":")[2])
 
 
-def _has_open(pid: int, wanted: os.stat_result) -> bool:
+def _has_open(pid: int, identity: os.stat_result) -> bool:
     """Tell whether a process has a file open: an inode's number is unique in its filesystem alone."""
     with suppress(OSError):  # it ended, or is somebody else's
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                if os.path.samestat(entry.stat(), wanted):
+                if os.path.samestat(entry.stat(), identity):
                     return True
     return False

@@ -72,15 +72,20 @@ def decide(progress: Progress, number: int, now: float) -> Passed | None:
     deadline would hold up every other one. They stay in work, and hold their place among the unavailable.
     """
     status = progress.waves[number]
-    left = status.unfinished
-    if left and not (_affordable(progress, status, left) and _all_straggle(progress, status, now)):
+    unfinished = status.unfinished
+    if unfinished and not (
+        _affordable(progress, status, unfinished) and _all_straggle(progress, status, now)
+    ):
         return None
-    return Passed(at=now, wave=number, failed=status.failed, stragglers=left)
+    return Passed(at=now, wave=number, failed=status.failed, stragglers=unfinished)
 
 
-def _affordable(progress: Progress, status: WaveStatus, left: int) -> bool:
+def _affordable(progress: Progress, status: WaveStatus, unfinished: int) -> bool:
     everywhere = sum(w.unfinished for w in progress.waves[: progress.began])
-    return status.failed + left <= status.wave.budget and progress.failed + everywhere <= progress.plan.budget
+    return (
+        status.failed + unfinished <= status.wave.budget
+        and progress.failed + everywhere <= progress.plan.budget
+    )
 
 
 def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:

@@ -86,7 +86,7 @@ class _Run:
     # (when, host, step, attempt): deadlines of steps, and with an empty host the ends of pauses.
     alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
     # When the reading that is under way was asked for.
-    asked: float | None = None
+    reading_since: float | None = None
 
     def note(self, record: Record) -> None:
         self.write(record)
@@ -168,13 +168,13 @@ def _read_gate(r: _Run, now: float) -> None:
     limits = progress.plan.policy.gate
     if progress.read_at is not None and now < progress.read_at + limits.interval_seconds:
         return
-    asked = now if r.asked is None else r.asked
+    asked_at = now if r.reading_since is None else r.reading_since
     reading = r.steps.gate()
-    r.asked = asked if reading is None else None
+    r.reading_since = asked_at if reading is None else None
     if reading is None:
-        if now < asked + _READING_SECONDS:
+        if now < asked_at + _READING_SECONDS:
             return  # hosts and their deadlines don't wait for it
-        reading = Reading(unread=f"no answer for {now - asked:.0f} s")
+        reading = Reading(unread=f"no answer for {now - asked_at:.0f} s")
     current = progress.current
     verdict, reasons = gates.judge(
         reading,
@@ -242,8 +242,8 @@ def _start_slice(r: _Run, wave: WaveStatus, part: Sequence[str], now: float) -> 
     if not ready or not all(progress.hosts[name].row for name in soon):
         return
     untouched = [name for name in ready if not progress.hosts[name].touched]
-    kept = set(untouched[: budgets.room(progress)])
-    chosen = [name for name in ready if progress.hosts[name].touched or name in kept]
+    admitted = set(untouched[: budgets.room(progress)])
+    chosen = [name for name in ready if progress.hosts[name].touched or name in admitted]
     few = len(chosen) < min(len(ready), -(-len(part) // _WORTH_A_SLICE))
     if chosen and not (few and wave.count("probing", "joining", "verifying")):
         _begin(r, "bootstrap", chosen, now)
@@ -275,9 +275,9 @@ def _wake(r: _Run, now: float) -> float:
     due = []
     if progress.read_at is not None:
         due.append(progress.read_at + progress.plan.policy.gate.interval_seconds)
-    if r.asked is not None:
+    if r.reading_since is not None:
         # Its answer wakes us; without one it is red then, and stays so from reading to reading.
-        due = [max([r.asked + _READING_SECONDS, *due])]
+        due = [max([r.reading_since + _READING_SECONDS, *due])]
     if r.alarms:
         due.append(r.alarms[0][0])
     if progress.next_join > now:

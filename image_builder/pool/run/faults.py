@@ -26,8 +26,8 @@ class Faults:
             self.problems.append(Problem("", path, error.message))
         return None
 
-    def add(self, path: str, what: str) -> None:
-        self.problems.append(Problem("", path, what))
+    def add(self, path: str, reason: str) -> None:
+        self.problems.append(Problem("", path, reason))
 
     def all(self) -> DefinitionError:
         """Return the error that tells all of it."""

@@ -48,13 +48,13 @@ def judge(
     if reading.unread:
         return "hold", (f"the control plane can't be read: {reading.unread}",)
     held: list[str] = []
-    for count, limit, what in (
+    for count, limit, answer in (
         (reading.throttled, limits.throttled, "answered with 429"),
         (reading.errors, limits.errors, "answered with 5xx"),
     ):
         # Of few requests one is soon a percent, yet a share that is exceeded by one request is no storm.
         if count > max(1, limit * reading.requests):
-            held.append(f"{count} of {reading.requests} requests {what}, limit {limit:.1%}")
+            held.append(f"{count} of {reading.requests} requests {answer}, limit {limit:.1%}")
     if reading.csr_seconds > limits.csr_seconds:
         held.append(
             f"a certificate request pends for {reading.csr_seconds:.0f} s, limit {limits.csr_seconds:.0f} s"

@@ -197,8 +197,8 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
         if progress.stopped:
             _settle(progress, status, record.at)
     else:
-        what = f"was told to join {status.starts} times, and did not"
-        _end(progress, status, ended("unknown", what), record.at)
+        detail = f"was told to join {status.starts} times, and did not"
+        _end(progress, status, ended("unknown", detail), record.at)
 
 
 def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
@@ -206,8 +206,8 @@ def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
     if not record.outcome.ok:
         _end(progress, status, record.outcome, record.at)
     elif record.at >= status.until:
-        what = "its image was to make it a member, and did not"
-        _end(progress, status, failed("bootstrap", _NO_MEMBER, what), record.at)
+        detail = "its image was to make it a member, and did not"
+        _end(progress, status, failed("bootstrap", _NO_MEMBER, detail), record.at)
     else:
         policy = progress.plan.policy
         passed = record.at - (status.until - policy.deadlines.bootstrap)

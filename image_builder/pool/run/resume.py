@@ -45,8 +45,8 @@ def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
 
 def reconcile(progress: Progress, hosts: Collection[Host], *, at: float) -> Changed | None:
     """Return the record that lets a run's hosts be those of the inventory now, None where they are."""
-    known = {s.host.name: s for s in progress.hosts.values() if s.state != "gone"}
-    difference = compare((status.host for status in known.values()), hosts)
+    present = {s.host.name: s for s in progress.hosts.values() if s.state != "gone"}
+    difference = compare((status.host for status in present.values()), hosts)
     if not any(difference):
         return None
     now = {host.name: host for host in hosts}
@@ -54,7 +54,7 @@ def reconcile(progress: Progress, hosts: Collection[Host], *, at: float) -> Chan
     leaving = {*difference.gone, *difference.replaced}
     covered = {
         status.host.cell
-        for name, status in known.items()
+        for name, status in present.items()
         if name not in leaving and status.outcome and status.outcome.ok
     }
     policy = progress.plan.policy

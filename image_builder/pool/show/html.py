@@ -77,22 +77,22 @@ class _Row:
     detail: str
 
 
-def page(progress: Progress, records: Sequence[Record], told: Mapping[str, Any]) -> str:
-    """Return the page of a run; ``told`` is its report (``pool.report.report``)."""
-    rows = list(_rows(progress, told))
+def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> str:
+    """Return the page of a run; ``report`` is its report (``pool.report.report``)."""
+    rows = list(_rows(progress, report))
     style, script = ((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js"))
     return _template().render(
-        told=told,
-        sign=_SIGNS[told["state"]],
-        pools=", ".join(pool["name"] for pool in told["pools"]),
-        facts=list(_facts(progress, records, told)),
+        report=report,
+        sign=_SIGNS[report["state"]],
+        pools=", ".join(pool["name"] for pool in report["pools"]),
+        facts=list(_facts(progress, records, report)),
         meanings=MEANINGS,
-        drawing=timeline(told, [wave.wave.soak_seconds for wave in progress.waves], records),
+        drawing=timeline(report, [wave.wave.soak_seconds for wave in progress.waves], records),
         width=WIDTH,
         labels=LABELS,
         top=TOP,
         row_height=ROW,
-        durations=list(_durations(told["seconds"])),
+        durations=list(_durations(report["seconds"])),
         bar=_BAR,
         rows=rows,
         number={row.name: row.number for row in rows},
@@ -148,7 +148,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _facts(
-    progress: Progress, records: Sequence[Record], told: Mapping[str, Any]
+    progress: Progress, records: Sequence[Record], report: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     yield "Pools", ", ".join(f"{pool.name} ({pool.hosts} hosts)" for pool in progress.plan.pools)
     if records:
@@ -156,12 +156,12 @@ def _facts(
         yield "From (UTC)", moment(first)
         yield ("To (UTC)" if progress.finished else "Last record (UTC)"), moment(last)
         yield "Duration", human_seconds(last - first)
-    yield "Failed", f"{told['budget']['failed']} of {told['budget']['allowed']} allowed"
-    yield "Unavailable", f"{told['unavailable']['now']} of {told['unavailable']['allowed']} allowed"
-    yield "Waves", f"{sum(w['passed'] is not None for w in told['waves'])} of {len(told['waves'])} over"
+    yield "Failed", f"{report['budget']['failed']} of {report['budget']['allowed']} allowed"
+    yield "Unavailable", f"{report['unavailable']['now']} of {report['unavailable']['allowed']} allowed"
+    yield "Waves", f"{sum(w['passed'] is not None for w in report['waves'])} of {len(report['waves'])} over"
     if progress.opened > 1:
         yield "Taken up again", f"{progress.opened - 1} times"
-    yield "Plan", told["plan"][:16]
+    yield "Plan", report["plan"][:16]
 
 
 def _durations(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[_Duration]:
@@ -182,15 +182,15 @@ def _durations(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[_Duration
                 )
 
 
-def _rows(progress: Progress, told: Mapping[str, Any]) -> Iterator[_Row]:
+def _rows(progress: Progress, report: Mapping[str, Any]) -> Iterator[_Row]:
     """Yield the hosts: those that failed come first."""
 
     def place(name: str) -> tuple[int, str]:
         good = _good(progress.hosts[name])
         return (0 if good is False else 1 if good is None else 2), name
 
-    for number, name in enumerate(sorted(told["results"], key=place)):
-        status, result = progress.hosts[name], told["results"][name]
+    for number, name in enumerate(sorted(report["results"], key=place)):
+        status, result = progress.hosts[name], report["results"][name]
         seconds = sum(result["seconds"].values())
         yield _Row(
             number=number,

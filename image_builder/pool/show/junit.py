@@ -21,14 +21,14 @@ from image_builder.pool.show.report import counts
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(progress: Progress, told: Mapping[str, Any]) -> bytes:
-    """Return the document; ``told`` is the run's report (``pool.report.report``).
+def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
+    """Return the document; ``report`` is the run's report (``pool.report.report``).
 
     A host that ended in anything but `ok` is a ``failure``, with its signature as the type: what failed alike has
     the same. One that has no class yet is ``skipped``.
     """
     root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
-    suites = [_run_suite(told)]
+    suites = [_run_suite(report)]
     for wave in progress.waves:
         names = sorted(name for state in wave.at if state != "gone" for name in wave.at[state])
         statuses = [progress.hosts[name] for name in names]
@@ -56,11 +56,11 @@ def _suite(name: str, began: float | None, cases: Iterable[Element]) -> Element:
     return suite
 
 
-def _run_suite(told: Mapping[str, Any]) -> Element:
+def _run_suite(report: Mapping[str, Any]) -> Element:
     case = Element("testcase", classname="run", name="all waves are over", time="0.000")
-    state = told["state"]
+    state = report["state"]
     if state in ("stopped", "interrupted"):
-        why = told["reason"] or "the process that drove it is gone"
+        why = report["reason"] or "the process that drove it is gone"
         SubElement(case, "failure", type=state, message=_text(why))
     elif state != "finished":
         SubElement(case, "skipped", message=state)
@@ -77,8 +77,8 @@ def _case(status: HostStatus) -> Element:
         time=f"{seconds:.3f}",
     )
     if status.outcome is None:
-        (what,) = (name for name, count in counts([status]).items() if count)
-        SubElement(case, "skipped", message=what)
+        (state,) = (name for name, count in counts([status]).items() if count)
+        SubElement(case, "skipped", message=state)
     elif not status.outcome.ok:
         case.append(_failure(status, status.outcome))
     return case

@@ -34,15 +34,15 @@ def state(progress: Progress, *, running: bool) -> str:
 
 def counts(statuses: Iterable[HostStatus]) -> dict[str, int]:
     """Return how many hosts ended in each class, and how many did not yet; vanished ones are left out."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for status in statuses:
         if status.state == "gone":
             continue
         if status.state == "ended" and status.outcome:
-            found[status.outcome.kind] += 1
+            totals[status.outcome.kind] += 1
         else:
-            found["not started" if status.started is None or _untouched(status) else "in work"] += 1
-    return {name: found[name] for name in (*CLASSES, *_NOT_ENDED)}
+            totals["not started" if status.started is None or _untouched(status) else "in work"] += 1
+    return {name: totals[name] for name in (*CLASSES, *_NOT_ENDED)}
 
 
 def _untouched(status: HostStatus) -> bool:
@@ -87,15 +87,15 @@ def _result(status: HostStatus) -> dict[str, Any]:
 
 def durations(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return p50, p95 and p99 of each step that succeeded, and of each phase that hosts told of."""
-    found: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for record in records:
         if isinstance(record, Result) and record.outcome.ok:
-            found.setdefault(record.step, []).append(record.seconds)
+            seconds_of.setdefault(record.step, []).append(record.seconds)
             for phase, seconds in record.phases.items():
-                found.setdefault(f"{record.step}.{phase}", []).append(seconds)
+                seconds_of.setdefault(f"{record.step}.{phase}", []).append(seconds)
     return {
         name: {f"p{round(100 * q)}": round(quantile(values, q), 3) for q in (0.5, 0.95, 0.99)}
-        for name, values in sorted(found.items())
+        for name, values in sorted(seconds_of.items())
     }
 
 
@@ -108,14 +108,14 @@ def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
     return [
         {
             "signature": signature,
-            "count": len(found),
-            "vm_sizes": dict(Counter(s.host.vm_size for s in found)),
-            "zones": dict(Counter(s.host.zone for s in found)),
-            "scale_sets": dict(Counter(s.host.scale_set for s in found)),
-            "hosts": sorted(s.host.name for s in found),
-            "detail": found[0].outcome.detail if found[0].outcome else "",
+            "count": len(hosts),
+            "vm_sizes": dict(Counter(s.host.vm_size for s in hosts)),
+            "zones": dict(Counter(s.host.zone for s in hosts)),
+            "scale_sets": dict(Counter(s.host.scale_set for s in hosts)),
+            "hosts": sorted(s.host.name for s in hosts),
+            "detail": hosts[0].outcome.detail if hosts[0].outcome else "",
         }
-        for signature, found in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
+        for signature, hosts in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
 
 
@@ -148,26 +148,26 @@ def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]
 
 def gates(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the readings that changed the verdict."""
-    found: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
     for record in records:
-        if isinstance(record, Gated) and (not found or found[-1]["verdict"] != record.verdict):
-            found.append(record.model_dump(mode="json", exclude={"kind"}))
-    return found
+        if isinstance(record, Gated) and (not verdicts or verdicts[-1]["verdict"] != record.verdict):
+            verdicts.append(record.model_dump(mode="json", exclude={"kind"}))
+    return verdicts
 
 
-def text(told: dict[str, Any]) -> str:
+def text(report: dict[str, Any]) -> str:
     """Return a report for people, in lines."""
-    ended = ", ".join(f"{count} {name}" for name, count in told["counts"].items() if count)
+    ended = ", ".join(f"{count} {name}" for name, count in report["counts"].items() if count)
     lines = [
-        f"{told['state']}{': ' + told['reason'] if told['reason'] else ''}",
-        f"{told['hosts']} hosts: {ended}",
-        f"{told['budget']['failed']} failed of {told['budget']['allowed']} allowed, "
-        f"{told['unavailable']['now']} unavailable of {told['unavailable']['allowed']}",
+        f"{report['state']}{': ' + report['reason'] if report['reason'] else ''}",
+        f"{report['hosts']} hosts: {ended}",
+        f"{report['budget']['failed']} failed of {report['budget']['allowed']} allowed, "
+        f"{report['unavailable']['now']} unavailable of {report['unavailable']['allowed']}",
     ]
-    for wave in told["waves"]:
+    for wave in report["waves"]:
         if wave["began"] is None:
             continue
-        what = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
-        lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {what}")
-    lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in told["failures"]]
+        ends = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
+        lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {ends}")
+    lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))

@@ -38,7 +38,7 @@ class Bar:
     kind: Kind
     x: float
     width: float
-    what: str
+    label: str
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def axis(records: Sequence[Record]) -> Axis:
     return Axis(tuple((start, end) for start, end in spans), max(room, _CUT) / seconds)
 
 
-def timeline(told: Mapping[str, Any], soaks: Sequence[float], records: Sequence[Record]) -> Timeline | None:
+def timeline(report: Mapping[str, Any], soaks: Sequence[float], records: Sequence[Record]) -> Timeline | None:
     """Return the drawing of a run's report, None before its first wave.
 
     ``soaks`` are the seconds between the end of each wave and the next one, as the plan has them.
     """
-    waves = [wave for wave in told["waves"] if wave["began"] is not None]
+    waves = [wave for wave in report["waves"] if wave["began"] is not None]
     if not waves:
         return None
     on = axis(records)
@@ -144,11 +144,11 @@ def _bars(on: Axis, wave: Mapping[str, Any], soak: float, following: float, last
     return tuple(bar for bar in bars if bar.width or bar.kind == "work")
 
 
-def _bar(on: Axis, kind: Kind, start: float, end: float, what: str) -> Bar:
+def _bar(on: Axis, kind: Kind, start: float, end: float, label: str) -> Bar:
     x = on.x(start)
     # What a reader looks for is never too short to be seen.
     width = max(_LEAST.get(kind, 0.0), round(on.x(end) - x, 1))
-    return Bar(kind, x, width, f"{what} {clock(start)} to {clock(end)}")
+    return Bar(kind, x, width, f"{label} {clock(start)} to {clock(end)}")
 
 
 def _note(wave: Mapping[str, Any]) -> str:

@@ -114,13 +114,13 @@ def _wave(status: WaveStatus) -> WaveView:
 
 def wave_quantiles(progress: Progress, status: WaveStatus) -> Quantiles:
     """Return p50 and p95 of the steps and phases of a wave's hosts that joined."""
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for name in status.names("joined", "verifying", "ended"):
         host = progress.hosts[name]
         if host.outcome is None or host.outcome.ok:
-            for what, seconds in (*host.seconds.items(), *host.phases.items()):
-                found.setdefault(what, []).append(seconds)
-    return {what: (quantile(values, 0.5), quantile(values, 0.95)) for what, values in found.items()}
+            for part, seconds in (*host.seconds.items(), *host.phases.items()):
+                durations.setdefault(part, []).append(seconds)
+    return {name: (quantile(values, 0.5), quantile(values, 0.95)) for name, values in durations.items()}
 
 
 def slowest(progress: Progress) -> tuple[Slow, ...]:

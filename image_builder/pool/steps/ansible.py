@@ -22,7 +22,7 @@ from typing import Any
 from image_builder.errors import ImageBuilderError
 from image_builder.pool.plan.model import Outcome, ended, failed
 from image_builder.pool.reach.hostkeys import openssh_options
-from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, Told, after_join
+from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, JoinStatus, after_join
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import in_use
@@ -41,7 +41,7 @@ CONFIGURE, START, WAIT = (
 # Waiting hosts hold a fork each, yet all were told before: a full slice waits about as long as its slowest host.
 FORKS = 50
 _KEEPALIVES = 3
-_SAID = ("msg", "stderr", "module_stderr", "stdout")
+_MESSAGES = ("msg", "stderr", "module_stderr", "stdout")
 # Seconds: for what comes before joining, and for a process to end that was asked to.
 _TASKS_SECONDS, _GRACE = 120.0, 30.0
 # Any end is judged by what it said of each host.
@@ -72,7 +72,7 @@ _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
     )
 )
 
-OnEnd = Callable[[str, Told], None]
+OnEnd = Callable[[str, JoinStatus], None]
 """Called with a host's name and how joining ended on it, from the slice's thread."""
 
 
@@ -90,17 +90,17 @@ class Slice:
     worker: Worker | None = None
 
 
-def unreached(message: str, *, told: bool) -> Outcome:
+def unreached(message: str, *, answered: bool) -> Outcome:
     """Return the class of a host that OpenSSH or sudo did not let us do it on, by what they said.
 
-    ``told``: it had answered before, so that whatever it is now is a connection that broke.
+    ``answered``: it had answered before, so that whatever it is now is a connection that broke.
     """
-    said = " ".join(message.split())
+    text = " ".join(message.split())
     for pattern, kind in _CLASSES:
-        if pattern.search(said):
-            lost = told and kind in ("refused", "timeout")
-            return ended("dropped" if lost else kind, said)  # type: ignore[arg-type]  # the classes above
-    return ended("dropped" if told else "timeout", said)
+        if pattern.search(text):
+            lost = answered and kind in ("refused", "timeout")
+            return ended("dropped" if lost else kind, text)  # type: ignore[arg-type]  # the classes above
+    return ended("dropped" if answered else "timeout", text)
 
 
 class Results:
@@ -119,51 +119,51 @@ class Results:
     def line(self, line: str) -> str:
         """Take a line of the slice's process; return what Ansible said last where it says so."""
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             return line  # a traceback of Python's
-        if not isinstance(said, dict) or "host" not in said:
-            return str(said.get("tail", "")) if isinstance(said, dict) else ""
-        self._task(said["host"], said["task"], said["what"], said["result"])
+        if not isinstance(entry, dict) or "host" not in entry:
+            return str(entry.get("tail", "")) if isinstance(entry, dict) else ""
+        self._task(entry["host"], entry["task"], entry["what"], entry["result"])
         return ""
 
     def over(self, why: str) -> None:
         """End what is left: the process ended without a word on these hosts."""
         for name in self.left:
             if name in self._told:
-                self._end(name, Told(ended("unknown", f"told to join, then {why}"), "unknown"))
+                self._end(name, JoinStatus(ended("unknown", f"told to join, then {why}"), "unknown"))
             else:
                 # It may have been in the middle of being told: that is not known to be otherwise.
-                self._end(name, Told(ended("dropped", why), "unknown"))
+                self._end(name, JoinStatus(ended("dropped", why), "unknown"))
 
-    def _task(self, name: str, task: str, what: str, result: Mapping[str, Any]) -> None:
+    def _task(self, name: str, task: str, end: str, result: Mapping[str, Any]) -> None:
         if name not in self._left:
             return
-        message = " ".join(str(result[key]) for key in _SAID if result.get(key))
-        if task == START and what == "ok":
+        message = " ".join(str(result[key]) for key in _MESSAGES if result.get(key))
+        if task == START and end == "ok":
             self._told.add(name)
         elif task == WAIT and "rc" in result:
             self._end(name, _joined(result))
-        elif what == "unreachable" or (what == "failed" and _is_sudo(message)):
-            self._end(name, _lost(message, task, told=name in self._told))
-        elif what == "failed" and task == CONFIGURE:
-            self._end(name, Told(failed("bootstrap", NO_CONFIG, message), "no"))
-        elif what == "failed":
-            self._end(name, Told(failed("bootstrap", NOT_STARTED, message), "unknown"))
+        elif end == "unreachable" or (end == "failed" and _is_sudo(message)):
+            self._end(name, _lost(message, task, is_told=name in self._told))
+        elif end == "failed" and task == CONFIGURE:
+            self._end(name, JoinStatus(failed("bootstrap", NO_CONFIG, message), "no"))
+        elif end == "failed":
+            self._end(name, JoinStatus(failed("bootstrap", NOT_STARTED, message), "unknown"))
 
-    def _end(self, name: str, told: Told) -> None:
+    def _end(self, name: str, status: JoinStatus) -> None:
         del self._left[name]
-        self._on_end(name, told)
+        self._on_end(name, status)
 
 
-def _lost(message: str, task: str, *, told: bool) -> Told:
-    outcome = unreached(message, told=told)
+def _lost(message: str, task: str, *, is_told: bool) -> JoinStatus:
+    outcome = unreached(message, answered=is_told)
     # Who did not let us in can't have been told. Where the connection broke while it was, anything may be.
-    untold = not told and (task == CONFIGURE or outcome.kind in ("refused", "auth", "host key", "sudo"))
-    return Told(outcome, "no" if untold else "unknown")
+    untold = not is_told and (task == CONFIGURE or outcome.kind in ("refused", "auth", "host key", "sudo"))
+    return JoinStatus(outcome, "no" if untold else "unknown")
 
 
-def _joined(result: Mapping[str, Any]) -> Told:
+def _joined(result: Mapping[str, Any]) -> JoinStatus:
     return after_join(int(result["rc"]), str(result.get("stdout", "")), str(result.get("stderr", "")))
 
 
@@ -183,11 +183,11 @@ class Process:
     def run(self, on_end: OnEnd) -> None:
         """Run the slice; every host of it gets one end. ``folder`` is made here, and is gone afterwards."""
         results = Results([work.host.name for work in self._slice.work], on_end)
-        said = ""
+        last = ""
 
         def line(text: str) -> None:
-            nonlocal said
-            said = self._began(text) or results.line(text) or said
+            nonlocal last
+            last = self._began(text) or results.line(text) or last
 
         longest = _longest(self._slice)
         try:
@@ -199,7 +199,7 @@ class Process:
                 timeout=longest + _GRACE,
                 on_line=line,
             )
-            results.over(f"its Ansible process ended: {said}" if said else "its Ansible process ended")
+            results.over(f"its Ansible process ended: {last}" if last else "its Ansible process ended")
         except (ImageBuilderError, OSError) as error:
             results.over(str(error))
         finally:
@@ -257,16 +257,16 @@ def clear(folder: Path) -> None:
 
     Raises ImageBuilderError where something still does after half a minute, OSError.
     """
-    for left in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for leftover in sorted(folder.iterdir()) if folder.is_dir() else ():
         deadline = time.monotonic() + _GRACE
-        while not _is_free(left):
+        while not _is_free(leftover):
             if time.monotonic() > deadline:
                 raise ImageBuilderError(
-                    f"an Ansible process of an earlier run still works in {left}",
+                    f"an Ansible process of an earlier run still works in {leftover}",
                     hint="end it, then resume: two would tell the same hosts to join",
                 )
             time.sleep(0.1)
-        remove_tree(left)
+        remove_tree(leftover)
 
 
 def _is_free(folder: Path) -> bool:
@@ -294,17 +294,17 @@ def write_portable(slice_: Slice, folder: Path) -> None:
     Only the private key is not in it: the runner's ``ssh_key`` brings that, as an agent. Raises OSError.
     """
     here, access = "{{ inventory_dir }}/../env", slice_.access
-    known = type(access.host_keys)(Path(here) / "known_hosts")
+    host_keys = type(access.host_keys)(Path(here) / "known_hosts")
     moved = replace(
         slice_,
-        access=replace(access, host_keys=known),
+        access=replace(access, host_keys=host_keys),
         configurations={name: Path(here) / f"{name}.json" for name in slice_.configurations},
     )
-    told = inventory(moved)
-    del told["all"]["vars"]["ansible_ssh_private_key_file"]
+    document = inventory(moved)
+    del document["all"]["vars"]["ansible_ssh_private_key_file"]
     folder.mkdir(mode=0o700)
     # Ansible's working directory is `project`.
-    _fill(folder, told, environment(Path(".."), access, len(slice_.work), agent=True))
+    _fill(folder, document, environment(Path(".."), access, len(slice_.work), agent=True))
     (folder / "env" / "known_hosts").write_bytes(access.host_keys.path.read_bytes())
     for work in slice_.work:
         if path := slice_.configurations.get(work.host.name):
@@ -365,12 +365,12 @@ def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False
         "LogLevel": "ERROR",
     }
     options |= {"IdentityFile": "none"} if agent else {"IdentitiesOnly": "yes", "IdentityAgent": "none"}
-    words = ["-F", "none", *(w for name, value in options.items() for w in ("-o", f"{name}={value}"))]
+    arguments = ["-F", "none", *(w for name, value in options.items() for w in ("-o", f"{name}={value}"))]
     return {
         "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),
         "ANSIBLE_HOME": os.fspath(folder / "tmp"),
         "ANSIBLE_LOCAL_TEMP": os.fspath(folder / "tmp"),
-        "ANSIBLE_SSH_ARGS": shlex.join(words),
+        "ANSIBLE_SSH_ARGS": shlex.join(arguments),
         "ANSIBLE_HOST_KEY_CHECKING": "true",
         "ANSIBLE_PIPELINING": "true",
         # On a terminal what sudo warns of would be mixed with what the host answers.

@@ -91,24 +91,24 @@ class Kubernetes:
 
         That it doesn't answer now, or is throttled, is none of that: the gate waits for it.
         """
-        found = list(self._faults())
-        if found:
+        faults = list(self._faults())
+        if faults:
             self.close()
-        return found
+        return faults
 
     def _faults(self) -> Iterator[str]:
         try:
             # By its address alone it can't be proven where it has another name.
             context, is_named = kube.tls(self._access), bool(self._access.server_name)
-            told = "" if is_named else server_fault(self._access.server, context, self._clock())
-            if told:
-                yield told
+            fault = "" if is_named else server_fault(self._access.server, context, self._clock())
+            if fault:
+                yield fault
             for path in ("/metrics", f"{REQUESTS}?limit=1", f"{NODES}?limit=1"):
                 try:
                     self._client.text(path)
                 except kube.KubeError as error:
                     is_unproven = isinstance(error.__cause__, ssl.SSLCertVerificationError)
-                    if error.status in _NEVER or (is_unproven and not told):
+                    if error.status in _NEVER or (is_unproven and not fault):
                         yield str(error.message)
                     if error.status != 403:
                         return  # the others would say the same
@@ -151,8 +151,8 @@ def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
     Nor is anything known of one that doesn't answer from here. It is sent nothing that tells who asks.
     """
     try:
-        said = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
-        check_clock(said.date, now, _CLOCK_SECONDS)
+        response = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
+        check_clock(response.date, now, _CLOCK_SECONDS)
     except NodeError as error:
         return str(error.message)
     except ssl.SSLCertVerificationError as error:
@@ -164,11 +164,11 @@ def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
 
 def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
     """Return of each item what is looked at here."""
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
 
     def take(item: dict[str, Any]) -> None:
         conditions = item.get("status", {}).get("conditions") or []
-        found.append(
+        items.append(
             {
                 "created": item["metadata"]["creationTimestamp"],
                 "signer": (item.get("spec") or {}).get("signerName", ""),
@@ -177,15 +177,15 @@ def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
         )
 
     client.each(path, take)
-    return found
+    return items
 
 
 def count_requests(metrics: str) -> dict[str, float]:
     """Return how many requests an API server has answered, by HTTP status (``apiserver_request_total``)."""
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for code, value in _COUNTER.findall(metrics):
-        found[code] = found.get(code, 0.0) + float(value)
-    return found
+        counts[code] = counts.get(code, 0.0) + float(value)
+    return counts
 
 
 class Answered(NamedTuple):
@@ -236,10 +236,10 @@ def _age(text: str) -> float:
     """Return seconds of an age such as `5m30s`, `3h` or `2y10d`."""
     if text == "<invalid>":
         return 0.0
-    found = _AGE.fullmatch(text)
-    if not found or not text:
+    match = _AGE.fullmatch(text)
+    if not match or not text:
         raise ValueError(f"no age: {text!r}")
-    parts = zip(found.groups("0"), _AGE_SECONDS, strict=True)
+    parts = zip(match.groups("0"), _AGE_SECONDS, strict=True)
     return float(sum(int(number) * seconds for number, seconds in parts))
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, Self, TypeVar
 from image_builder.pool.plan.model import Joined, Outcome, Step, ended
 from image_builder.pool.plan.policy import Deadlines
 from image_builder.pool.reach import provision
-from image_builder.pool.reach.provision import Told
+from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Access, Answer, Reach
 from image_builder.pool.run.driver import Event, Work
 from image_builder.pool.run.gates import Reading
@@ -71,7 +71,7 @@ class _Begun(NamedTuple):
 class _Slice(NamedTuple):
     process: ansible.Process
     thread: threading.Thread
-    left: set[str]
+    unfinished: set[str]
 
 
 _T = TypeVar("_T")
@@ -147,8 +147,8 @@ class Fleet:
                 message = self._queue.get_nowait()
         except Empty:
             pass
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def probe(self, work: Sequence[Work]) -> None:
         for w in work:
@@ -168,8 +168,8 @@ class Fleet:
         process = ansible.Process(slice_, self._folder / f"slice-{self._number}", setup.python)
         attempts = {w.host.name: w.attempt for w in work}
 
-        def on_end(name: str, told: Told) -> None:
-            self._queue.put(partial(self._joined, (name, "bootstrap", attempts[name]), told))
+        def on_end(name: str, status: JoinStatus) -> None:
+            self._queue.put(partial(self._joined, (name, "bootstrap", attempts[name]), status))
 
         thread = threading.Thread(target=process.run, args=(on_end,), name=f"slice-{self._number}")
         self._slices = [s for s in self._slices if s.thread.is_alive()]
@@ -221,9 +221,9 @@ class Fleet:
     def _leave_slice(self, host: str, step: Step) -> None:
         """End the process of a slice of which nobody is waited for any more."""
         for slice_ in self._slices if step == "bootstrap" else ():
-            if host in slice_.left:
-                slice_.left.discard(host)
-                if not slice_.left:
+            if host in slice_.unfinished:
+                slice_.unfinished.discard(host)
+                if not slice_.unfinished:
                     slice_.process.end()
 
     def _answered(self, take: Callable[[_Key, _T], None], key: _Key) -> Callable[[Future[_T]], None]:
@@ -257,17 +257,17 @@ class Fleet:
             self._end(key, answer.outcome, "unknown")
             return
         assert answer.status is not None  # it ran
-        told = provision.read(answer.status, answer.stdout, answer.stderr)
-        if told.busy:
+        status = provision.read(answer.status, answer.stdout, answer.stderr)
+        if status.busy:
             # Whether it joins is known when it ended; until the deadline that is waited for.
             now = self.now()
             pause = min(_AGAIN_MOST, max(_AGAIN_SECONDS, _AGAIN_PART * (now - begun.at)))
             self._again.append((now + pause, key))
         else:
-            self._end(key, told.outcome, told.joined, told.phases)
+            self._end(key, status.outcome, status.joined, status.phases)
 
-    def _joined(self, key: _Key, told: Told) -> None:
-        self._end(key, told.outcome, told.joined, told.phases)
+    def _joined(self, key: _Key, status: JoinStatus) -> None:
+        self._end(key, status.outcome, status.joined, status.phases)
 
     def _verified(self, key: _Key, outcome: Outcome) -> None:
         self._end(key, outcome, "unknown")

@@ -18,14 +18,14 @@ from image_builder.pool.steps.control_plane import server_fault
 
 def read(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
     """Return the file of each host. What its node would refuse is refused here, by the same rules: DefinitionError."""
-    wanted = {name: folder.absolute() / f"{name}.json" for name in hosts}
-    files = {name: file for name, file in wanted.items() if file.is_file()}
-    missing = [name for name in wanted if name not in files]
+    paths = {name: folder.absolute() / f"{name}.json" for name in hosts}
+    files = {name: file for name, file in paths.items() if file.is_file()}
+    missing = [name for name in paths if name not in files]
     problems = [f"{folder} has no file for {named(missing)}"] if missing else []
-    problems += [f"{named(sorted(names))}: {what}" for what, names in sorted(_wrong(files).items())]
+    problems += [f"{named(sorted(names))}: {fault}" for fault, names in sorted(_wrong(files).items())]
     if problems:
         raise DefinitionError(
-            [Problem("", "--node-configs", what) for what in problems], hint="no host was touched"
+            [Problem("", "--node-configs", fault) for fault in problems], hint="no host was touched"
         )
     return files
 
@@ -37,9 +37,9 @@ def _wrong(files: Mapping[str, Path]) -> dict[str, list[str]]:
     clusters: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, file in files.items():
         try:
-            found = config.parse(file.read_bytes())
-            nodes[name] = vars(found)
-            clusters[found.server, found.ca].append(name)
+            settings = config.parse(file.read_bytes())
+            nodes[name] = vars(settings)
+            clusters[settings.server, settings.ca].append(name)
         except NodeError as error:
             wrong[error.message].append(name)
         except OSError as error:

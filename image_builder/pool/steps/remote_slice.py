@@ -78,7 +78,7 @@ def _worker(url: str, runner: str, silent_seconds: float) -> Worker:
         "ServerAliveInterval": str(math.ceil((silent_seconds + WORKER_ENDS_SECONDS) / _UNANSWERED)),
         "UserKnownHostsFile": f'"{address.known_hosts.absolute()}"',
     }
-    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    arguments = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     login = (
         "ssh",
         "-F",
@@ -88,7 +88,7 @@ def _worker(url: str, runner: str, silent_seconds: float) -> Worker:
         str(address.port),
         "-i",
         os.fspath(address.key.absolute()),
-        *words,
+        *arguments,
     )
     name = f"{address.user}@{address.host}"
     return Worker(name, (*login, name, "--"), runner, silent_seconds)
@@ -107,15 +107,15 @@ def run(folder: Path, playbook: str, seconds: float, tell: Tell) -> tuple[int, s
     """
     from ansible_runner.streaming import Processor
 
-    told = json.loads((folder / WORKER).read_text())
-    worker = Worker(**told["worker"])
+    description = json.loads((folder / WORKER).read_text())
+    worker = Worker(**description["worker"])
     explained: list[str] = []
 
     def status(data: Mapping[str, Any], **_: object) -> None:
         explained.append(str(data.get("job_explanation", "")))
 
     with (
-        _transmitted(folder / DATA, playbook, Path(told["key"])) as stream,
+        _transmitted(folder / DATA, playbook, Path(description["key"])) as stream,
         (folder / "stderr").open("w+b") as err,
     ):
         beat = worker.silent_seconds / _BEATS
@@ -130,10 +130,10 @@ def run(folder: Path, playbook: str, seconds: float, tell: Tell) -> tuple[int, s
             )
             processor.run()
         err.seek(0)
-        said = " ".join(err.read()[-_MOST:].decode("utf-8", "replace").split())
+        message = " ".join(err.read()[-_MOST:].decode("utf-8", "replace").split())
     if processor.status in _REGULAR:
         return int(processor.status != "successful"), ""
-    return 1, f"worker {worker.name}: {said or ' '.join(filter(None, explained)) or processor.status}"
+    return 1, f"worker {worker.name}: {message or ' '.join(filter(None, explained)) or processor.status}"
 
 
 def _argv(worker: Worker, seconds: float) -> list[str]:

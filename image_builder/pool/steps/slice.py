@@ -28,12 +28,12 @@ PLAYBOOK = "bootstrap.yml"
 CONTROL = "control"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
-_TOLD = {
+_ENDS_OF_TASKS = {
     "runner_on_ok": "ok",
     "runner_on_failed": "failed",
     "runner_on_unreachable": "unreachable",
 }
-_KEPT = ("msg", "rc", "stdout", "stderr", "module_stderr")
+_EXCERPT = ("msg", "rc", "stdout", "stderr", "module_stderr")
 # Of a host's answer: a provision.json is some kilobytes.
 _MOST = 65536
 
@@ -91,11 +91,11 @@ def _run_remotely(folder: Path, seconds: float) -> int:
 
 def _tell(event: Mapping[str, Any]) -> bool:
     """Say how a task ended on a host; the runner need not keep it."""
-    if what := _TOLD.get(str(event["event"])):
+    if end := _ENDS_OF_TASKS.get(str(event["event"])):
         data = event["event_data"]
         result = data.get("res") or {}
-        kept = {key: str(result[key])[:_MOST] for key in _KEPT if key in result}
-        _say({"host": data["host"], "task": data["task"], "what": what, "result": kept})
+        excerpt = {key: str(result[key])[:_MOST] for key in _EXCERPT if key in result}
+        _say({"host": data["host"], "task": data["task"], "what": end, "result": excerpt})
     return False
 
 

@@ -70,11 +70,11 @@ def _die_with_parent() -> None:
 
 def _run(runner: str, folder: str, silent_seconds: float) -> int:
     path = f"{Path(runner).parent}:/usr/local/bin:/usr/bin:/bin" if "/" in runner else os.environ["PATH"]
-    kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
+    inherited = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
     with subprocess.Popen(
         [runner, "worker", "--private-data-dir", folder],
         stdin=subprocess.PIPE,
-        env={"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **kept},
+        env={"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **inherited},
         bufsize=0,
         preexec_fn=_die_with_parent,
     ) as child:
@@ -87,20 +87,20 @@ def _run(runner: str, folder: str, silent_seconds: float) -> int:
 def _attend(child: subprocess.Popen[bytes], silent_seconds: float) -> int:
     """Give the runner what it is sent, then wait for its end or for that of those who want it."""
     assert child.stdin
-    left = _announced()
+    remaining = _announced()
     ended = os.pidfd_open(child.pid)
     try:
         while True:
             ready, _, _ = select.select([0, ended], [], [], silent_seconds)
             if ended in ready:
                 return child.wait()
-            said = os.read(0, _CHUNK) if ready else b""
-            if not said:
+            data = os.read(0, _CHUNK) if ready else b""
+            if not data:
                 return _GIVEN_UP
-            if left:
-                child.stdin.write(said[:left])
-                left = max(0, left - len(said))
-                if not left:
+            if remaining:
+                child.stdin.write(data[:remaining])
+                remaining = max(0, remaining - len(data))
+                if not remaining:
                     child.stdin.close()
     except BrokenPipeError:
         return child.wait()  # it ended before it had read all
@@ -143,8 +143,8 @@ def end_children() -> None:
 
 def children() -> list[int]:
     """Return the children of this process, those that ended and nobody has waited for among them."""
-    mine = str(os.getpid())
-    found = []
+    own_pid = str(os.getpid())
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -153,9 +153,9 @@ def children() -> list[int]:
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
-        if fields[1] == mine:
-            found.append(int(entry.name))
-    return found
+        if fields[1] == own_pid:
+            pids.append(int(entry.name))
+    return pids
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import yaml
 from image_builder.pool.plan.model import OK, Host, ended, failed
 from image_builder.pool.reach import provision
 from image_builder.pool.reach.hostkeys import Pinned
-from image_builder.pool.reach.provision import Told
+from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import parse
@@ -32,12 +32,12 @@ def record(state: str, phase: str = "", code: int = 0, reason: str = "") -> str:
 
 def test_a_host_that_joined() -> None:
     told = provision.read(0, record("ok").encode())
-    assert told == Told(OK, "yes", (("identity", 0.25),))
+    assert told == JoinStatus(OK, "yes", (("identity", 0.25),))
     assert provision.after_join(0, record("ok")) == told
 
 
 def test_a_host_that_was_never_told() -> None:
-    assert provision.read(1, b"", b"") == Told(OK, "no")
+    assert provision.read(1, b"", b"") == JoinStatus(OK, "no")
     assert provision.after_join(1, "").outcome.kind == "unknown"
 
 
@@ -63,7 +63,7 @@ def test_a_phase_that_failed_is_told_by_the_host(phase: str, joined: str) -> Non
 @pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}"])
 def test_what_is_no_duration_is_left_out(seconds: str) -> None:
     phase = f'{{"name": "disk", "state": "ok", "seconds": {seconds}}}'
-    assert provision.read(0, f'{{"state": "ok", "phases": [{phase}]}}') == Told(OK, "yes")
+    assert provision.read(0, f'{{"state": "ok", "phases": [{phase}]}}') == JoinStatus(OK, "yes")
 
 
 def test_a_host_that_tells_of_thousands_of_phases_fills_no_journal() -> None:
@@ -145,19 +145,19 @@ PREFIX = "Failed to connect to the host via ssh: "
     ],
 )
 def test_what_openssh_and_sudo_say(message: str, kind: str) -> None:
-    assert unreached(message, told=False).kind == kind
+    assert unreached(message, answered=False).kind == kind
 
 
 def test_a_host_that_was_told_has_not_gone_before_it_was_reached() -> None:
     refused = PREFIX + "ssh: connect to host 10.0.0.1 port 22: Connection refused"
-    assert unreached(refused, told=True).kind == "dropped"
-    assert unreached(PREFIX + "?", told=True).kind == "dropped"
+    assert unreached(refused, answered=True).kind == "dropped"
+    assert unreached(PREFIX + "?", answered=True).kind == "dropped"
 
 
-class Ends(dict[str, Told]):
+class Ends(dict[str, JoinStatus]):
     """How hosts ended; none ends twice."""
 
-    def end(self, name: str, told: Told) -> None:
+    def end(self, name: str, told: JoinStatus) -> None:
         assert name not in self
         self[name] = told
 

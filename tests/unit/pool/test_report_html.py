@@ -229,7 +229,7 @@ def test_the_timeline_has_each_wave_where_it_was_in_time(bad_day: tuple[Progress
             assert abs(soak.width - wave.wave.soak_seconds * on.scale) < 0.2
         assert row.note.startswith(f"{wave.failed} failed") or not wave.failed
     assert [bar.kind for bar in drawn.gate] == ["go", "hold", "go"]
-    assert "429" in drawn.gate[1].what and 3 <= len(drawn.ticks) <= 11 and drawn.cuts == ()
+    assert "429" in drawn.gate[1].label and 3 <= len(drawn.ticks) <= 11 and drawn.cuts == ()
     assert all(bar.x >= LABELS and bar.x + bar.width <= WIDTH for row in drawn.rows for bar in row.bars)
 
 
@@ -272,7 +272,7 @@ def test_a_verdict_that_stopped_the_run_is_drawn() -> None:
     world = World(progress.plan, Faults(), time=records[-1].at + 30)
     records.append(Gated(at=world.time, reading=world.gate(), verdict="stop", reasons=("80 more nodes",)))
     last = _drawing(progress, records).gate[-1]
-    assert last.kind == "stop" and last.width >= 4 and "80 more nodes" in last.what
+    assert last.kind == "stop" and last.width >= 4 and "80 more nodes" in last.label
 
 
 def test_a_clock_that_was_set_back_draws_nothing_outside() -> None:
