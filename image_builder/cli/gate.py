@@ -57,17 +57,15 @@ def _failed(error: NodeError) -> ImageBuilderError:
 def run(
     kubeconfig: Kubeconfig = None,
     taint: Taint = _DEFAULTS.taint,
-    rate: Annotated[float, typer.Option(min=0.1, help="the most nodes that are changed in a second")] = 50.0,
-    namespace: Annotated[str, typer.Option(help="where the leader's lease is")] = "kube-system",
+    rate: Annotated[float, typer.Option(min=0.1, help="most nodes changed per second")] = 50.0,
+    namespace: Annotated[str, typer.Option(help="namespace of the leader's lease")] = "kube-system",
     retest_share: Annotated[
         float,
-        typer.Option(
-            min=0, max=1, help="the most of the fleet that may be out for re-tests; 0: none is made"
-        ),
+        typer.Option(min=0, max=1, help="most of the fleet that may be out for re-tests; 0: no re-tests"),
     ] = 0.02,
     approve: Annotated[
         bool,
-        typer.Option("--approve", help="approve the certificates of nodes that the token broker lets join"),
+        typer.Option("--approve", help="approve certificates of nodes that join by the token broker"),
     ] = False,
     breaker_share: Annotated[
         float,
@@ -81,9 +79,9 @@ def run(
         str, typer.Option(metavar="KEY", help="the label that names a node's pool")
     ] = _DEFAULTS.pool,
     advise: Annotated[
-        bool, typer.Option("--advise", help="change nothing, say what would be admitted, gated and held")
+        bool, typer.Option("--advise", help="change nothing; report what would be admitted, gated and held")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="say each thing as one JSON object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, one object per line")] = False,
 ) -> int:
     """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
 
@@ -131,8 +129,8 @@ def run(
 @register(app)
 def admit(
     node: Annotated[str, typer.Argument(metavar="NODE", help="the node's name")],
-    reason: Annotated[str, typer.Option("--reason", help="why; it stands in the node's annotation")],
-    who: Annotated[str, typer.Option("--by", help="who lets it in")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="the reason, kept in the node's annotation")],
+    who: Annotated[str, typer.Option("--by", help="the person who admits it  [default: this user]")] = "",
     kubeconfig: Kubeconfig = None,
     taint: Taint = _DEFAULTS.taint,
     as_json: AsJson = False,
@@ -157,12 +155,12 @@ def admit(
 
 @register(app)
 def release(
-    code: Annotated[str, typer.Argument(metavar="CODE", help="what is held, as `gate status` says it")],
-    reason: Annotated[str, typer.Option("--reason", help="why the nodes are to blame after all")],
-    pool: Annotated[
-        str | None, typer.Option(help="the pool, where the code is held for several of them")
-    ] = None,
-    who: Annotated[str, typer.Option("--by", help="who releases it")] = "",
+    code: Annotated[
+        str, typer.Argument(metavar="CODE", help="the code that is held, as `gate status` shows it")
+    ],
+    reason: Annotated[str, typer.Option("--reason", help="why the nodes are at fault after all")],
+    pool: Annotated[str | None, typer.Option(help="the pool, if the code is held for several")] = None,
+    who: Annotated[str, typer.Option("--by", help="the person who releases it  [default: this user]")] = "",
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:

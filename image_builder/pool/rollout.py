@@ -40,7 +40,7 @@ from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings
 from image_builder.system.signals import waking
 
-UNWATCHED = "no --kubeconfig: nobody looks at the control plane, and its gate lets everything through"
+UNWATCHED = "no --kubeconfig: the control plane is not watched, and its gate passes everything"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -165,10 +165,10 @@ def _check_journal(options: Options, plan: Plan) -> None:
         raise ImageBuilderError(f"another process writes {path}")
     if records and not options.is_resumed:
         raise UsageError(
-            f"the run of this plan has begun: {path} is its journal; take it up with `pool resume`"
+            f"the run of this plan has begun: {path} is its journal; continue it with `pool resume`"
         )
     if not records and options.is_resumed:
-        raise UsageError(f"no run of this plan has begun: {path} has no record; begin with `pool run`")
+        raise UsageError(f"no run of this plan has begun: {path} has no record; start one with `pool run`")
 
 
 def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None:
@@ -176,7 +176,9 @@ def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None
     faults.collect("host keys", lambda: Verifier(access.host_keys))
     with contextlib.suppress(OSError):  # which was told
         if stat.S_IMODE(access.key.stat().st_mode) & 0o077:
-            faults.add("--key", f"{access.key}: others may read it, and OpenSSH takes no such key: chmod 600")
+            faults.add(
+                "--key", f"{access.key}: others can read it, and OpenSSH refuses such a key: chmod 600"
+            )
     unnamed = []
     for host in hosts:
         try:
@@ -184,7 +186,7 @@ def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None
         except UsageError:
             unnamed.append(host.name)
     if unnamed:
-        faults.add("pool_vm_id", f"can't be names of host keys: {named(unnamed)}")
+        faults.add("pool_vm_id", f"can't be names in known_hosts: {named(unnamed)}")
 
 
 def _control_plane(kubeconfig: Path | None) -> ControlPlane:
@@ -219,7 +221,7 @@ def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | N
         others = "".join(f"; {path} is that of {built}" for built, path in sorted(of_others.items()))
         faults.add(
             "--facts",
-            f"nothing says what hosts of {named(missing)} must be: IMAGE=facts.json of a build{others}",
+            f"no facts for hosts of {named(missing)}: give IMAGE=facts.json of a build{others}",
         )
     return Suite(facts, options.reports, Settings().python) if images else None
 
@@ -236,9 +238,9 @@ def _built_image(path: Path) -> str:
     except OSError as error:
         raise ImageBuilderError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise ImageBuilderError(f"{path}: is no JSON") from None
+        raise ImageBuilderError(f"{path}: not JSON") from None
     if missing := [key for key in FACTS if not isinstance(facts, dict) or key not in facts]:
-        raise ImageBuilderError(f"{path}: is no facts.json of a build: it lacks {', '.join(missing)}")
+        raise ImageBuilderError(f"{path}: not a facts.json of a build: it lacks {', '.join(missing)}")
     return str(facts["image"])
 
 
@@ -294,7 +296,7 @@ def drive(
     options = rollout.options
     with open_journal(journal_of(options.plan)) as journal:
         if journal.records and not options.is_resumed:
-            raise UsageError("another process has begun this plan's run just now")
+            raise UsageError("another process has just begun this plan's run")
         records = list(journal.records)
 
         def write(record: Record) -> None:

@@ -249,7 +249,7 @@ def test_break_glass_lets_one_boot_in_without_the_controller(
     )
     lines = {line["node"]: line for line in json.loads(shown.stdout)["nodes"]}
     assert lines[marker.name] == {**lines[marker.name], "gate": "in", "may_work": "yes"}
-    assert lines[node.name]["why"] == "what was reported is of another boot"
+    assert lines[node.name]["why"] == "the report is from another boot"
 
 
 def test_without_the_controller_nodes_stay_out_and_its_start_settles_them(

@@ -31,10 +31,10 @@ app = typer.Typer()
 @register(app, name="broker")
 def broker(
     config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="what it may give to whom, as YAML")
+        Path, typer.Option("--config", metavar="FILE", help="the broker's configuration, as YAML")
     ],
     kubeconfig: Kubeconfig = None,
-    check: Annotated[bool, typer.Option("--check", help="look at the configuration, and end")] = False,
+    check: Annotated[bool, typer.Option("--check", help="check the configuration and exit")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Give nodes bootstrap tokens, each for its managed identity, until SIGTERM.

@@ -84,7 +84,7 @@ class HostOptions:
             )
         if self.key is None:
             raise UsageError(
-                "give the private key with --key", hint="no agent is asked, and no key is looked for"
+                "give the private key with --key", hint="no agent is asked and no default key is used"
             )
         return Access(self.user, self.key.absolute(), host_keys[0])
 
@@ -96,7 +96,7 @@ class RolloutOptions(HostOptions):
     node_configs: Annotated[
         Path | None,
         typer.Option(
-            "--node-configs", metavar="DIR", help="HOST.json for hosts that get no configuration by user data"
+            "--node-configs", metavar="DIR", help="HOST.json for hosts without a configuration by user data"
         ),
     ] = None
     kubeconfig: Annotated[

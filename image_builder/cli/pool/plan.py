@@ -92,7 +92,7 @@ def _keep_begun(out: Path, new_plan: Plan) -> None:
         past(new_plan, read_journal(journal) if journal.exists() else [], str(journal))
     except ImageBuilderError as error:
         raise UsageError(
-            f"{out} stays as it is: the run of the plan there has begun ({error.message})",
+            f"{out} is kept: the run of its plan has begun ({error.message})",
             hint="write the new plan to another file",
         ) from error
 
@@ -113,7 +113,8 @@ def _plan_text(out: Path, rollout_plan: Plan) -> str:
     ]
     total = (
         f"{len(rollout_plan.hosts)} hosts in {len(rollout_plan.waves)} waves; {rollout_plan.budget} may fail, "
-        f"{rollout_plan.max_unavailable} may be unavailable at once, {rollout_plan.policy.join_rate:g} join in a second"
+        f"{rollout_plan.max_unavailable} may be unavailable at once; "
+        f"joins at most {rollout_plan.policy.join_rate:g} hosts/s"
     )
     return f"{columns(rows)}\n{total}\n{out}"
 
@@ -138,10 +139,10 @@ def status(plan: PlanFile, as_json: AsJson = False) -> int:
 def report(
     plan: PlanFile,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="write it as one HTML file, too")
+        Path | None, typer.Option("--html", metavar="FILE", help="also write it as one HTML file")
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="write it as JUnit XML, too, for a CI")
+        Path | None, typer.Option("--junit", metavar="FILE", help="also write it as JUnit XML, for a CI")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

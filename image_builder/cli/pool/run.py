@@ -185,7 +185,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
 def _hint(counts: Mapping[str, int]) -> str:
     """Return what to do after a run that left hosts behind: who failed is taken up again by ``--retry`` alone."""
     failed = any(counts.get(name, 0) for name in _FAILED)
-    return "image-builder pool report PLAN, mend what failed, then pool resume PLAN" + (
+    return "image-builder pool report PLAN, fix what failed, then pool resume PLAN" + (
         " --retry" if failed else ""
     )
 

@@ -26,15 +26,17 @@ def slice_(
     plan: PlanFile,
     wave: Annotated[str, typer.Option("--wave", metavar="NAME", help="a wave of the plan")],
     known_hosts: Annotated[
-        Path, typer.Option("--known-hosts", metavar="FILE", help="the keys that hosts show, by VM id or name")
+        Path, typer.Option("--known-hosts", metavar="FILE", help="the host keys, by VM id or name")
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="where to make a directory for each slice: 0, 1, …")
     ],
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="who logs in on the hosts")] = "root",
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help="log in to the hosts as NAME")] = "root",
     node_configs: Annotated[
         Path | None,
-        typer.Option("--node-configs", metavar="DIR", help="HOST.json for hosts that have none by user data"),
+        typer.Option(
+            "--node-configs", metavar="DIR", help="HOST.json for hosts without a configuration by user data"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

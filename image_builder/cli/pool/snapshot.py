@@ -32,7 +32,7 @@ def snapshot(
         Path, typer.Option("--out", metavar="FILE", help="the inventory's file, such as 00-nodes.yml")
     ],
     allow_fewer: Annotated[
-        bool, typer.Option("--allow-fewer", help="take the hosts that are there where some are missing")
+        bool, typer.Option("--allow-fewer", help="accept fewer hosts than a scale set's capacity")
     ] = False,
     endpoint: Annotated[
         str | None,

@@ -133,9 +133,9 @@ class Keys:
                     if keys := parse_keys(self._fetch()):
                         self._keys, self._confirmed = keys, now
                     else:
-                        self._tell("the identity provider has no key that is of use here")
+                        self._tell("the identity provider has no usable key")
                 except (OSError, ValueError) as error:
-                    self._tell(f"the identity provider's keys can't be had: {error}")
+                    self._tell(f"the identity provider's keys can't be fetched: {error}")
             return True
         finally:
             self._lock.release()

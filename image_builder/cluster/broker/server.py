@@ -121,7 +121,7 @@ class Broker:
         """
         kind, _, proof = authorization.partition(" ")
         if kind.lower() != "bearer" or not proof:
-            raise unproven("token.none", "there is no bearer token")
+            raise unproven("token.none", "no bearer token")
         caller = identity.verify(proof.strip(), self.keys.find, self._rules, time.time())
         entry.update(oid=caller.object_id, mirid=caller.resource)
         request = policy.parse(body)
@@ -134,7 +134,7 @@ class Broker:
                 return {"nonce": self._nonces.current(request.vm_id, request.node, now)}
             nonce = self._proven_nonce(request, request.document, now)
         except OSError as error:
-            raise RefusedError(503, "nonce", "there is no key for nonces", _CLUSTER_PAUSE) from error
+            raise RefusedError(503, "nonce", "no key for nonces", _CLUSTER_PAUSE) from error
         self._slow_down(request.vm_id, pool.name)
         issued = self._issue(request, nonce, pool)
         entry.update(token_id=issued.id)
@@ -208,7 +208,7 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
         def _body(self) -> bytes:
             length = self.headers.get("Content-Length", "")
             if not (length.isascii() and length.isdigit()) or self.headers.get("Transfer-Encoding"):
-                raise RefusedError(411, "body", "there is no Content-Length")
+                raise RefusedError(411, "body", "no Content-Length")
             # A number of thousands of digits is none to Python.
             if len(length) > 9 or int(length) > policy.MOST_BYTES:
                 raise RefusedError(413, "body", f"more than {policy.MOST_BYTES} bytes")

@@ -27,7 +27,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     document = client.request("GET", path)
     node = node_from(document, rules)
     if not node.boot_id:
-        raise UsageError(f"{name} has not told its boot id: nothing of it runs yet")
+        raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
     record = {
         "by": who,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -70,7 +70,7 @@ def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) 
 def why(node: Node) -> str:
     """Return in words what the gate knows of a node's present boot."""
     if not node.boot_id:
-        return "it has not told its boot id"
+        return "it has not reported its boot id"
     if node.admitted_boot == node.boot_id:
         return "let in by hand"
     if node.is_under_test:
@@ -78,5 +78,5 @@ def why(node: Node) -> str:
     if not node.status:
         return "nothing was reported yet"
     if node.tested_boot != node.boot_id:
-        return "what was reported is of another boot"
+        return "the report is from another boot"
     return node.message

@@ -85,9 +85,7 @@ class Controller:
         try:
             while not stop.is_set():
                 if not all(thread.is_alive() for thread in threads):
-                    raise NodeError(
-                        "gate", "a part of the controller ended: whoever starts it starts it again"
-                    )
+                    raise NodeError("gate", "a part of the controller died: restart it")
                 self._once(stop)
         finally:
             stop.set()

@@ -114,7 +114,7 @@ def check(pending: Pending) -> Bound:
     if pending.signer != SIGNER:
         raise UnboundError(f"it is for the signer {pending.signer}")
     if not _USER.fullmatch(pending.user) or not pending.groups >= _GROUPS:
-        raise UnboundError(f"{pending.user} is no bootstrap token")
+        raise UnboundError(f"{pending.user} is not a bootstrap token")
     machines, nodes = (
         [group for group in pending.groups if group.startswith(prefix)]
         for prefix in (binding.MACHINE, binding.NODE)
@@ -136,7 +136,7 @@ def _subject(request: bytes) -> str:
         is_signed, extensions = csr.is_signature_valid, list(csr.extensions)
         subject = [(attribute.oid, attribute.value) for attribute in csr.subject]
     except (ValueError, TypeError, x509.DuplicateExtension) as error:
-        raise UnboundError("it holds no certificate request") from error
+        raise UnboundError("it is not a certificate request") from error
     if not is_signed:
         raise UnboundError("it is not signed with its own key")
     # Further names are extensions; a kubelet asks for none at all.

@@ -113,7 +113,7 @@ class Watcher(Generic[T]):
         if kind == "ERROR":
             if item.get("code") == _GONE:
                 raise GoneError
-            raise KubeError(f"the watch says: {item.get('message')}", int(item.get("code") or 0))
+            raise KubeError(f"the watch failed: {item.get('message')}", int(item.get("code") or 0))
         self._version = item["metadata"]["resourceVersion"]
         if kind == "DELETED":
             self._drop(item["metadata"]["name"])

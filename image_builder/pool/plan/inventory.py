@@ -94,7 +94,7 @@ def read_fleet(
     can't be decrypted: what it hides may be a host's size or zone.
     """
     if not paths:
-        raise UsageError("no inventory was given", hint="give it with -i: pools have no default one")
+        raise UsageError("no inventory was given", hint="give it with -i: pools have no default inventory")
     if not pools:
         raise UsageError("no pool was given", hint="name groups of the inventory, or `pools` for all")
     absolute = [path.absolute() for path in paths]
@@ -136,7 +136,9 @@ def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
                 continue
             pool_of[name] = pool
             if name in reading.images:
-                reading.faults["pool", f"is an image, no host: `{pool}` has more than a pool's"].append(name)
+                reading.faults["pool", f"is an image, not a host: `{pool}` has more than a pool's"].append(
+                    name
+                )
                 continue
             host = _host(reading, name, pool, sets[name])
             if host:

@@ -113,10 +113,10 @@ def parse(data: bytes, where: str) -> Plan:
             Problem(where, ".".join(str(part) for part in fault["loc"]) or "plan", fault["msg"])
             for fault in error.errors()
         ]
-        raise DefinitionError(problems, hint="make it anew: image-builder pool plan") from error
+        raise DefinitionError(problems, hint="make a new one: image-builder pool plan") from error
     problems = [Problem(where, "plan", reason) for reason in _inconsistent(plan)]
     if problems:
-        raise DefinitionError(problems, hint="make it anew: image-builder pool plan")
+        raise DefinitionError(problems, hint="make a new one: image-builder pool plan")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""What an operator decides of a rollout: sizes of waves, rates, budgets, deadlines, limits of the control plane."""
+"""The policy of a rollout: sizes of waves, rates, budgets, deadlines, limits of the control plane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Limits(Strict):
 
 
 class GateLimits(_Limits):
-    """What the control plane may show while a wave runs and until its soak is over."""
+    """Limits of the control plane while a wave runs and until its soak is over."""
 
     throttled: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 429.")
     errors: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 5xx.")
@@ -33,9 +33,9 @@ class GateLimits(_Limits):
     not_ready: Share = Field(
         default="1%", description="Nodes NotReady beyond those before the wave; stops the run."
     )
-    interval_seconds: Positive = Field(default=30.0, description="How often the control plane is asked.")
+    interval_seconds: Positive = Field(default=30.0, description="How often the control plane is read.")
     patience_seconds: Seconds = Field(
-        default=600.0, description="How long it may be red until the run stops."
+        default=600.0, description="How long it may be red before the run stops."
     )
 
 
@@ -43,26 +43,29 @@ class Deadlines(_Limits):
     """Seconds for one step on one host; the join slot comes on top."""
 
     probe: Positive = Field(
-        default=60.0, description="To be reached and asked; who was told has its time to join."
+        default=60.0,
+        description="Time to connect and probe. Hosts already told to join get the join deadline instead.",
     )
-    bootstrap: Positive = Field(default=900.0, description="From being told to join until it joined.")
-    verify: Positive = Field(default=300.0, description="For the whole suite on one host.")
+    bootstrap: Positive = Field(default=900.0, description="From being told to join to having joined.")
+    verify: Positive = Field(default=300.0, description="The whole suite on one host.")
 
     def of(self, step: Step) -> float:
         return {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step]
 
 
 class Policy(_Limits):
-    """All of it. A list that is shorter than the waves are many goes on with its last item."""
+    """The whole policy. If a list is shorter than the number of waves, its last item repeats."""
 
     mode: Literal["bootstrap", "verify", "check"] = Field(
         default="bootstrap",
-        description="`verify` where the image does it all at first boot: nothing is pushed, and who is no member"
-        " has failed. `check`: nobody need be one.",
+        description="`verify` where the image does it all at first boot: nothing is pushed, and a host that is not"
+        " a member has failed. `check`: hosts need not be members.",
     )
     canaries: int = Field(default=1, ge=1, description="Canaries of each VM size x zone x image.")
     waves: tuple[Share, ...] = Field(
-        default=("1%", "5%", "600"), min_length=1, description="Sizes after the canaries."
+        default=("1%", "5%", "600"),
+        min_length=1,
+        description="Sizes of the waves after the canaries.",
     )
     slice_hosts: int = Field(
         default=MAX_SLICE, ge=1, le=MAX_SLICE, description="Hosts of one Ansible process."
@@ -70,33 +73,39 @@ class Policy(_Limits):
     workers: tuple[str, ...] = Field(
         default=(), description="Hosts that run slices, in turn: `ssh://USER@HOST?key=FILE&known_hosts=FILE`."
     )
-    worker_runner: str = Field(default="ansible-runner", description="ansible-runner on the workers.")
+    worker_runner: str = Field(
+        default="ansible-runner", description="Name or path of ansible-runner on the workers."
+    )
     worker_silent_seconds: float = Field(
         default=20.0,
         ge=1,
-        description="Without a word from here for so long a worker ends its slice; a little later it is given up.",
+        description="A worker without a sign of life from here for so long ends its slice; soon after it is given up.",
     )
-    join_rate: Positive = Field(default=5.0, description="Hosts that join in a second, at most.")
+    join_rate: Positive = Field(default=5.0, description="Most hosts that join per second.")
     max_unavailable: Share = Field(
-        default="10%", description="Hosts in work, failed or unreached at once, all pools."
+        default="10%", description="Most hosts in work, failed or unreachable at once, over all pools."
     )
-    wave_budget: Share = Field(default="2%", description="Failed hosts of a wave that don't stop the run.")
-    budget: Share = Field(default="2%", description="Failed hosts of the run that don't stop it.")
-    same_least: int = Field(default=3, ge=1, description="Identical failures that stop the run, at least,")
+    wave_budget: Share = Field(default="2%", description="Failed hosts of a wave that the run tolerates.")
+    budget: Share = Field(default="2%", description="Failed hosts of all waves that the run tolerates.")
+    same_least: int = Field(
+        default=3, ge=1, description="Identical failures that stop the run: at least this many,"
+    )
     same_share: Share = Field(default="1%", description="and as a share of the wave, and of the run.")
     soak_seconds: tuple[Seconds, ...] = Field(
         default=(900.0, 600.0, 600.0, 0.0),
         min_length=1,
-        description="What a wave's end and the next one lie apart.",
+        description="Pause between the end of a wave and the start of the next.",
     )
-    cadence_seconds: Seconds = Field(default=240.0, description="What the beginnings of two waves lie apart.")
+    cadence_seconds: Seconds = Field(
+        default=240.0, description="Minimum time between the starts of two waves."
+    )
     deadlines: Deadlines = Deadlines()
-    retries: int = Field(default=2, ge=0, description="Repetitions of a step on a host, where that is safe.")
+    retries: int = Field(default=2, ge=0, description="Retries of a step on a host, where that is safe.")
     retry_seconds: Seconds = Field(
-        default=10.0, description="Before the first repetition; doubled for each further one."
+        default=10.0, description="Pause before the first retry; doubled for each further one."
     )
     straggler_factor: float = Field(
-        default=3.0, ge=1, description="x p95 of the wave: who is slower isn't waited for."
+        default=3.0, ge=1, description="A host slower than this many times its wave's p95 is not waited for."
     )
     verify: Share = Field(default="100%", description="Hosts of a wave that are verified; canaries all are.")
     gate: GateLimits = GateLimits()

@@ -81,14 +81,14 @@ def render(
     can't be decrypted.
     """
     if not paths or not names:
-        raise UsageError("an inventory is needed, and a host or group of it", hint="-i INVENTORY GROUP")
+        raise UsageError("no inventory, or no host or group of it", hint="-i INVENTORY GROUP")
     absolute = [path.absolute() for path in paths]
     with opened(absolute, vault_password_file, repo_root) as source:
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
         rendered = [_render(reading, host) for host in hosts]
         for (key, value), alike in doubles(reading.nodes).items():
-            reading.faults[_variable(f"node.{key}"), f"{value} can be that of one node alone"] += alike
+            reading.faults[_variable(f"node.{key}"), f"{value} can belong to only one node"] += alike
         problems += _problems(reading)
     if problems:
         raise DefinitionError(problems)
@@ -164,7 +164,7 @@ def _values(reading: _Reading, host: str) -> dict[str, JSON]:
     """Return the variables of a host that are parts of its configuration, evaluated; what can't be is noted."""
     variables, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
     for name in sorted((variables.keys() | failures.keys()) - VARIABLES.keys()):
-        reading.faults[name, f"there is no such variable{did_you_mean(name, VARIABLES)}"].append(host)
+        reading.faults[name, f"unknown variable{did_you_mean(name, VARIABLES)}"].append(host)
     values = {name: value for name, value in variables.items() if name in VARIABLES}
     for name in failures.keys() & VARIABLES.keys():
         reading.faults[name, failures[name]].append(host)

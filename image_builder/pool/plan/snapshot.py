@@ -146,9 +146,11 @@ def take(scale_set_id: ScaleSetId, listing: Listing) -> Snapshot:
     )
     missing += [f"{_last(owner)} has a network interface and isn't among the instances" for owner in lost]
     if not isinstance(expected, int):
-        missing.append("the scale set says no capacity, so nobody knows how many hosts there must be")
+        missing.append("the scale set reports no capacity, so the number of hosts can't be checked")
     elif len(machines) < expected:
-        missing.append(f"{len(machines)} of {expected} hosts are there: {expected - len(machines)} are lost")
+        missing.append(
+            f"{len(machines)} of {expected} hosts were listed: {expected - len(machines)} are lost"
+        )
     return Snapshot(
         source=scale_set_id,
         image=image,
@@ -282,7 +284,7 @@ def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
     if problems:
         hint = "nothing was written"
         if not fewer and any(snapshot.missing for snapshot in snapshots):
-            hint += "; ask again, or take the hosts that are there with --allow-fewer"
+            hint += "; try again, or accept fewer hosts with --allow-fewer"
         raise DefinitionError(problems, hint=hint)
 
 
@@ -296,8 +298,8 @@ def document(snapshots: Sequence[Snapshot], at: str) -> bytes:
     Where fewer hosts than the capacity were accepted, ``pool_capacity`` is what is there: that was decided here.
     """
     lines = [
-        "# Made by `image-builder pool snapshot`; the next one replaces it. What you want to say of these hosts",
-        "# belongs into group_vars.",
+        "# Made by `image-builder pool snapshot`; the next one replaces it. Put variables for these hosts",
+        "# into group_vars.",
         "---",
         "all:",
         "  children:",

@@ -251,7 +251,7 @@ class Verifier:
         other = sorted({e.marker for e in entries} - {marker, "revoked"})
         if other:
             content = "pinned keys" if marker else "@cert-authority lines"
-            raise UsageError(f"{path}: holds {content}, which mean something else than what was asked for")
+            raise UsageError(f"{path}: holds {content}, which the chosen option does not accept")
         if marker and not any(e.marker == marker for e in entries):
             raise UsageError(f"{path}: has no @cert-authority line")
         keys = defaultdict(list)

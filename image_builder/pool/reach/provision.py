@@ -63,7 +63,7 @@ def after_join(status: int, stdout: str, stderr: str = "") -> JoinStatus:
     if answer.busy or status == STILL_HELD:
         return JoinStatus(ended("unknown", "still tries to join"), "unknown")
     if answer.outcome.ok and answer.joined != "yes":
-        return JoinStatus(ended("unknown", "told to join, and says nothing of it"), "unknown")
+        return JoinStatus(ended("unknown", "told to join, and reports nothing"), "unknown")
     return answer
 
 

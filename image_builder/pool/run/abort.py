@@ -25,7 +25,7 @@ def ask_to_stop(journal: Path) -> int:
     Raises UsageError where no run has begun or none is at work, PoolError where its process can't be found or told.
     """
     if not journal.exists():
-        raise UsageError(f"no run has begun: there is no {journal}", hint="image-builder pool run")
+        raise UsageError(f"no run has begun: {journal} does not exist", hint="image-builder pool run")
     for pid in holders(journal):
         try:
             pidfd = os.pidfd_open(pid)
@@ -39,7 +39,7 @@ def ask_to_stop(journal: Path) -> int:
         except ProcessLookupError:
             continue
         except PermissionError as error:
-            raise PoolError(f"process {pid} drives the run, and may not be told by this user") from error
+            raise PoolError(f"process {pid} drives the run, and this user may not signal it") from error
         finally:
             os.close(pidfd)
     if in_use(journal):

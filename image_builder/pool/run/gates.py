@@ -44,7 +44,7 @@ def judge(
     the wave, ``hosts`` all hosts of the run.
     """
     if reading.unwatched:
-        return "go", ("nobody looks at the control plane: no kubeconfig was given",)
+        return "go", ("the control plane is not watched: no kubeconfig was given",)
     if reading.unread:
         return "hold", (f"the control plane can't be read: {reading.unread}",)
     held: list[str] = []

@@ -58,7 +58,7 @@ class Journal:
         except OSError as error:
             os.ftruncate(self._fd, self._size)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                hint = "make room there, then image-builder pool resume: who was told to join is asked first"
+                hint = "make room there, then image-builder pool resume: hosts told to join are probed first"
                 raise SpaceError(f"no space left: {self.path}", hint=hint) from error
             raise
         if must_last(record):
@@ -120,7 +120,7 @@ def parse(data: bytes, where: str) -> tuple[list[Record], int]:
                 break
             raise ImageBuilderError(
                 f"{where}:{number}: the journal is damaged: this is not record number {number}",
-                hint="restore it from a copy, or plan anew, to another file: who joined is recognised and verified",
+                hint="restore it from a copy, or make a new plan in another file: hosts that joined are recognised",
             )
         records.append(record)
         size += len(line)

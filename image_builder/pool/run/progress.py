@@ -191,7 +191,7 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
     if record.joined == "yes" or policy.mode == "check":
         _joined(progress, status, record.at)
     elif record.joined == "unknown":
-        _end(progress, status, ended("unknown", "nobody can tell whether it joined"), record.at)
+        _end(progress, status, ended("unknown", "whether it joined is unknown"), record.at)
     elif status.starts <= policy.retries:
         _move(progress, status.host.name, "ready")
         if progress.stopped:

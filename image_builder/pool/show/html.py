@@ -33,15 +33,15 @@ _SIGNS: Mapping[str, str] = {
     "not started": "·",
 }
 MEANINGS: Mapping[Class, str] = {
-    "ok": "joined, and verified where it is of the sample",
-    "refused": "nobody listens there",
+    "ok": "joined, and verified if it is in the sample",
+    "refused": "connection refused",
     "timeout": "nothing answered in time",
     "auth": "no login with this key",
     "host key": "shows another host key than the known one",
     "sudo": "logged in, but no rights",
     "dropped": "the connection broke",
-    "failed": "the host says which phase failed",
-    "unknown": "told to join, and nobody can tell whether it did",
+    "failed": "the host reports which phase failed",
+    "unknown": "told to join; whether it did is unknown",
 }
 _BAR = 240.0
 
@@ -160,7 +160,7 @@ def _facts(
     yield "Unavailable", f"{report['unavailable']['now']} of {report['unavailable']['allowed']} allowed"
     yield "Waves", f"{sum(w['passed'] is not None for w in report['waves'])} of {len(report['waves'])} over"
     if progress.opened > 1:
-        yield "Taken up again", f"{progress.opened - 1} times"
+        yield "Resumed", f"{progress.opened - 1} times"
     yield "Plan", report["plan"][:16]
 
 

@@ -45,7 +45,7 @@ def _wrong(files: Mapping[str, Path]) -> dict[str, list[str]]:
         except OSError as error:
             wrong[error.strerror or str(error)].append(name)
     for (key, value), names in doubles(nodes).items():
-        wrong[f"node.{key}: {value} can be that of one node alone"] += names
+        wrong[f"node.{key}: {value} can belong to only one node"] += names
     for (server, ca), names in clusters.items():
         if fault := server_fault(server, proven_by(ca), time.time()):
             wrong[f"cluster: {fault}"] += names

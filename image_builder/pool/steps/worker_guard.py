@@ -56,7 +56,7 @@ def _memory() -> str:
     for place in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if place and os.access(place, os.W_OK | os.X_OK):
             return place
-    raise SystemExit("neither $XDG_RUNTIME_DIR nor /dev/shm can be written: a key is kept in memory alone")
+    raise SystemExit("neither $XDG_RUNTIME_DIR nor /dev/shm can be written: a key is kept only in memory")
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

@@ -127,13 +127,13 @@ def test_known_keys_serve_on_while_nobody_answers(provider: Provider) -> None:
     assert provider.keys.find("one")
     provider.is_up, provider.now = False, 1001
     assert provider.keys.find("one") and provider.keys.find("one") and provider.asked == 2
-    assert provider.told == ["the identity provider's keys can't be had: no route to host"]
+    assert provider.told == ["the identity provider's keys can't be fetched: no route to host"]
 
 
 def test_keys_that_were_replaced_by_none_serve_on(provider: Provider) -> None:
     assert provider.keys.find("one")
     provider.names, provider.now = [], 1001
-    assert provider.keys.find("one") and "no key that is of use" in provider.told[0]
+    assert provider.keys.find("one") and "no usable key" in provider.told[0]
 
 
 def test_without_any_keys_nobody_is_proven_and_nobody_is_refused(provider: Provider) -> None:

@@ -84,10 +84,10 @@ SAN = x509.SubjectAlternativeName([x509.DNSName("kubernetes.default.svc")])
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "another signer": (request(signerName="kubernetes.io/kube-apiserver-client"), "signer"),
     "a serving certificate": (request(signerName="kubernetes.io/kubelet-serving"), "signer"),
-    "a node that renews": (request(username=f"system:node:{NODE}"), "no bootstrap token"),
-    "an account": (request(username="system:serviceaccount:a:b"), "no bootstrap token"),
-    "nobody": (request(groups=GROUPS[1:]), "no bootstrap token"),
-    "no bootstrapper": (request(groups=[GROUPS[0], *GROUPS[2:]]), "no bootstrap token"),
+    "a node that renews": (request(username=f"system:node:{NODE}"), "not a bootstrap token"),
+    "an account": (request(username="system:serviceaccount:a:b"), "not a bootstrap token"),
+    "nobody": (request(groups=GROUPS[1:]), "not a bootstrap token"),
+    "no bootstrapper": (request(groups=[GROUPS[0], *GROUPS[2:]]), "not a bootstrap token"),
     "a token that is bound to nothing": (request(groups=GROUPS[:2]), "not bound"),
     "a token of no machine": (request(groups=[*GROUPS[:2], GROUPS[3]]), "not bound"),
     "a token of no node": (request(groups=GROUPS[:3]), "not bound"),
@@ -109,9 +109,9 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "a unit": (request(pem(units=["system:masters"])), "subject"),
     "names of a server": (request(pem(extension=SAN)), "extensions"),
     "any extension": (request(pem(extension=x509.BasicConstraints(True, None))), "extensions"),
-    "no request": (request(b""), "no certificate request"),
-    "text": (request(b"-----BEGIN CERTIFICATE REQUEST-----\n"), "no certificate request"),
-    "no base64": (request(request="%"), "no certificate request"),
+    "no request": (request(b""), "not a certificate request"),
+    "text": (request(b"-----BEGIN CERTIFICATE REQUEST-----\n"), "not a certificate request"),
+    "no base64": (request(request="%"), "not a certificate request"),
 }
 
 

@@ -99,10 +99,10 @@ def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) 
     assert status == errors.DefinitionError.exit_code
     for words in (
         "plan: is older than the inventory: 1 replaced",
-        "--key: " + f"{place.key}: others may read it",
+        "--key: " + f"{place.key}: others can read it",
         "host keys: " + f"{place.known}:1: not a key",
         "--kubeconfig: ",
-        "--facts: nothing says what hosts of worker must be",
+        "--facts: no facts for hosts of worker",
         "--node-configs: " + f"{tmp_path} has no file for cpu-0, cpu-1",
     ):
         assert any(problem.startswith(words) for problem in problems), (words, problems)
@@ -124,7 +124,7 @@ def test_a_configuration_that_its_node_would_refuse_is_refused(place: Place, tmp
         named = good | {"node": {"name": "gpu", "ip": "none"}}
         (tmp_path / f"cpu-{number}.json").write_text(json.dumps(named))
     assert place.run(*options)[1] == [
-        "--node-configs: cpu-0, cpu-1: node.name: gpu can be that of one node alone"
+        "--node-configs: cpu-0, cpu-1: node.name: gpu can belong to only one node"
     ]
 
 
@@ -192,7 +192,7 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan=plans.load(place.plan).digest))
         assert any("another process writes" in p for p in place.run(*facts)[1])
-    assert any("take it up with `pool resume`" in p for p in place.run(*facts)[1])
+    assert any("continue it with `pool resume`" in p for p in place.run(*facts)[1])
     assert "hosts are touched" in call(*resume)[2]
     link = place.plan.with_name("latest.json")
     link.symlink_to(place.plan.name)
@@ -223,7 +223,7 @@ def test_an_inventory_is_mandatory(place: Place) -> None:
 
 def test_verification_needs_facts_of_each_image(place: Place) -> None:
     status, _, err = call("verify", str(place.plan), *place.access())
-    assert status == errors.DefinitionError.exit_code and "--facts: nothing says what hosts of worker" in err
+    assert status == errors.DefinitionError.exit_code and "--facts: no facts for hosts of worker" in err
     facts = ("--facts", f"worker={place.facts}")
     both = call("verify", str(place.plan), "--pool", "cpu", *place.access(), *facts)
     assert both[0] == errors.UsageError.exit_code and "--pool is for an inventory" in both[2]
@@ -235,7 +235,7 @@ def test_facts_of_another_image_are_not_taken(place: Place) -> None:
     """Unless it is said that they are meant: an inventory may call an image as a gallery does."""
     place.facts.write_text(json.dumps(dict.fromkeys(FACTS) | {"image": "worker_gpu"}))
     assert place.run("--facts", str(place.facts))[1] == [
-        "--facts: nothing says what hosts of worker must be: IMAGE=facts.json of a build; "
+        "--facts: no facts for hosts of worker: give IMAGE=facts.json of a build; "
         f"{place.facts} is that of worker_gpu"
     ]
     assert "hosts are touched" in place.run("--facts", f"worker={place.facts}")[2]
@@ -246,7 +246,7 @@ def test_facts_of_another_image_are_not_taken(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "is no JSON"), ("[]", "lacks image"), ('{"image": "worker", "artefacts": []}', "lacks build_id")],
+    [("", "not JSON"), ("[]", "lacks image"), ('{"image": "worker", "artefacts": []}', "lacks build_id")],
     ids=["empty", "list", "manifest"],
 )
 def test_facts_that_the_suite_would_refuse_on_each_host_are_refused(

@@ -175,7 +175,7 @@ def test_every_problem_is_told_at_once(write: Write) -> None:
         (
             "gpu_a: {hosts: {",
             "gpu_a: {hosts: {worker_gpu: , ",
-            "pool: is an image, no host: `pools` has more than a pool's: worker_gpu",
+            "pool: is an image, not a host: `pools` has more than a pool's: worker_gpu",
         ),
         ("cpu-1: {", "..: {", "inventory_hostname: can't be the name of a directory: .."),
         ("cpu-1: {", "a/../../cpu: {", "inventory_hostname: can't be the name of a directory: a/../../cpu"),

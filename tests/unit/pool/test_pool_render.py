@@ -93,7 +93,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     )
     said = _problems(tmp_path, text)
     assert "join_generation: must be 1 or more: a-0, a-1, b-0" in said
-    assert "join_lables: there is no such variable, did you mean `join_labels`?: a-0, a-1, b-0" in said
+    assert "join_lables: unknown variable, did you mean `join_labels`?: a-0, a-1, b-0" in said
     assert "join_taints[0].effect: is missing: b-0" in said
     assert any(
         line.startswith("join_rate: ") and "nothing" in line and line.endswith(": b-0") for line in said
@@ -108,8 +108,8 @@ def test_what_belongs_to_one_node_is_refused_for_several(tmp_path: Path) -> None
         "join_generation: 3\n    join_node_name: gpu\n    join_node_ip: platform\n    join_provider_id: azure:///a",
     )
     assert _problems(tmp_path, text) == [
-        "join_node_name: gpu can be that of one node alone: a-0, b-0",
-        "join_provider_id: azure:///a can be that of one node alone: a-0, a-1, b-0",
+        "join_node_name: gpu can belong to only one node: a-0, b-0",
+        "join_provider_id: azure:///a can belong to only one node: a-0, a-1, b-0",
     ]
 
 

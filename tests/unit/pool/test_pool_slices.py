@@ -68,7 +68,7 @@ def test_a_key_goes_to_memory_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert worker_guard._memory() == "/dev/shm"
     can_be_written.remove("/dev/shm")
-    with pytest.raises(SystemExit, match="in memory alone"):
+    with pytest.raises(SystemExit, match="only in memory"):
         worker_guard._memory()
 
 

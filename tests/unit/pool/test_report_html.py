@@ -256,7 +256,7 @@ def test_time_in_which_nobody_drove_the_run_is_cut_out() -> None:
     first = drawn.rows[0].bars[0]
     # Ten hours beside some twenty minutes would leave nothing of the first wave.
     assert first.width > 20 and drawn.gate[-1].x > cut.x > drawn.gate[-2].x
-    assert "Taken up again" in _page(progress, records)
+    assert "Resumed" in _page(progress, records)
 
 
 def test_a_short_restart_is_not_cut_and_no_verdict_reaches_across_it() -> None:
