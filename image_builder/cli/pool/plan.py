@@ -72,7 +72,13 @@ def plan(
         "skipped": {state: list(names) for state, names in fleet.skipped.items()},
         "pools": {pool.name: pool.hosts for pool in rollout_plan.pools},
         "waves": [
-            {"name": w.name, "hosts": len(w.hosts), "slices": len(w.slices), "budget": w.budget}
+            {
+                "name": w.name,
+                "hosts": len(w.hosts),
+                "slices": len(w.slices),
+                "verify": len(w.verify),
+                "budget": w.budget,
+            }
             for w in rollout_plan.waves
         ],
         "budget": rollout_plan.budget,
@@ -106,11 +112,10 @@ def _policy(path: Path | None) -> Policy:
 
 
 def _plan_text(out: Path, rollout_plan: Plan) -> str:
-    rows = [("wave", "hosts", "slices", "may fail", "soak")]
-    rows += [
-        (w.name, str(len(w.hosts)), str(len(w.slices)), str(w.budget), human_seconds(w.soak_seconds))
-        for w in rollout_plan.waves
-    ]
+    rows: list[tuple[str, ...]] = [("wave", "hosts", "slices", "verified", "may fail", "soak")]
+    for w in rollout_plan.waves:
+        counts = (len(w.hosts), len(w.slices), len(w.verify), w.budget)
+        rows.append((w.name, *map(str, counts), human_seconds(w.soak_seconds)))
     total = (
         f"{len(rollout_plan.hosts)} hosts in {len(rollout_plan.waves)} waves; {rollout_plan.budget} may fail, "
         f"{rollout_plan.max_unavailable} may be unavailable at once; "

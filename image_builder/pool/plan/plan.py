@@ -74,7 +74,7 @@ def make_plan(
         policy=policy,
         pools=tuple(pools),
         hosts=tuple(sorted(hosts, key=lambda h: h.name)),
-        waves=plan_waves(hosts, policy) if waves is None else waves,
+        waves=plan_waves(hosts, policy, seed=inventory.digest) if waves is None else waves,
     )
     return plan.model_copy(update={"digest": _digest(plan)})
 

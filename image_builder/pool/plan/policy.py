@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from image_builder.pool.plan.model import Share, Step, Strict
+from image_builder.pool.plan.model import Share, Step, Strict, at_least, at_most
 
 # Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
@@ -51,6 +51,13 @@ class Deadlines(_Limits):
 
     def of(self, step: Step) -> float:
         return {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step]
+
+
+class Sample(_Limits):
+    """Which share of a wave after the canaries is verified, and at least how many of its hosts."""
+
+    share: Share = Field(default="10%", description="Sample of a wave: this share of its hosts,")
+    least: int = Field(default=20, ge=0, description="and at least this many of them.")
 
 
 class Policy(_Limits):
@@ -107,8 +114,21 @@ class Policy(_Limits):
     straggler_factor: float = Field(
         default=3.0, ge=1, description="A host slower than this many times its wave's p95 is not waited for."
     )
-    verify: Share = Field(default="100%", description="Hosts of a wave that are verified; canaries all are.")
+    verify: Share | None = Field(
+        default=None,
+        description="Hosts of a wave that are verified; canaries all are. By default a sample of those that are told"
+        " to join, and every host that was a member before; in the other modes all.",
+    )
+    sample: Sample = Sample()
     gate: GateLimits = GateLimits()
+
+    def verified(self, hosts: int) -> int:
+        """Return how many of a wave's hosts are verified, if it has no canaries."""
+        if self.verify is not None:
+            return at_most(self.verify, hosts)
+        if self.mode != "bootstrap":
+            return hosts
+        return min(hosts, max(self.sample.least, at_least(self.sample.share, hosts)))
 
     @property
     def worker_gone_seconds(self) -> float:

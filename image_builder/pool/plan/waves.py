@@ -37,12 +37,18 @@ class Wave(Strict):
 
 
 def plan_waves(
-    hosts: Collection[Host], policy: Policy, *, covered: Collection[Cell] = (), waves_before: int = 0
+    hosts: Collection[Host],
+    policy: Policy,
+    *,
+    seed: str = "",
+    covered: Collection[Cell] = (),
+    waves_before: int = 0,
 ) -> tuple[Wave, ...]:
     """Return the waves of these hosts: each host is in exactly one of them.
 
     ``covered`` are the cells that had their canaries in ``waves_before`` waves of the same run, which these waves
-    come after. No wave is larger than what may be unavailable at once.
+    come after. No wave is larger than what may be unavailable at once. The hosts to verify are drawn by their names and
+    ``seed``: the same ones for the same inventory, others for the next.
     """
     ordered = sorted(hosts, key=lambda host: rank(host.name))
     canaries = choose_canaries(ordered, policy.canaries, covered)
@@ -55,7 +61,8 @@ def plan_waves(
         *((part, False) for part in _sized([h.name for h in rest], policy, len(hosts), most)),
     ]:
         number = waves_before + len(waves)
-        waves.append(_wave(number, names, policy, is_canary=is_canary))
+        sample = names if is_canary else _sample(names, policy, seed)
+        waves.append(_wave(number, names, policy, sample, is_canary=is_canary))
     return tuple(waves)
 
 
@@ -84,17 +91,23 @@ def _chunks(names: Sequence[str], most: int) -> list[Sequence[str]]:
     return [names[n : n + most] for n in range(0, len(names), most)]
 
 
-def _wave(number: int, names: Sequence[str], policy: Policy, *, is_canary: bool) -> Wave:
+def _sample(names: Sequence[str], policy: Policy, seed: str) -> list[str]:
+    """Draw the hosts to verify. Not the first ones: those are all of one slice."""
+    drawn = sorted(names, key=lambda name: rank(f"{seed}\n{name}"))
+    return drawn[: policy.verified(len(names))]
+
+
+def _wave(
+    number: int, names: Sequence[str], policy: Policy, sample: Sequence[str], *, is_canary: bool
+) -> Wave:
     size = len(names)
-    sample = size if is_canary else at_most(policy.verify, size)
     # One more than the others at most: a slice of three hosts would cost an Ansible process all the same.
     count = -(-size // policy.slice_hosts)
     bounds = [size * n // count for n in range(count + 1)]
     return Wave(
         name=("canaries" if not number else f"canaries {number}") if is_canary else f"wave {number}",
         slices=tuple(tuple(names[a:b]) for a, b in pairwise(bounds)),
-        # In the order of the names' hash already: its beginning is a random sample.
-        verify=tuple(names[:sample]),
+        verify=tuple(sample),
         budget=at_most(policy.wave_budget, size),
         same=max(policy.same_least, at_least(policy.same_share, size)),
         soak_seconds=policy.soak_seconds[min(number, len(policy.soak_seconds) - 1)],

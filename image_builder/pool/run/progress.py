@@ -258,7 +258,9 @@ def _again(progress: Progress, status: HostStatus, at: float, state: State) -> b
 
 
 def _joined(progress: Progress, status: HostStatus, at: float) -> None:
-    if status.host.name in progress.waves[status.wave].sample:
+    # A host that was a member before is not of a kind with those of the wave that the sample stands for.
+    was_member = progress.plan.policy.verify is None and not status.touched
+    if was_member or status.host.name in progress.waves[status.wave].sample:
         _move(progress, status.host.name, "joined")
     else:
         _end(progress, status, OK, at)

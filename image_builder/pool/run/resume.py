@@ -63,5 +63,7 @@ def reconcile(progress: Progress, hosts: Collection[Host], *, at: float) -> Chan
         gone=tuple(sorted(leaving)),
         updated=tuple(now[name] for name in difference.changed),
         new=new,
-        waves=plan_waves(new, policy, covered=covered, waves_before=len(progress.waves)),
+        waves=plan_waves(
+            new, policy, seed=progress.plan.digest, covered=covered, waves_before=len(progress.waves)
+        ),
     )

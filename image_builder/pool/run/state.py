@@ -57,6 +57,14 @@ class HostStatus:
         return self.tries["bootstrap"] > 0
 
     @property
+    def verified(self) -> bool:
+        """Whether the suite came to a result on it, good or bad."""
+        outcome = self.outcome
+        return (
+            bool(self.tries["verify"]) and outcome is not None and (outcome.ok or outcome.phase == "verify")
+        )
+
+    @property
     def unavailable(self) -> bool:
         """Whether it counts as missing: touched and not yet fine, or ended in anything but that."""
         if self.state == "gone":

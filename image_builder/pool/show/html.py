@@ -158,6 +158,7 @@ def _facts(
         yield "Duration", human_seconds(last - first)
     yield "Failed", f"{report['budget']['failed']} of {report['budget']['allowed']} allowed"
     yield "Unavailable", f"{report['unavailable']['now']} of {report['unavailable']['allowed']} allowed"
+    yield "Verified", f"{report['verified']} of {report['hosts']} hosts"
     yield "Waves", f"{sum(w['passed'] is not None for w in report['waves'])} of {len(report['waves'])} over"
     if progress.opened > 1:
         yield "Resumed", f"{progress.opened - 1} times"

@@ -62,6 +62,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         "hosts": len(statuses),
         "vanished": sorted(s.host.name for s in progress.hosts.values() if s.state == "gone"),
         "counts": counts(statuses),
+        "verified": sum(s.verified for s in statuses),
         "budget": {"failed": progress.failed, "allowed": plan.budget},
         "unavailable": {"now": progress.unavailable, "allowed": plan.max_unavailable},
         "seconds": durations(records),
@@ -137,6 +138,12 @@ def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]
             "stragglers": stragglers.get(number, 0),
             "failed": wave.failed,
             "budget": wave.wave.budget,
+            "verified": sum(
+                progress.hosts[name].verified
+                for state in wave.at
+                if state != "gone"
+                for name in wave.at[state]
+            ),
             # Who is gone may be another machine by now, in a wave of its own.
             "counts": counts(
                 progress.hosts[name] for state in wave.at if state != "gone" for name in wave.at[state]
@@ -160,7 +167,7 @@ def text(report: dict[str, Any]) -> str:
     ended = ", ".join(f"{count} {name}" for name, count in report["counts"].items() if count)
     lines = [
         f"{report['state']}{': ' + report['reason'] if report['reason'] else ''}",
-        f"{report['hosts']} hosts: {ended}",
+        f"{report['hosts']} hosts: {ended}; {report['verified']} verified",
         f"{report['budget']['failed']} failed of {report['budget']['allowed']} allowed, "
         f"{report['unavailable']['now']} unavailable of {report['unavailable']['allowed']}",
     ]

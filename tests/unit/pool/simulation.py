@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, cycle
 from typing import Literal
 
@@ -149,11 +150,20 @@ class World:
         found = []
         while self.events and self.events[0][0] <= self.time:
             event = heapq.heappop(self.events)[2]
-            if event.step == "verify" and event.outcome.ok:
+            if event.outcome.ok and (event.step == "verify" or self._joined_unsampled(event)):
                 self.fine.add(event.host)
             self.at_work[event.step] -= 1
             found.append(event)
         return found
+
+    @cached_property
+    def sample(self) -> frozenset[str]:
+        return frozenset(name for wave in self.plan.waves for name in wave.verify)
+
+    def _joined_unsampled(self, event: Event) -> bool:
+        """Tell whether a host was told to join, did, and is not one of those that the plan verifies."""
+        is_told = event.joined == "yes" and event.host in self.touched
+        return is_told and event.host in self.plan.host and event.host not in self.sample
 
     def _later(self, seconds: float, work: Work, step: Step, outcome: Outcome, joined: Joined) -> None:
         event = Event(work.host.name, step, work.attempt, outcome, joined, seconds)

@@ -10,7 +10,9 @@ from tests.unit.pool.simulation import Faults, World, make, simulate
 
 # A probe takes 0.3 s in the simulation, a verification 8 s: in one round either is done, in two it isn't.
 ONE_ROUND = Deadlines(probe=0.5, bootstrap=900, verify=10)
-POLICY = Policy(waves=("100%",), max_unavailable="100%", soak_seconds=(0.0,), deadlines=ONE_ROUND)
+POLICY = Policy(
+    waves=("100%",), max_unavailable="100%", soak_seconds=(0.0,), deadlines=ONE_ROUND, verify="100%"
+)
 
 
 @pytest.mark.parametrize("places", [1, 4, 10**6])

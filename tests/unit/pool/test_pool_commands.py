@@ -176,7 +176,7 @@ def test_a_finished_run_is_reported_host_by_host(tmp_path: Path) -> None:
     assert len(answer["slowest"]) == 20
     assert all(w["passed"] > w["began"] for w in answer["waves"])
     status, text, _ = _run("status", str(path))
-    assert status == 0 and text.startswith("finished\n60 hosts: 60 ok\n0 failed of 1 allowed")
+    assert status == 0 and text.startswith("finished\n60 hosts: 60 ok; 60 verified\n0 failed of 1 allowed")
 
 
 def test_a_stopped_run_says_why_and_what_failed(tmp_path: Path) -> None:

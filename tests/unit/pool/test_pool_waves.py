@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -108,6 +109,31 @@ def test_a_wave_is_a_sample_of_all_scale_sets() -> None:
     sets = Counter(hosts[name].scale_set for name in wave.hosts)
     # 600 of 75 scale sets: 8 of each on average; with rows of the inventory it would be 6 of them, whole.
     assert len(sets) == 75 and max(sets.values()) < 24
+
+
+def test_a_bring_up_verifies_all_canaries_and_a_sample_of_each_wave() -> None:
+    waves = plan_waves(make_hosts(7500), Policy())
+    assert [len(wave.verify) for wave in waves] == [8, 20, 38, *[60] * 11, 45]
+    few = plan_waves(make_hosts(60), Policy(max_unavailable="100%", waves=("100%",)))
+    assert [(len(wave.hosts), len(wave.verify)) for wave in few] == [(1, 1), (59, 20)]
+
+
+def test_a_sample_is_of_all_slices_the_same_for_one_inventory_and_another_for_the_next() -> None:
+    hosts = make_hosts(7500)
+    wave, again, other = (plan_waves(hosts, Policy(), seed=seed)[3] for seed in ("a", "a", "b"))
+    assert wave.verify == again.verify and wave.slices == other.slices
+    assert not set(wave.verify) <= set(other.verify)
+    assert all(len(set(part) & set(wave.verify)) > 15 for part in wave.slices)
+
+
+@pytest.mark.parametrize("mode", ["verify", "check"])
+def test_hosts_that_run_already_are_all_verified(mode: Literal["verify", "check"]) -> None:
+    assert all(set(w.verify) == set(w.hosts) for w in plan_waves(make_hosts(7500), Policy(mode=mode)))
+
+
+def test_a_policy_that_says_how_many_are_verified_is_followed() -> None:
+    for policy in (Policy(verify="0%"), Policy(mode="check", verify="0%")):
+        assert [len(wave.verify) for wave in plan_waves(make_hosts(7500), policy)] == [8, *[0] * 14]
 
 
 def test_cells_with_canaries_behind_them_get_no_more() -> None:

@@ -50,6 +50,8 @@ def test_every_host_ends_in_exactly_one_class(bad_day: tuple[Progress, World, li
         match FAULTS.fate(name):
             case "well":
                 expected = "ok"
+            case Outcome(phase="verify") if name not in world.sample:
+                expected = "ok"
             case Outcome() as fault:
                 expected = fault.signature
             case _:
@@ -294,6 +296,27 @@ def test_nodes_that_fall_stop_the_run_at_once() -> None:
     progress, _, _ = simulate(world.plan, world.faults, world=world)
     assert "100 more nodes are NotReady than before, limit 3" in progress.stopped
     assert world.touched == canaries
+
+
+def test_of_a_bring_up_the_sample_is_verified_and_whoever_was_a_member_before() -> None:
+    world = World(make(600, Policy(soak_seconds=(0.0,))), Faults())
+    members = world.plan.waves[2].hosts[:5]
+    world.joins.update(members)
+    progress, _, records = simulate(world.plan, world.faults, world=world)
+    verified = {name for name, status in progress.hosts.items() if status.verified}
+    assert verified == world.sample | set(members) and len(verified) < 300
+    report = reports.report(progress, records)
+    assert report["verified"] == len(verified) == sum(wave["verified"] for wave in report["waves"])
+    assert f"600 hosts: 600 ok; {len(verified)} verified" in reports.text(report)
+    # A resume is a replay: it draws nothing again.
+    assert {n for n, s in replay(world.plan, records).hosts.items() if s.verified} == verified
+
+
+def test_a_failed_sample_stops_the_run() -> None:
+    plan = make(600, Policy(soak_seconds=(0.0,)))
+    sampled = plan.waves[2].verify[:5]
+    progress, _, _ = simulate(plan, Faults(fates=dict.fromkeys(sampled, failed("verify", 1))))
+    assert progress.stopped and progress.signatures == {"failed verify 1": 5}
 
 
 def test_where_the_image_does_it_all_nothing_is_pushed() -> None:
