@@ -91,7 +91,7 @@ class Pool:
         """Wait until so many nodes have the taint, by what the controller was told."""
 
         def there() -> bool:
-            nodes = list(controller.informer.nodes.values())
+            nodes = list(controller.informer.objects.values())
             return len(nodes) == len(self.names) and sum(bool(node.taints) for node in nodes) == out
 
         if not wait_until(there, 900):

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from image_builder.cluster.gate.controller import Controller, Settings
-from image_builder.cluster.gate.informer import Informer
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import ADMITTED, Rules
+from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node import status
 from image_builder.node.kube import JSON_PATCH, LONGEST_WAIT, Client
 from image_builder.node.preflight import model, report
@@ -332,7 +332,7 @@ def test_a_watch_from_a_forgotten_version_lists_again(
     said: list[str] = []
     seen: list[str] = []
     client = cluster.client(GATE, agent="informer-410")
-    informer = Informer(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
+    informer = watch_nodes(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
     informer._version = "1"  # of a time before this API server's
     with in_background(informer.run) as stop:
         node = machine()

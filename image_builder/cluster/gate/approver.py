@@ -70,7 +70,7 @@ class Approver:
     def _once(self, stop: threading.Event) -> None:
         ready = all(watcher.synced.is_set() for watcher in (self._requests, self._members))
         name = self._next() if ready and self._leads() else None
-        pending = self._requests.known.get(name) if name else None
+        pending = self._requests.objects.get(name) if name else None
         if pending is None:
             stop.wait(_IDLE / 5)
         else:
@@ -122,7 +122,7 @@ class Approver:
 
     def _nodes(self, bound: Bound) -> list[Member]:
         """Return all nodes, the one of that name as it is at this moment. Raises KubeError."""
-        others = [member for name, member in list(self._members.known.items()) if name != bound.node]
+        others = [member for name, member in list(self._members.objects.items()) if name != bound.node]
         try:
             return [member_from(self._client.request("GET", node_path(bound.node))), *others]
         except KubeError as error:
@@ -132,7 +132,7 @@ class Approver:
 
     def _later(self, pending: Pending) -> None:
         with self._lock:
-            if pending.name in self._requests.known:
+            if pending.name in self._requests.objects:
                 self._due.setdefault(pending.name, time.monotonic() + _PAUSE)
 
     def _say(self, pending: Pending, text: str) -> None:

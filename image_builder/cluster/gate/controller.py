@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.decide import Action, decide, patch
 from image_builder.cluster.gate.holder import Holder
-from image_builder.cluster.gate.informer import Informer
 from image_builder.cluster.gate.lease import Election
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Node, Rules, path_of
 from image_builder.cluster.gate.queue import Queue
-from image_builder.cluster.gate.retest import Limits
-from image_builder.cluster.gate.retester import Retester
+from image_builder.cluster.gate.retest import Limits, Retester
+from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node.errors import NodeError
 from image_builder.node.kube import JSON_PATCH, Client, KubeError, backoff
 
@@ -61,7 +60,7 @@ class Controller:
         self._lock = threading.Condition()
         self._queue = Queue(settings.rate, settings.burst, _chance)
         self.election = Election(connect(), identity, settings.lease, time.monotonic)
-        self.informer = Informer(connect(), settings.rules, self._changed, self._removed, tell)
+        self.informer = watch_nodes(connect(), settings.rules, self._changed, self._removed, tell)
         self._failures = 0
         self._retester = Retester(self._client, settings.rules, settings.limits, tell)
         self._holder = Holder(
@@ -113,7 +112,7 @@ class Controller:
         """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
         now = time.monotonic()
         if now - self._turned >= self.settings.turn:
-            nodes = list(self.informer.nodes.values())
+            nodes = list(self.informer.objects.values())
             self._holder.turn(nodes, time.time())
             if not self.settings.advises:
                 self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
@@ -158,7 +157,7 @@ class Controller:
             if name is None:
                 self._lock.wait(min(wait, _IDLE))
                 return None
-        return self.informer.nodes.get(name)
+        return self.informer.objects.get(name)
 
     def _settle(self, node: Node) -> float:
         """Carry out what is decided for a node; return the seconds to leave the API server alone."""
@@ -177,7 +176,7 @@ class Controller:
         with self._lock:
             self._queue.drop(node.name)
             # It may have changed while this was under way, before it was dropped.
-            newest = self.informer.nodes.get(node.name)
+            newest = self.informer.objects.get(node.name)
             if (
                 newest is not None
                 and newest != node

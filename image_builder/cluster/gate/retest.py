@@ -1,14 +1,35 @@
-"""Which nodes may be tested again while the fleet works, and when that must stop. Nothing here does anything.
+"""Re-tests of nodes while the fleet works: which nodes may be tested again, when that must stop, and granting it.
 
 A re-test takes a node away from its users, so few are tested at a time; and where many fail at once it is rather the
 test, the driver or the data that is wrong than the nodes, so that nothing more is taken away. A node that failed one
 stays out and keeps its place among the few: whatever goes wrong, re-tests never take more of the fleet away than that.
+
+An idle node that asks for one is taken out of service first, looked at again, then told. All that is known is in the
+Node objects: who asks, who is out, how the last re-tests ended. A controller that takes over the lease goes on where
+the last one was, its breaker included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import enum
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from image_builder.cluster.gate.decide import answered, may_work
+from image_builder.cluster.gate.model import Node, Rules, path_of
+from image_builder.node.errors import NodeError
+from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
+
+# Seconds: a grant that nobody has answered for so long is withdrawn; a wish is granted only while its node still looks
+# for so long.
+ANSWER_SECONDS, LEAST_SECONDS = 3600.0, 900.0
+# Nodes that are dealt with at one turn: a boot's verdict waits no longer than for their requests.
+AT_ONCE = 20
+# What a pod asks for that has GPUs: NVIDIA's device plugin, whole GPUs and parts of them.
+_GPU_RESOURCES = "nvidia.com/"
 
 
 @dataclass(frozen=True)
@@ -71,3 +92,113 @@ def grant(
     ]
     due.sort(key=lambda candidate: (candidate.tested, candidate.name))
     return [candidate.name for candidate in due[: max(0, free)]]
+
+
+class Step(enum.Enum):
+    HOLD = HELD  # out of service, if no pod there has GPUs
+    GRANT = GRANTED  # tell the node, if that is still so
+    REFUSE = REFUSED
+    WITHDRAW = WITHDRAWN
+
+
+def asks(node: Node, now: float) -> bool:
+    """Tell whether a node that works asks for a re-test of this boot, and was not answered yet."""
+    wish = node.wish
+    if wish is None or wish.boot_id != node.boot_id or wish.nonce == node.retested:
+        return False
+    is_answered = node.answer is not None and node.answer.nonce == wish.nonce
+    by_hand = node.admitted_boot == node.boot_id
+    return not is_answered and may_work(node) and not by_hand and wish.until - now >= LEAST_SECONDS
+
+
+def is_away(node: Node) -> bool:
+    """Tell whether a node is out because of a re-test: one that goes on, or one that did not pass."""
+    failed = bool(node.retested) and node.tested_boot == node.boot_id and node.status != "True"
+    return node.is_under_test or failed
+
+
+def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
+    """Return how the re-tests ended that the nodes still speak of; one that was withdrawn counts as failed."""
+    results = []
+    for node in nodes:
+        if node.retested:
+            results.append(Outcome(node.reported, node.status == "True"))
+        if node.answer and node.answer.state == WITHDRAWN:
+            results.append(Outcome(node.answer.at, False))
+    return results
+
+
+def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, Step]]:
+    """Return what to do now, in this order. Nodes that are under test come first, then those that ask."""
+    steps = []
+    for node in nodes:
+        if node.is_under_test and node.answer:
+            if now - node.answer.at > ANSWER_SECONDS:
+                steps.append((node, Step.WITHDRAW))
+            elif node.answer.state == HELD:
+                steps.append((node, Step.GRANT))
+    asking = {node.name: node for node in nodes if asks(node, now)}
+    history = outcomes(nodes)
+    if not limits.share or is_open(history, now, limits):
+        return [*steps, *((node, Step.REFUSE) for node in asking.values())]
+    early = [node for node in asking.values() if node.wish and now - node.wish.tested < limits.period]
+    steps += [(node, Step.REFUSE) for node in early]
+    candidates = [
+        Candidate(node.name, node.wish.tested if node.wish else now, node.name in asking, is_away(node))
+        for node in nodes
+    ]
+    return [*steps, *((asking[name], Step.HOLD) for name in grant(candidates, history, now, limits))]
+
+
+def uses_gpus(pod: Mapping[str, Any]) -> bool:
+    """Tell whether a pod has GPUs, or devices by claims of whatever kind."""
+    spec = pod["spec"]
+    containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
+    resources = [
+        name
+        for container in containers
+        for kind in (container.get("resources") or {}).values()
+        if isinstance(kind, Mapping)
+        for name in kind
+    ]
+    return bool(spec.get("resourceClaims")) or any(name.startswith(_GPU_RESOURCES) for name in resources)
+
+
+class Retester:
+    """Carries out ``plan``. Not for several threads at once."""
+
+    def __init__(self, client: Client, rules: Rules, limits: Limits, tell: Callable[[str], None]) -> None:
+        self._client, self._rules, self._limits, self._tell = client, rules, limits, tell
+
+    def turn(self, nodes: Sequence[Node], now: float, may_act: Callable[[], bool]) -> None:
+        """Do what is to be done now, at most two requests for each node that is concerned.
+
+        Before each node ``may_act`` is asked: by an API server that is slow, a lease is lost between two of them.
+        What can't be done is said, and is done at another turn if it is still to be done then.
+        """
+        for node, step in plan(nodes, now, self._limits)[:AT_ONCE]:
+            if not may_act():
+                return
+            try:
+                self._do(node, step, now)
+            except NodeError as error:
+                self._tell(f"{node.name}: re-test not {step.value}: {error.message}")
+
+    def _do(self, node: Node, step: Step, now: float) -> None:
+        if step in (Step.HOLD, Step.GRANT) and self._is_busy(node.name):
+            step = Step.REFUSE
+        subject = node.answer if node.is_under_test else node.wish
+        assert subject is not None  # plan() has no step for another node
+        patch = answered(node, subject.nonce, step.value, now, self._rules)
+        self._client.request("PATCH", path_of(node.name), patch, JSON_PATCH)
+        self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
+
+    def _is_busy(self, name: str) -> bool:
+        """Ask which pods are on the node: those that have ended leave their GPUs."""
+        fields = f"spec.nodeName={name},status.phase!=Succeeded,status.phase!=Failed"
+        uses: list[bool] = []
+        self._client.each(
+            f"/api/v1/pods?{urllib.parse.urlencode({'fieldSelector': fields})}",
+            lambda pod: uses.append(uses_gpus(pod)),
+        )
+        return any(uses)

@@ -9,6 +9,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.node.kube import Client, KubeError, backoff
 
 # A watch is ended by the server after some minutes; its silence is broken by bookmarks every minute.
@@ -25,7 +26,7 @@ class GoneError(Exception):
 
 
 class Watcher(Generic[T]):
-    """Keeps ``known`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
+    """Keeps ``objects`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
 
     ``path`` is what is listed and watched, ``query`` its selectors. ``read`` makes of an object what counts of it, None
     for one that doesn't count. A list with resourceVersion=0 is served from the API server's memory, and a watch goes
@@ -42,7 +43,7 @@ class Watcher(Generic[T]):
         removed: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
-        self.known: dict[str, T] = {}
+        self.objects: dict[str, T] = {}
         self.synced = threading.Event()
         self._client, self._path, self._query, self._read = client, path, dict(query), read
         self._changed, self._removed, self._tell = changed, removed, tell
@@ -87,7 +88,7 @@ class Watcher(Generic[T]):
             self._take(item)
 
         version = self._client.each(self._url(resourceVersion="0"), take)
-        for name in self.known.keys() - listed:
+        for name in self.objects.keys() - listed:
             self._drop(name)
         self._version = version
         self.synced.set()
@@ -125,10 +126,26 @@ class Watcher(Generic[T]):
         if value is None:
             self._drop(name)
         # Most changes of an object are none of what counts here: a node's heartbeats.
-        elif self.known.get(name) != value:
-            self.known[name] = value
+        elif self.objects.get(name) != value:
+            self.objects[name] = value
             self._changed(value)
 
     def _drop(self, name: str) -> None:
-        if self.known.pop(name, None) is not None:
+        if self.objects.pop(name, None) is not None:
             self._removed(name)
+
+
+def watch_nodes(
+    client: Client,
+    rules: Rules,
+    changed: Callable[[Node], None],
+    removed: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> Watcher[Node]:
+    """Return the watcher of all nodes of the gate: nothing else asks for nodes."""
+
+    def read(item: Mapping[str, Any]) -> Node:
+        return node_from(item, rules)
+
+    query = {"labelSelector": rules.label}
+    return Watcher(client, "/api/v1/nodes", query, read, changed, removed, tell)

@@ -10,10 +10,10 @@ import pytest
 
 from image_builder.cluster.gate.decide import Action, answered, decide, may_work
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
-from image_builder.cluster.gate.retest import Limits
-from image_builder.cluster.gate.retester import (
+from image_builder.cluster.gate.retest import (
     ANSWER_SECONDS,
     LEAST_SECONDS,
+    Limits,
     Step,
     is_away,
     outcomes,
