@@ -1,4 +1,4 @@
-"""``image-builder gate``: the controller, and what a person does at the gate."""
+"""``image-builder gate``: the controller, and the gate's manual commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from image_builder.system.signals import waking
 from image_builder.text import columns
 
 app = typer.Typer(
-    help="Let nodes in whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
+    help="Admit nodes whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -83,9 +83,9 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, one object per line")] = False,
 ) -> int:
-    """Be the controller: take the taint from nodes whose boot passed, put it on those that were started again.
+    """Run the controller: remove the taint from nodes whose boot passed, put it back on nodes that were restarted.
 
-    Several may run; one of them acts. It ends on SIGTERM.
+    Several may run; one of them acts. Ends on SIGTERM.
 
     Example:
 
@@ -135,7 +135,7 @@ def admit(
     taint: Taint = _DEFAULTS.taint,
     as_json: AsJson = False,
 ) -> int:
-    """Let a node in by hand, for this boot of it, whatever its preflight said. The controller need not run.
+    """Admit a node by hand, for its current boot, whatever its preflight result. The controller need not run.
 
     Example:
 
@@ -164,7 +164,7 @@ def release(
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:
-    """Let nodes of a pool that fail by a code be started again and replaced, though many fail alike.
+    """Release a held code: its failed nodes may be restarted and replaced, though many fail alike.
 
     Example:
 

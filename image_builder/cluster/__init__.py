@@ -1,1 +1,1 @@
-"""What runs in the Kubernetes cluster beside the nodes: the gate and the token broker."""
+"""Services in the Kubernetes cluster: the gate and the token broker."""

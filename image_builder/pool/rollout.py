@@ -266,7 +266,7 @@ class Stop:
         self.number = 0
         self.wake: Callable[[], None] = lambda: None
 
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         return self.number != 0
 
     @contextmanager
@@ -350,6 +350,6 @@ def _drive(
         if not control_plane.is_read and rollout.plan.policy.mode != "check":
             display.note(UNWATCHED)
         shown.append(start(fleet.now()))
-        driver.run(shown[0], fleet, write, stop.asked)
+        driver.run(shown[0], fleet, write, stop.is_requested)
     result = {**report(shown[0], records), "control_plane_read": control_plane.is_read}
     return result, stop.number if shown[0].stopped else 0

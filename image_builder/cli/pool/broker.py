@@ -39,7 +39,7 @@ def broker(
 ) -> int:
     """Give nodes bootstrap tokens, each for its managed identity, until SIGTERM.
 
-    Standard output has one line for each request, as JSON, whatever is asked for; no line holds a secret.
+    Standard output has one line for each request, as JSON, whatever its result; no line holds a secret.
 
     Example:
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How hosts are reached, and what is expected of them."""
+    """Options for reaching hosts and for what they must be."""
 
     user: Annotated[str, typer.Option("--user", metavar="NAME", help="log in to the hosts as NAME")] = "root"
     key: Annotated[
@@ -91,7 +91,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions(HostOptions):
-    """What else `run` and `resume` take."""
+    """The further options of `run` and `resume`."""
 
     node_configs: Annotated[
         Path | None,

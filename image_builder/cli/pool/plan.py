@@ -44,7 +44,7 @@ def plan(
     vault_password_file: VaultFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write down which hosts come up in which wave, and what stops them. Nothing is touched.
+    """Plan which hosts come up in which wave, and what stops the run. No host is touched.
 
     Example:
 
@@ -89,7 +89,7 @@ def plan(
 
 
 def _keep_begun(out: Path, new_plan: Plan) -> None:
-    """Raise UsageError where another plan of that name has a run: without it nobody could take that up again."""
+    """Raise UsageError where another plan of that name has a run: without it that run could not be resumed."""
     from image_builder.pool.run.journal import journal_of, read_journal
     from image_builder.pool.run.resume import past
 
@@ -126,7 +126,7 @@ def _plan_text(out: Path, rollout_plan: Plan) -> str:
 
 @register(app)
 def status(plan: PlanFile, as_json: AsJson = False) -> int:
-    """Tell how far a plan's run is; exit status 1 when it was stopped or interrupted.
+    """Show how far a plan's run is; exit status 1 if it was stopped or interrupted.
 
     Example:
 
@@ -151,7 +151,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Tell how each host of a plan's run ended, what failed alike, and the waves in time.
+    """Report how each host of a plan's run ended, which failures are alike, and the waves in time.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""``pool render``: what the nodes of a pool are told at their first boot."""
+"""``pool render``: the node configurations of a pool's first boot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def render(
     vault_password_file: VaultFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write the node configuration of each host, which is its user data. Secrets are refused.
+    """Write the node configuration of each host, to be its user data. Secrets are refused.
 
     Example:
 

@@ -33,9 +33,9 @@ def run(
     hosts: RolloutOptions,
     as_json: AsJson = False,
 ) -> int:
-    """Bring the hosts of a plan up, wave after wave. Refused where the plan doesn't fit the inventory any more.
+    """Bring up the hosts of a plan, wave by wave. Refused if the plan no longer fits the inventory.
 
-    SIGINT or SIGTERM stop it: nothing is started any more, what is in work ends; a second one ends it at once.
+    SIGINT or SIGTERM stops it: nothing more is started, and steps in work finish; a second one ends it at once.
 
     Example:
 
@@ -58,7 +58,7 @@ def resume(
     hosts: RolloutOptions,
     as_json: AsJson = False,
 ) -> int:
-    """Take a run up that was stopped or killed. Vanished hosts are dropped, new ones come after the planned ones.
+    """Resume a run that was stopped or killed. Vanished hosts are dropped, new ones come after the planned ones.
 
     Example:
 
@@ -74,7 +74,7 @@ def abort(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait for running steps to finish")] = True,
     as_json: AsJson = False,
 ) -> int:
-    """Stop a plan's run: it starts nothing any more, and lets what is in work end. Resume takes it up again.
+    """Stop a plan's run: it starts nothing more, and steps in work finish. `pool resume` continues it.
 
     Example:
 
@@ -125,7 +125,7 @@ def verify(
     ] = Path("output/verify"),
     as_json: AsJson = False,
 ) -> int:
-    """Run the checks on hosts that are up. Nothing on them is changed, and no journal is written.
+    """Run the checks on hosts that are up. Changes nothing on them and writes no journal.
 
     Example:
 
@@ -183,7 +183,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
 
 
 def _hint(counts: Mapping[str, int]) -> str:
-    """Return what to do after a run that left hosts behind: who failed is taken up again by ``--retry`` alone."""
+    """Return what to do after a run that left hosts behind: failed hosts are only retried with ``--retry``."""
     failed = any(counts.get(name, 0) for name in _FAILED)
     return "image-builder pool report PLAN, fix what failed, then pool resume PLAN" + (
         " --retry" if failed else ""

@@ -40,10 +40,10 @@ def slice_(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write the slices of a wave for ansible-runner, to be run by any engine. No key is in them.
+    """Write the slices of a wave for ansible-runner, for any engine to run. They contain no key.
 
-    Nobody counts failures or looks between waves then: `pool run` of the same plan does so afterwards, and tells
-    nobody to join who has.
+    Failures are not counted and waves not gated then: `pool run` of the same plan does that afterwards, and does not
+    tell hosts to join that have joined.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""``pool snapshot``: the hosts that Azure says there are, as a static inventory."""
+"""``pool snapshot``: the hosts that Azure lists, as a static inventory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, live: a table on a terminal, elsewhere lines with the time of day.
+"""The live progress of a run: a table on a terminal, elsewhere lines with the time of day.
 
 The driver's thread takes what is to be seen out of the state whenever that changes (``view.look``, plain and frozen);
 another one draws it. So nothing is ever drawn from a state that is being changed, and the last change is shown
@@ -193,7 +193,7 @@ def _small(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
 
 
 class _Lossy:
-    """A stream that may lose what is written: that nobody can see a run any more is no reason to end it.
+    """A stream that may lose what is written: a run is not ended because its output is lost.
 
     A terminal goes away with its connection, whoever reads a pipe ends, the disk of a log is full.
     """
@@ -276,7 +276,7 @@ class LiveTable:
             self.note(text)
 
     def _quantiles(self, progress: Progress) -> list[Quantiles]:
-        """Return each wave's quantiles; only of waves in which something happened they are sought anew."""
+        """Return each wave's quantiles; only of waves in which something happened they are computed again."""
         keys = [tuple(w.count(s) for s in ("joined", "verifying", "ended")) for w in progress.waves]
         previous = self._sought[0]
         quantiles = [

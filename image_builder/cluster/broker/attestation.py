@@ -1,4 +1,4 @@
-"""Whether a document of Azure's metadata service proves a machine: signed by Azure, for this nonce, now.
+"""Attested documents of Azure's metadata service: they prove a machine if signed by Azure, for this nonce, now.
 
 https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service#attested-data. Every process of a machine
 can have such a document of that machine, and of no other one. Pure but for the arithmetic of certificates.
@@ -48,7 +48,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a document says: which machine, and the nonce that it was asked with."""
+    """The machine that a document proves, and the nonce that it was requested with."""
 
     vm_id: str
     nonce: str

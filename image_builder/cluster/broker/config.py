@@ -1,4 +1,4 @@
-"""What an operator tells the broker, in one YAML file. What is not allowed there is refused."""
+"""The broker's configuration, in one YAML file. What it does not allow is refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Identity(Strict):
 
 
 class Attestation(Strict):
-    """What proves a machine: the attested document of its metadata service."""
+    """The attested documents that prove machines."""
 
     authorities: File = Field(
         description="PEM: who signs the documents' certificates, intermediate CAs too. Read at the start."

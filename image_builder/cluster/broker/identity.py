@@ -1,4 +1,4 @@
-"""Whether a token proves an identity: RS256 only, a key of the provider's, our issuer and audience, in its time.
+"""Tokens of managed identities: RS256 only, a key of the provider's, our issuer and audience, in their time.
 
 RFC 7519 and RFC 8725, of which this takes the narrow reading: what is optional there and Entra ID always writes is
 required here. Pure but for the arithmetic of RSA.

@@ -94,7 +94,7 @@ class Keys:
         self._fetched = self._confirmed = float("-inf")
 
     def find(self, key_id: str) -> rsa.RSAPublicKey | None:
-        """Return the key of that id, None where nobody has it. Raises RefusedError (503) where that isn't known yet."""
+        """Return the key of that id, None if the provider has none. Raises RefusedError (503) while that is unknown."""
         key = self._current().get(key_id)
         if key is not None and self._age() <= self._refresh:
             return key

@@ -1,4 +1,4 @@
-"""How often somebody may ask: buckets that fill again. Pure but for the lock; the time is given."""
+"""Rate limits: token buckets. Pure but for the lock; the time is given."""
 
 from __future__ import annotations
 

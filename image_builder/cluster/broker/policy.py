@@ -1,4 +1,4 @@
-"""Who may have a token for which node. Pure; what no rule allows is refused."""
+"""The broker's rule: which identity gets a token for which node. Pure; what no rule allows is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
 
 
 def parse(body: bytes) -> Request:
-    """Return what is asked for. Raises RefusedError (400). Keys of a later agent are left alone."""
+    """Return the request. Raises RefusedError (400). Keys of a later agent are ignored."""
     try:
         fields = schema.load(body)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a request can be refused with: HTTP's status, a code for programs, words for people."""
+"""The refusal of a request: an HTTP status, a code for programs, a message for people."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RefusedError(Exception):
 
 
 def unproven(code: str, message: str) -> RefusedError:
-    """Return the refusal of somebody whose identity is not proven."""
+    """Return the refusal of a caller whose identity is not proven."""
     return RefusedError(401, code, message)
 
 
 def forbidden(code: str, message: str) -> RefusedError:
-    """Return the refusal of somebody who is known, and may not."""
+    """Return the refusal of a caller who is known, and not allowed."""
     return RefusedError(403, code, message)

@@ -56,7 +56,7 @@ class Clients:
 
 
 class Certificate:
-    """What the broker is proven by. Files that change are taken up; where they can't be, what was there serves on."""
+    """The broker's certificate. Changed files are loaded; where that fails, the one before serves on."""
 
     def __init__(self, certificate: Path, key: Path, tell: Callable[[str], None]) -> None:
         self._paths, self._tell = (certificate, key), tell

@@ -40,7 +40,7 @@ class Grant:
 
     @property
     def id(self) -> str:
-        """Return the part of the token that is no secret."""
+        """Return the part of the token that is not secret."""
         text = f"{self.node}\n{self.vm_id}\n{self.nonce}".encode()
         value = int.from_bytes(hashlib.sha256(text).digest()[:8])
         digits = []
@@ -59,7 +59,7 @@ class Issued:
 
     @property
     def id(self) -> str:
-        """Return the part that is no secret."""
+        """Return the part that is not secret."""
         return self.text.partition(".")[0]
 
 

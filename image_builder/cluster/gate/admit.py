@@ -1,4 +1,4 @@
-"""What a person does at the gate: look, and let one node in by hand."""
+"""The gate's manual side: look at it, and admit one node by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     """Let this boot of a node in, whatever its preflight said; return the node as it was.
 
     Works without the controller, which honours the annotation until the node is started again. Raises KubeError, and
-    UsageError for a node that has not told its boot id.
+    UsageError for a node that has not reported its boot id.
     """
     path = path_of(name)
     document = client.request("GET", path)

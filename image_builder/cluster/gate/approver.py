@@ -46,7 +46,7 @@ class Approver:
         self._leads, self._tell = leads, tell
         self._lock = threading.Condition()
         self._due: dict[str, float] = {}
-        self._told: dict[str, str] = {}
+        self._reports: dict[str, str] = {}
         selector = {"fieldSelector": f"spec.signerName={SIGNER}"}
         self._requests = Watcher(
             connect(), path_of(), selector, pending_from, self._changed, self._removed, tell
@@ -84,7 +84,7 @@ class Approver:
     def _removed(self, name: str) -> None:
         with self._lock:
             self._due.pop(name, None)
-            self._told.pop(name, None)
+            self._reports.pop(name, None)
 
     def _next(self) -> str | None:
         """Return the request whose turn it is; None after a short while without one."""
@@ -136,8 +136,8 @@ class Approver:
                 self._due.setdefault(pending.name, time.monotonic() + _PAUSE)
 
     def _say(self, pending: Pending, text: str) -> None:
-        if self._told.get(pending.name) != text:
-            self._told[pending.name] = text
+        if self._reports.get(pending.name) != text:
+            self._reports[pending.name] = text
             self._tell(f"{pending.name} of {pending.user}: {text}")
 
 

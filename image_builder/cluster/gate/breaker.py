@@ -1,4 +1,4 @@
-"""When many boots of a pool fail by one code: rather the test, the driver or the image than all these machines.
+"""The breaker: where many boots of a pool fail by one code, rather the test or the image is wrong than the machines.
 
 Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it.
 Nothing here does anything.
@@ -44,7 +44,7 @@ def _reported(node: Node) -> str:
 def _counted(node: Node, now: float, window: float) -> str:
     """Return by which code a node counts as failed.
 
-    A node that starts itself again does so before its kubelet tells the new boot's id: its report counts while it is
+    A node that starts itself again does so before its kubelet reports the new boot's id: its report counts while it is
     new.
     """
     return code_of(node) or (_reported(node) if _is_recent(node, now, window) else "")

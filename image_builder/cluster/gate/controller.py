@@ -95,7 +95,7 @@ class Controller:
 
     @property
     def _acts(self) -> bool:
-        """Tell whether this is the one that acts; who only advises is no one's rival."""
+        """Tell whether this is the one that acts; one that only advises competes with none."""
         return self.settings.advises or self.election.leads
 
     def _once(self, stop: threading.Event) -> None:
@@ -119,7 +119,7 @@ class Controller:
             self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:
-        """Take and renew the lease; nothing may end this but ``stop``, or nobody would renew it."""
+        """Take and renew the lease; nothing may end this but ``stop``, or it would not be renewed."""
         led = False
         if self.settings.advises:
             stop.wait()

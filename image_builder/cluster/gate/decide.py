@@ -1,4 +1,4 @@
-"""What to do with a node: the gate's one rule, without any I/O."""
+"""The gate's one rule, without any I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_tainted(node: Node, rules: Rules) -> bool:
 def may_work(node: Node) -> bool:
     """Tell whether this boot of the node passed and is not under a re-test, or a person let this boot in.
 
-    A kubelet that has not told its boot id yet runs nothing that was tested.
+    A kubelet that has not reported its boot id yet runs nothing that was tested.
     """
     passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
     return bool(node.boot_id) and (passed or node.admitted_boot == node.boot_id)

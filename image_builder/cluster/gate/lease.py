@@ -28,7 +28,7 @@ class Settings:
 
 
 @dataclass
-class Seen:
+class Observation:
     """The lease as it was when it last changed, and when (by our clock) that was seen."""
 
     record: tuple[str, str] = ("", "")
@@ -41,7 +41,7 @@ class Election:
     def __init__(self, client: Client, identity: str, settings: Settings, clock: Callable[[], float]) -> None:
         self.settings = settings
         self._client, self._identity, self._clock = client, identity, clock
-        self._seen = Seen()
+        self._observed = Observation()
         self._renewed = float("-inf")
 
     @property
@@ -62,11 +62,11 @@ class Election:
         spec = lease.get("spec") or {}
         holder = str(spec.get("holderIdentity") or "")
         record = (holder, str(spec.get("renewTime") or ""))
-        if record != self._seen.record:
+        if record != self._observed.record:
             # Not when it was asked for: it may have been renewed while the answer was on its way.
-            self._seen = Seen(record, self._clock())
+            self._observed = Observation(record, self._clock())
         lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
-        if holder in ("", self._identity) or now - self._seen.since > lasts:
+        if holder in ("", self._identity) or now - self._observed.since > lasts:
             self._write("PUT", self._path, lease, now)
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 @dataclass(frozen=True)
 class Rules:
-    """What the gate goes by. ``label``: only nodes that have it are its business. ``pool``: the label that names a
+    """The gate's settings. ``label``: only nodes that have it are its business. ``pool``: the label that names a
     node's pool; nodes without it are one pool."""
 
     taint: str = PREFLIGHT_LABEL
@@ -33,7 +33,7 @@ class Rules:
 @dataclass(frozen=True)
 class Wish:
     """A node asks to be tested again. ``tested`` is when it was, ``until`` when it stops looking for an answer (Unix
-    times), ``text`` the annotation as it stands there."""
+    times), ``text`` the annotation itself."""
 
     boot_id: str
     nonce: str
@@ -44,7 +44,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the gate has answered to the wish of that number, and when (Unix time)."""
+    """The gate's answer to the wish of that number, and when (Unix time)."""
 
     boot_id: str
     nonce: str

@@ -1,4 +1,4 @@
-"""Whose turn it is: nodes that something is to be done for, each once, not too many at a time.
+"""The queue of nodes to act on: each once, and not too many per second.
 
 The clock is handed in, so that nothing here waits.
 """

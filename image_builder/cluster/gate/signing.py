@@ -1,4 +1,4 @@
-"""Which signing request is that of a node's first kubelet, on the machine that its token is for. Without any I/O.
+"""The signing requests of nodes' first kubelets, checked against the machine that the token is for. Without any I/O.
 
 What a request says of itself (its subject) is compared with what the API server wrote into it: whose token it was, and
 what that token is bound to. https://kubernetes.io/docs/reference/access-authn-authz/certificate-signing-requests/.
@@ -33,7 +33,7 @@ _PATH = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that nobody has decided about. ``groups`` and ``user`` are what the API server wrote."""
+    """An undecided request. ``groups`` and ``user`` are what the API server wrote."""
 
     name: str
     version: str
@@ -62,7 +62,7 @@ class Member:
 
 
 class UnboundError(Exception):
-    """A request is not one that the gate may approve. It stays as it is: somebody else may decide about it."""
+    """A request is not one that the gate may approve. It stays as it is: another approver may decide about it."""
 
 
 def pending_from(document: Mapping[str, Any]) -> Pending | None:

@@ -1,4 +1,4 @@
-"""One list and one watch over the objects of a kind: what the API server knows, kept up to date."""
+"""One list and one watch over the objects of a kind: the API server's state, kept up to date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class GoneError(Exception):
-    """What was watched from is no longer known: list again."""
+    """The watched version is no longer known: list again."""
 
 
 class Watcher(Generic[T]):

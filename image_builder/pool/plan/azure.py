@@ -1,10 +1,10 @@
-"""Scale sets as Azure Resource Manager tells of them, through Azure's own SDK: each whole, or none at all.
+"""Scale sets as Azure Resource Manager reports them, through Azure's own SDK: each whole, or none at all.
 
 Three questions for a scale set, whatever its size, each answered in pages: its model, its instances with their
 instance view, its network interfaces. The collection's ``azure_rm`` inventory asks one for each machine and one more
 for each of its interfaces instead, and where one of those is throttled it leaves the machine out without a word.
 
-What is returned is the service's JSON: the SDK is spoken to here alone.
+What is returned is the service's JSON: only this module uses the SDK.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Say = Callable[[str], None]
 
 @dataclass
 class Traffic:
-    """What the questions cost. ``remaining``: the fewest that the service would still answer, by its own names."""
+    """The cost of the queries. ``remaining``: the fewest that the service would still answer, by its own names."""
 
     requests: int = 0
     throttled: int = 0
     remaining: dict[str, int] = field(default_factory=dict)
 
     def note(self, status: int, headers: Mapping[str, str]) -> str:
-        """Count an answer; return what to tell people of it, or nothing."""
+        """Count an answer; return the notice for people, or nothing."""
         self.requests += 1
         limits = dict(_remaining(headers))
         for name, count in limits.items():

@@ -271,8 +271,8 @@ def _doubles(reading: _Reading) -> list[Problem]:
 def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
     """Return the SHA-256 over an inventory: its files, by their names in it, and its hosts.
 
-    The hosts tell of what no file holds, a dynamic inventory's answer; the files of variables that only a
-    playbook reads.
+    The hosts cover what no file holds, a dynamic inventory's answer; the files cover variables that only a playbook
+    reads.
     """
     files = [
         [f"{number}/{file.relative_to(path if path.is_dir() else path.parent)}", _sha256(file)]

@@ -1,4 +1,4 @@
-"""What pools are made of: hosts, their scale sets, shares of them, and how a host ends.
+"""The data of pools: hosts, their scale sets, shares of them, and outcomes of hosts.
 
 Everything here is frozen and strict: the same models are what a plan and a journal hold as JSON.
 """
@@ -95,7 +95,7 @@ class Host(Strict):
 
 
 class ScaleSet(Strict):
-    """A scale set: ``capacity`` hosts are expected (None: nobody said), ``hosts`` are there."""
+    """A scale set: ``capacity`` hosts are expected (None: unknown), ``hosts`` are listed."""
 
     name: str
     capacity: int | None = Field(default=None, ge=0)

@@ -1,6 +1,6 @@
-"""The plan of a rollout as a document: nothing runs that doesn't stand in one.
+"""The plan of a rollout as a document: only what is in one is run.
 
-It is made from an inventory and a policy alone, without a clock: the same ones give the same bytes.
+It is made only from an inventory and a policy, without a clock: the same ones give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Azure tells of scale sets -> a static inventory, and everything that speaks against it.
+"""Scale sets as Azure lists them -> a static inventory, and everything that is wrong with it.
 
 A host is lost in two ways that a listing doesn't show: it isn't in it, or it has no address. So the number of hosts is
 compared with the capacity of the scale set, and the instances with the owners of the network interfaces, which are
@@ -261,7 +261,7 @@ def _last(key: str) -> str:
 
 
 def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
-    """Raise DefinitionError with everything that speaks against these hosts; ``fewer`` hosts may be wanted."""
+    """Raise DefinitionError with everything that is wrong with these hosts; ``fewer`` hosts may be wanted."""
     problems = [
         p for snapshot in snapshots for p in (*snapshot.problems, *(() if fewer else snapshot.shortfalls))
     ]

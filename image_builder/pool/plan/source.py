@@ -1,6 +1,6 @@
 """An Ansible inventory as the pools' commands read it: opened, and a host's variables evaluated.
 
-What it holds is judged elsewhere: which hosts there are (inventory.py), and what they are told (render.py).
+What it holds is judged elsewhere: which hosts there are (inventory.py), and their node configurations (render.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def values_of(source: Any, host: str, is_read: Callable[[str], bool]) -> Values:
 
 
 def where(source: Any, host: str, variable: str) -> str:
-    """Return where a host's variable was set, or where the host stands."""
+    """Return where a host's variable was set, or where the host is listed."""
     _, places = source.host_variables(host)
     return str(places.get(variable) or source.host_place(host))
 

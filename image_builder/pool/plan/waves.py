@@ -1,4 +1,4 @@
-"""Which hosts are brought up together, and in which order: pure functions over hosts and a policy.
+"""The waves of a rollout, as pure functions over hosts and a policy.
 
 Canaries come first and cover every VM size x zone x image; then waves of the sizes that the policy has. The order
 within is that of a hash of the names: each wave is a random sample of all scale sets, and the same in every plan.

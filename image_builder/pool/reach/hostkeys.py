@@ -1,4 +1,4 @@
-"""Which key a host may show: one that a host CA signed, one pinned per VM, or the one it showed first.
+"""Host keys: signed by a host CA, pinned per VM, or trusted on first use.
 
 Each is a file in OpenSSH's ``known_hosts`` format, so that OpenSSH (Ansible's connections) reads the same one, by
 the options of ``openssh_options``. A host stands in it under ``known_as``, never under its address: a scale set gives
@@ -86,7 +86,7 @@ class Entry:
 def known_as(host: Host) -> str:
     """Return the name of a host's keys: the VM's id, or its name in the inventory where no id is known.
 
-    Lower case, as OpenSSH makes it. Raises UsageError for what couldn't stand in a known_hosts file as itself.
+    Lower case, as OpenSSH makes it. Raises UsageError for a name that a known_hosts file can't hold as itself.
     """
     name = (host.vm_id or host.name).lower()
     if not _NAME.fullmatch(name):

@@ -1,7 +1,7 @@
-"""What a host tells of its joining: `/run/node/provision.json`, as ``node-agent join --status`` prints it.
+"""The status of a host's join: `/run/node/provision.json`, as ``node-agent join --status`` prints it.
 
 Told to join, a host does it by itself (playbooks/bootstrap.yml starts it and lets go): a connection that breaks
-takes nothing back. Whether something on it still tries is told by a lock that it holds until it gave up.
+takes nothing back. Whether something on it still tries is shown by a lock that it holds until it gives up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASK = ("sh", "-c", _ASK)
 
 
 class JoinStatus(NamedTuple):
-    """What a host answered. ``busy``: something on it still tries to join; nothing else is known then."""
+    """How joining stands on a host. ``busy``: something on it still tries to join; nothing else is known then."""
 
     outcome: Outcome
     joined: Joined
@@ -43,7 +43,7 @@ class JoinStatus(NamedTuple):
 
 
 def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> JoinStatus:
-    """Return what ``ASK`` was answered: how joining ended. A host that was never told is `ok`, with `no`."""
+    """Return the status in the answer to ``ASK``. A host that was never told to join is `ok`, with `no`."""
     out, err = (_text(stream).strip() for stream in (stdout, stderr))
     if out == BUSY:
         return JoinStatus(OK, "unknown", busy=True)
@@ -58,7 +58,7 @@ def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> JoinSta
 
 
 def after_join(status: int, stdout: str, stderr: str = "") -> JoinStatus:
-    """Return how a host that was told to join ended: as ``read`` tells it, and `no` without a failure is one."""
+    """Return how a host that was told to join ended: as ``read`` returns it, and `no` without a failure is one."""
     answer = read(status, stdout, stderr)
     if answer.busy or status == STILL_HELD:
         return JoinStatus(ended("unknown", "still tries to join"), "unknown")

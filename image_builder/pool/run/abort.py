@@ -1,6 +1,6 @@
 """Ask the process that drives a run to stop, from any other one of the same machine.
 
-Who that is, the kernel knows: who holds the lock of the journal. No file has to tell, so none can be stale.
+The kernel knows that process by the lock of the journal. No file names it, so none can be stale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the run go on? Pure decisions on its state: budgets, identical failures, stragglers, soak.
+"""Pure decisions on the state of a run, whether it goes on: budgets, identical failures, stragglers, soak.
 
 Two kinds of limits. What may be *unavailable* at once is reserved before a host is touched, so it is never
 exceeded, whatever happens then. What may *fail* is only known afterwards: the first failure beyond a budget stops

@@ -1,4 +1,4 @@
-"""Everything that is wrong, before the first host is touched."""
+"""A collector of problems: all of them are reported at once, before the first host is touched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Faults:
-    """Gathers what is wrong."""
+    """Collects problems."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -30,7 +30,7 @@ class Faults:
         self.problems.append(Problem("", path, reason))
 
     def all(self) -> DefinitionError:
-        """Return the error that tells all of it."""
+        """Return the error with all of them."""
         return DefinitionError(self.problems, hint="no host was touched")
 
     def report(self) -> None:

@@ -1,4 +1,4 @@
-"""May the next hosts be started? Decided from what the control plane shows, without asking it here.
+"""The gate of a run: whether the next hosts may be started, decided from a reading of the control plane.
 
 A reading that could not be had is red: a control plane that doesn't answer needs no more nodes.
 """

@@ -1,4 +1,4 @@
-"""How far a run is: the state that its records make, applied in order.
+"""The progress of a run: the state that its records make, applied in order.
 
 The driver changes nothing by itself. It appends a record to the journal and applies it here, and so does a replay:
 that is why a resumed run knows exactly what the killed one knew. The state is changed in place, since 7,500 hosts

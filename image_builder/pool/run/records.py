@@ -1,4 +1,4 @@
-"""What a journal tells, line by line. The state of a run is these, one applied after the other."""
+"""The records of a journal, one a line. The state of a run is these, applied in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Record(Strict):
 
 
 class Opened(_Record):
-    """A process took the journal. ``retry``: hosts that failed before get another chance."""
+    """A process opened the journal. ``retry``: hosts that failed before are tried again."""
 
     kind: Literal["opened"] = "opened"
     plan: str
@@ -47,7 +47,7 @@ class Began(_Record):
 
 
 class Intent(_Record):
-    """A step is about to be taken on these hosts. ``delays`` are their join slots, in seconds."""
+    """A step is about to begin on these hosts. ``delays`` are their join slots, in seconds."""
 
     kind: Literal["intent"] = "intent"
     step: Step
@@ -78,7 +78,7 @@ class Gated(_Record):
 
 
 class Passed(_Record):
-    """A wave was decided: ``stragglers`` are still in work, and counted as if they had failed."""
+    """A wave passed: ``stragglers`` are still in work, and counted as failed."""
 
     kind: Literal["passed"] = "passed"
     wave: int
@@ -87,7 +87,7 @@ class Passed(_Record):
 
 
 class Stopped(_Record):
-    """Nothing is started any more; what is in work may finish."""
+    """The run starts nothing more; steps in work may finish."""
 
     kind: Literal["stopped"] = "stopped"
     reason: str
@@ -109,8 +109,8 @@ RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 def must_last(record: Record) -> bool:
     """Tell whether a record has to be on the disk before anything else is done.
 
-    A step that isn't idempotent must not be taken before its intent is. What the rest tells is found out again by
-    asking the hosts.
+    A step that isn't idempotent must not be taken before its intent is. The rest is found out again by probing
+    the hosts.
     """
     match record:
         case Opened() | Changed() | Stopped() | Finished():

@@ -1,4 +1,4 @@
-"""Take up a run, a new one or one that was killed: what its journal tells, set against the inventory as it is now."""
+"""Start or resume a run: the state that its journal has, reconciled with the inventory as it is now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from image_builder.pool.run.state import Progress
 def take_up(
     plan: Plan, journal: Journal, hosts: Collection[Host], *, at: float, retry: bool = False
 ) -> Progress:
-    """Return the state to go on from, after noting in the journal that it was taken up.
+    """Return the state to go on from, after noting in the journal that it was opened.
 
     ``hosts`` are those of the inventory now: vanished ones are dropped, new ones get waves of their own after the
     planned ones, with canaries for what has none yet. With ``retry`` failed hosts get another chance. Raises
@@ -32,7 +32,7 @@ def take_up(
 
 
 def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
-    """Return the state that records tell; raises ImageBuilderError where they are those of another plan."""
+    """Return the state that records make; raises ImageBuilderError where they are those of another plan."""
     records = list(records)
     for record in records:
         if isinstance(record, Opened) and record.plan != plan.digest:

@@ -1,1 +1,1 @@
-"""How a rollout is shown: reports, timelines, the live table and JUnit."""
+"""Views of a rollout: reports, timelines, the page and JUnit."""

@@ -1,4 +1,4 @@
-"""What a run has come to, as data and as text: counts, durations, failures by signature, the waves in time."""
+"""The report of a run, as data and as text: counts, durations, failures by signature, the waves in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from image_builder.text import printable
 
 FORMAT = 1
 _SLOWEST = 20
-# What people are told of a host that has no class yet.
+# The names of hosts that have no class yet.
 _NOT_ENDED = ("not started", "in work")
 
 
@@ -87,7 +87,7 @@ def _result(status: HostStatus) -> dict[str, Any]:
 
 
 def durations(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Return p50, p95 and p99 of each step that succeeded, and of each phase that hosts told of."""
+    """Return p50, p95 and p99 of each step that succeeded, and of each phase that hosts reported."""
     seconds_of: dict[str, list[float]] = {}
     for record in records:
         if isinstance(record, Result) and record.outcome.ok:

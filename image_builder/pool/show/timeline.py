@@ -1,6 +1,6 @@
-"""The waves of a run along time, as coordinates of a drawing: arithmetic alone, no markup.
+"""The waves of a run along time, as coordinates of a drawing: only arithmetic, no markup.
 
-A run may be taken up again hours after it was killed. Spans in which nobody drove it are cut out of the axis, or
+A run may be resumed hours after it was killed. Spans in which nobody drove it are cut out of the axis, or
 the waves beside them would be too thin to see.
 """
 

@@ -1,4 +1,4 @@
-"""What is to be seen of a run while it goes on, taken out of its state: plain, frozen, the same for any drawing."""
+"""A view of a run while it goes on, taken out of its state: plain, frozen, the same for any drawing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WaveView:
     signatures: Mapping[str, int]
 
     @property
-    def left(self) -> int:
+    def unfinished(self) -> int:
         return sum(self.counts[state] for state in STATES)
 
     @property
@@ -42,7 +42,7 @@ class WaveView:
             return "to come"
         if self.passed is None:
             return "in work"
-        return f"over, {self.left} late" if self.left else "over"
+        return f"over, {self.unfinished} late" if self.unfinished else "over"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class View:
-    """What is to be seen of a run. ``current`` is the number of waves that began; ``next_at`` when one more may."""
+    """A view of a run. ``current`` is the number of waves that began; ``next_at`` when one more may."""
 
     state: str
     reason: str
@@ -76,7 +76,7 @@ class View:
 
 
 def look(progress: Progress, quantiles: Sequence[Quantiles] = (), slowest: tuple[Slow, ...] = ()) -> View:
-    """Return what is to be seen of a run now; ``quantiles`` (of each wave) and ``slowest`` are sought more rarely."""
+    """Return the view of a run now; ``quantiles`` (of each wave) and ``slowest`` are sought more rarely."""
     plan = progress.plan
     return View(
         state=state_of(progress, running=not progress.stopped),

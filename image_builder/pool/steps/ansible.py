@@ -107,14 +107,14 @@ class Results:
     """Makes one end for each host out of the ends of its tasks, and of their absence."""
 
     def __init__(self, names: Sequence[str], on_end: OnEnd) -> None:
-        self._left = dict.fromkeys(names)
-        self._told: set[str] = set()
+        self._unfinished = dict.fromkeys(names)
+        self._told_hosts: set[str] = set()
         self._on_end = on_end
 
     @property
-    def left(self) -> tuple[str, ...]:
+    def unfinished(self) -> tuple[str, ...]:
         """The hosts that have not ended."""
-        return tuple(self._left)
+        return tuple(self._unfinished)
 
     def line(self, line: str) -> str:
         """Take a line of the slice's process; return what Ansible said last where it says so."""
@@ -129,30 +129,30 @@ class Results:
 
     def over(self, why: str) -> None:
         """End what is left: the process ended without a word on these hosts."""
-        for name in self.left:
-            if name in self._told:
+        for name in self.unfinished:
+            if name in self._told_hosts:
                 self._end(name, JoinStatus(ended("unknown", f"told to join, then {why}"), "unknown"))
             else:
                 # It may have been in the middle of being told: that is not known to be otherwise.
                 self._end(name, JoinStatus(ended("dropped", why), "unknown"))
 
     def _task(self, name: str, task: str, end: str, result: Mapping[str, Any]) -> None:
-        if name not in self._left:
+        if name not in self._unfinished:
             return
         message = " ".join(str(result[key]) for key in _MESSAGES if result.get(key))
         if task == START and end == "ok":
-            self._told.add(name)
+            self._told_hosts.add(name)
         elif task == WAIT and "rc" in result:
             self._end(name, _joined(result))
         elif end == "unreachable" or (end == "failed" and _is_sudo(message)):
-            self._end(name, _lost(message, task, is_told=name in self._told))
+            self._end(name, _lost(message, task, is_told=name in self._told_hosts))
         elif end == "failed" and task == CONFIGURE:
             self._end(name, JoinStatus(failed("bootstrap", NO_CONFIG, message), "no"))
         elif end == "failed":
             self._end(name, JoinStatus(failed("bootstrap", NOT_STARTED, message), "unknown"))
 
     def _end(self, name: str, status: JoinStatus) -> None:
-        del self._left[name]
+        del self._unfinished[name]
         self._on_end(name, status)
 
 
@@ -321,7 +321,7 @@ def _fill(folder: Path, inventory: Mapping[str, Any], environment: Mapping[str, 
 
 
 def inventory(slice_: Slice) -> dict[str, Any]:
-    """Return the inventory of a slice. Who joins first stands first: that is the order in which they're waited for."""
+    """Return the inventory of a slice. Hosts come in the order in which they join: so they are waited for."""
     access = slice_.access
     hosts = {
         work.host.name: {

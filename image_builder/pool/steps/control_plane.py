@@ -2,7 +2,7 @@
 
 The user of the kubeconfig needs ``get`` on /metrics, ``list`` on nodes and on certificatesigningrequests. Behind a
 load balancer the counters are those of the API server that answered: one connection is kept, so that they stay
-comparable, and one that restarted (or is another one) begins anew.
+comparable, and one that restarted (or is another one) starts over.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ControlPlane(Protocol):
 
 
 class Unwatched:
-    """No control plane was named: nothing is known of it, which holds nobody up. Who runs it is told so."""
+    """No control plane was named: its gate holds nothing up, and a note says so."""
 
     is_read = False
 
@@ -148,7 +148,7 @@ class Kubernetes:
 def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
     """Return why an API server is not the one that ``context`` proves, or that our clock is off; else nothing.
 
-    Nor is anything known of one that doesn't answer from here. It is sent nothing that tells who asks.
+    Nor is anything known of one that doesn't answer from here. The request carries no credentials.
     """
     try:
         response = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
@@ -197,7 +197,7 @@ class Answered(NamedTuple):
 
 
 def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answered:
-    """Return what was answered between two counts; of a first one, or one that began anew, nothing is known."""
+    """Return what was answered between two counts; of a first one, or one that started over, nothing is known."""
     if before is None or any(now.get(code, 0.0) < count for code, count in before.items()):
         return Answered()
     new = {code: count - before.get(code, 0.0) for code, count in now.items()}
@@ -206,7 +206,7 @@ def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answe
 
 
 def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
-    """Return the age in seconds of the oldest request of a joining node that nobody decided on; 0 without one."""
+    """Return the age in seconds of the oldest request of a joining node that is undecided; 0 without one."""
     ages = [
         now - _moment(request["created"])
         for request in requests

@@ -209,7 +209,7 @@ class Fleet:
     def _end(
         self, key: _Key, outcome: Outcome, joined: Joined, phases: Sequence[tuple[str, float]] = ()
     ) -> None:
-        """Tell that a step ended, unless it was given up."""
+        """Report that a step ended, unless it was given up."""
         begun = self._begun.pop(key, None)
         if begun is None:
             return
@@ -219,7 +219,7 @@ class Fleet:
         self._leave_slice(name, step)
 
     def _leave_slice(self, host: str, step: Step) -> None:
-        """End the process of a slice of which nobody is waited for any more."""
+        """End the process of a slice once none of its hosts is waited for."""
         for slice_ in self._slices if step == "bootstrap" else ():
             if host in slice_.unfinished:
                 slice_.unfinished.discard(host)

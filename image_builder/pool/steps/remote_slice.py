@@ -95,12 +95,12 @@ def _worker(url: str, runner: str, silent_seconds: float) -> Worker:
 
 
 def describe(worker: Worker, key: Path) -> str:
-    """Return what the process of a slice is told of its worker: paths and names, nothing secret."""
+    """Return the description of its worker for the process of a slice: paths and names, nothing secret."""
     return json.dumps({"worker": worker._asdict(), "key": os.fspath(key)})
 
 
 def run(folder: Path, playbook: str, seconds: float, tell: Tell) -> tuple[int, str]:
-    """Run the slice in ``folder`` on its worker; return 0 or 1, and why it ended where nobody can tell for the hosts.
+    """Run the slice in ``folder`` on its worker; return 0 or 1, and why it ended where that can't be said per host.
 
     ``tell`` gets each event as it comes. When this returns or raises, the worker's side has ended, or nothing was
     heard of it for longer than it lives on by itself. Raises OSError.
@@ -146,7 +146,7 @@ def _argv(worker: Worker, seconds: float) -> list[str]:
 
 @contextmanager
 def _transmitted(data: Path, playbook: str, key: Path) -> Iterator[IO[bytes]]:
-    """Return what ansible-runner sends to a worker. It holds the key, so it is in memory alone."""
+    """Return what ansible-runner sends to a worker. It holds the key, so it is only in memory."""
     from ansible_runner.streaming import Transmitter
 
     with os.fdopen(os.memfd_create("slice", os.MFD_CLOEXEC), "w+b") as stream:

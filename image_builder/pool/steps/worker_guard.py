@@ -1,4 +1,4 @@
-"""What a worker host runs around ``ansible-runner worker``: nothing of a slice outlives the connection that brought it.
+"""The guard of ``ansible-runner worker`` on a worker host: nothing of a slice outlives the connection that brought it.
 
     python3 -c SOURCE RUNNER SECONDS SILENT_SECONDS
 
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(argv: list[str]) -> int:
-    """Run the slice; return the runner's exit status, or 75 where nobody wants it any more."""
+    """Run the slice; return the runner's exit status, or 75 where it is no longer wanted."""
     runner, seconds, silent_seconds = argv[0], float(argv[1]), float(argv[2])
     for number in _ENDS:
         signal.signal(number, _end)

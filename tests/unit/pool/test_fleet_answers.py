@@ -207,7 +207,7 @@ def test_hosts_of_which_the_process_said_nothing_are_not_lost() -> None:
     assert results.line("Traceback (most recent call last):") == "Traceback (most recent call last):"
     results.over("killed")
     assert {name: told.outcome.kind for name, told in ends.items()} == {"told": "unknown", "not": "dropped"}
-    assert {told.joined for told in ends.values()} == {"unknown"} and results.left == ()
+    assert {told.joined for told in ends.values()} == {"unknown"} and results.unfinished == ()
 
 
 def test_the_playbook_has_the_tasks_that_results_are_told_apart_by() -> None:

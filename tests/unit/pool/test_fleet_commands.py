@@ -297,9 +297,9 @@ def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
     stop.wake = lambda: woken.put("woken")  # by another thread, which may be there before the number is
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
-        assert not stop.asked()
+        assert not stop.is_requested()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked() and woken.get(timeout=60) == "woken" and stop.number == signal.SIGTERM
+        assert stop.is_requested() and woken.get(timeout=60) == "woken" and stop.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

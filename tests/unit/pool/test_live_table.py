@@ -61,7 +61,7 @@ def test_every_host_is_counted_once_after_every_record() -> None:
         view = look(progress)
         for wave, status in zip(view.waves, progress.waves, strict=True):
             assert wave.hosts == sum(wave.counts.values()) == len(status.wave.hosts)
-            assert wave.left == status.unfinished
+            assert wave.unfinished == status.unfinished
         assert sum(wave.counts["failed"] for wave in view.waves) == progress.failed == view.failed
         assert sum(view.signatures.values()) == progress.failed
 
