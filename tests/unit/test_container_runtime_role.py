@@ -256,7 +256,7 @@ def test_known_versions_are_the_promised_ones() -> None:
             {"container_runtime_engine": "containerd", "container_runtime_cri_dockerd": CRI_DOCKERD},
             ("needs docker",),
         ),
-        ({"container_runtime_registry_mirrors": MIRRORS}, ("docker.io alone, not registry.test",)),
+        ({"container_runtime_registry_mirrors": MIRRORS}, ("only docker.io, not registry.test",)),
         ({"container_runtime_layer_fetch_buffer": 1}, ("containerd 2.3",)),
         ({"container_runtime_docker_min_api_version": "1.40"}, ("Docker 29",)),
         ({"container_runtime_docker_options": {"storage-driver": "vfs"}}, ("storage-driver",)),

@@ -45,7 +45,7 @@ def test_a_kubelet_that_looks_elsewhere_than_joining_writes_is_refused() -> None
 
     assert problems() == []
     (found,) = problems(kubelet_kubeconfig="/var/lib/kubelet/kubeconfig")
-    assert "the kubelet looks for /var/lib/kubelet/kubeconfig, and joining writes /etc/kubernetes/" in found
+    assert "the kubelet looks for /var/lib/kubelet/kubeconfig, but joining writes /etc/kubernetes/" in found
     (found,) = problems(node_join_kubernetes="/srv/k")
     assert "/etc/kubernetes/node.env" in found and "/etc/kubernetes/pki/ca.crt" in found
     assert problems(node_join_kubernetes="/srv/k", image_layers=["join"]) == []

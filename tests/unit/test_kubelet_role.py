@@ -279,11 +279,11 @@ def test_argument_specs_have_the_defaults() -> None:
     [
         (
             docker("1.34"),
-            "kubelet_container_runtime: Kubernetes 1.34 speaks to Docker through cri-dockerd alone",
+            "kubelet_container_runtime: Kubernetes 1.34 only supports Docker through cri-dockerd",
         ),
         (
             docker("1.20", container_runtime_cri_dockerd=CRI_DOCKERD),
-            "kubelet_cri_dockerd: Kubernetes 1.20 speaks to",
+            "kubelet_cri_dockerd: Kubernetes 1.20 supports Docker itself",
         ),
         (
             containerd("1.20", container_runtime_containerd_version="2.0"),
@@ -300,12 +300,15 @@ def test_argument_specs_have_the_defaults() -> None:
         (containerd("1.34", kubelet_image_gc_low_threshold_percent=85), "must be below"),
         (
             containerd("1.20", kubelet_image_maximum_gc_age="1h"),
-            "kubelet_image_maximum_gc_age: Kubernetes 1.20 can't",
+            "kubelet_image_maximum_gc_age: needs Kubernetes 1.29 or later, not 1.20",
         ),
-        (containerd("1.20", kubelet_seccomp_default=True), "kubelet_seccomp_default: Kubernetes 1.20 can't"),
+        (
+            containerd("1.20", kubelet_seccomp_default=True),
+            "kubelet_seccomp_default: needs Kubernetes 1.25 or later, not 1.20",
+        ),
         (
             containerd("1.20", kubelet_image_credential_providers=[PROVIDER]),
-            "kubelet_image_credential_providers: Kubernetes 1.20",
+            "kubelet_image_credential_providers: needs Kubernetes 1.24 or later, not 1.20",
         ),
         (
             containerd("1.34", kubelet_image_credential_providers=[{"name": "a"}]),
@@ -321,7 +324,7 @@ def test_argument_specs_have_the_defaults() -> None:
         ),
         (
             containerd("1.34", kubelet_config={"nodeStatusUpdateFrequency": "10s"}),
-            "give nodeStatusReportFrequency",
+            "set nodeStatusReportFrequency",
         ),
     ],
 )

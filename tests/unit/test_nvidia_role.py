@@ -127,7 +127,7 @@ def test_versions_that_a_generation_lacks_are_refused(size: str, version: str, t
 
 @pytest.mark.parametrize("version", ["535", "latest", "535.261.03-1", "535.*"])
 def test_part_of_a_version_is_refused(version: str) -> None:
-    assert any("is no whole version" in text for text in problems(nvidia_driver_version=version))
+    assert any("must be a full version" in text for text in problems(nvidia_driver_version=version))
 
 
 def test_unknown_size_is_refused_with_those_that_are_known() -> None:
@@ -137,7 +137,7 @@ def test_unknown_size_is_refused_with_those_that_are_known() -> None:
 
 def test_secure_boot_refuses_modules_that_nobody_signs() -> None:
     assert only(problems(image_secure_boot=True)).startswith(
-        "image_secure_boot: modules that are built are signed by"
+        "image_secure_boot: the built modules are unsigned"
     )
     assert problems(image_secure_boot=True, nvidia_certificate=CERTIFICATE) == []
     assert problems(image_secure_boot=True, image_base={**DEBIAN, "suite": "noble"}) == []
@@ -147,7 +147,7 @@ def test_sizes_with_nvswitch_need_a_fabric_manager() -> None:
     assert only(problems(nvidia_vm_sizes=[H100])).startswith("nvidia_fabric_manager: ")
     assert problems(nvidia_vm_sizes=[H100], nvidia_repository=REPOSITORY) == []
     refused = problems(nvidia_vm_sizes=[H100], nvidia_repository=REPOSITORY, nvidia_fabric_manager="none")
-    assert only(refused).endswith(f"no GPU of {H100} works without")
+    assert only(refused).endswith(f"GPUs of {H100} don't work without it")
     refused = problems(nvidia_vm_sizes=[A100], nvidia_repository=REPOSITORY, nvidia_fabric_manager="install")
     assert "fails to start" in only(refused)
 

@@ -84,15 +84,15 @@ def test_timer_has_the_declared_interval() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "thresholds": ({"full_warn_percent": 99}, "not above node_health_full_fail_percent"),
-    "path": ({"paths": ["/", "mnt"]}, "mnt is no absolute path"),
+    "thresholds": ({"full_warn_percent": 99}, "must not be above node_health_full_fail_percent"),
+    "path": ({"paths": ["/", "mnt"]}, "mnt is not an absolute path"),
     "endpoint": ({"registries": ["registry.test"]}, "registry.test is not HOST:PORT"),
     "severity": ({"severities": {"network.dns": "bad"}}, "ignore, warn, fail"),
     "low port": ({"endpoint_port": 80}, "1024 to 65535"),
     "no phase": ({"endpoint_phases": 0}, "at least 1"),
     "no lease": ({"endpoint_lease_seconds": 0}, "at least 1"),
     "fewer than none": ({"endpoint_idle_gpu_users": -1}, "at least 0"),
-    "check": ({"intervals": {"disk": 60}}, "no check is called disk"),
+    "check": ({"intervals": {"disk": 60}}, "there is no check disk"),
 }
 
 
