@@ -1,21 +1,21 @@
 """Every expected error, in one tree, each class with its own exit code.
 
-    ImageBuilderError            1  anything expected that has no better class
+    ImageBuilderError            1  any other expected error
     ├── UsageError               2  the command line is wrong (click uses 2 as well)
     ├── DefinitionError          3  the inventory or a variable is wrong; carries every problem
     ├── VaultError               4  a vaulted value could not be decrypted
     ├── HostError                5  this host can't do it: system, root, packages, kernel
     ├── SpaceError               6  too little disk space
     ├── LockError                7  the lock is missing, malformed or doesn't fit the definition
-    ├── FetchError               8  bytes could not be had, or aren't the ones that were promised
+    ├── FetchError               8  a download failed, or its digest doesn't match
     ├── CommandError             9  a program failed
-    ├── StageError              10  a stage failed; names it and wraps the cause, whose own code it ends with if any
+    ├── StageError              10  a stage failed; exits with the cause's own code if it has one
     ├── StoreError              11  the store is damaged or unsuitable
     ├── VerifyError             12  a check failed, or none ran
     ├── BootError               13  the VM didn't come up
-    ├── PublishError            14  an artefact could not be published
-    ├── PullError               15  a container image could not be pulled, or isn't the one that was promised
-    └── PoolError               16  a rollout stopped before its end, or left hosts that are not up
+    ├── PublishError            14  an artifact could not be published
+    ├── PullError               15  a container image could not be pulled, or its digest doesn't match
+    └── PoolError               16  a rollout stopped early, or left hosts that aren't up
 
 Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 """

@@ -56,7 +56,7 @@ def validate(
     vault_password_file: VaultFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check definitions and name everything that is wrong with them, all at once.
+    """Check definitions and report all problems at once.
 
     Example:
 
@@ -89,9 +89,9 @@ def lock(
     mirror: Mirror = None,
     as_json: AsJson = False,
 ) -> int:
-    """Ask the mirrors what is newest and write down every byte that a build will take.
+    """Resolve the newest packages and images, and lock them by digest for the next builds.
 
-    The next builds of the image use it too, until there is a newer one.
+    The image's next builds use this lock until there is a newer one.
 
     Example:
 
@@ -107,9 +107,7 @@ def lock(
     definition = _load(inventory, vault_password_file).define(image)
     path = output or Path(f"{image}.lock.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the lock can't be written to {path}", hint="name a file in a directory that is there"
-        )
+        raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
         made = make_lock(definition, settings, monitor, EXTENSIONS)
@@ -151,7 +149,7 @@ def _changed_packages(before: Lock, now: Lock) -> list[str]:
 def plan(
     image: Image,
     explain: Annotated[
-        bool, typer.Option("--explain", help="tell what changed since the last build")
+        bool, typer.Option("--explain", help="show what changed since the last build")
     ] = False,
     locked: Locked = None,
     inventory: Inventories = None,
@@ -160,7 +158,7 @@ def plan(
     mirror: Mirror = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the stages of an image with their ids, and which of them a build would run.
+    """Show an image's stages with their ids, and which of them a build would run.
 
     Example:
 
@@ -194,7 +192,7 @@ def plan(
             text.append(
                 "nothing changed since the last build"
                 if before
-                else "this image was never built; other builds have made its stages"
+                else "this image was never built; other builds made its stages"
             )
     show(result, "\n".join(text), as_json=as_json)
     return 0
@@ -207,11 +205,11 @@ def build(
     output: Output = Path("output"),
     stop_after: Annotated[
         str | None,
-        typer.Option("--stop-after", metavar="STAGE", help="run this stage and what it needs, no more"),
+        typer.Option("--stop-after", metavar="STAGE", help="run only this stage and its prerequisites"),
     ] = None,
     shell_on_failure: Annotated[
         bool,
-        typer.Option("--shell-on-failure", help="open a shell where a stage failed, before it is torn down"),
+        typer.Option("--shell-on-failure", help="open a shell in the sandbox of a failed stage"),
     ] = False,
     inventory: Inventories = None,
     vault_password_file: VaultFile = None,
@@ -219,9 +217,9 @@ def build(
     mirror: Mirror = None,
     as_json: AsJson = False,
 ) -> int:
-    """Bake an image, verify it and publish its artefacts.
+    """Bake an image, verify it and publish its artifacts.
 
-    Stages that are in the store already are not run again.
+    Stages that are already in the store don't run again.
 
     Example:
 
@@ -240,7 +238,7 @@ def build(
 
         def shell(root: Root) -> None:
             with render.paused(monitor):
-                print(f"a shell in {root.path}; leave it to go on tearing down", file=sys.stderr)
+                print(f"a shell in {root.path}; exit it to continue", file=sys.stderr)
                 building.open_shell(root)
 
         made = building.build(

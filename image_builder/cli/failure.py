@@ -42,7 +42,7 @@ def exit_codes() -> list[tuple[int, str, str]]:
     ]
     return sorted(
         [
-            (0, "", "what was asked for was done"),
+            (0, "", "success"),
             *listed,
             (EXIT_BUG, "", "a bug in image-builder; it shows a traceback"),
             (EXIT_INTERRUPTED, "", "interrupted by Ctrl-C"),
@@ -90,12 +90,11 @@ def _expected(error: OSError) -> ImageBuilderError | None:
     where = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
-            f"no space left: {where}", hint="make room there; in a store by image-builder store gc --keep 1"
+            f"no space left: {where}",
+            hint="free some space; in a store, with image-builder store gc --keep 1",
         )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return HostError(
-            f"not permitted: {where}", hint="run as root, or name files and directories of your own"
-        )
+        return HostError(f"not permitted: {where}", hint="run as root, or use your own files and directories")
     if error.errno == errno.EROFS:
         return HostError(f"read-only filesystem: {where}")
     return None

@@ -1,4 +1,4 @@
-"""The commands that keep the lab's registry running for people: builds start and stop one of their own."""
+"""``image-builder lab``: keep the lab's registry running. Builds start and stop one of their own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def up(
     mirror: Mirror = None,
     as_json: AsJson = False,
 ) -> int:
-    """Make the lab's images if they aren't there, and serve them until `lab down`.
+    """Make the lab's images if needed, and serve them until `lab down`.
 
     Example:
 
@@ -55,7 +55,7 @@ def up(
         state = lab_service.start(argv, store.absolute(), monitor)
     text = (
         f"{state.host} serves {', '.join(state.images)}\n"
-        f"  /etc/hosts: {state.address} {state.host}\n  its authority: {state.ca}"
+        f"  /etc/hosts: {state.address} {state.host}\n  its CA: {state.ca}"
     )
     show(state.as_json(), text, as_json=as_json)
     return 0
@@ -72,7 +72,7 @@ def serve(inventory: Inventories = None, store: StoreDir = DEFAULT_STORE, mirror
     definitions = (found.define(name) for name in found.images)
     definition = next((d for d in definitions if EXTENSIONS.supplier.serves(d)), None)
     if definition is None:
-        what = "no image of this inventory preloads anything from the lab's registry"
+        what = "no image in this inventory preloads anything from the lab's registry"
         raise DefinitionError([Problem(os.fspath(found.paths[0]), "image_preload", what)])
     with render.monitor("lab serve") as monitor:
         lab_service.serve(definition, host_settings(store, mirror=mirror), monitor, EXTENSIONS)
@@ -90,13 +90,13 @@ def down(as_json: AsJson = False) -> int:
     from image_builder.lab import service as lab_service
 
     stopped = lab_service.stop()
-    show({"stopped": stopped}, "stopped" if stopped else "it was not running", as_json=as_json)
+    show({"stopped": stopped}, "stopped" if stopped else "not running", as_json=as_json)
     return 0
 
 
 @register(app)
 def status(as_json: AsJson = False) -> int:
-    """Tell whether the lab's registry runs and answers; exit status 1 when it doesn't.
+    """Show whether the lab's registry is running and answers; exits with 1 if it isn't.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""``image-builder boot`` and ``verify``: an artefact as a machine, and the checks on machines and trees."""
+"""``image-builder boot`` and ``verify``: run artifacts as machines, and check machines and trees."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ app = typer.Typer()
 
 @register(app)
 def boot(
-    artefact: Annotated[str, typer.Argument(help="a disk, the directory of a build, or an image's name")],
+    artefact: Annotated[
+        str, typer.Argument(metavar="ARTIFACT", help="a disk, a build's directory, or an image's name")
+    ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="run the checks for booted machines, then switch it off")
+        bool, typer.Option("--verify", help="run the checks for booted machines, then shut it down")
     ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")
     ] = False,
     secure_boot: Annotated[
-        bool, typer.Option("--secure-boot", help="with a firmware that enforces it")
+        bool, typer.Option("--secure-boot", help="use firmware that enforces Secure Boot")
     ] = False,
     local_disk: Annotated[
         list[str] | None,
@@ -43,13 +45,13 @@ def boot(
             help="a blank local disk such as 16G; repeatable  [default: one for an image with the layer `node`]",
         ),
     ] = None,
-    no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="without any local disk")] = False,
+    no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="boot without local disks")] = False,
     facts: Facts = None,
     output: Output = Path("output"),
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Boot an artefact in QEMU; the machine's writes go to a throw-away layer.
+    """Boot an artifact in QEMU. The machine's writes are discarded.
 
     Reports go to OUTPUT/boot/NAME.
 
@@ -63,7 +65,7 @@ def boot(
     from image_builder.verify import result as verification
 
     if local_disk and no_local_disk:
-        raise UsageError("--local-disk and --no-local-disk exclude each other")
+        raise UsageError("--local-disk and --no-local-disk can't be used together")
     disks = booting.local_disks(local_disk or ()) if local_disk or no_local_disk else None
     host.check_store(store)
     path = _artefact(artefact, output)
@@ -117,13 +119,13 @@ def verify(
         typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…&known_hosts=…"),
     ],
     facts: Facts = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the reports go")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="directory for the reports")] = Path(
         "output/verify"
     ),
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Run the checks on an unpacked image (DIR), on a build (DIR with a manifest.json) or on a live machine.
+    """Run the checks on an unpacked image (DIR), a build (DIR with a manifest.json) or a live machine.
 
     Example:
 

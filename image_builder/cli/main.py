@@ -23,7 +23,7 @@ def _exit_code_table() -> str:
 
 app = typer.Typer(
     name="image-builder",
-    help="Bake Kubernetes worker images: real disks from an Ansible definition, verified before they are published."
+    help="Bake Kubernetes worker images: bootable disks from an Ansible definition, verified before publication."
     "\n\nExample:\n\n\b\n  image-builder build worker\n  image-builder boot worker --verify",
     epilog=_exit_code_table(),
     no_args_is_help=True,
@@ -36,8 +36,8 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _main(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
-    install_deps: Annotated[  # noqa: ARG001  # the launcher takes it away; it stands here for --help
-        bool, typer.Option("--install-deps", help="first install the Debian packages that the command lacks")
+    install_deps: Annotated[  # noqa: ARG001  # handled by the launcher; listed here for --help
+        bool, typer.Option("--install-deps", help="first install the Debian packages that the command needs")
     ] = False,
 ) -> None:
     if version:

@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share: each has one name, one help and one meaning."""
+"""Arguments and options shared by several commands: each has one name, one help text and one meaning."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _complete_images(incomplete: str) -> list[str]:
         from image_builder.definition import load_inventory
 
         return [i for i in load_inventory([REPO_ROOT / "inventories/lab"]).images if i.startswith(incomplete)]
-    except Exception:  # a completion has nobody to tell: the command itself will
+    except Exception:  # a completion can't show an error: the command itself will
         return []
 
 
 Image = Annotated[
-    str, typer.Argument(metavar="IMAGE", help="an image of the inventory", autocompletion=_complete_images)
+    str, typer.Argument(metavar="IMAGE", help="an image in the inventory", autocompletion=_complete_images)
 ]
 Inventories = Annotated[
     list[Path] | None,
@@ -47,13 +47,13 @@ Kubeconfig = Annotated[
         "--kubeconfig",
         metavar="FILE",
         envvar="KUBECONFIG",
-        help="whom to ask, and as whom  [default: this pod's service account]",
+        help="API server and credentials to use  [default: this pod's service account]",
     ),
 ]
 StoreDir = Annotated[
     Path,
     typer.Option(
-        "--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="where stages and downloads are kept"
+        "--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="directory for stages and downloads"
     ),
 ]
 Mirror = Annotated[
@@ -62,18 +62,20 @@ Mirror = Annotated[
         "--mirror",
         metavar="URL",
         envvar="IMAGE_BUILDER_MIRROR",
-        help="the Debian mirror  [default: image_base.mirror, else the host's own]",
+        help="Debian mirror to use  [default: image_base.mirror, else the host's own]",
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="the directory of the artefacts")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="directory for the artifacts")]
 Locked = Annotated[
     Path | None,
     typer.Option(
-        "--locked", metavar="FILE", help="take exactly the bytes of this lock  [default: the last one made]"
+        "--locked", metavar="FILE", help="use exactly the packages in this lock  [default: the last lock]"
     ),
 ]
 Facts = Annotated[
     Path | None,
-    typer.Option("--facts", metavar="FILE", help="what the image must be  [default: facts.json beside it]"),
+    typer.Option(
+        "--facts", metavar="FILE", help="expected facts of the image  [default: the facts.json next to it]"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]

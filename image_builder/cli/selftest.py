@@ -26,22 +26,22 @@ def test(
         bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
     ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="what is too long for every commit as well: some hours")
+        bool, typer.Option("--all", help="also run what takes too long for every commit: some hours")
     ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Run this project's own checks: lint, types, unit tests, then those that need root beside those that boot.
+    """Run this project's own checks: lint, types and unit tests, then tests that need root or boot machines.
 
-    What follows is for pytest.
+    Further arguments are passed to pytest.
 
     Example:
 
         image-builder test --fast -k lock
     """
     if fast and everything:
-        raise UsageError("--fast and --all contradict each other")
-    # Beside this package in a checkout; nothing of it is ever installed.
+        raise UsageError("--fast and --all can't be used together")
+    # Next to this package in a checkout; never installed.
     checks: ModuleType = importlib.import_module("tests.selftest")
     status: int = checks.run(
         context.args, fast=fast, store=store.absolute(), as_json=as_json, nightly=everything

@@ -1,4 +1,4 @@
-"""``image-builder store``: collect garbage, and look for damage."""
+"""``image-builder store``: garbage collection and integrity checks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ def gc(
     ],
     downloads: Annotated[
         bool,
-        typer.Option(
-            "--downloads", help="also remove downloads that the lock of no image's last build names"
-        ),
+        typer.Option("--downloads", help="also remove downloads that no image's latest lock contains"),
     ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Remove the stages that the last builds of the images don't need.
+    """Remove stages that the images' last builds don't need.
 
     Example:
 
@@ -47,7 +45,7 @@ def gc(
     """
 
     def told() -> None:
-        print("waiting for what uses the store: builds, and the lab until `lab down`", file=sys.stderr)
+        print("waiting for users of the store: builds, and the lab until `lab down`", file=sys.stderr)
 
     removed = _existing_store(store).gc(keep, told, downloads=downloads)
     files = f" and {len(removed.downloads)} downloads" if downloads else ""
@@ -59,7 +57,7 @@ def gc(
 
 @register(app)
 def verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
-    """Hash everything in the store and name what is damaged. Control files of packages are repaired.
+    """Hash everything in the store and report damage. Package control files are repaired.
 
     Example:
 
@@ -67,16 +65,16 @@ def verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
     """
     kept = _existing_store(store)
     damages = kept.verify()
-    rows = [(d.name, d.id[:12], d.what + (", and is repaired" if d.repaired else "")) for d in damages]
+    rows = [(d.name, d.id[:12], d.what + (", repaired" if d.repaired else "")) for d in damages]
     text = columns(rows) or f"{len(kept.ids())} stages, no damage"
     result = {"stages": len(kept.ids()), "damages": [dataclasses.asdict(d) for d in damages]}
     show(result, text, as_json=as_json)
     if damages:
-        print(f"error: {len({d.id for d in damages})} things are damaged in {store}", file=sys.stderr)
+        print(f"error: {len({d.id for d in damages})} damaged objects in {store}", file=sys.stderr)
         if all(d.repaired for d in damages):
-            print("hint: all of it was repaired; is the disk sound?", file=sys.stderr)
+            print("hint: all of them were repaired; check the disk", file=sys.stderr)
         else:
-            print("hint: remove what is named and build again", file=sys.stderr)
+            print("hint: remove the damaged objects and build again", file=sys.stderr)
         return StoreError.exit_code
     return 0
 
@@ -85,5 +83,5 @@ def _existing_store(path: Path) -> Store:
     from image_builder.bake.store import Store
 
     if not (path / "objects").is_dir():
-        raise StoreError(f"no store at {path}", hint="image-builder build makes one")
+        raise StoreError(f"no store at {path}", hint="image-builder build creates one")
     return Store(path.absolute())

@@ -297,7 +297,7 @@ def test_another_apt_at_work_is_waited_for(checkout: Checkout, tmp_path: Path) -
     path = f"{checkout.bin}:/usr/sbin:/usr/bin:/sbin:/bin"
     done = checkout.start("--install-deps", "build", "x", "--store", str(tmp_path / "store"), path=path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("another apt is at work") == 1
+    assert done.stderr.count("another apt is running") == 1
 
 
 def test_a_failing_apt_is_shown(checkout: Checkout, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_python_that_can_not_serve(checkout: Checkout, tmp_path: Path) -> None
     old.chmod(0o755)
     done = checkout.start("images", IMAGE_BUILDER_PYTHON=str(old))
     assert done.returncode == errors.HostError.exit_code
-    assert f"{old} is no Python 3.11, 3.12 or 3.13" in done.stderr
+    assert f"{old} must be Python 3.11, 3.12 or 3.13" in done.stderr
 
 
 def test_a_store_on_an_overlay_or_a_full_disk_is_refused_first(checkout: Checkout, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_store_on_an_overlay_or_a_full_disk_is_refused_first(checkout: Checkou
         done.stderr
     )
     assert "is on overlayfs, which can't hold the upper layer of an overlay" in done.stderr
-    assert "MiB free, at least" in done.stderr
+    assert "MiB free, but needs at least" in done.stderr
     assert not checkout.venv.exists()
 
 
