@@ -22,7 +22,7 @@ a while. Metadata service and broker are local servers; their answers have the d
 the agent takes where nothing is emulated is one of the [benchmarks](benchmarks.md).
 
 Made by `.venv/bin/python -m tests.e2e.join --update-docs`; how to use it is in
-[join nodes by themselves](../how-to/join-nodes.md).
+[let nodes join by themselves](../how-to/join-nodes.md).
 """
 _MOMENTS = {
     "registered": "the API server has the node",
