@@ -54,10 +54,10 @@ class Problem:
 
     where: str
     path: str
-    what: str
+    reason: str
 
     def __str__(self) -> str:
-        return "  ".join(part for part in (self.where, f"{self.path}: {self.what}") if part)
+        return "  ".join(part for part in (self.where, f"{self.path}: {self.reason}") if part)
 
 
 class DefinitionError(ImageBuilderError):

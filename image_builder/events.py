@@ -18,7 +18,7 @@ class Part:
     name: str
     done: int
     total: int
-    what: str
+    action: str
 
 
 class Monitor(Protocol):
@@ -29,7 +29,7 @@ class Monitor(Protocol):
 
     def stage_started(self, stage: str) -> None: ...
 
-    def stage_doing(self, stage: str, what: str) -> None:
+    def stage_doing(self, stage: str, action: str) -> None:
         """Tell in a few words what the stage does now (the current task, package or file)."""
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
@@ -55,7 +55,7 @@ class NullMonitor:
     def stage_started(self, stage: str) -> None:
         pass
 
-    def stage_doing(self, stage: str, what: str) -> None:
+    def stage_doing(self, stage: str, action: str) -> None:
         pass
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:

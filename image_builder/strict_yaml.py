@@ -14,7 +14,7 @@ from image_builder.errors import DefinitionError, Problem
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load(path: Path, model: type[Model], what: str) -> Model:
+def load(path: Path, model: type[Model], subject: str) -> Model:
     """Return the settings in a file; ``what`` they are is told where a problem is of the whole.
 
     An empty file has none. Raises DefinitionError with all problems.
@@ -23,13 +23,13 @@ def load(path: Path, model: type[Model], what: str) -> Model:
         # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
         return model.model_validate_json(json.dumps(_parse(path.read_text(encoding="utf-8")), default=str))
     except OSError as error:
-        raise DefinitionError([Problem(str(path), what, str(error.strerror))]) from error
+        raise DefinitionError([Problem(str(path), subject, str(error.strerror))]) from error
     except ValidationError as error:
-        faults = [(".".join(map(str, fault["loc"])) or what, fault["msg"]) for fault in error.errors()]
+        faults = [(".".join(map(str, fault["loc"])) or subject, fault["msg"]) for fault in error.errors()]
         raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         # No text, no YAML, a date that is none or is a key, an alias of what it is in.
-        raise DefinitionError([Problem(str(path), what, " ".join(str(error).split()))]) from error
+        raise DefinitionError([Problem(str(path), subject, " ".join(str(error).split()))]) from error
 
 
 def _parse(text: str) -> Any:
@@ -39,10 +39,10 @@ def _parse(text: str) -> Any:
         if node is None:
             return {}
         _refuse_doubles(node, set())
-        found = loader.construct_document(node)
+        content = loader.construct_document(node)
     finally:
         loader.dispose()
-    return {} if found is None else found
+    return {} if content is None else content
 
 
 def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
@@ -51,14 +51,14 @@ def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
         return
     done.add(id(node))
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.MarkedYAMLError(
                         problem=f"{key.value} is there twice", problem_mark=key.start_mark
                     )
-                seen.add(key.value)
+                keys.add(key.value)
     for part in node.value:
         for each in part if isinstance(part, tuple) else (part,):
             _refuse_doubles(each, done)

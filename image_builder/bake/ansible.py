@@ -143,11 +143,11 @@ def _plain(text: str) -> str:
 def _failure(data: Mapping[str, Any]) -> str:
     """Tell which task failed, where it stands and what it said, without what ``no_log`` hides."""
     result = data.get("res", {})
-    said = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
+    lines = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
     for item in result.get("results", []):
         if item.get("failed"):
-            said.append(f"{item.get('item', '')}: {item.get('msg', '')}")
-    return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *said])
+            lines.append(f"{item.get('item', '')}: {item.get('msg', '')}")
+    return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
 
 
 def _environment(private: Path, roles: Path, python: Path) -> dict[str, str]:

@@ -168,9 +168,9 @@ def prove_secure_boot(
 _CHAIN = {"shim": SHIM, "grub": GRUB, "kernel": KERNEL}
 
 
-def _refusal(name: str, what: str) -> ImageBuilderError:
+def _refusal(name: str, reason: str) -> ImageBuilderError:
     return ImageBuilderError(
-        f"image_secure_boot is set, but {name} {what}",
+        f"image_secure_boot is set, but {name} {reason}",
         hint="install the distribution's signed packages, or set image_secure_boot to false",
     )
 
@@ -181,8 +181,8 @@ def _parse_signed(name: str, path: Path) -> pe.Program:
     except pe.PeError as error:
         raise _refusal(name, f"is no EFI program: {error}") from error
     if not program.signed:
-        what = "bears a signature of other bytes" if program.signatures else "is not signed"
-        raise _refusal(name, what)
+        reason = "bears a signature of other bytes" if program.signatures else "is not signed"
+        raise _refusal(name, reason)
     return program
 
 

@@ -13,8 +13,8 @@ from typing import Literal
 _NAMESPACE = uuid.UUID("5f0c7f43-2c5b-5a1e-9c55-0d3f0f6f9a52")
 
 
-def _derive(build_id: str, what: str) -> str:
-    return str(uuid.uuid5(_NAMESPACE, f"{build_id}/{what}"))
+def _derive(build_id: str, purpose: str) -> str:
+    return str(uuid.uuid5(_NAMESPACE, f"{build_id}/{purpose}"))
 
 
 def disk_seed(build_id: str) -> str:

@@ -163,9 +163,9 @@ class Manifest(_Frozen):
 
     def same_content(self, other: Manifest) -> bool:
         """Tell whether both describe the same bytes; when and how fast they were made doesn't count."""
-        left, right = (m.model_dump(exclude={"created", "stages"}) for m in (self, other))
+        ours, others = (m.model_dump(exclude={"created", "stages"}) for m in (self, other))
         ids = [[(s.name, s.id) for s in m.stages] for m in (self, other)]
-        return left == right and ids[0] == ids[1]
+        return ours == others and ids[0] == ids[1]
 
 
 def load(data: bytes) -> Manifest:
@@ -207,11 +207,11 @@ def installed(lock: Lock, present: list[Mapping[str, str]]) -> tuple[Package, ..
         for group in lock.groups.values()
         for p in group.packages
     }
-    found = []
+    packages = []
     for package in present:
         name, version, architecture = package["name"], package["version"], package["architecture"]
         plain = name.partition(":")[0]  # dpkg qualifies the names of Multi-Arch: same packages
-        found.append(
+        packages.append(
             Package(
                 name=plain,
                 version=version,
@@ -219,14 +219,14 @@ def installed(lock: Lock, present: list[Mapping[str, str]]) -> tuple[Package, ..
                 sha256=locked.get((plain, version, architecture)),
             )
         )
-    return tuple(sorted(found, key=lambda p: (p.name, p.architecture)))
+    return tuple(sorted(packages, key=lambda p: (p.name, p.architecture)))
 
 
 def tool_versions(plan: Plan, lock: Lock) -> dict[str, str]:
     """Return the versions of this program, of Ansible and of the packages in the tools tree."""
     tools = lock.groups.get("tools")
-    asked = set(tools.requested) if tools else set()
-    versions = {p.name: p.version for p in tools.packages if p.name in asked} if tools else {}
+    requested = set(tools.requested) if tools else set()
+    versions = {p.name: p.version for p in tools.packages if p.name in requested} if tools else {}
     ansible = plan.stage("seal").options.get("ansible")
     if ansible:
         versions["ansible-core"] = str(ansible)
@@ -235,8 +235,8 @@ def tool_versions(plan: Plan, lock: Lock) -> dict[str, str]:
 
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of manifest.json."""
-    made = Manifest.model_json_schema(mode="serialization")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+    document = Manifest.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
 
 
 def render_schema() -> str:

@@ -86,7 +86,7 @@ def publish(
         documents["pulls.json"] = (store.product(preloads[0].id) / "pulls.json").read_bytes()
     disk = _facts(store, plan.stage("disk").id)
     kinds = {s.name: s.kind for s in plan.stages}
-    made = Manifest(
+    manifest = Manifest(
         image=definition.name,
         build_id=plan.build_id,
         created=manifests.timestamp(time.time()),
@@ -110,28 +110,28 @@ def publish(
         warnings=lock.warnings,
         tools=manifests.tool_versions(plan, lock),
     )
-    done = publish_files(made, store.product(converted), documents, settings.output, monitor)
+    done = publish_files(manifest, store.product(converted), documents, settings.output, monitor)
     return done.path
 
 
 def publish_files(
-    made: Manifest, source: Path, documents: Mapping[str, bytes], output: Path, monitor: Monitor
+    manifest: Manifest, source: Path, documents: Mapping[str, bytes], output: Path, monitor: Monitor
 ) -> Publication:
     """Publish the artefacts that ``made`` names, out of the directory ``source``, and ``documents``.
 
     Raises PublishError, SpaceError; OSError is turned into one of them.
     """
-    folder = output / made.image
-    target = folder / made.build_id[:BUILD_DIGITS]
+    folder = output / manifest.image
+    target = folder / manifest.build_id[:BUILD_DIGITS]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if _is_published(target, made):
+        if _is_published(target, manifest):
             with _locked(folder):
                 _reap(folder)
                 _point_latest(folder, target.name)
             return Publication(target, reused=True)
         with _shown(monitor), _staging(folder) as staging:
-            _fill(staging, made, source, documents, monitor)
+            _fill(staging, manifest, source, documents, monitor)
             with _locked(folder):
                 _move(staging, target)
                 sparse.sync_directory(folder)
@@ -193,29 +193,29 @@ def _document(name: str, data: bytes) -> Document:
 # -- reuse -----------------------------------------------------------------------------------------------
 
 
-def _is_published(target: Path, made: Manifest) -> bool:
+def _is_published(target: Path, manifest: Manifest) -> bool:
     """Tell whether exactly this is there.
 
     A published file bears the build's date. One that still has it and its size is taken as untouched; any
     other is hashed.
     """
     try:
-        there = manifests.load((target / MANIFEST).read_bytes())
-        if not there.same_content(made):
+        published = manifests.load((target / MANIFEST).read_bytes())
+        if not published.same_content(manifest):
             return False
-        names = {file.name for file in (*made.artefacts, *made.documents)}
+        names = {file.name for file in (*manifest.artefacts, *manifest.documents)}
         if {entry.name for entry in target.iterdir()} != {*names, MANIFEST}:
             return False
-        return all(_is_untouched(target, f, made) for f in (*made.artefacts, *made.documents))
+        return all(_is_untouched(target, f, manifest) for f in (*manifest.artefacts, *manifest.documents))
     except (OSError, PublishError):
         return False
 
 
-def _is_untouched(target: Path, file: Document, made: Manifest) -> bool:
+def _is_untouched(target: Path, file: Document, manifest: Manifest) -> bool:
     info = os.lstat(target / file.name)
     if info.st_size != file.bytes:
         return False
-    dated = info.st_mtime_ns == made.source_date_epoch * 1_000_000_000
+    dated = info.st_mtime_ns == manifest.source_date_epoch * 1_000_000_000
     return dated or sparse.sha256(target / file.name) == file.sha256
 
 
@@ -223,35 +223,35 @@ def _is_untouched(target: Path, file: Document, made: Manifest) -> bool:
 
 
 def _fill(
-    staging: Path, made: Manifest, source: Path, documents: Mapping[str, bytes], monitor: Monitor
+    staging: Path, manifest: Manifest, source: Path, documents: Mapping[str, bytes], monitor: Monitor
 ) -> None:
-    total = sum(2 * f.bytes for f in made.artefacts)  # each is copied, then read back
+    total = sum(2 * f.bytes for f in manifest.artefacts)  # each is copied, then read back
     progress: dict[tuple[str, str], int] = {}
     stop = threading.Event()
 
     def place(file: Artefact) -> None:
-        def tell(what: str) -> sparse.Progress:
+        def tell(action: str) -> sparse.Progress:
             def told(done: int, _size: int) -> None:
                 if stop.is_set():
                     raise PublishError(f"{file.name}: given up")
-                progress[file.name, what] = done
+                progress[file.name, action] = done
                 monitor.stage_progress("publish", sum(list(progress.values())), total, "B")
 
             return told
 
         monitor.stage_doing("publish", file.name)
         sparse.copy(source / file.name, staging / file.name, tell("copy"), direct=True)
-        _finish(staging / file.name, file, made.source_date_epoch, tell("hash"))
+        _finish(staging / file.name, file, manifest.source_date_epoch, tell("hash"))
 
-    by_name = {d.name: d for d in made.documents}
+    by_name = {d.name: d for d in manifest.documents}
 
     def write(name: str, data: bytes) -> None:
         (staging / name).write_bytes(data)
-        _finish(staging / name, by_name[name], made.source_date_epoch, None)
+        _finish(staging / name, by_name[name], manifest.source_date_epoch, None)
 
     # Two at a time: one hashes, or waits for the disk, while the other one copies.
     with ThreadPoolExecutor(2) as pool:
-        placed = [pool.submit(place, file) for file in made.artefacts]
+        placed = [pool.submit(place, file) for file in manifest.artefacts]
         placed += [pool.submit(write, name, data) for name, data in documents.items()]
         try:
             for future in as_completed(placed):
@@ -260,7 +260,7 @@ def _fill(
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    (staging / MANIFEST).write_bytes(made.render())
+    (staging / MANIFEST).write_bytes(manifest.render())
     sparse.sync(staging / MANIFEST)
     staging.chmod(0o755)
     sparse.sync_directory(staging)
@@ -271,11 +271,11 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
     path.chmod(0o644)
     os.utime(path, (epoch, epoch))
     sparse.sync(path)
-    found = sparse.sha256(path, progress, direct=True)
-    if found != file.sha256 or path.stat().st_size != file.bytes:
+    sha256 = sparse.sha256(path, progress, direct=True)
+    if sha256 != file.sha256 or path.stat().st_size != file.bytes:
         raise PublishError(
             f"{file.name} was read back with other bytes than the build made: "
-            f"sha256 {found}, not {file.sha256}",
+            f"sha256 {sha256}, not {file.sha256}",
             hint="the disk, or the store (image-builder store verify), is damaged",
         )
 

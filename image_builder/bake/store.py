@@ -54,7 +54,7 @@ class Damage:
 
     id: str
     name: str
-    what: str
+    difference: str
     repaired: bool = False
 
 
@@ -214,9 +214,9 @@ class Store:
 
         Raises StoreError naming the first difference. Content is compared by ``verify``.
         """
-        for what in _differences(self.object(stage_id), contents=False):
+        for difference in _differences(self.object(stage_id), contents=False):
             raise StoreError(
-                f"stage {self.meta(stage_id).get('name')} {stage_id[:12]} in the store is damaged: {what}",
+                f"stage {self.meta(stage_id).get('name')} {stage_id[:12]} in the store is damaged: {difference}",
                 hint=f"remove {self.object(stage_id)} and build again; image-builder store verify checks all",
             )
 
@@ -241,8 +241,8 @@ class Store:
             except (StoreError, KeyError):
                 name = "a stage"
             damages += [
-                Damage(stage_id, name, what)
-                for what in _differences(self.object(stage_id), contents=True, limit=5)
+                Damage(stage_id, name, difference)
+                for difference in _differences(self.object(stage_id), contents=True, limit=5)
             ]
         for folder in ("debs", "files"):
             for path in sorted((self.path / folder).iterdir()):
@@ -300,11 +300,11 @@ class Store:
         with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX, on_wait):
             self.reap()
             doomed_downloads = self._unnamed_downloads() if downloads else []
-            kept: set[str] = set()
+            needed: set[str] = set()
             for path in (self.path / "locks").glob("*.builds"):
                 builds = _builds(path)
-                kept.update(i for build in (builds[-keep:] if keep else []) for i in build)
-            removed = [i for i in self.ids() if i not in kept]
+                needed.update(i for build in (builds[-keep:] if keep else []) for i in build)
+            removed = [i for i in self.ids() if i not in needed]
             freed = 0
             for stage_id in removed:
                 with suppress(StoreError):  # its record can't be read, which nothing needs any more
@@ -333,9 +333,9 @@ class Store:
 
     def _remove_unused_claims(self) -> None:
         """Remove the claims' locks of stages that aren't there; nobody waits at one, all builds have ended."""
-        kept = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
+        claimed = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
         for path in (self.path / "locks").iterdir():
-            if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in kept:
+            if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in claimed:
                 path.unlink()
 
 
@@ -351,7 +351,7 @@ def _digests(value: JSON) -> Iterator[str]:
 def _builds(path: Path) -> list[list[str]]:
     """Return the ids of the stages of an image's builds, the last one last; raises StoreError."""
     try:
-        found: list[list[str]] = json.loads(path.read_bytes())
+        builds: list[list[str]] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return []
     except ValueError as error:
@@ -359,7 +359,7 @@ def _builds(path: Path) -> list[list[str]]:
             f"{path} can't be read: {error}",
             hint="remove it: `store gc` then keeps no build before the next one",
         ) from error
-    return found
+    return builds
 
 
 # -- trees -----------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def _write_manifest(root: Path, target: Path, hashed: Mapping[str, str]) -> tupl
 
 def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
     """Compare an object with its manifest; return at most ``limit`` differences in words."""
-    found: list[str] = []
+    differences: list[str] = []
     try:
         recorded = json.loads((obj / "meta.json").read_bytes())["manifest_sha256"]
         if _sha256(obj / "manifest.gz") != recorded:
@@ -432,18 +432,18 @@ def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
         path = line[0]
         info = present.pop(path, None)
         if info is None:
-            found.append(f"{path} is missing")
+            differences.append(f"{path} is missing")
         elif _line(path, info, "")[:7] != line[:7]:
-            found.append(f"{path} was changed")
+            differences.append(f"{path} was changed")
         # Manifests of before extended attributes were recorded have no such column.
         elif line[8:] and _attributes(root / path) != line[8]:
-            found.append(f"the extended attributes of {path} were changed")
+            differences.append(f"the extended attributes of {path} were changed")
         elif contents and _content(root / path, info) != line[7]:
-            found.append(f"the content of {path} was changed")
-        if len(found) >= limit:
-            return found
-    found += [f"{path} was added" for path in list(present)[: limit - len(found)]]
-    return found
+            differences.append(f"the content of {path} was changed")
+        if len(differences) >= limit:
+            return differences
+    differences += [f"{path} was added" for path in list(present)[: limit - len(differences)]]
+    return differences
 
 
 def _sha256(path: Path) -> str:
@@ -453,14 +453,14 @@ def _sha256(path: Path) -> str:
 
 def _repair_control(path: Path) -> bool:
     """Write a control file that isn't its package's anew, or remove it without one; tell whether it was so."""
-    kept = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
+    recorded = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
         control = deb.read_control(path.with_suffix(""))
     except (deb.NotAPackageError, FileNotFoundError):
-        if not kept:
+        if not recorded:
             path.unlink()
-        return not kept
-    if kept == deb.fields(control):
+        return not recorded
+    if recorded == deb.fields(control):
         return False
     durable.write(path, control.encode())
     return True

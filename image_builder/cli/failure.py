@@ -81,7 +81,7 @@ def as_json(error: ImageBuilderError) -> dict[str, Any]:
     if isinstance(cause, CommandError):
         told |= {"command": list(cause.argv), "last_lines": cause.tail.splitlines()}
     if isinstance(cause, DefinitionError):
-        told["problems"] = [{"where": p.where, "path": p.path, "what": p.what} for p in cause.problems]
+        told["problems"] = [{"where": p.where, "path": p.path, "what": p.reason} for p in cause.problems]
     return {"error": told}
 
 

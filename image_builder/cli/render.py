@@ -53,7 +53,7 @@ def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
 def part_text(part: Part, rate: float) -> str:
     """Return how far a part is: ``120 MB of 800 MB, 12 MB/s, 3/5 layers, extracting 4f2a…``."""
     speed = f", {human_bytes(rate)}/s" if rate >= 1 else ""
-    return f"{human_bytes(part.done)} of {human_bytes(part.total)}{speed}, {part.what}"
+    return f"{human_bytes(part.done)} of {human_bytes(part.total)}{speed}, {part.action}"
 
 
 def bar(part: Part) -> str:
@@ -135,12 +135,12 @@ class PlainMonitor:
     def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
         for part in parts:
             rate = self._rates.rate(stage, part, self._clock())
-            ended = part.done == part.total and part.what == "done"
+            ended = part.done == part.total and part.action == "done"
             key = (stage, part.name)
             if ended and self._whats.get(key) == "done":
                 continue
             if ended or self._is_due(f"{stage} {part.name}", _PART_SECONDS):
-                self._whats[key] = part.what
+                self._whats[key] = part.action
                 self._line(stage, f"{part.name}: {part_text(part, rate)}")
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,9 +64,14 @@ def verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
     """
     kept = _existing_store(store)
     damages = kept.verify()
-    rows = [(d.name, d.id[:12], d.what + (", repaired" if d.repaired else "")) for d in damages]
+    rows = [(d.name, d.id[:12], d.difference + (", repaired" if d.repaired else "")) for d in damages]
     text = columns(rows) or f"{len(kept.ids())} stages, no damage"
-    result = {"stages": len(kept.ids()), "damages": [dataclasses.asdict(d) for d in damages]}
+    result = {
+        "stages": len(kept.ids()),
+        "damages": [
+            {"id": d.id, "name": d.name, "what": d.difference, "repaired": d.repaired} for d in damages
+        ],
+    }
     show(result, text, as_json=as_json)
     if damages:
         print(f"error: {len({d.id for d in damages})} damaged objects in {store}", file=sys.stderr)

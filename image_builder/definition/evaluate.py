@@ -82,12 +82,12 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
     book = RoleBook(definition.repo_root)
     files = [layer.playbook, *(file for use in layer.uses for file in book.role(use.name).declarations)]
     stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    known = definition.evaluated.get(layer.playbook)
-    if known is None or known[0] != stamp:
+    cached = definition.evaluated.get(layer.playbook)
+    if cached is None or cached[0] != stamp:
         owners = {use.name for lay in (layer, *map(book.layer, definition.layers)) for use in lay.uses}
-        known = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in layer.uses))
-        definition.evaluated[layer.playbook] = known
-    return known[1]
+        cached = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in layer.uses))
+        definition.evaluated[layer.playbook] = cached
+    return cached[1]
 
 
 def _evaluate(
@@ -100,21 +100,21 @@ def _evaluate(
     if any(_VARS.search(text) for text in texts):
         raw["vars"] = dict(raw)
     secret = vaulted_names(raw)
-    wanted = [
+    names = [
         name
         for name in raw
         if name not in secret
         and (name in BUILDER_NAMES or owner(name.removeprefix("__"), owners) == use.name)
     ]
-    found = engine.evaluate_all(raw, wanted, layer.playbook.parent)
+    evaluation = engine.evaluate_all(raw, names, layer.playbook.parent)
     return EvaluatedRole(
         layer,
         use,
         raw,
-        found.values,
-        found.failures,
-        found.unpredictable,
-        _looked_up(raw, found.values, layer),
+        evaluation.values,
+        evaluation.failures,
+        evaluation.unpredictable,
+        _looked_up(raw, evaluation.values, layer),
     )
 
 

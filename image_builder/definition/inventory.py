@@ -69,8 +69,8 @@ class Inventory:
         Raises UsageError for a pattern that matches no image.
         """
         chosen: set[str] = set()
-        wanted = list(patterns)
-        for pattern in wanted:
+        requested = list(patterns)
+        for pattern in requested:
             matched = {pattern} & set(self.images) or set(self._source.match(pattern)) & set(self.images)
             if not matched:
                 raise UsageError(
@@ -78,7 +78,7 @@ class Inventory:
                     hint=f"images of this inventory: {', '.join(self.images)}",
                 )
             chosen |= matched
-        return tuple(name for name in self.images if not wanted or name in chosen)
+        return tuple(name for name in self.images if not requested or name in chosen)
 
     def variables(self, name: str) -> HostVariables:
         """Return an image's variables; raises VaultError for a value that can't be decrypted."""
@@ -106,12 +106,12 @@ class Inventory:
         """Return what is no mistake for certain in images without problems, each thing once, sorted."""
         from image_builder.definition.problems import closely_named, unpredictable_layers
 
-        found: set[Problem] = set()
+        problems: set[Problem] = set()
         for name in names:
             definition = self.define(name)
-            found.update(closely_named(definition, self.variables(name)))
-            found.update(unpredictable_layers(definition))
-        return sorted(found)
+            problems.update(closely_named(definition, self.variables(name)))
+            problems.update(unpredictable_layers(definition))
+        return sorted(problems)
 
     def _define(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         if name not in self._defined:
@@ -126,8 +126,8 @@ class Inventory:
         builder, problems = builder_variables(name, variables, self._source.host_place(name))
         problems += variable_problems(variables, self.repo_root)
         if not _NAME.fullmatch(name):
-            what = "names directories and files: letters, digits, `.`, `_` and `-`, a letter or digit first"
-            problems.append(Problem(str(self._source.host_place(name)), name, what))
+            rule = "names directories and files: letters, digits, `.`, `_` and `-`, a letter or digit first"
+            problems.append(Problem(str(self._source.host_place(name)), name, rule))
         if builder is None:
             return None, tuple(problems)
         base, missing = self._with_keyring(builder.image_base)
@@ -187,22 +187,22 @@ def load_inventory(
 
     paths = tuple(p.absolute() for p in paths)
     if missing := [p for p in paths if not p.exists()]:
-        what = "no such file or directory"
-        raise DefinitionError([Problem(str(Place(str(p))), "inventory", what) for p in missing])
+        reason = "no such file or directory"
+        raise DefinitionError([Problem(str(Place(str(p))), "inventory", reason) for p in missing])
     here = Place(str(paths[0]))
     try:
         source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
         images = source.group(GROUP)
         if images is None:
-            known = [str(g) for g in source.manager.groups]
-            what = f"no group `{GROUP}`{did_you_mean(GROUP, known)}"
-            raise DefinitionError([Problem(str(here), "inventory", what)])
+            groups = [str(g) for g in source.manager.groups]
+            reason = f"no group `{GROUP}`{did_you_mean(GROUP, groups)}"
+            raise DefinitionError([Problem(str(here), "inventory", reason)])
         if not images:
             raise DefinitionError([Problem(str(here), GROUP, "no image in this group")])
         for name in images:
             source.host_variables(name)  # reads every file that matters, so that vaulted ones are known
     except engine.UnreadableError as error:
-        raise DefinitionError([Problem(str(error.place or here), "inventory", error.what)]) from error
+        raise DefinitionError([Problem(str(error.place or here), "inventory", error.reason)]) from error
     if failures := source.vaulted.failures:
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
@@ -258,13 +258,13 @@ def builder_variables(
         path = join_path(fault.path)
         if path in refused:
             continue
-        what = fault.what
-        if fault.what == "is missing" and len(fault.path) == 1:
+        reason = fault.reason
+        if fault.reason == "is missing" and len(fault.path) == 1:
             problems.append(Problem(str(host), path, f"image `{name}` doesn't have it"))
             continue
-        if fault.what == "unknown key":
-            what += _key_suggestion(fault.path)
-        problems.append(Problem(variables.where(fault.path), path, what))
+        if fault.reason == "unknown key":
+            reason += _key_suggestion(fault.path)
+        problems.append(Problem(variables.where(fault.path), path, reason))
     return None, problems
 
 

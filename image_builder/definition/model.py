@@ -236,10 +236,10 @@ class BuilderVariables(_Strict):
 
         A mirror's name must not reach an image, nor the id of one; what is preloaded must not reach a layer's.
         """
-        kept = dict.fromkeys(BUILDER_NAMES - NOT_FOR_ROLES, True)
+        included = dict.fromkeys(BUILDER_NAMES - NOT_FOR_ROLES, True)
         values: dict[str, JSON] = self.model_dump(
             mode="json",
-            include={**kept, "image_base": {"distribution", "suite", "components", "architecture"}},
+            include={**included, "image_base": {"distribution", "suite", "components", "architecture"}},
         )
         return values
 
@@ -298,7 +298,7 @@ class Fault:
     """A value that a model refused: its path as parts, and why."""
 
     path: tuple[str | int, ...]
-    what: str
+    reason: str
 
 
 def parse_builder_variables(values: Mapping[str, JSON]) -> BuilderVariables | list[Fault]:
@@ -314,26 +314,26 @@ def _faults(error: ValidationError, values: Mapping[str, JSON]) -> list[Fault]:
     faults: dict[tuple[str | int, ...], str] = {}
     for detail in error.errors(include_url=False):
         path = _real_path(detail["loc"], values)
-        what = detail["msg"]
+        reason = detail["msg"]
         match detail["type"]:
             case "missing":
-                what = "is missing"
+                reason = "is missing"
             case "too_short":
-                what = "must not be empty"
+                reason = "must not be empty"
             case "extra_forbidden":
-                what = "unknown key"
+                reason = "unknown key"
             case "value_error":
-                what = str(detail["ctx"]["error"])
+                reason = str(detail["ctx"]["error"])
                 if not path:  # a check across variables names the one to change
-                    name, _, what = what.partition(": ")
+                    name, _, reason = reason.partition(": ")
                     path = (name,)
             case _:
-                what = what.removeprefix("Input ").removeprefix("String ")
+                reason = reason.removeprefix("Input ").removeprefix("String ")
                 if not isinstance(detail["input"], dict | list):
-                    what += f", got {json.dumps(detail['input'])}"
+                    reason += f", got {json.dumps(detail['input'])}"
         # A union reports each of its members: one line for the value is enough.
-        faults[path] = f"{faults[path]}; or {what}" if path in faults else what
-    return [Fault(path, what) for path, what in faults.items()]
+        faults[path] = f"{faults[path]}; or {reason}" if path in faults else reason
+    return [Fault(path, reason) for path, reason in faults.items()]
 
 
 def _real_path(loc: Sequence[str | int], values: Mapping[str, JSON]) -> tuple[str | int, ...]:

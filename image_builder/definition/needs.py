@@ -63,10 +63,10 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
                 items.extend(item for item in value if item not in items)
                 continue
             where = str(engine.place_in(book.role(role.use.name).constants, [name]) or "")
-            what = role.failures.get(name) or (
+            reason = role.failures.get(name) or (
                 f"is not a list, but {value!r}" if name in role.values else _VAULTED
             )
-            problems.append(Problem(where, name, f"{definition.name}: {what}"))
+            problems.append(Problem(where, name, f"{definition.name}: {reason}"))
     if not problems:
         try:
             return LayerNeeds(

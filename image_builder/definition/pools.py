@@ -64,21 +64,21 @@ def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     """Return where nodes join by the token broker, and pods of this image reach what proves their machine to it."""
     if _JOIN_LAYER not in definition.layers:
         return []
-    told = [
+    credentials = [
         (key, value)
         for group in source.own_variables()
         for key, value in group.items()
         if key == CREDENTIALS and isinstance(value, Mapping) and engine.plain(value.get("kind")) == "broker"
     ]
-    if not told or is_closed(resolved_variables(definition).get(BLOCKED)):
+    if not credentials or is_closed(resolved_variables(definition).get(BLOCKED)):
         return []
-    what = (
+    reason = (
         f"by the token broker no node of `{definition.name}` may join: its {BLOCKED} leave "
         f"{METADATA_SERVICE} port 80 open, where a pod can have the proof that it is this machine"
     )
     return [
-        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), CREDENTIALS, what)
-        for key, value in told
+        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), CREDENTIALS, reason)
+        for key, value in credentials
     ]
 
 
@@ -92,9 +92,7 @@ def is_closed(blocked: JSON) -> bool:
 
 
 def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    pools = [
-        found for found in source.own_variables() if found.get(IMAGE) == definition.name and SIZE in found
-    ]
+    pools = [own for own in source.own_variables() if own.get(IMAGE) == definition.name and SIZE in own]
     if not pools or _LAYER not in definition.layers:
         return []
     sizes = resolved_variables(definition).get(SIZES)
@@ -104,8 +102,8 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
         if size and not fits(size, sizes):
             key = next(key for key in pool if key == SIZE)
             where = engine.place_of(key) or engine.place_of(pool[SIZE]) or ""
-            what = f"{size} runs `{definition.name}`, whose {SIZES} don't have it"
-            problems.append(Problem(str(where), SIZE, what))
+            reason = f"{size} runs `{definition.name}`, whose {SIZES} don't have it"
+            problems.append(Problem(str(where), SIZE, reason))
     return problems
 
 

@@ -31,18 +31,18 @@ _NEARLY = 0.85
 def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem]:
     """Return variables that nothing can read: a builder's or a role's prefix, and no such name."""
     book = RoleBook(repo_root)
-    known = {role.name: role.options for role in book.roles()}
-    every = [*BUILDER_NAMES, *(name for options in known.values() for name in options)]
+    options_of = {role.name: role.options for role in book.roles()}
+    every = [*BUILDER_NAMES, *(name for options in options_of.values() for name in options)]
     problems = []
     for name in variables.tagged:
-        role = owner(name.removeprefix("__"), known)
+        role = owner(name.removeprefix("__"), options_of)
         if name in every or not (role or name.startswith(PREFIX)):
             continue
         if name.startswith("__"):
-            what = f"is internal to role `{role}`{did_you_mean(name[2:], every)}"
+            reason = f"is internal to role `{role}`{did_you_mean(name[2:], every)}"
         else:
-            what = f"unknown variable{did_you_mean(name, every)}"
-        problems.append(Problem(variables.where([name]), name, what))
+            reason = f"unknown variable{did_you_mean(name, every)}"
+        problems.append(Problem(variables.where([name]), name, reason))
     return problems
 
 
@@ -52,23 +52,23 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
     book = RoleBook(definition.repo_root)
     for n, name in enumerate(definition.layers):
         if name not in book.layer_names:
-            what = f"unknown layer `{name}`{did_you_mean(name, book.layer_names)}"
-            problems.append(Problem(variables.where(["image_layers", n]), f"image_layers[{n}]", what))
+            reason = f"unknown layer `{name}`{did_you_mean(name, book.layer_names)}"
+            problems.append(Problem(variables.where(["image_layers", n]), f"image_layers[{n}]", reason))
             continue
         try:
             problems += unknown_roles(book, book.layer(name))
         except engine.UnreadableError as error:
-            problems.append(Problem(str(error.place or ""), name, error.what))
+            problems.append(Problem(str(error.place or ""), name, error.reason))
     if problems:
         return problems
     made_from: dict[str, frozenset[str]] = {}
     for evaluated in evaluated_roles(definition):
-        found = argument_problems(definition, evaluated, variables)
-        for problem in found:
+        faults = argument_problems(definition, evaluated, variables)
+        for problem in faults:
             template = evaluated.raw.get(problem.path)
             texts = [text for text in strings(template) if is_template(text)]
             made_from[problem.path] = frozenset(word for text in texts for word in words(text))
-        problems += found + judged_problems(definition, evaluated, variables, excused=bool(found))
+        problems += faults + judged_problems(definition, evaluated, variables, excused=bool(faults))
     # A value made from a wrong one is wrong too; to say so helps nobody.
     wrong = made_from.keys()
     return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
@@ -84,30 +84,35 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
         except DefinitionError as error:
             problems += error.problems
         except engine.UnreadableError as error:
-            problems.append(Problem(str(error.place or ""), layer, error.what))
+            problems.append(Problem(str(error.place or ""), layer, error.reason))
     return problems
 
 
 def closely_named(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
     """Return variables that nothing reads, and whose names are nearly a known one's: typing errors, it seems."""
     roles = RoleBook(definition.repo_root).roles()
-    known = [*BUILDER_NAMES, *POOL_NAMES, *ANSIBLE_NAMES, *(name for role in roles for name in role.options)]
+    known_names = [
+        *BUILDER_NAMES,
+        *POOL_NAMES,
+        *ANSIBLE_NAMES,
+        *(name for role in roles for name in role.options),
+    ]
     read = {word for value in variables.plain.values() for text in strings(value) for word in words(text)}
     read |= {name for layer in definition.layers for name in layer_reading(definition, layer).variables}
     problems = []
-    for name in variables.tagged.keys() - read - set(known):
-        if close := difflib.get_close_matches(name, known, n=1, cutoff=_NEARLY):
-            what = f"nothing reads it, did you mean `{close[0]}`?"
-            problems.append(Problem(variables.where([name]), name, what))
+    for name in variables.tagged.keys() - read - set(known_names):
+        if close := difflib.get_close_matches(name, known_names, n=1, cutoff=_NEARLY):
+            reason = f"nothing reads it, did you mean `{close[0]}`?"
+            problems.append(Problem(variables.where([name]), name, reason))
     return problems
 
 
 def unpredictable_layers(definition: ImageDefinition) -> list[Problem]:
     """Return what of an image's layers is known only to their plays, which run in every build for it."""
     return [
-        Problem("", f"layer {layer}", f"runs in every build: {what}")
+        Problem("", f"layer {layer}", f"runs in every build: {reason}")
         for layer in definition.layers
-        for what in layer_reading(definition, layer).unknown
+        for reason in layer_reading(definition, layer).unknown
     ]
 
 
@@ -133,13 +138,13 @@ def argument_problems(
         where = _where(role, evaluated, variables, name)
         if name in evaluated.values:
             faults = engine.argument_faults(name, option, evaluated.values[name])
-            problems += [Problem(where, name, what) for what in faults]
+            problems += [Problem(where, name, reason) for reason in faults]
         elif name in evaluated.failures and is_template(evaluated.raw[name]):
             problems.append(Problem(where, name, evaluated.failures[name]))
         elif name not in evaluated.raw and option.get("required"):
             where = variables.where(["image_layers"])
-            what = f"role `{role.name}` of image `{definition.name}` needs it"
-            problems.append(Problem(where, name, what))
+            reason = f"role `{role.name}` of image `{definition.name}` needs it"
+            problems.append(Problem(where, name, reason))
     return problems
 
 
@@ -159,13 +164,13 @@ def judged_problems(
     texts = evaluated.values.get(name)
     problems = []
     for text in texts if isinstance(texts, list) else []:
-        variable, colon, what = str(text).partition(": ")
+        variable, colon, reason = str(text).partition(": ")
         if not colon:
-            variable, what = role.name, str(text)
+            variable, reason = role.name, str(text)
         judged = variable.split(".")[0].split("[")[0]
         where = _where(role, evaluated, variables, judged)
         value = evaluated.values.get(judged)
         if isinstance(value, int | float) and role.options.get(judged, {}).get("type", "str") == "str":
-            what += f' (a number: put it in quotes, "{value}")'
-        problems.append(Problem(where, variable, " ".join(what.split())))
+            reason += f' (a number: put it in quotes, "{value}")'
+        problems.append(Problem(where, variable, " ".join(reason.split())))
     return problems

@@ -59,11 +59,11 @@ class PlaybookReading:
 
 def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
     """Return what a layer reads, asked once; raises UnreadableError for a playbook or role that Ansible can't load."""
-    found: PlaybookReading | None = definition.readings.get(name)
-    if found is None:
-        found = playbook_reading(definition, RoleBook(definition.repo_root).layer(name))
-        definition.readings[name] = found
-    return found
+    reading: PlaybookReading | None = definition.readings.get(name)
+    if reading is None:
+        reading = playbook_reading(definition, RoleBook(definition.repo_root).layer(name))
+        definition.readings[name] = reading
+    return reading
 
 
 def seal_reading(definition: ImageDefinition, playbook: str) -> PlaybookReading:
@@ -147,14 +147,14 @@ class _Reader:
     def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
         """Return the inventory's variables that files speak of."""
         texts = [self._text(file) for file in files]
-        known = self.definition.variables
-        names = referenced_names(texts, known)
-        spoken = {name: known[name] for name in sorted(names)}
+        variables = self.definition.variables
+        names = referenced_names(texts, variables)
+        spoken = {name: variables[name] for name in sorted(names)}
         if any(_ANY_VARIABLE.search(text) for text in texts):
             # All others by their digest: there may be secrets among them that nobody speaks of.
             others: dict[str, JSON] = {
                 name: value
-                for name, value in known.items()
+                for name, value in variables.items()
                 if name not in names and not name.startswith("ansible_")
             }
             met = {word for text in texts for word in words(text)}
@@ -165,7 +165,9 @@ class _Reader:
 
     def _scope(self, role: str) -> Mapping[str, JSON]:
         evaluated = evaluated_playbook(self.definition, self.layer)
-        own = next((found.raw for found in evaluated if found.use.name == role), None)
+        own = next(
+            (evaluated_role.raw for evaluated_role in evaluated if evaluated_role.use.name == role), None
+        )
         return own or role_variables(self.book, self.layer, RoleUse(role), self.inventory)
 
     def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:

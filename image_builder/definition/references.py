@@ -18,14 +18,14 @@ _LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")
 
 def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> frozenset[str]:
     """Return the ``variables`` whose names are words of ``texts``, or of the values of such variables."""
-    found: set[str] = set()
+    names: set[str] = set()
     queue = {word for text in texts for word in words(text)} & variables.keys()
     while queue:
         name = queue.pop()
-        found.add(name)
+        names.add(name)
         inside = {word for text in strings(variables[name]) for word in words(text)}
-        queue |= (inside & variables.keys()) - found
-    return frozenset(found)
+        queue |= (inside & variables.keys()) - names
+    return frozenset(names)
 
 
 def vaulted_names(variables: Mapping[str, JSON]) -> frozenset[str]:
@@ -46,15 +46,15 @@ def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
 def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[str]:
     if not sources:
         return frozenset()
-    found = set(sources)
+    names = set(sources)
     templates = {
         name: {word for text in strings(value) if is_template(text) for word in words(text)}
         for name, value in variables.items()
-        if name not in found
+        if name not in names
     }
-    while more := {name for name, inside in templates.items() if name not in found and inside & found}:
-        found |= more
-    return frozenset(found)
+    while more := {name for name, inside in templates.items() if name not in names and inside & names}:
+        names |= more
+    return frozenset(names)
 
 
 def lookup_calls(text: str) -> Iterator[tuple[str, str]]:

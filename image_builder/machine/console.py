@@ -86,15 +86,15 @@ def problems(text: str, *, emulated: bool = False) -> list[str]:
 
     With ``emulated`` stalls and lock-ups don't count: without KVM they tell about the host.
     """
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for line in plain(text).splitlines():
         for pattern, shows, unless in _COMPILED:
             if emulated and pattern.real_time:
                 continue
             if shows.search(line) and not (unless and unless.search(line)):
-                found[f"{pattern.name}: {line.strip()}"] = None
+                lines[f"{pattern.name}: {line.strip()}"] = None
                 break
-    return list(found)
+    return list(lines)
 
 
 def fatal(text: str) -> str | None:

@@ -266,7 +266,7 @@ def forwarded_port(usernet: str) -> int:
     BootError when there is none.
     """
     for line in usernet.splitlines():
-        words = line.split()
-        if words[:1] == ["TCP[HOST_FORWARD]"] and words[5:6] == ["22"]:
-            return int(words[3])
+        fields = line.split()
+        if fields[:1] == ["TCP[HOST_FORWARD]"] and fields[5:6] == ["22"]:
+            return int(fields[3])
     raise BootError("QEMU forwards no port to the guest's SSH")

@@ -27,12 +27,12 @@ _PLAIN = re.compile(rf"(?!(?:{_RESERVED})\b)[\w/](?:[\w@%+=:,./ -]|'[^'\n]*')*",
 class ShellEndedError(OSError):
     """The shell is gone, or the connection is: what the command did is not known.
 
-    ``said`` is the last line that came of it; ``lost`` tells that it was the connection.
+    ``last_line`` is the last that came of it; ``lost`` tells that it was the connection.
     """
 
-    def __init__(self, what: str, said: str = "", *, lost: bool = False) -> None:
-        super().__init__(what)
-        self.said = said
+    def __init__(self, message: str, last_line: str = "", *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.last_line = last_line
         self.lost = lost
 
 
@@ -79,17 +79,17 @@ class Shell:
             self.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"no end after {seconds:g} s: {command}") from error
-            what = f"{error or type(error).__name__}: {command}"
+            message = f"{error or type(error).__name__}: {command}"
             # A login shell that lets nobody work says so on standard output.
-            raise ShellEndedError(what, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error
+            raise ShellEndedError(message, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error
         return status, out.kept, err.kept
 
     def _run(self, command: str, deadline: float, out: _Stream, err: _Stream) -> int:
         end = f"'\\n%s %d\\n' {self._word} $s"
         body = command if _PLAIN.fullmatch(command) else f"eval {shlex.quote(command)}"
-        told = f"({body}) </dev/null; s=$?; printf {end}; printf {end} >&2\n"
+        script = f"({body}) </dev/null; s=$?; printf {end}; printf {end} >&2\n"
         self._channel.settimeout(max(0.0, deadline - time.monotonic()))
-        self._channel.sendall(told.encode())
+        self._channel.sendall(script.encode())
         while (status := out.take_end(self._end)) is None:
             self._read(out, self._channel.recv, deadline)
             # What nobody takes there would hold up the command, once the window is full.
@@ -101,10 +101,10 @@ class Shell:
 
     def _read(self, stream: _Stream, receive: Callable[[int], bytes], deadline: float) -> None:
         """Wait a moment for more of a stream."""
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        self._channel.settimeout(min(left, _LOOK_SECONDS))
+        self._channel.settimeout(min(remaining, _LOOK_SECONDS))
         with contextlib.suppress(TimeoutError):
             part = receive(_BYTES)
             if not part:
@@ -130,11 +130,11 @@ class _Stream:
 
     def take_end(self, end: re.Pattern[bytes]) -> int | None:
         """Drop the end that it has come to, and return the status in it; None before that."""
-        found = end.search(self._bytes, max(0, len(self._bytes) - _LONGEST_END))
-        if found is None:
+        match = end.search(self._bytes, max(0, len(self._bytes) - _LONGEST_END))
+        if match is None:
             return None
-        start, status = found.start(), int(found[1])
-        del found  # what it has found can't be changed
+        start, status = match.start(), int(match[1])
+        del match  # it holds on to the buffer, which can't be cut meanwhile
         del self._bytes[start:]
         return status
 

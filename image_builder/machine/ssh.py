@@ -83,8 +83,8 @@ def parse(url: str) -> SshAddress:
         or parts.password
         or unknown
     ):
-        what = f"unknown option {', '.join(unknown)}" if unknown else "not an SSH address"
-        raise UsageError(f"{url}: {what}", hint=hint)
+        reason = f"unknown option {', '.join(unknown)}" if unknown else "not an SSH address"
+        raise UsageError(f"{url}: {reason}", hint=hint)
     files = {name: Path(value) for name, value in query.items() if value}
     return SshAddress(
         user=unquote(parts.username or "root"),
@@ -198,25 +198,25 @@ class SshTarget:
         root: bool = True,
     ) -> Completed:
         """Run a command, as root unless ``root`` is False; ``timeout`` (seconds) is for the whole of it."""
-        words = list(argv)
+        arguments = list(argv)
         if root and self.address.user != "root":
-            words = ["sudo", "-n", "--", *words]
-        command = shlex.join(words)
+            arguments = ["sudo", "-n", "--", *arguments]
+        command = shlex.join(arguments)
         started = time.monotonic()
         try:
             status, out, err = self._execute(command, input, started + timeout)
         except TimeoutError as error:
             raise CommandError(
-                f"timed out after {timeout:g} s on {self.address.host}: {command}", argv=words
+                f"timed out after {timeout:g} s on {self.address.host}: {command}", argv=arguments
             ) from error
         except (OSError, EOFError, paramiko.SSHException) as error:
             self.close()
-            raise CommandError(f"lost {self.address.host} ({error}): {command}", argv=words) from error
-        done = Completed(tuple(words), status, out, err, time.monotonic() - started)
+            raise CommandError(f"lost {self.address.host} ({error}): {command}", argv=arguments) from error
+        done = Completed(tuple(arguments), status, out, err, time.monotonic() - started)
         if status not in ok:
             tail = "\n".join((out + err).rstrip().splitlines()[-TAIL_LINES:])
             raise CommandError(
-                f"exit status {status} on {self.address.host}: {command}", argv=words, tail=tail
+                f"exit status {status} on {self.address.host}: {command}", argv=arguments, tail=tail
             )
         return done
 
@@ -278,10 +278,10 @@ def drain(channel: paramiko.Channel, deadline: float) -> tuple[bytes, bytes]:
     """Read both streams until the command has ended; raises TimeoutError at ``deadline`` (monotonic seconds)."""
     out, err = bytearray(), bytearray()
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        channel.settimeout(min(left, _LOOK_SECONDS))
+        channel.settimeout(min(remaining, _LOOK_SECONDS))
         part = None
         with contextlib.suppress(TimeoutError):
             part = channel.recv(65536)

@@ -334,19 +334,19 @@ class Vm:
         target.save_known_hosts(self.directory / "known_hosts")
         return target
 
-    def _await(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+    def _await(self, done: Callable[[], bool], seconds: float, failure: str) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if not self.running or time.monotonic() > deadline:
-                raise self._failure(what)
+                raise self._failure(failure)
             time.sleep(0.02)
 
-    def _failure(self, what: str) -> BootError:
+    def _failure(self, failure: str) -> BootError:
         """Return an error with the last lines of the console, or of QEMU where there are none."""
         text = console.plain(self.console()).strip() or self._read_qemu_log()
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
         return BootError(
-            f"{self.options.name}: {what}\n{tail}", hint=f"the whole console: {self._console_named}"
+            f"{self.options.name}: {failure}\n{tail}", hint=f"the whole console: {self._console_named}"
         )
 
     def _read_qemu_log(self) -> str:

@@ -61,11 +61,11 @@ def file_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
     Keys are paths below ``root``. The executable bit counts, since a role may ship a script by its mode;
     other mode bits depend on the checkout's umask and don't.
     """
-    found = {}
+    digests = {}
     for source in sources:
         for path in sorted(files_in(source)):
-            found[os.fspath(path.relative_to(root))] = file_digest(path)
-    return found
+            digests[os.fspath(path.relative_to(root))] = file_digest(path)
+    return digests
 
 
 def named_digests(files: Mapping[str, Path]) -> dict[str, str]:
@@ -97,8 +97,8 @@ def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
         return
     linked: set[str] = set()
     for folder, dirs, files in os.walk(source, followlinks=True):
-        kept = [name for name in sorted(dirs) if whole or name not in _IGNORED_DIRS]
-        dirs[:] = [name for name in kept if _is_new(Path(folder, name), linked)]
+        subfolders = [name for name in sorted(dirs) if whole or name not in _IGNORED_DIRS]
+        dirs[:] = [name for name in subfolders if _is_new(Path(folder, name), linked)]
         for name in files:
             if whole or (name not in _IGNORED_FILES and not name.endswith(_IGNORED_SUFFIXES)):
                 yield Path(folder, name)

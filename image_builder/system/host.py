@@ -61,11 +61,11 @@ def check_root() -> None:
 
 def check_kernel(
     filesystems: tuple[str, ...],
-    known: Path = Path("/proc/filesystems"),
+    registered: Path = Path("/proc/filesystems"),
     modules: Path = Path("/lib/modules"),
 ) -> None:
     """Raise HostError for a filesystem that the running kernel neither has nor can load."""
-    listed = {line.split()[-1] for line in known.read_text(encoding="ascii").splitlines()}
+    listed = {line.split()[-1] for line in registered.read_text(encoding="ascii").splitlines()}
     here = modules / platform.release()
     for name in filesystems:
         folder = {"overlay": "overlayfs"}.get(name, name)

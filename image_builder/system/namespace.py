@@ -137,7 +137,7 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mas
     try:
         if _parent_is_gone(alive):
             os._exit(code)
-        mine = os.pipe()
+        pipe = os.pipe()
         if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS) != 0:
             reason = os.strerror(ctypes.get_errno())
             sys.stderr.write(f"error: can't make private namespaces: {reason}\nhint: run as root\n")
@@ -145,8 +145,8 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mas
         else:
             first = os.fork()
             if first == 0:
-                _become_init(work, mine, mask)
-            os.close(mine[0])
+                _become_init(work, pipe, mask)
+            os.close(pipe[0])
             code = _wait_for(first)
     except BaseException:
         traceback.print_exc()
@@ -164,11 +164,11 @@ def _wait_for(child: int, *, orphans: bool = False) -> int:
     last = signal.SIGALRM
     while True:
         # The time limit is for a caller with threads after all: one of them may swallow the SIGCHLD.
-        told = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1)
-        if told and told.si_signo != signal.SIGCHLD:
-            last = signal.Signals(told.si_signo)
-            if not (told.si_signo == signal.SIGINT and told.si_code == _SI_KERNEL):
-                os.kill(child, told.si_signo)
+        caught = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1)
+        if caught and caught.si_signo != signal.SIGCHLD:
+            last = signal.Signals(caught.si_signo)
+            if not (caught.si_signo == signal.SIGINT and caught.si_code == _SI_KERNEL):
+                os.kill(child, caught.si_signo)
             continue
         pid = -1
         while pid:

@@ -57,8 +57,8 @@ class Root:
         proxies' addresses, which may hold a password, from the environment that ``process`` gives it.
         """
         variables = {**self.environment, **(env or {})}
-        kept = {*environment.PROXIES, *variables}
-        dropped = sorted(environment.environment().keys() - kept) if proxies else []
+        passed = {*environment.PROXIES, *variables}
+        dropped = sorted(environment.environment().keys() - passed) if proxies else []
         return [
             *BOUNDED,
             *(() if self.network else ("unshare", "--net", "--")),
@@ -204,10 +204,10 @@ def _kill_inhabitants(root: Path) -> None:
     """
     where = os.stat(root)
     for _ in range(50):
-        found = [pid for pid in _processes() if _has_root(pid, where)]
-        if not found:
+        pids = [pid for pid in _processes() if _has_root(pid, where)]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             try:
                 os.kill(pid, 9)
             except ProcessLookupError:
@@ -221,7 +221,7 @@ def _processes() -> list[int]:
 
 def _has_root(pid: int, root: os.stat_result) -> bool:
     try:
-        found = os.stat(f"/proc/{pid}/root/.")
+        process_root = os.stat(f"/proc/{pid}/root/.")
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (root.st_dev, root.st_ino)
+    return (process_root.st_dev, process_root.st_ino) == (root.st_dev, root.st_ino)

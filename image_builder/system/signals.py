@@ -18,8 +18,8 @@ _OVER = b"\0"  # no signal has this number
 
 
 class _Pipe(NamedTuple):
-    ours: int
-    theirs: int
+    reader: int
+    writer: int
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def listening(*numbers: signal.Signals) -> Iterator[Callable[[], None]]:
     with _written(numbers) as pipe:
 
         def wait() -> None:
-            while not {*numbers}.intersection(os.read(pipe.ours, 1)):
+            while not {*numbers}.intersection(os.read(pipe.reader, 1)):
                 pass
 
         yield wait
@@ -44,7 +44,7 @@ def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]
     with _written(numbers) as pipe:
 
         def call() -> None:
-            while os.read(pipe.ours, 1) != _OVER:
+            while os.read(pipe.reader, 1) != _OVER:
                 wake()
 
         thread = threading.Thread(target=call, name="signals")
@@ -52,7 +52,7 @@ def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]
         try:
             yield
         finally:
-            os.write(pipe.theirs, _OVER)
+            os.write(pipe.writer, _OVER)
             thread.join()
 
 
@@ -60,8 +60,8 @@ def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]
 def _written(numbers: Iterable[signal.Signals]) -> Iterator[_Pipe]:
     """Let the interpreter write the numbers of signals to a pipe, each a byte; these do nothing else."""
     pipe = _Pipe(*os.pipe2(os.O_CLOEXEC))
-    os.set_blocking(pipe.theirs, False)  # as the interpreter demands
-    unheard = signal.set_wakeup_fd(pipe.theirs)
+    os.set_blocking(pipe.writer, False)  # as the interpreter demands
+    unheard = signal.set_wakeup_fd(pipe.writer)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield pipe
@@ -69,5 +69,5 @@ def _written(numbers: Iterable[signal.Signals]) -> Iterator[_Pipe]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(unheard)
-        os.close(pipe.ours)
-        os.close(pipe.theirs)
+        os.close(pipe.reader)
+        os.close(pipe.writer)

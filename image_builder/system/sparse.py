@@ -165,8 +165,8 @@ def _cloned(reader: int, writer: int) -> bool:
 
 def _write_range(reader: int, writer: int, buffer: mmap.mmap, offset: int, length: int) -> int:
     """Copy through a buffer, in whole blocks: what is written behind the file's end has to be cut off."""
-    with memoryview(buffer) as whole, whole[:length] as wanted:
-        count = os.preadv(reader, [wanted], offset)
+    with memoryview(buffer) as whole, whole[:length] as part:
+        count = os.preadv(reader, [part], offset)
         blocks = -(-count // _ALIGNED) * _ALIGNED
         whole[count:blocks] = bytes(blocks - count)
         with whole[:blocks] as written:
@@ -183,8 +183,8 @@ def _copy_range(reader: int, writer: int, offset: int, length: int) -> int:
 
 
 def _update(update: Callable[[memoryview], object], buffer: mmap.mmap, count: int) -> None:
-    with memoryview(buffer) as whole, whole[:count] as wanted:
-        update(wanted)
+    with memoryview(buffer) as whole, whole[:count] as part:
+        update(part)
 
 
 def _update_zeros(update: Callable[[bytes], object], count: int) -> None:

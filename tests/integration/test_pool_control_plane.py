@@ -81,7 +81,7 @@ def refused(kubeconfig: Path) -> list[str]:
     try:
         plane = rollout._control_plane(kubeconfig)
     except DefinitionError as error:
-        return [problem.what for problem in error.problems if problem.path == "--kubeconfig"]
+        return [problem.reason for problem in error.problems if problem.path == "--kubeconfig"]
     plane.close()
     return []
 
@@ -141,7 +141,7 @@ def node_faults(folder: Path, port: int, ca: str) -> list[str]:
     try:
         node_configs.read(folder, names)
     except DefinitionError as error:
-        return [problem.what for problem in error.problems]
+        return [problem.reason for problem in error.problems]
     return []
 
 

@@ -155,7 +155,7 @@ def test_a_plan_is_older_than_the_next_snapshot(azure: Cloud, out: Path) -> None
     assert _snapshot(azure, out, f"h100={path}")[0] == 0
     now = read_fleet([out.parent], ["h100"])
     (problem,) = plans.stale(plan, now.inventory, now.hosts)
-    assert problem.what == "is older than the inventory: 1 replaced"
+    assert problem.reason == "is older than the inventory: 1 replaced"
 
 
 def _hide(target: str) -> Answer | None:

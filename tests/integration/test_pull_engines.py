@@ -66,7 +66,7 @@ def use_engine(lab: Lab) -> Result:
             result["names"] = archive.getnames()
     result["requests"] = requests_of(lab.proxy, "/")[before:]
     result["shown"] = {
-        ref: [(p.done, p.total, p.what) for p in parts] for ref, parts in pictures.shown.items()
+        ref: [(p.done, p.total, p.action) for p in parts] for ref, parts in pictures.shown.items()
     }
     result["images"] = [json.loads(i.model_dump_json()) for i in (one, two, four)]
     return result

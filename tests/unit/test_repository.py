@@ -88,7 +88,7 @@ def test_a_damaged_control_file_is_named_and_written_anew(
     control.write_text(damaged)
     (damage,) = store.verify()
     assert (damage.id, damage.name, damage.repaired) == (package.sha256, "debs", True)
-    assert "control file" in damage.what
+    assert "control file" in damage.difference
     assert store.verify() == []
     assert _index(store, package, tmp_path / "second") == index
 

@@ -79,7 +79,7 @@ def test_a_changed_extended_attribute_is_refused_when_it_is_read(store: Store) -
     os.setxattr(file, "user.mark", b"y")
     with pytest.raises(StoreError, match="extended attributes of tree/etc/file were changed"):
         store.check(plan.id)
-    assert [d.what for d in store.verify()] == ["the extended attributes of tree/etc/file were changed"]
+    assert [d.difference for d in store.verify()] == ["the extended attributes of tree/etc/file were changed"]
     os.removexattr(file, "user.mark")
     store.check(plan.id)
 
@@ -139,7 +139,7 @@ def test_verify_finds_a_changed_byte_that_stat_does_not_show(store: Store) -> No
     store.check(plan.id)
     (damage,) = store.verify()
     assert damage.id == plan.id
-    assert "content of tree/etc/file" in damage.what
+    assert "content of tree/etc/file" in damage.difference
 
 
 def test_verify_finds_a_damaged_manifest_and_download(store: Store) -> None:

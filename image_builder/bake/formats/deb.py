@@ -26,7 +26,7 @@ def read_control(package: Path) -> str:
 def fields(control: str) -> dict[str, str]:
     """Return the fields of a control stanza; none for what has not even a name and a version."""
     try:
-        found = {str(name): str(value) for name, value in Deb822(control).items()}
+        stanza = {str(name): str(value) for name, value in Deb822(control).items()}
     except ValueError:
         return {}
-    return found if {"Package", "Version", "Architecture"} <= found.keys() else {}
+    return stanza if {"Package", "Version", "Architecture"} <= stanza.keys() else {}

@@ -113,20 +113,20 @@ def _check_protective_mbr(sector: bytes, size: int) -> None:
         raise GptError(f"the protective MBR covers {length} sectors, the disk has {size // SECTOR}")
 
 
-def _parse_header(sector: bytes, lba: int, which: str) -> _Header:
+def _parse_header(sector: bytes, lba: int, copy: str) -> _Header:
     fields = _HEADER.unpack_from(sector)
     signature, revision, header_size, crc = fields[:4]
     if signature != _SIGNATURE:
-        raise GptError(f"no {which} header in sector {lba}")
+        raise GptError(f"no {copy} header in sector {lba}")
     if revision != _REVISION or not _HEADER.size <= header_size <= SECTOR:
-        raise GptError(f"{which} header: revision {revision:#x} with {header_size} bytes")
+        raise GptError(f"{copy} header: revision {revision:#x} with {header_size} bytes")
     if binascii.crc32(sector[:16] + bytes(4) + sector[20:header_size]) != crc:
-        raise GptError(f"{which} header: wrong CRC")
+        raise GptError(f"{copy} header: wrong CRC")
     header = _Header(*fields[5:])
     if header.own_lba != lba:
-        raise GptError(f"{which} header: says it is in sector {header.own_lba}, was found in {lba}")
+        raise GptError(f"{copy} header: says it is in sector {header.own_lba}, was found in {lba}")
     if header.entry_size < _ENTRY.size or header.entry_size % 8 or header.entries_count > _MAX_ENTRIES:
-        raise GptError(f"{which} header: {header.entries_count} entries of {header.entry_size} bytes")
+        raise GptError(f"{copy} header: {header.entries_count} entries of {header.entry_size} bytes")
     return header
 
 
@@ -143,15 +143,15 @@ def _check_agreement(primary: _Header, backup: _Header, last: int) -> None:
         raise GptError("the backup partition table overlaps the usable range")
 
 
-def _read_table(disk: BinaryIO, header: _Header, which: str) -> bytes:
+def _read_table(disk: BinaryIO, header: _Header, copy: str) -> bytes:
     table = _pread(disk, header.entries_lba * SECTOR, header.entries_count * header.entry_size)
     if binascii.crc32(table) != header.entries_crc:
-        raise GptError(f"{which} partition table: wrong CRC")
+        raise GptError(f"{copy} partition table: wrong CRC")
     return table
 
 
 def _parse_table(table: bytes, header: _Header) -> tuple[Partition, ...]:
-    found = []
+    partitions = []
     for index in range(header.entries_count):
         kind, own, first, last, attributes, name = _ENTRY.unpack_from(table, index * header.entry_size)
         if kind == bytes(16):
@@ -160,7 +160,7 @@ def _parse_table(table: bytes, header: _Header) -> tuple[Partition, ...]:
             label = name.decode("utf-16-le").split("\0", 1)[0]
         except UnicodeDecodeError as error:
             raise GptError(f"partition {index + 1}: its name is not UTF-16") from error
-        found.append(
+        partitions.append(
             Partition(
                 number=index + 1,
                 type=str(uuid.UUID(bytes_le=kind)),
@@ -171,7 +171,7 @@ def _parse_table(table: bytes, header: _Header) -> tuple[Partition, ...]:
                 attributes=attributes,
             )
         )
-    return tuple(found)
+    return tuple(partitions)
 
 
 def _check_partitions(partitions: Sequence[Partition], header: _Header) -> None:
@@ -180,8 +180,8 @@ def _check_partitions(partitions: Sequence[Partition], header: _Header) -> None:
         if partition.size <= 0:
             raise GptError(f"partition {partition.number} ends before it starts")
         if partition.start < end:
-            what = f"overlaps partition {before}" if before else "starts before the usable range"
-            raise GptError(f"partition {partition.number} {what}")
+            fault = f"overlaps partition {before}" if before else "starts before the usable range"
+            raise GptError(f"partition {partition.number} {fault}")
         end, before = partition.start + partition.size, partition.number
     if end > (header.last_usable + 1) * SECTOR:
         raise GptError(f"partition {before} ends after the usable range")

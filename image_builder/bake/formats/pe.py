@@ -113,12 +113,12 @@ def _section(data: bytes, header: int, strings: int) -> Section:
 
 
 def _signatures(table: bytes) -> list[bytes]:
-    found, at = [], 0
+    signatures, at = [], 0
     while at + 8 <= len(table):
         length, _revision, kind = struct.unpack_from("<IHH", table, at)
         if length < 8:
             break
         if kind == _PKCS7:
-            found.append(table[at + 8 : at + length])
+            signatures.append(table[at + 8 : at + length])
         at += length + -length % 8
-    return found
+    return signatures

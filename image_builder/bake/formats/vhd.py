@@ -75,11 +75,11 @@ def parse_footer(footer: bytes) -> Footer:
         raise VhdError(f"a footer has {FOOTER_SIZE} bytes, not {len(footer)}")
     fields = _FOOTER.unpack(footer)
     cookie, features, version, offset, stamp, app, _major, _minor, _system = fields[:9]
-    original, current, cylinders, heads, sectors, kind, found, unique, saved = fields[9:]
+    original, current, cylinders, heads, sectors, kind, recorded, unique, saved = fields[9:]
     if cookie != _COOKIE:
         raise VhdError(f"the cookie is {cookie!r}, not {_COOKIE!r}: no VHD footer")
-    if found != checksum(footer):
-        raise VhdError(f"wrong checksum: {found:#010x}, the bytes give {checksum(footer):#010x}")
+    if recorded != checksum(footer):
+        raise VhdError(f"wrong checksum: {recorded:#010x}, the bytes give {checksum(footer):#010x}")
     if not features & _RESERVED_FEATURE or version != _VERSION:
         raise VhdError(f"features {features:#x}, version {version:#x}: not a version 1.0 footer")
     if kind != FIXED or offset != _NO_OFFSET:

@@ -237,7 +237,7 @@ def _configuration(path: Path, architecture: str) -> str:
 def default_mirrors(program: Path = _MMDEBSTRAP) -> dict[str, str]:
     """Return the mirrors that mmdebstrap uses when it is told none, as its program text has them; else {}."""
     text = _text(program)
-    return {name: found[1] for name, pattern in _DEFAULTS.items() if (found := pattern.search(text))}
+    return {name: match[1] for name, pattern in _DEFAULTS.items() if (match := pattern.search(text))}
 
 
 def _text(path: Path) -> str:
@@ -255,7 +255,7 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
     if release.get("ID", "").strip('"') != "debian":
         return {}
     codename = release.get("VERSION_CODENAME", "").strip('"')
-    found: dict[str, str] = {}
+    mirrors: dict[str, str] = {}
     listings = _host_sources(etc / "apt")
     # Vendors name their suites after Debian's. Debian's own archive is the one that has the updates as well.
     archives = {listed for listed, suites in listings if f"{codename}-updates" in suites}
@@ -264,10 +264,10 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
         if uri is None:
             continue
         if codename in suites:
-            found.setdefault("debian", uri)
+            mirrors.setdefault("debian", uri)
         if f"{codename}-security" in suites:
-            found.setdefault("debian-security", uri)
-    return found
+            mirrors.setdefault("debian-security", uri)
+    return mirrors
 
 
 def _fetchable(uri: str) -> str | None:
@@ -275,7 +275,7 @@ def _fetchable(uri: str) -> str | None:
     if uri.startswith("mirror+file:"):
         path = Path("/" + uri.removeprefix("mirror+file:").lstrip("/"))
         lines = _text(path).splitlines()
-        uri = next((words[0] for line in lines if (words := line.split()) and words[0][0] != "#"), "")
+        uri = next((fields[0] for line in lines if (fields := line.split()) and fields[0][0] != "#"), "")
     return uri if uri.startswith(("http:", "https:", "file:", "copy:")) else None
 
 
@@ -284,18 +284,18 @@ _OFF = ("no", "false", "without", "off", "disable", "0")
 
 
 def _host_sources(apt: Path) -> list[tuple[str, list[str]]]:
-    found = []
+    sources = []
     for path in sorted((apt / "sources.list.d").glob("*.sources")):
         for stanza in re.split(r"\n\s*\n", _text(path)):
             fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.+)$", stanza, flags=re.MULTILINE))
             if "URIs" in fields and fields.get("Enabled", "").strip().lower() not in _OFF:
-                found.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
+                sources.append((fields["URIs"].split()[0], fields.get("Suites", "").split()))
     lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*.list"))]
     for path in lists:
         for line in _text(path).splitlines():
             if match := re.match(r"deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s", f"{line} "):
-                found.append((match[1], [match[2]]))
-    return found
+                sources.append((match[1], [match[2]]))
+    return sources
 
 
 def debian_sources(

@@ -22,8 +22,8 @@ HINT = f"credentials belong into /etc/apt/auth.conf.d, or into a file like those
 
 def configuration() -> str:
     """Return the lines of apt.conf by which a private apt finds them."""
-    if given := os.environ.get(VARIABLE):
-        return f'Dir::Etc::netrc "{os.path.abspath(given)}";\nDir::Etc::netrcparts "/dev/null";\n'
+    if file := os.environ.get(VARIABLE):
+        return f'Dir::Etc::netrc "{os.path.abspath(file)}";\nDir::Etc::netrcparts "/dev/null";\n'
     return f'Dir::Etc::netrc "{_FILE}";\nDir::Etc::netrcparts "{_FOLDER}";\n'
 
 
@@ -45,8 +45,8 @@ def header(url: str) -> dict[str, str]:
 
 
 def _files() -> Iterator[Path]:
-    if given := os.environ.get(VARIABLE):
-        yield Path(given)
+    if file := os.environ.get(VARIABLE):
+        yield Path(file)
         return
     if _FILE.exists():
         yield _FILE

@@ -50,7 +50,7 @@ class Wanted:
 
 
 def fetch(
-    wanted: Iterable[Wanted], cache: Path, scratch: Path, progress: Progress | None = None
+    downloads: Iterable[Wanted], cache: Path, scratch: Path, progress: Progress | None = None
 ) -> dict[str, Path]:
     """Make sure that every wanted file lies in ``cache`` and return {sha256: path}.
 
@@ -58,7 +58,7 @@ def fetch(
     parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
     done, bytes in all). Raises FetchError naming every file that failed. What interrupts the wait ends all of them.
     """
-    files = {w.sha256: w for w in wanted}
+    files = {w.sha256: w for w in downloads}
     missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
     total, done = sum(w.size or 0 for w in missing), 0
     failures: list[str] = []

@@ -108,22 +108,22 @@ class LockedGroup(Question):
         """Return the SHA-256 over the packages' own digests; order and origin don't count."""
         return digest(sorted(p.sha256 for p in self.packages))
 
-    def differences(self, asked: Question) -> list[str]:
+    def differences(self, question: Question) -> list[str]:
         """Tell why this doesn't answer a question: one sentence a difference."""
         reasons = []
-        if asked.suite != self.suite:
-            reasons.append(f"locked for {self.suite}, not for {asked.suite}")
-        for what, wanted, got in (
-            ("components", asked.components, self.components),
-            ("repositories", asked.repositories, self.repositories),
+        if question.suite != self.suite:
+            reasons.append(f"locked for {self.suite}, not for {question.suite}")
+        for field, requested, locked in (
+            ("components", question.components, self.components),
+            ("repositories", question.repositories, self.repositories),
         ):
-            if sorted(wanted) != sorted(got):
+            if sorted(requested) != sorted(locked):
                 reasons.append(
-                    f"{what}: locked {', '.join(got) or 'none'}, asked for {', '.join(wanted) or 'none'}"
+                    f"{field}: locked {', '.join(locked) or 'none'}, asked for {', '.join(requested) or 'none'}"
                 )
-        if added := sorted(set(asked.requested) - set(self.requested)):
+        if added := sorted(set(question.requested) - set(self.requested)):
             reasons.append(f"not locked: {', '.join(added)}")
-        if gone := sorted(set(self.requested) - set(asked.requested)):
+        if gone := sorted(set(self.requested) - set(question.requested)):
             reasons.append(f"no longer asked for: {', '.join(gone)}")
         return reasons
 
@@ -186,7 +186,9 @@ class Lock(_Frozen):
             elif name not in self.groups:
                 reasons.append(f"{name}: not locked")
             else:
-                reasons += [f"{name}: {what}" for what in self.groups[name].differences(questions[name])]
+                reasons += [
+                    f"{name}: {difference}" for difference in self.groups[name].differences(questions[name])
+                ]
         locked = {name: source.suite for name, source in self.sources.items()}
         if locked != dict(sources):
             reasons.append(f"source packages: locked {_pairs(locked)}, asked for {_pairs(sources)}")

@@ -25,11 +25,11 @@ def resolve_lock(
     needs: Requirements,
     settings: Settings,
     monitor: Monitor,
-    known: Lock | None = None,
+    previous: Lock | None = None,
 ) -> Lock:
     """Resolve everything that ``definition`` ``needs``. Raises FetchError, LockError, HostError.
 
-    What ``known`` answers stays as it is: a package more is no reason to upgrade the others.
+    What ``previous`` answers stays as it is: a package more is no reason to upgrade the others.
     """
     if definition.base.distribution != "debian":
         raise DefinitionError(
@@ -41,7 +41,7 @@ def resolve_lock(
     monitor.stage_started("lock")
     try:
         with store.staging() as staging:
-            lock = _resolve(definition, needs, settings, monitor, staging, known)
+            lock = _resolve(definition, needs, settings, monitor, staging, previous)
     except ImageBuilderError:
         monitor.stage_failed("lock", time.monotonic() - started)
         raise
@@ -62,16 +62,16 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     started = time.monotonic()
     monitor.stage_started("lock")
     try:
-        for wanted in definition.preload:
-            locked = lock.locked_image(wanted.ref)
-            if locked is None or locked.platform != wanted.platform:
-                monitor.stage_doing("lock", f"asking for {wanted.ref}")
+        for image in definition.preload:
+            locked = lock.locked_image(image.ref)
+            if locked is None or locked.platform != image.platform:
+                monitor.stage_doing("lock", f"asking for {image.ref}")
                 try:
-                    locked = locate(wanted.ref, wanted.platform, endpoints, mirrors)
+                    locked = locate(image.ref, image.platform, endpoints, mirrors)
                 except PullError as error:
-                    if wanted.required:
+                    if image.required:
                         raise
-                    left_out.append(wanted.ref)
+                    left_out.append(image.ref)
                     monitor.note(f"left out, it is not required: {error.message}")
                     continue
             images.append(locked)
@@ -114,48 +114,50 @@ def _resolve(
     settings: Settings,
     monitor: Monitor,
     staging: Path,
-    known: Lock | None,
+    previous: Lock | None,
 ) -> Lock:
     groups: dict[str, LockedGroup] = {}
     sources: dict[str, LockedSource] = {}
     repositories: dict[str, str | None] = {}
-    epoch = known.source_date_epoch if known else 0
-    dates = dict(known.release_dates) if known else {}
+    epoch = previous.source_date_epoch if previous else 0
+    dates = dict(previous.release_dates) if previous else {}
     for chain in _chains(needs):
         first = needs.groups[chain[0]]
-        wanted = [
+        source_names = [
             n for n, suite in needs.sources.items() if suite == first.suite and chain[0] == "build_root"
         ]
-        kept = _kept(chain, needs, known)
-        if known and len(kept) == len(chain) and all(name in known.sources for name in wanted):
-            groups |= kept
-            sources |= {name: known.sources[name] for name in wanted}
-            repositories |= _repositories(known, kept)
+        reused = _reusable(chain, needs, previous)
+        if previous and len(reused) == len(chain) and all(name in previous.sources for name in source_names):
+            groups |= reused
+            sources |= {name: previous.sources[name] for name in source_names}
+            repositories |= _repositories(previous, reused)
             continue
         monitor.stage_doing("lock", f"reading the package indices of {first.suite}")
         apt = Apt(
             staging / f"apt-{chain[0]}",
-            _sources(definition, settings, needs.groups[chain[-1]], bool(wanted)),
+            _sources(definition, settings, needs.groups[chain[-1]], bool(source_names)),
             definition.base.architecture,
         )
         apt.update()
         read = apt.release_dates()
         dates |= read
-        if known:
-            apt.prefer(p for name in chain if name in known.groups for p in known.groups[name].packages)
+        if previous:
+            apt.prefer(p for name in chain if name in previous.groups for p in previous.groups[name].packages)
         for name in chain:
-            if name in kept and (gone := apt.mark_installed(kept[name].packages, settings.store / "debs")):
+            if name in reused and (
+                gone := apt.mark_installed(reused[name].packages, settings.store / "debs")
+            ):
                 monitor.note(_why_again(name, gone))
-                kept = {other: kept[other] for other in chain[: chain.index(name)]}
-            if name in kept:
-                groups[name] = kept[name]
+                reused = {other: reused[other] for other in chain[: chain.index(name)]}
+            if name in reused:
+                groups[name] = reused[name]
             else:
                 monitor.stage_doing("lock", f"resolving the packages of {name}")
                 groups[name] = _group(apt, needs.groups[name])
-        for name in wanted:
+        for name in source_names:
             version, files = apt.source(name)
             sources[name] = LockedSource(suite=first.suite, version=version, files=files)
-        if chain[0] == "base" and "base" not in kept:
+        if chain[0] == "base" and "base" not in reused:
             _require_debians(groups["base"])
             epoch = max(read.values())
         repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
@@ -170,15 +172,15 @@ def _resolve(
     )
 
 
-def _kept(chain: list[str], needs: Requirements, known: Lock | None) -> dict[str, LockedGroup]:
+def _reusable(chain: list[str], needs: Requirements, previous: Lock | None) -> dict[str, LockedGroup]:
     """Return what a lock answers of a chain already, up to the first group that is asked for in another way."""
-    kept: dict[str, LockedGroup] = {}
+    reusable: dict[str, LockedGroup] = {}
     for name in chain:
-        group = known.groups.get(name) if known else None
+        group = previous.groups.get(name) if previous else None
         if group is None or group.differences(needs.groups[name].question):
             break
-        kept[name] = group
-    return kept
+        reusable[name] = group
+    return reusable
 
 
 def _why_again(name: str, gone: list[LockedPackage]) -> str:
@@ -190,10 +192,10 @@ def _why_again(name: str, gone: list[LockedPackage]) -> str:
     )
 
 
-def _repositories(known: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:
+def _repositories(previous: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:
     """Return the repositories that groups of a lock are of, and Debian's."""
     used = {DEBIAN, SECURITY, *(p.repository for group in groups.values() for p in group.packages)}
-    return {name: uri for name, uri in known.repositories.items() if name in used}
+    return {name: uri for name, uri in previous.repositories.items() if name in used}
 
 
 def _require_debians(base: LockedGroup) -> None:
@@ -234,11 +236,11 @@ def _sources(
     definition: ImageDefinition, settings: Settings, group: Group, with_sources: bool
 ) -> list[Source]:
     mirror = settings.mirror or definition.base.mirror
-    found = debian_sources(
+    sources = debian_sources(
         group.suite, group.components, keyring(definition), mirror, with_sources=with_sources
     )
     for repository in group.repositories:
-        found += [
+        sources += [
             Source(
                 repository.name if len(repository.uris) == 1 else f"{repository.name}-{number}",
                 uri,
@@ -248,13 +250,13 @@ def _sources(
             )
             for number, uri in enumerate(repository.uris)
         ]
-    return found
+    return sources
 
 
 def addresses(definition: ImageDefinition, settings: Settings, lock: Lock) -> dict[str, str]:
     """Map the repositories of a lock to where their files are fetched: the mirror now, not the one then."""
     mirror = settings.mirror or definition.base.mirror
-    known = {
+    uris = {
         s.id: s.uri for s in debian_sources(definition.base.suite, ("main",), keyring(definition), mirror)
     }
-    return {name: uri or known.get(name, "") for name, uri in lock.repositories.items()}
+    return {name: uri or uris.get(name, "") for name, uri in lock.repositories.items()}

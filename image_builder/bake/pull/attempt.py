@@ -33,33 +33,33 @@ class Attempt:
         self._end: Callable[[], None] | None = None
         self._why: str | None = None
 
-    def seen(self, seen: Seen) -> None:
-        """Take in what a runtime told."""
+    def observe(self, event: Seen) -> None:
+        """Take in an event of the runtime."""
         with self._lock:
-            self._state = deadline.observe(self._state, seen)
-            self.last[seen.layer] = seen
-            if seen.layer:
-                record = self.layers.setdefault(seen.layer, LayerRecord({}))
-                times = record.phases.setdefault(seen.phase, [seen.at, seen.at])
-                times[1] = seen.at
-                if seen.phase == "downloading":
-                    record.bytes = max(record.bytes, seen.current)
+            self._state = deadline.observe(self._state, event)
+            self.last[event.layer] = event
+            if event.layer:
+                record = self.layers.setdefault(event.layer, LayerRecord({}))
+                times = record.phases.setdefault(event.phase, [event.at, event.at])
+                times[1] = event.at
+                if event.phase == "downloading":
+                    record.bytes = max(record.bytes, event.current)
         self.check()
 
     def queued(self, *, behind_others: bool) -> None:
         """Tell whether this runtime downloads anything: if not, what is queued waits for the registry alone."""
         if behind_others:
-            told = Seen(now(), "", "waiting")
+            event = Seen(now(), "", "waiting")
         else:
-            told = Seen(now(), "", "retrying", text="asked for, nothing came yet")
+            event = Seen(now(), "", "retrying", text="asked for, nothing came yet")
         with self._lock:
-            self._state = deadline.observe(self._state, told)
+            self._state = deadline.observe(self._state, event)
 
     @property
     def downloads(self) -> bool:
         """Return whether a layer of it is downloading."""
         with self._lock:
-            return any(seen.phase == "downloading" for seen in self.last.values())
+            return any(event.phase == "downloading" for event in self.last.values())
 
     def judge(self, now: float, limits: Limits) -> Verdict | None:
         """Return why it must end now; None while all is well."""

@@ -41,7 +41,7 @@ _DATABASES = (
     "io.containerd.metadata.v1.bolt/meta.db",
     "io.containerd.snapshotter.v1.overlayfs/metadata.db",
 )
-_KEPT = (_CONTENT, *(name.partition("/")[0] for name in _DATABASES))
+_IMAGE_DATA = (_CONTENT, *(name.partition("/")[0] for name in _DATABASES))
 _START_SECONDS, _STOP_SECONDS = 60.0, 60.0
 _POLL_SECONDS = 0.5
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -104,9 +104,9 @@ class ContainerdEngine:
         self.mirrors: Mirrors = {}
         self.outbound: Mapping[str, str] = {}
 
-    def _ctr(self, *words: str) -> str:
+    def _ctr(self, *arguments: str) -> str:
         try:
-            return self.root.run(["ctr", "-n", NAMESPACE, *words]).stdout
+            return self.root.run(["ctr", "-n", NAMESPACE, *arguments]).stdout
         except CommandError as error:
             raise PullError(error.tail or error.message) from error
 
@@ -129,8 +129,8 @@ class ContainerdEngine:
 
     def version(self) -> str:
         """Return the daemon's version, without the name of who built it."""
-        words = self.root.run(["containerd", "--version"]).stdout.split()
-        return words[2].removeprefix("v") if len(words) > 2 else ""
+        fields = self.root.run(["containerd", "--version"]).stdout.split()
+        return fields[2].removeprefix("v") if len(fields) > 2 else ""
 
     def has(self, image: LockedImage) -> bool:
         """Tell whether an image is there as it was locked, by digest and tag, complete and unpacked."""
@@ -158,8 +158,8 @@ class ContainerdEngine:
                 ) as child:
                     attempt.ended_by(child.terminate)
                     while child.poll() is None:
-                        for seen in self._observe(image):
-                            attempt.seen(seen)
+                        for event in self._observe(image):
+                            attempt.observe(event)
                         attempt.check()
                         time.sleep(_POLL_SECONDS)
                 attempt.check()
@@ -168,11 +168,11 @@ class ContainerdEngine:
         finally:
             log.unlink(missing_ok=True)
         self._ctr("images", "tag", "--force", name, image.ref)
-        for known in (name, image.ref):
-            if not self._is_complete(known, image.digest):
-                raise PullError(f"{known} is not complete after it was pulled")
+        for image_name in (name, image.ref):
+            if not self._is_complete(image_name, image.digest):
+                raise PullError(f"{image_name} is not complete after it was pulled")
         for layer in image.layers:
-            attempt.seen(Seen(now(), layer.digest, "done"))
+            attempt.observe(Seen(now(), layer.digest, "done"))
 
     def pull_command(self, image: LockedImage, hosts: str) -> list[str]:
         """Return what pulls an image by its digest; ``hosts`` is the directory that leads to its registry."""
@@ -192,12 +192,12 @@ class ContainerdEngine:
         for digest, (got, total) in coming.items():
             if digest in layers:
                 yield Seen(at, digest, "downloading", got, total or layers[digest])
-        there = [d for d in layers if d not in coming and self._has_blob(d)]
-        if layers and len(there) == len(layers):
+        present = [d for d in layers if d not in coming and self._has_blob(d)]
+        if layers and len(present) == len(layers):
             # Nothing is left to come: what the daemon writes now are the files of layers.
             yield Seen(at, image.layers[-1].digest, "extracting", self._written())
-            there.pop()
-        for digest in there:
+            present.pop()
+        for digest in present:
             yield Seen(at, digest, "downloaded", layers[digest], layers[digest])
 
     def _has_blob(self, digest: str) -> bool:
@@ -269,9 +269,9 @@ class ContainerdEngine:
         """Remove every reference to other images; return what was removed."""
         return self.keep_only_names(names_of(images))
 
-    def keep_only_names(self, wanted: Set[str]) -> list[str]:
+    def keep_only_names(self, names: Set[str]) -> list[str]:
         """Remove every other reference; return what was removed."""
-        removed = [name for name in self._ctr("images", "ls", "-q").split() if name not in wanted]
+        removed = [name for name in self._ctr("images", "ls", "-q").split() if name not in names]
         if removed:
             self._ctr("images", "rm", "--sync", *removed)
         return removed
@@ -284,13 +284,13 @@ class ContainerdEngine:
         name = f"rehearsal-{image.config[7:19]}"
         config = json.loads(self._ctr("content", "get", image.config)).get("config", {})
         runs = bool(config.get("Cmd") or config.get("Entrypoint"))
-        words = ("--snapshotter", SNAPSHOTTER, image.ref, name)
+        arguments = ("--snapshotter", SNAPSHOTTER, image.ref, name)
         started = time.monotonic()
         try:
             if not runs:
-                self._ctr("containers", "create", *words, "/nothing")
+                self._ctr("containers", "create", *arguments, "/nothing")
                 return None
-            self._ctr("run", "--detach", "--null-io", "--cgroup", f"{cgroups.PARENT}/{name}", *words)
+            self._ctr("run", "--detach", "--null-io", "--cgroup", f"{cgroups.PARENT}/{name}", *arguments)
             return round(time.monotonic() - started, 3)
         except PullError as error:
             raise PullError(
@@ -306,8 +306,8 @@ class ContainerdEngine:
         size, chain = 0, ""
         for layer in image.layers:
             chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
-            told = self._ctr("snapshots", "--snapshotter", SNAPSHOTTER, "usage", "-b", chain)
-            size += int(told.splitlines()[-1].split()[1])
+            usage = self._ctr("snapshots", "--snapshotter", SNAPSHOTTER, "usage", "-b", chain)
+            size += int(usage.splitlines()[-1].split()[1])
         return size
 
     def layer_folders(self, image: LockedImage) -> list[str]:
@@ -320,23 +320,23 @@ class ContainerdEngine:
             chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
         view = f"layers-of-{image.config[7:19]}"
         snapshots = ("snapshots", "--snapshotter", SNAPSHOTTER)
-        told = self._ctr(*snapshots, "view", "--mounts", view, chain)
+        mounts = self._ctr(*snapshots, "view", "--mounts", view, chain)
         # Nothing refers to it, so containerd's garbage collection may have been quicker.
         self.root.run(["ctr", "-n", NAMESPACE, *snapshots, "rm", view], ok=range(256))
-        return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(_lowers(told))]
+        return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(_lowers(mounts))]
 
     def save(
-        self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]
+        self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
         """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
-        made = self.root.path / _RUN / "out" / target.name
+        archive = self.root.path / _RUN / "out" / target.name
         platform = images[0].platform
         self._ctr(
             "images",
             "export",
             "--platform",
             platform,
-            f"/{made.relative_to(self.root.path)}",
+            f"/{archive.relative_to(self.root.path)}",
             *(image.ref for image in images),
         )
         digest, size = hashlib.sha256(), 0
@@ -344,7 +344,7 @@ class ContainerdEngine:
             while chunk := stream.read(1 << 20):
                 digest.update(chunk)
                 size += len(chunk)
-                told(size)
+                progress(size)
         return size, digest.hexdigest()
 
 
@@ -392,7 +392,7 @@ def _digest(text: str) -> str:
 def strip(data_root: Path) -> None:
     """Leave of a stopped daemon's data root what belongs to its images."""
     for path in data_root.iterdir():
-        if path.name not in _KEPT:
+        if path.name not in _IMAGE_DATA:
             remove_tree(path) if path.is_dir() else path.unlink()
     for path in (data_root / _CONTENT / "ingest").glob("*"):
         remove_tree(path)

@@ -34,11 +34,11 @@ def credentials_for(registry: str) -> Credentials | None:
     First IMAGE_BUILDER_REGISTRY_AUTH, then the Docker client's configuration (DOCKER_CONFIG, ~/.docker) with
     its ``credHelpers`` and ``credsStore``. Raises PullError, without any secret in it.
     """
-    if given := os.environ.get(VARIABLE):
+    if inline := os.environ.get(VARIABLE):
         try:
-            found = json.loads(given).get(registry)
-            if found:
-                return Credentials(str(found["username"]), str(found["password"]))
+            account = json.loads(inline).get(registry)
+            if account:
+                return Credentials(str(account["username"]), str(account["password"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise PullError(
                 f"{VARIABLE} is not JSON of the form {{registry: {{username, password}}}}"

@@ -90,11 +90,11 @@ def begin(at: float) -> State:
     return State(at)
 
 
-def observe(state: State, seen: Seen) -> State:
+def observe(state: State, event: Seen) -> State:
     """Return the state after an event. One that is older than the last counts as if it came with it."""
-    state = _at(state, seen.at)
-    before = state.layers.get(seen.layer, Layer())
-    layer, moved, received = _step(before, seen)
+    state = _at(state, event.at)
+    before = state.layers.get(event.layer, Layer())
+    layer, moved, received = _step(before, event)
     if moved:
         layer = replace(layer, moved=state.counted)
     total = state.received + received
@@ -103,7 +103,7 @@ def observe(state: State, seen: Seen) -> State:
         progress=state.counted if moved else state.progress,
         received=total,
         points=_added(state.points, (state.downloading, total)) if received else state.points,
-        layers=MappingProxyType({**state.layers, seen.layer: layer}),
+        layers=MappingProxyType({**state.layers, event.layer: layer}),
     )
 
 
@@ -139,10 +139,10 @@ def judge_all(started: float, events: Iterable[Seen], now: float, limits: Limits
     The pull is judged just before each event and at ``now``.
     """
     state = begin(started)
-    for seen in events:
-        if verdict := judge(state, seen.at, limits):
+    for event in events:
+        if verdict := judge(state, event.at, limits):
             return verdict
-        state = observe(state, seen)
+        state = observe(state, event)
     return judge(state, now, limits)
 
 
@@ -167,21 +167,21 @@ def _downloading(state: State) -> bool:
     return any(layer.downloading for layer in state.layers.values())
 
 
-def _step(before: Layer, seen: Seen) -> tuple[Layer, bool, int]:
+def _step(before: Layer, event: Seen) -> tuple[Layer, bool, int]:
     """Return a layer after an event, whether it made progress, and how many bytes came by download."""
-    if seen.phase in ("waiting", "retrying"):
+    if event.phase in ("waiting", "retrying"):
         # What it had is kept: a download that goes on where it broke off makes no progress by saying so.
-        return replace(before, phase=seen.phase, text=seen.text), False, 0
-    same = seen.phase == before.reached
-    fresh = seen.current - before.current if same and seen.current >= before.current else seen.current
-    onward = _RANK[seen.phase] > max(_RANK[before.reached], _RANK["downloading"])
+        return replace(before, phase=event.phase, text=event.text), False, 0
+    same = event.phase == before.reached
+    fresh = event.current - before.current if same and event.current >= before.current else event.current
+    onward = _RANK[event.phase] > max(_RANK[before.reached], _RANK["downloading"])
     received = 0
-    if seen.phase == "downloading":
+    if event.phase == "downloading":
         received = fresh
     elif onward and before.reached == "downloading" and before.total is not None:
         received = max(0, before.total - before.current)  # the rest came, though nothing told of it
-    total = before.total if same and seen.total is None else seen.total
-    after = Layer(seen.phase, seen.phase, seen.current, total, seen.text, before.moved)
+    total = before.total if same and event.total is None else event.total
+    after = Layer(event.phase, event.phase, event.current, total, event.text, before.moved)
     return after, fresh > 0 or onward, received
 
 
@@ -195,12 +195,12 @@ def _added(points: tuple[tuple[float, int], ...], new: tuple[float, int]) -> tup
         return (*points[:-1], new)
     if len(points) < _MOST_POINTS:
         return (*points, new)
-    kept = [points[0]]
+    thinned = [points[0]]
     for point, following in pairwise(points[1:]):
         # The older, the sparser: gaps grow with age, so that any window is about as exact in proportion.
-        if following[0] - kept[-1][0] > max(1.0, (new[0] - kept[-1][0]) / _FINENESS):
-            kept.append(point)
-    return (*kept, points[-1], new)
+        if following[0] - thinned[-1][0] > max(1.0, (new[0] - thinned[-1][0]) / _FINENESS):
+            thinned.append(point)
+    return (*thinned, points[-1], new)
 
 
 def _slow_over(state: State, limits: Limits) -> float:
@@ -210,10 +210,10 @@ def _slow_over(state: State, limits: Limits) -> float:
     if least <= 0 or not _downloading(state) or not _recent(state, limits):
         return -math.inf
     # The window was too poor from when the bytes up to here left it; if all are too few, from when it was full.
-    left = next(
+    poor_since = next(
         (clock for clock, so_far in state.points if so_far > state.received - least), state.downloading
     )
-    return state.downloading - left - limits.rate_seconds
+    return state.downloading - poor_since - limits.rate_seconds
 
 
 def _recent(state: State, limits: Limits) -> int:

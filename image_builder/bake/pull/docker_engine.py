@@ -46,7 +46,7 @@ _API_SECONDS = 120
 _BLOCK = 1 << 20
 _FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
 # What of a data root is images; the rest is of the daemon that ran.
-_KEPT = ("image", "overlay2")
+_IMAGE_DATA = ("image", "overlay2")
 
 
 def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
@@ -140,10 +140,10 @@ class DockerEngine:
         reference = parse_reference(image.ref)
         with _connected(self.url) as client:
             try:
-                found = [_inspect(client, name) for name in (reference.at(image.digest), image.ref)]
+                inspections = [_inspect(client, name) for name in (reference.at(image.digest), image.ref)]
             except ImageNotFound:
                 return False
-        return all(self._fault(image, one) is None for one in found)
+        return all(self._fault(image, inspection) is None for inspection in inspections)
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
         """Pull by digest and tag it; raises PullError with the daemon's words."""
@@ -152,10 +152,10 @@ class DockerEngine:
             with _connected(self.url) as client:
                 self._stream(client, image, attempt)
                 client.tag(reference.at(image.digest), reference.repository, reference.tag)
-                found = _inspect(client, image.ref)
+                inspection = _inspect(client, image.ref)
         except (*_FAILURES, http.client.HTTPException) as error:
             raise PullError(str(getattr(error, "explanation", None) or error)) from error
-        if fault := self._fault(image, found):
+        if fault := self._fault(image, inspection):
             raise PullError(fault)
 
     def _stream(self, client: docker.APIClient, image: LockedImage, attempt: Attempt) -> None:
@@ -175,21 +175,21 @@ class DockerEngine:
                 if response.status != 200:
                     raise PullError(_explanation(response.status, response.read()))
                 for message in json_stream(_blocks(response)):
-                    told = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
-                    if isinstance(told, Failed):
-                        raise PullError(told.message)
-                    if isinstance(told, Seen):
-                        attempt.seen(told)
+                    event = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
+                    if isinstance(event, Failed):
+                        raise PullError(event.message)
+                    if isinstance(event, Seen):
+                        attempt.observe(event)
         attempt.check()
 
-    def _fault(self, image: LockedImage, found: Mapping[str, Any]) -> str | None:
+    def _fault(self, image: LockedImage, inspection: Mapping[str, Any]) -> str | None:
         """Tell how what is there differs from what was locked; None when it doesn't."""
-        platform = f"{found.get('Os')}/{found.get('Architecture')}"
+        platform = f"{inspection.get('Os')}/{inspection.get('Architecture')}"
         if not image.platform.startswith(platform):
             return f"is for {platform}, not for {image.platform}"
-        if found.get("Id") != image.config:
-            return f"is {found.get('Id')}, not {image.config} as locked"
-        if found.get("RootFS", {}).get("Layers") != [layer.diff_id for layer in image.layers]:
+        if inspection.get("Id") != image.config:
+            return f"is {inspection.get('Id')}, not {image.config} as locked"
+        if inspection.get("RootFS", {}).get("Layers") != [layer.diff_id for layer in image.layers]:
             return "does not have the layers that were locked"
         return None
 
@@ -200,14 +200,14 @@ class DockerEngine:
         """Remove every reference to other images; return what was removed."""
         return self.keep_only_names(names_of(images))
 
-    def keep_only_names(self, wanted: Set[str]) -> list[str]:
+    def keep_only_names(self, names: Set[str]) -> list[str]:
         """Remove every other reference; return what was removed."""
-        wanted = {familiar(name) for name in wanted}
+        names = {familiar(name) for name in names}
         removed = []
         with _connected(self.url) as client:
             for image in client.images(all=False):
                 for name in [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]:
-                    if familiar(name) not in wanted and "<none>" not in name:
+                    if familiar(name) not in names and "<none>" not in name:
                         try:
                             client.remove_image(name)
                         except ImageNotFound:  # went with its last tag
@@ -226,11 +226,11 @@ class DockerEngine:
             started = time.monotonic()
             try:
                 host = client.create_host_config(network_mode="none")
-                made = client.create_container(image.ref, command, host_config=host)["Id"]
+                container = client.create_container(image.ref, command, host_config=host)["Id"]
                 if command is None:
-                    client.start(made)
+                    client.start(container)
                 seconds = time.monotonic() - started
-                client.remove_container(made, force=True)
+                client.remove_container(container, force=True)
             except (DockerException, requests.RequestException) as error:
                 raise PullError(
                     f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}",
@@ -251,7 +251,7 @@ class DockerEngine:
         return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(folders)]
 
     def save(
-        self, images: Sequence[LockedImage], target: Path, told: Callable[[int], None]
+        self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
         """Write what ``docker image save -o`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
         digest, size = hashlib.sha256(), 0
@@ -270,15 +270,15 @@ class DockerEngine:
                         sink.write(chunk)
                         digest.update(chunk)
                         size += len(chunk)
-                        told(size)
+                        progress(size)
         except (APIError, requests.RequestException, urllib3.exceptions.HTTPError) as error:
             raise PullError(f"the images can't be saved: {error}") from error
         return size, digest.hexdigest()
 
 
 def _inspect(client: docker.APIClient, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = client.inspect_image(name)  # type: ignore[no-untyped-call]
-    return found
+    inspection: dict[str, Any] = client.inspect_image(name)  # type: ignore[no-untyped-call]
+    return inspection
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[Any]:
@@ -296,7 +296,7 @@ def _explanation(status: int, body: bytes) -> str:
 def strip(data_root: Path) -> None:
     """Leave of a stopped daemon's data root what belongs to its images."""
     for path in data_root.iterdir():
-        if path.name not in _KEPT:
+        if path.name not in _IMAGE_DATA:
             remove_tree(path) if path.is_dir() else path.unlink()
     for name in ("mounts", "tmp"):
         remove_tree(data_root / "image/overlay2/layerdb" / name)

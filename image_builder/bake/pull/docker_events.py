@@ -90,8 +90,10 @@ def _failed(message: Mapping[str, object]) -> Failed | None:
     detail, error = message.get("errorDetail"), message.get("error")
     if not detail and not error:
         return None
-    said, code = (detail.get("message"), detail.get("code")) if isinstance(detail, Mapping) else (None, None)
-    text = said or error or "Docker told of an error without a word about it"
+    reason, code = (
+        (detail.get("message"), detail.get("code")) if isinstance(detail, Mapping) else (None, None)
+    )
+    text = reason or error or "Docker told of an error without a word about it"
     return Failed(str(text), code if isinstance(code, int) else None)
 
 

@@ -61,10 +61,10 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return a sentence: ``no progress for 30:00 min; layer 3f2a…: downloading, 12.3 MB of 800 MB``."""
-        what = {"stalled": "no progress for", "too slow": "too slow for", "too long": "not finished after"}
+        causes = {"stalled": "no progress for", "too slow": "too slow for", "too long": "not finished after"}
         short = self.layer.removeprefix("sha256:")[:12]
         where = f"layer {short}: " if short else ""
-        return f"{what[self.kind]} {_duration(self.seconds)}; {where}{self.last}"
+        return f"{causes[self.kind]} {_duration(self.seconds)}; {where}{self.last}"
 
 
 def _duration(seconds: float) -> str:

@@ -17,13 +17,13 @@ def variables(root: Root, endpoints: Endpoints) -> dict[str, str]:
 
     The proxies' addresses are not among them, since they may hold a password: ``Root.argv(…, proxies=True)``.
     """
-    found = {}
+    env = {}
     if bundle := trusted_authorities():
         path = root.path / _BUNDLE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bundle)
-        found["SSL_CERT_FILE"] = os.fspath("/" + _BUNDLE)
+        env["SSL_CERT_FILE"] = os.fspath("/" + _BUNDLE)
     direct = [environment().get("no_proxy", ""), *endpoints]
     if excepted := ",".join(filter(None, direct)):
-        found["no_proxy"] = excepted
-    return found
+        env["no_proxy"] = excepted
+    return env

@@ -51,7 +51,7 @@ class Wanted:
 class _Job:
     """An image on its way. ``started`` and ``ended`` are seconds of the monotonic clock."""
 
-    wanted: Wanted
+    request: Wanted
     started: float = 0.0
     ended: float = 0.0
     attempt: Attempt | None = None
@@ -89,15 +89,15 @@ class Puller:
         self._stop = stop or threading.Event()
         self._over = threading.Event()
 
-    def pull(self, wanted: Sequence[Wanted]) -> Pulled:
-        """Pull all of ``wanted``. The first required image that can't be had ends the others.
+    def pull(self, requests: Sequence[Wanted]) -> Pulled:
+        """Pull all images. The first required image that can't be had ends the others.
 
         Raises PullError naming every required image that failed, its layer, what was last seen, and for how
         long nothing came.
         """
         began = now()
         # Large ones first: the last to end is then not one that began last.
-        jobs = [_Job(w) for w in sorted(wanted, key=lambda w: -w.image.size)]
+        jobs = [_Job(w) for w in sorted(requests, key=lambda w: -w.image.size)]
         with ThreadPoolExecutor(max(1, self.parallel)) as workers:
             running = {workers.submit(self._work, job): job for job in jobs}
             try:
@@ -106,13 +106,13 @@ class Puller:
                 self._end_all(jobs, "the build ends")
                 raise
         records: list[Mapping[str, JSON]] = [_record(job, began) for job in jobs]
-        lost = [j for j in jobs if j.state == "failed" and j.wanted.required]
+        lost = [j for j in jobs if j.state == "failed" and j.request.required]
         if not lost and (self._stop.is_set() or not self.engine.alive()):
             lost = [j for j in jobs if j.state != "done"]
         if lost:
-            lines = [f"{j.wanted.image.ref}: {j.error or 'the build ends'}" for j in lost]
+            lines = [f"{j.request.image.ref}: {j.error or 'the build ends'}" for j in lost]
             raise PullError("\n  ".join(lines), records=records)
-        return Pulled({j.wanted.image.ref: j.error for j in jobs if j.error}, records)
+        return Pulled({j.request.image.ref: j.error for j in jobs if j.error}, records)
 
     def _watch(self, running: Mapping[Future[None], _Job]) -> None:
         """Judge what runs, and show it, until all have ended."""
@@ -122,8 +122,8 @@ class Puller:
             for future in done:
                 future.result()
                 job = running[future]
-                if job.state == "failed" and job.wanted.required:
-                    self._end_all(list(running.values()), f"given up, since {job.wanted.image.ref} failed")
+                if job.state == "failed" and job.request.required:
+                    self._end_all(list(running.values()), f"given up, since {job.request.image.ref} failed")
             # A runtime doesn't say when a layer leaves its queue. While it downloads nothing, there is no queue.
             busy = any(j.attempt and j.attempt.downloads for j in running.values())
             for job in running.values():
@@ -139,8 +139,8 @@ class Puller:
         if attempt is None or attempt.given_up:
             return
         attempt.queued(behind_others=busy)
-        left = self.limits.overall_seconds - sum(_seconds(a) for a in job.attempts)
-        verdict = attempt.judge(now(), replace(self.limits, overall_seconds=max(left, 0.0)))
+        remaining = self.limits.overall_seconds - sum(_seconds(a) for a in job.attempts)
+        verdict = attempt.judge(now(), replace(self.limits, overall_seconds=max(remaining, 0.0)))
         if verdict:
             attempt.give_up(str(verdict))
 
@@ -158,7 +158,7 @@ class Puller:
             if self._over.is_set():  # since just now: who ended all others may not have seen this one
                 job.attempt.give_up("the build ends")
             try:
-                self.engine.pull(job.wanted.image, job.attempt)
+                self.engine.pull(job.request.image, job.attempt)
             except PullError as error:
                 if self._failed(job, job.attempt, error):
                     break
@@ -185,14 +185,16 @@ class Puller:
             return True
         # A deadline has run out: what stalls once may come at the second try, but the time is gone for good.
         kind: retry.Class = "transient" if attempt.given_up else retry.classify(why)
-        asked = 0.0
+        requested_seconds = 0.0
         if kind == "limited":
-            asked = retry_after(job.wanted.image.ref, job.wanted.image.digest, self.endpoints)
-        pause = retry.pause_before_next(self.policy, kind, len(job.attempts), self.chance(), asked)
+            requested_seconds = retry_after(job.request.image.ref, job.request.image.digest, self.endpoints)
+        pause = retry.pause_before_next(
+            self.policy, kind, len(job.attempts), self.chance(), requested_seconds
+        )
         spent = sum(_seconds(a) for a in job.attempts)
         if pause is None or spent >= self.limits.overall_seconds:
             count = f" (attempt {len(job.attempts)})" if len(job.attempts) > 1 else ""
-            wish = f"; the registry asks to wait {asked:.0f} s" if asked else ""
+            wish = f"; the registry asks to wait {requested_seconds:.0f} s" if requested_seconds else ""
             job.state, job.error = "failed", f"{job.error}{wish}{count}"
             return True
         job.state = f"tries again in {pause:.0f} s: {why}"
@@ -202,10 +204,10 @@ class Puller:
 
 def _with_last_seen(why: str, attempt: Attempt) -> str:
     """Add what was last seen of the layer that moved last, unless the words have it already."""
-    seen = [s for s in attempt.latest().values() if s.layer and s.phase not in ("done", "waiting")]
-    if not seen or "layer" in why:
+    events = [s for s in attempt.latest().values() if s.layer and s.phase not in ("done", "waiting")]
+    if not events or "layer" in why:
         return why
-    last = max(seen, key=lambda s: s.at)
+    last = max(events, key=lambda s: s.at)
     ago = now() - last.at
     return f"{why}; layer {last.layer}: {last.text or _IN_WORDS[last.phase]}, {ago:.0f} s ago"
 
@@ -231,7 +233,7 @@ def _seconds(attempt: Mapping[str, JSON]) -> float:
 
 
 def _record(job: _Job, began: float) -> dict[str, JSON]:
-    image = job.wanted.image
+    image = job.request.image
     return {
         "ref": image.ref,
         "digest": image.digest,
@@ -246,22 +248,22 @@ def _record(job: _Job, began: float) -> dict[str, JSON]:
 
 def _part(job: _Job) -> Part:
     """Return one image's line."""
-    image = job.wanted.image
+    image = job.request.image
     if job.state == "done":
         return Part(image.ref, image.size, image.size, "done")
     if job.attempt is None:
         return Part(image.ref, 0, image.size, job.state)
     latest = job.attempt.latest()
     sizes = {name: layer.size for layer in image.layers for name in _names(layer.digest)}
-    got = {name: _downloaded(seen, sizes) for name, seen in latest.items() if name in sizes}
+    got = {name: _downloaded(event, sizes) for name, event in latest.items() if name in sizes}
     unpacked = sum(s.phase == "done" for name, s in latest.items() if name in sizes)
     unpacking = [s for s in latest.values() if s.phase == "extracting"]
-    words = f"{unpacked}/{len(image.layers)} layers"
+    progress = f"{unpacked}/{len(image.layers)} layers"
     if unpacking:
-        words += f", extracting {unpacking[0].layer.removeprefix('sha256:')[:12]}"
+        progress += f", extracting {unpacking[0].layer.removeprefix('sha256:')[:12]}"
     elif latest and all(s.phase in ("waiting", "done") for s in latest.values()):
-        words += ", queued"
-    return Part(image.ref, sum(got.values()), image.size, words)
+        progress += ", queued"
+    return Part(image.ref, sum(got.values()), image.size, progress)
 
 
 def _names(digest: str) -> tuple[str, str]:
@@ -269,7 +271,7 @@ def _names(digest: str) -> tuple[str, str]:
     return digest, digest.removeprefix("sha256:")[:12]
 
 
-def _downloaded(seen: Seen, sizes: Mapping[str, int]) -> int:
-    if seen.phase in ("downloaded", "extracting", "done"):
-        return sizes[seen.layer]
-    return min(seen.current, sizes[seen.layer]) if seen.phase == "downloading" else 0
+def _downloaded(event: Seen, sizes: Mapping[str, int]) -> int:
+    if event.phase in ("downloaded", "extracting", "done"):
+        return sizes[event.layer]
+    return min(event.current, sizes[event.layer]) if event.phase == "downloading" else 0

@@ -111,9 +111,11 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
         config = client.blob(config_digest)
     except urllib3.exceptions.HTTPError as error:
         raise PullError(f"{ref}: {client.unreachable(error)}") from error
-    found = f"{config.get('os')}/{config.get('architecture')}"
-    if platform.split("/")[:2] != found.split("/"):
-        raise PullError(f"{ref}: is for {found}, not for {platform}", hint="choose a tag for this platform")
+    own_platform = f"{config.get('os')}/{config.get('architecture')}"
+    if platform.split("/")[:2] != own_platform.split("/"):
+        raise PullError(
+            f"{ref}: is for {own_platform}, not for {platform}", hint="choose a tag for this platform"
+        )
     if not manifest["layers"]:
         raise PullError(f"{ref}: has no layers, so there is nothing to preload")
     diff_ids = config.get("rootfs", {}).get("diff_ids", [])
@@ -200,9 +202,9 @@ class RegistryClient:
         for connections, _, _ in self._pools.values():
             connections.clear()
 
-    def path(self, what: str) -> str:
+    def path(self, resource: str) -> str:
         """Return the path of a manifest or a blob."""
-        return f"{self.api}/{self.image.api_name}/{what}"
+        return f"{self.api}/{self.image.api_name}/{resource}"
 
     def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
         """Return an error of the connection in words."""
@@ -238,12 +240,12 @@ class RegistryClient:
         )
         return connections, f"https://{endpoint.address}:{endpoint.port}", host
 
-    def manifest(self, what: str) -> tuple[dict[str, Any], str]:
+    def manifest(self, reference: str) -> tuple[dict[str, Any], str]:
         """Return a manifest by tag or digest, and its digest; raises PullError."""
-        data = self._get(f"manifests/{what}")
+        data = self._get(f"manifests/{reference}")
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if what.startswith("sha256:") and digest != what:
-            raise PullError(f"{self.image}: the registry gave {digest} for {what}")
+        if reference.startswith("sha256:") and digest != reference:
+            raise PullError(f"{self.image}: the registry gave {digest} for {reference}")
         return self._json(data), digest
 
     def blob(self, digest: str) -> dict[str, Any]:
@@ -255,31 +257,31 @@ class RegistryClient:
 
     def _json(self, data: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(data)
+            document = json.loads(data)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            document = None
+        if not isinstance(document, dict):
             raise PullError(f"{self.image}: {self.image.registry} did not answer with JSON")
-        return found
+        return document
 
-    def _get(self, what: str) -> bytes:
+    def _get(self, resource: str) -> bytes:
         headers = {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
-        left = _READS if self.retries else 1
+        tries = _READS if self.retries else 1
         while True:
-            left -= 1
-            with closing(self.stream("GET", self.path(what), headers, redirect=True)) as answer:
+            tries -= 1
+            with closing(self.stream("GET", self.path(resource), headers, redirect=True)) as answer:
                 try:
                     data = answer.read(_LARGEST_DOCUMENT + 1)
                 except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
-                    if not left:
+                    if not tries:
                         raise
                     time.sleep(1)
                     continue
                 if len(data) > _LARGEST_DOCUMENT:
-                    raise PullError(f"{self.image}: {what} is too large to be what it should be")
+                    raise PullError(f"{self.image}: {resource} is too large to be what it should be")
                 if answer.status != 200:
-                    words = self.refusal(answer, data)
-                    raise PullError(f"{self.image}: {words}", hint=_HINTS.get(answer.status))
+                    reason = self.refusal(answer, data)
+                    raise PullError(f"{self.image}: {reason}", hint=_HINTS.get(answer.status))
                 return data
 
     def stream(
@@ -321,23 +323,23 @@ class RegistryClient:
         """Return in words what an answer says that isn't what was asked for."""
         try:
             error = json.loads(body)["errors"][0]
-            words = str(error.get("message") or error.get("code"))
+            message = str(error.get("message") or error.get("code"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            words = answer.reason or ""
-        return f"{self.registry} says {answer.status} {words}".rstrip()
+            message = answer.reason or ""
+        return f"{self.registry} says {answer.status} {message}".rstrip()
 
     def _log_in(self, challenge: str) -> None:
         """Get what the registry asks for: the password itself, or a token for it."""
         kind = challenge.partition(" ")[0].lower()
-        asked = dict(_CHALLENGE.findall(challenge))
+        parameters = dict(_CHALLENGE.findall(challenge))
         if kind == "basic" and self.credentials:
             self._authorization = _basic(self.credentials)
             return
-        if kind != "bearer" or not asked.get("realm", "").startswith("https://"):
+        if kind != "bearer" or not parameters.get("realm", "").startswith("https://"):
             return
-        answer = self._ask_for_token(asked["realm"], asked.get("service", ""))
+        answer = self._ask_for_token(parameters["realm"], parameters.get("service", ""))
         if answer.status != 200:
-            raise PullError(f"{self.image}: {asked['realm']} says {answer.status}: not let in")
+            raise PullError(f"{self.image}: {parameters['realm']} says {answer.status}: not let in")
         token = self._json(answer.data)
         self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
 

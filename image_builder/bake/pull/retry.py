@@ -43,8 +43,8 @@ _CORRUPT_ATTEMPTS = 2
 
 def classify(message: str) -> Class:
     """Return the class of a failure by what the runtime said."""
-    words = message.lower()
-    return next((kind for kind, pattern in _CLASSES if re.search(pattern, words)), "transient")
+    lowered = message.lower()
+    return next((kind for kind, pattern in _CLASSES if re.search(pattern, lowered)), "transient")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 # The password of vaulted values is no setting.
-_KEPT = frozenset({"ANSIBLE_VAULT_PASSWORD_FILE"})
+_PASSED_ON = frozenset({"ANSIBLE_VAULT_PASSWORD_FILE"})
 
 for _name in [name for name in os.environ if name.startswith("ANSIBLE_")]:
-    if _name not in _KEPT:
+    if _name not in _PASSED_ON:
         del os.environ[_name]

@@ -112,10 +112,10 @@ class Source:
 
     def _beside(self, entity: Any) -> Mapping[str, Any]:
         """Return what the files of a group or a host set."""
-        found: Mapping[str, Any] = get_vars_from_inventory_sources(
+        variables: Mapping[str, Any] = get_vars_from_inventory_sources(
             self.loader, self.manager._sources, [entity], "task"
         )
-        return found
+        return variables
 
     def group(self, name: str) -> list[str] | None:
         """Return the hosts of a group, in the inventory's order, or None where there is no such group."""
@@ -125,8 +125,8 @@ class Source:
 
     def own_variables(self) -> list[Mapping[str, Any]]:
         """Return what each group sets itself, beside its hosts and in its files; groups that set nothing left out."""
-        found = [{**g.get_vars(), **self._beside(g)} for g in self.manager.groups.values()]
-        return [variables for variables in found if variables]
+        by_group = [{**g.get_vars(), **self._beside(g)} for g in self.manager.groups.values()]
+        return [variables for variables in by_group if variables]
 
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""
@@ -193,14 +193,14 @@ def _parse_failure(paths: Sequence[Path], loader: Any) -> UnreadableError | None
 
 
 def _secrets(loader: Any, password_file: Path | None) -> list[tuple[str, Any]]:
-    given = password_file or settings.config.get_config_value("DEFAULT_VAULT_PASSWORD_FILE")
-    if not given:
+    file = password_file or settings.config.get_config_value("DEFAULT_VAULT_PASSWORD_FILE")
+    if not file:
         return []
     try:
-        secret = get_file_vault_secret(filename=str(given), vault_id="default", loader=loader)
+        secret = get_file_vault_secret(filename=str(file), vault_id="default", loader=loader)
         secret.load()
     except AnsibleError as error:
-        raise VaultError(f"{Place(str(given))}: {error.message}", hint=VAULT_HINT) from error
+        raise VaultError(f"{Place(str(file))}: {error.message}", hint=VAULT_HINT) from error
     return [("default", secret)]
 
 

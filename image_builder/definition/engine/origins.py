@@ -19,10 +19,10 @@ from image_builder.definition.values import JSON, VAULT_KEY, Place
 class UnreadableError(Exception):
     """An inventory, playbook or role file could not be read or parsed."""
 
-    def __init__(self, place: Place | None, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, place: Place | None, reason: str) -> None:
+        super().__init__(reason)
         self.place = place
-        self.what = what
+        self.reason = reason
 
 
 def unreadable(error: AnsibleError) -> UnreadableError:
@@ -45,14 +45,14 @@ def read_yaml(path: Path) -> Any:
     """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError."""
     try:
         stat = path.stat()
-        if (known := _parsed.get(path)) and known[:2] == (stat.st_mtime_ns, stat.st_size):
-            return known[2]
+        if (cached := _parsed.get(path)) and cached[:2] == (stat.st_mtime_ns, stat.st_size):
+            return cached[2]
         content = DataLoader().load_from_file(str(path), unsafe=True, trusted_as_template=True)
     except OSError as error:
         raise UnreadableError(Place(str(path)), str(error.strerror)) from error
     except AnsibleError as error:
         failure = unreadable(error)
-        raise UnreadableError(failure.place or Place(str(path)), failure.what) from error
+        raise UnreadableError(failure.place or Place(str(path)), failure.reason) from error
     _parsed[path] = (stat.st_mtime_ns, stat.st_size, content)
     return content
 

@@ -68,12 +68,12 @@ def read_play(
 def configured_plugins(config: Path) -> list[Path]:
     """Return the directories of plugins and modules that an ``ansible.cfg`` names."""
     settings.config._parsers.pop(str(config), None)  # it may have changed since
-    found = []
+    directories = []
     for name, definition in settings.config.get_configuration_definitions().items():
         if definition.get("type") == "pathspec" and name not in _SET_FOR_PLAYS:
             folders, origin = settings.config.get_config_value_and_origin(name, cfile=str(config))
-            found += [Path(folder) for folder in folders or []] if str(origin) == str(config) else []
-    return [folder for folder in found if folder.is_dir()]
+            directories += [Path(folder) for folder in folders or []] if str(origin) == str(config) else []
+    return [folder for folder in directories if folder.is_dir()]
 
 
 @contextlib.contextmanager
@@ -213,9 +213,9 @@ class _Walk:
         for text in _texts(item):
             self.sources.lookups(item.get_ds(), text, variables)
 
-    def unknown(self, item: Any, what: str) -> None:
+    def unknown(self, item: Any, reason: str) -> None:
         data = item if isinstance(item, Mapping) else item.get_ds()
-        self.found.unknown.add(f"{place_of(data) or item.get_path()}: {what}")
+        self.found.unknown.add(f"{place_of(data) or item.get_path()}: {reason}")
 
 
 def _texts(item: Any) -> list[str]:

@@ -157,10 +157,10 @@ _get_source = FileSystemLoader.get_source
 
 def _noted_source(loader: FileSystemLoader, environment: Any, template: str) -> Any:
     """Note what a template includes, which doesn't pass through Ansible's loader."""
-    found = _get_source(loader, environment, template)
+    source = _get_source(loader, environment, template)
     if reads := _current.get():
-        reads.files.add(Path(found[1]))
-    return found
+        reads.files.add(Path(source[1]))
+    return source
 
 
 FileSystemLoader.get_source = _noted_source  # type: ignore[method-assign,assignment]

@@ -79,7 +79,7 @@ class Rounds:
                     {**variables, **dict(zip(names, (value, index), strict=False))}
                     for index, value in enumerate(values)
                 ]
-        return [found for found in rounds if self._condition(item, found) is not False]
+        return [scope for scope in rounds if self._condition(item, scope) is not False]
 
     def loop_names(self, item: Any) -> list[str]:
         """Return the variables that a task's loop sets: the item's, and the number's if there is one."""
@@ -100,14 +100,14 @@ class Rounds:
 
     def _condition(self, item: Any, variables: Mapping[str, Any]) -> bool | None:
         """Return what a task's conditions come to, None where that isn't known."""
-        known: bool | None = True
+        result: bool | None = True
         for condition in item.when:
             try:
                 if not self._noted(lambda c=condition: self._templar(variables).evaluate_conditional(c)):
                     return False
             except UnknownError:
-                known = None
-        return known
+                result = None
+        return result
 
     def evaluate(self, written: Any, variables: Mapping[str, Any]) -> Any:
         """Return what a template comes to; raises UnknownError."""

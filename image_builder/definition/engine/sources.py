@@ -31,7 +31,7 @@ _MODULES = {
 }
 _FREE_FORM = frozenset({"include_vars", "script"})
 _DELIMITERS = tuple(
-    f"{what}_{end}_string" for what in ("block", "variable", "comment") for end in ("start", "end")
+    f"{kind}_{end}_string" for kind in ("block", "variable", "comment") for end in ("start", "end")
 )
 
 
@@ -80,13 +80,13 @@ class Sources:
         ]
         in_one = ["_variable_params"] if module in _FREE_FORM else ["_variable_params", "_raw_params"]
         layers += [written.pop(name) for name in in_one if name in written]
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for layer in layers:
             try:
-                found |= self.rounds.evaluate(layer, variables) if isinstance(layer, str) else layer
+                arguments |= self.rounds.evaluate(layer, variables) if isinstance(layer, str) else layer
             except (UnknownError, TypeError, ValueError):
                 self.unknown(item, f"the arguments `{layer}` are known only while the play runs")
-        return found | written
+        return arguments | written
 
     def _is_remote(self, module: str, arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> bool:
         """Tell whether what a module reads lies in the image."""
@@ -121,9 +121,9 @@ class Sources:
         if isinstance(content, Mapping):
             self.rounds.include(item, variables, content)
 
-    def _template(self, item: Any, path: Path, variables: Mapping[str, Any], seen: set[Path]) -> None:
+    def _template(self, item: Any, path: Path, variables: Mapping[str, Any], visited: set[Path]) -> None:
         """Note what a template includes and looks up; its own loops are not run."""
-        seen.add(path)
+        visited.add(path)
         try:
             text = self.loader.get_text_file_contents(str(path))
         except AnsibleError:
@@ -137,8 +137,8 @@ class Sources:
                 self.unknown(item, f"what `{path.name}` includes is known only while the play runs")
                 continue
             included = self._beside(variables, path, name)
-            if included and included not in seen:
-                self._template(item, included, variables, seen)
+            if included and included not in visited:
+                self._template(item, included, variables, visited)
 
     def _beside(self, variables: Mapping[str, Any], template: Path, name: str) -> Path | None:
         """Return where Ansible finds what a template includes."""

@@ -73,8 +73,8 @@ class Evaluator:
                 names = ", ".join(f"`{name}`" for name in sorted(met.lookups))
                 raise UnpredictableValueError(f"made by the lookup {names}, known only to a play") from error
             # How deep, and how that is worded, is Python's own affair.
-            what = str(error.message).partition(": maximum recursion")[0]
-            raise EvaluationError(" ".join(what.split())) from error
+            reason = str(error.message).partition(": maximum recursion")[0]
+            raise EvaluationError(" ".join(reason.split())) from error
         finally:
             self.reads.files |= met.files
             self.reads.lookups |= met.lookups
@@ -98,7 +98,7 @@ class Evaluation:
 
 def evaluate_all(
     variables: Mapping[str, JSON],
-    wanted: Collection[str],
+    names: Collection[str],
     basedir: Path | None = None,
     *,
     any_lookup: bool = False,
@@ -112,12 +112,12 @@ def evaluate_all(
     values: dict[str, JSON] = {}
     failures: dict[str, str] = {}
     unpredictable: dict[str, str] = {}
-    seen: set[str] = set()
+    visited: set[str] = set()
 
     def visit(name: str) -> None:
-        seen.add(name)
+        visited.add(name)
         inside = {word for text in strings(variables[name]) if is_template(text) for word in words(text)}
-        for other in sorted(inside & wanted_set - seen):
+        for other in sorted(inside & wanted_set - visited):
             visit(other)
         try:
             values[name] = evaluator.evaluate(variables[name])
@@ -128,9 +128,9 @@ def evaluate_all(
         else:
             evaluator.settle(name, values[name])
 
-    wanted_set = set(wanted)
-    for name in wanted:
-        if name not in seen:
+    wanted_set = set(names)
+    for name in names:
+        if name not in visited:
             visit(name)
     return Evaluation(values, failures, unpredictable)
 

@@ -37,7 +37,7 @@ def opened(paths: Sequence[Path], vault_password_file: Path | None, repo_root: P
         source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
         yield source
     except engine.UnreadableError as error:
-        raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.what)]) from error
+        raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.reason)]) from error
     if failures := source.vaulted.failures:
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)

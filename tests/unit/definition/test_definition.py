@@ -108,7 +108,7 @@ def test_builder_variables_may_be_templates(load: Load) -> None:
 
 def test_unsafe_text_stays_text(load: Load) -> None:
     inventory = load(group_vars__workers='tag: !unsafe "{{ .Name }}"\nsystem_mode: "{{ tag }}"\n')
-    assert [p.what for p in inventory.problems()] == [
+    assert [p.reason for p in inventory.problems()] == [
         "value of system_mode must be one of: loose, tight, got: {{ .Name }}"
     ]
 

@@ -50,7 +50,7 @@ def test_pool_of_another_size(tmp_path: Path, image: str, size: str, told: str) 
     path = tmp_path / "hosts.yml"
     path.write_text(INVENTORY.format(image=image, size=size))
     found = load_inventory([path]).problems()
-    assert [p.what for p in found] == ([told] if told else [])
+    assert [p.reason for p in found] == ([told] if told else [])
     if told:
         line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "pool_vm_size" in text)
         assert found[0].where.endswith(f"hosts.yml:{line}")
@@ -101,7 +101,7 @@ def test_nodes_whose_pods_reach_the_metadata_service_join_by_no_broker(
         line = next(
             n for n, text in enumerate(path.read_text().splitlines(), 1) if "join_credentials" in text
         )
-        assert found[0].where.endswith(f"hosts.yml:{line}") and "`joining`" in found[0].what
+        assert found[0].where.endswith(f"hosts.yml:{line}") and "`joining`" in found[0].reason
 
 
 def test_what_closes_the_metadata_service() -> None:

@@ -295,7 +295,7 @@ def test_an_images_name_is_that_of_a_file(load: Load, name: str) -> None:
     inventory = load(hosts=f"images: {{hosts: {{'{name}': }}}}\n")
     (problem,) = inventory.problems()
     assert problem.path == name
-    assert problem.what.startswith("names directories and files")
+    assert problem.reason.startswith("names directories and files")
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_missing_password_file(load: Load, tmp_path: Path) -> None:
 def test_builder_variable_may_not_be_vaulted(load: Load, password: Path) -> None:
     text = inline("secret", encrypt(SECRET)) + 'image_kernel_args: ["token={{ secret }}"]\n'
     inventory = load(password, group_vars__workers=text)
-    assert [p.what for p in inventory.problems()] == ["a builder variable can't hold a vaulted value"]
+    assert [p.reason for p in inventory.problems()] == ["a builder variable can't hold a vaulted value"]
 
 
 def test_vaulted_value_can_not_reach_the_lock(load: Load, password: Path) -> None:

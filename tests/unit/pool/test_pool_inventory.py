@@ -49,7 +49,7 @@ def _problems(write: Write, text: str, *pools: str) -> list[str]:
     with pytest.raises(DefinitionError) as refused:
         read_fleet([write(text)], pools or ["pools"])
     return [
-        f"{Path(p.where.rpartition(':')[0] or p.where).name} {p.path}: {p.what}"
+        f"{Path(p.where.rpartition(':')[0] or p.where).name} {p.path}: {p.reason}"
         for p in refused.value.problems
     ]
 

@@ -70,9 +70,9 @@ def test_an_inventory_that_moved_on_makes_a_plan_stale() -> None:
     plan, hosts = make(20), make_hosts(20)
     assert stale(plan, plan.inventory, hosts) == []
     (problem,) = stale(plan, PlannedFrom(paths=("hosts.yml",), digest="other"), hosts[1:])
-    assert problem.what == "is older than the inventory: 1 gone"
+    assert problem.reason == "is older than the inventory: 1 gone"
     (problem,) = stale(plan, PlannedFrom(paths=("hosts.yml",), digest="other"), hosts)
-    assert problem.what == "is older than the inventory: no host differs, a file does"
+    assert problem.reason == "is older than the inventory: no host differs, a file does"
 
 
 def test_another_machine_under_a_known_name_is_told_from_a_moved_one() -> None:

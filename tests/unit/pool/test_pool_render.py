@@ -49,7 +49,7 @@ def _inventory(tmp_path: Path, text: str) -> list[Path]:
 def _problems(tmp_path: Path, text: str, *names: str) -> list[str]:
     with pytest.raises(DefinitionError) as refused:
         render(_inventory(tmp_path, text), names or ["all"])
-    return [f"{problem.path}: {problem.what}" for problem in refused.value.problems]
+    return [f"{problem.path}: {problem.reason}" for problem in refused.value.problems]
 
 
 def _document(rendered: Rendered) -> dict[str, Any]:
