@@ -1,21 +1,4 @@
-"""Every expected error, in one tree, each class with its own exit code.
-
-    ImageBuilderError            1  any other expected error
-    ├── UsageError               2  the command line is wrong (click uses 2 as well)
-    ├── DefinitionError          3  the inventory or a variable is wrong; carries every problem
-    ├── VaultError               4  a vaulted value could not be decrypted
-    ├── HostError                5  this host can't do it: system, root, packages, kernel
-    ├── SpaceError               6  too little disk space
-    ├── LockError                7  the lock is missing, malformed or doesn't fit the definition
-    ├── FetchError               8  a download failed, or its digest doesn't match
-    ├── CommandError             9  a program failed
-    ├── StageError              10  a stage failed; exits with the cause's own code if it has one
-    ├── StoreError              11  the store is damaged or unsuitable
-    ├── VerifyError             12  a check failed, or none ran
-    ├── BootError               13  the VM didn't come up
-    ├── PublishError            14  an artifact could not be published
-    ├── PullError               15  a container image could not be pulled, or its digest doesn't match
-    └── PoolError               16  a rollout stopped early, or left hosts that aren't up
+"""Expected errors: a tree of classes, each with its own exit code and the meaning that the help shows.
 
 Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 """
@@ -34,6 +17,7 @@ class ImageBuilderError(Exception):
     """What failed and where, with the next step in ``hint``."""
 
     exit_code: ClassVar[int] = 1
+    meaning: ClassVar[str] = "an expected failure that no other code describes"
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -42,7 +26,8 @@ class ImageBuilderError(Exception):
 
 
 class UsageError(ImageBuilderError):
-    exit_code = 2
+    exit_code = 2  # as click's
+    meaning = "the command line is wrong"
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +47,7 @@ class Problem:
 
 class DefinitionError(ImageBuilderError):
     exit_code = 3
+    meaning = "the inventory or a variable is wrong; lists every problem"
 
     def __init__(self, problems: Sequence[Problem], *, hint: str | None = None) -> None:
         self.problems = tuple(sorted(problems))
@@ -72,28 +58,34 @@ class DefinitionError(ImageBuilderError):
 
 class VaultError(ImageBuilderError):
     exit_code = 4
+    meaning = "a vaulted value could not be decrypted"
 
 
 class HostError(ImageBuilderError):
     exit_code = 5
+    meaning = "this host is unsuitable: operating system, root, packages, kernel"
 
 
 class SpaceError(ImageBuilderError):
     exit_code = 6
+    meaning = "not enough disk space"
 
 
 class LockError(ImageBuilderError):
     exit_code = 7
+    meaning = "the lock is missing, malformed or doesn't fit the definition"
 
 
 class FetchError(ImageBuilderError):
     exit_code = 8
+    meaning = "a download failed, or its bytes are not the expected ones"
 
 
 class CommandError(ImageBuilderError):
     """A program ended with a status that was not expected, or ran out of time."""
 
     exit_code = 9
+    meaning = "a program failed"
 
     def __init__(
         self, message: str, *, argv: Sequence[str] = (), tail: str = "", hint: str | None = None
@@ -112,6 +104,7 @@ class StageError(ImageBuilderError):
     """
 
     exit_code = 10
+    meaning = "a stage failed; a cause with a code of its own exits with that code"
 
     def __init__(
         self, stage: str, cause: ImageBuilderError, *, log: str | None = None, enterable: bool = False
@@ -127,24 +120,29 @@ class StageError(ImageBuilderError):
 
 class StoreError(ImageBuilderError):
     exit_code = 11
+    meaning = "the store is damaged or unsuitable"
 
 
 class VerifyError(ImageBuilderError):
     exit_code = 12
+    meaning = "a check failed, or none ran"
 
 
 class BootError(ImageBuilderError):
     exit_code = 13
+    meaning = "the VM did not come up"
 
 
 class PublishError(ImageBuilderError):
     exit_code = 14
+    meaning = "an artifact could not be published"
 
 
 class PullError(ImageBuilderError):
     """A container image could not be had. ``records`` tell how each pull of a set went, as in pulls.json."""
 
     exit_code = 15
+    meaning = "a container image could not be pulled, or is not the expected one"
 
     def __init__(
         self, message: str, *, hint: str | None = None, records: Sequence[Mapping[str, Any]] = ()
@@ -155,3 +153,4 @@ class PullError(ImageBuilderError):
 
 class PoolError(ImageBuilderError):
     exit_code = 16
+    meaning = "a rollout stopped early, or left hosts that are not up"

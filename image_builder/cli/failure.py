@@ -1,11 +1,10 @@
-"""How a failure reaches people and programs: the message, where, the last lines, a hint, the exit code."""
+"""A failure as people and programs see it: the message, where, the last lines, a hint, the exit code."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import re
 import signal
 import sys
 import traceback
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from image_builder import errors
 from image_builder.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -26,24 +24,14 @@ from image_builder.errors import (
     StageError,
 )
 
-_EXIT_CODE_LINE = re.compile(
-    r"^\s*(?:[├└]── )?(?P<name>\w+Error)\s+(?P<code>\d+)\s+(?P<meaning>.+)$", re.MULTILINE
-)
-
 
 def exit_codes() -> list[tuple[int, str, str]]:
-    """Return the table of exit codes: (code, name, meaning), in order of the codes.
-
-    Read from the tree in the docstring of ``errors.py``, where the meanings stand; a test compares that with
-    the classes.
-    """
-    listed = [
-        (int(m["code"]), m["name"], m["meaning"]) for m in _EXIT_CODE_LINE.finditer(errors.__doc__ or "")
-    ]
+    """Return the table of exit codes: (code, name, meaning), in order of the codes."""
+    classes: list[type[ImageBuilderError]] = [ImageBuilderError, *ImageBuilderError.__subclasses__()]
     return sorted(
         [
             (0, "", "success"),
-            *listed,
+            *((error.exit_code, error.__name__, error.meaning) for error in classes),
             (EXIT_BUG, "", "a bug in image-builder; it shows a traceback"),
             (EXIT_INTERRUPTED, "", "interrupted by Ctrl-C"),
             (128 + signal.SIGTERM, "", "ended by SIGTERM"),
@@ -70,23 +58,23 @@ def text(error: ImageBuilderError, command: str = "") -> str:
 def as_json(error: ImageBuilderError) -> dict[str, Any]:
     """Return an error as ``--json`` prints it."""
     cause = error.cause if isinstance(error, StageError) else error
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "kind": type(error).__name__,
         "exit_code": error.exit_code,
         "message": error.message,
         "hint": error.hint,
     }
     if isinstance(error, StageError):
-        told |= {"stage": error.stage, "log": error.log, "cause": type(cause).__name__}
+        report |= {"stage": error.stage, "log": error.log, "cause": type(cause).__name__}
     if isinstance(cause, CommandError):
-        told |= {"command": list(cause.argv), "last_lines": cause.tail.splitlines()}
+        report |= {"command": list(cause.argv), "last_lines": cause.tail.splitlines()}
     if isinstance(cause, DefinitionError):
-        told["problems"] = [{"where": p.where, "path": p.path, "what": p.reason} for p in cause.problems]
-    return {"error": told}
+        report["problems"] = [{"where": p.where, "path": p.path, "what": p.reason} for p in cause.problems]
+    return {"error": report}
 
 
 def _expected(error: OSError) -> ImageBuilderError | None:
-    """Return what a refusal of the operating system means, if that is no bug of ours."""
+    """Return the expected error for a refusal of the operating system; None for what is a bug of ours."""
     where = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(

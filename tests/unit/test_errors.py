@@ -18,10 +18,11 @@ def _classes(base: type[ImageBuilderError] = ImageBuilderError) -> list[type[Ima
 
 
 def test_exit_codes_are_unique_and_listed() -> None:
-    found = {c.__name__: c.exit_code for c in _classes()}
-    assert len(set(found.values())) == len(found)
-    listed = {name: code for code, name, _ in failure.exit_codes() if name}
-    assert listed == found
+    codes_of = {c.__name__: c.exit_code for c in _classes()}
+    assert len(set(codes_of.values())) == len(codes_of)
+    meanings = [c.__dict__.get("meaning") for c in _classes()]
+    assert all(meanings) and len(set(meanings)) == len(meanings), "each class has its own"
+    assert {name: code for code, name, _ in failure.exit_codes() if name} == codes_of
     codes = [code for code, _, _ in failure.exit_codes()]
     assert codes == sorted(set(codes))
     assert {0, errors.EXIT_BUG, errors.EXIT_INTERRUPTED} <= set(codes)
