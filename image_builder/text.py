@@ -1,8 +1,9 @@
-"""Numbers, durations and rows as text for people."""
+"""Text for people: numbers, durations, rows, suggestions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -41,3 +42,9 @@ def columns(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return ``, did you mean `x`?`` for the closest candidate, or nothing."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f", did you mean `{close[0]}`?" if close else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from image_builder.bake.store import Store
-from image_builder.definition.record import record_name
+from image_builder.definition.model import record_name
 
 REPO = Path(__file__).resolve().parents[1]
 IMAGE = "minimal"

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,8 +19,10 @@ from image_builder.bake.lock.model import Lock
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.verification import Verification
 from image_builder.canonical import digest
-from image_builder.definition.model import ImageDefinition
 from image_builder.errors import PublishError
+
+if TYPE_CHECKING:  # it brings Ansible in, which reading a manifest needn't wait for
+    from image_builder.definition import ImageDefinition
 
 SCHEMA_VERSION: Final = 1
 SCHEMA_PATH: Final = "docs/reference/manifest.schema.json"

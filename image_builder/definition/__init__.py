@@ -1,22 +1,18 @@
 """The definition of an image: an Ansible inventory, checked whole, as frozen data.
 
 inventory = load_inventory([Path("inventories/lab")])
-inventory.problems()              # everything that is wrong, as file:line, path, what
+inventory.problems()                    # all of them, as file:line, path, reason
 worker = inventory.define("worker")
 layer_needs(worker, "system").packages
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from image_builder.definition.evaluate import published_variables, resolved_variables
 from image_builder.definition.inventory import Inventory, load_inventory
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
-
-if TYPE_CHECKING:
-    from image_builder.definition.evaluate import published_variables, resolved_variables
-    from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
-    from image_builder.definition.reading import PlaybookReading, layer_reading, seal_reading
+from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
+from image_builder.definition.reading import PlaybookReading, layer_reading, seal_reading
 
 __all__ = [
     "Archive",
@@ -36,12 +32,3 @@ __all__ = [
     "resolved_variables",
     "seal_reading",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # These bring Ansible in, which takes a third of a second: not for `--help`.
-    if name in __all__:
-        from image_builder.definition import evaluate, needs, reading
-
-        return getattr(evaluate, name, None) or getattr(needs, name, None) or getattr(reading, name)
-    raise AttributeError(name)

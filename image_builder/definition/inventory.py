@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
-from image_builder.definition.model import (
-    BUILDER_NAMES,
-    NOT_FOR_ROLES,
-    BuilderVariables,
-    ImageBase,
-    ImageDefinition,
-    ImageDisk,
-    ImagePull,
-    PreloadedImage,
-    parse_builder_variables,
+from image_builder.canonical import JSON
+from image_builder.definition import engine
+from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
+from image_builder.definition.model import NOT_FOR_ROLES, ImageBase, ImageDefinition
+from image_builder.definition.pools import pool_problems
+from image_builder.definition.problems import (
+    closely_named,
+    role_problems,
+    stage_problems,
+    unpredictable_layers,
+    variable_problems,
 )
-from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON, VAULT_HINT, VAULT_KEY, Place, is_vaulted, join_path
+from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
 from image_builder.settings import REPO_ROOT
-
-if TYPE_CHECKING:
-    from image_builder.definition.engine import Source
+from image_builder.text import did_you_mean
 
 GROUP = "images"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class HostVariables:
-    """One host's variables: plain, with Ansible's tags, and where each was set."""
-
-    plain: Mapping[str, JSON]
-    tagged: Mapping[str, Any]
-    places: Mapping[str, Place]
-
-    def where(self, path: Sequence[str | int]) -> str:
-        """Return ``file:line`` of the item at ``path``, or of the nearest thing around it."""
-        from image_builder.definition import engine
-
-        name = str(path[0])
-        inner = engine.place_in(self.tagged[name], path[1:]) if name in self.tagged else None
-        place = inner or self.places.get(name)
-        return str(place) if place else ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,7 @@ class Inventory:
     paths: tuple[Path, ...]
     images: tuple[str, ...]
     repo_root: Path
-    _source: Source = field(repr=False, compare=False)
+    _source: engine.Source = field(repr=False, compare=False)
     _hosts: dict[str, HostVariables] = field(default_factory=dict, repr=False, compare=False)
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -83,7 +62,7 @@ class Inventory:
     def variables(self, name: str) -> HostVariables:
         """Return an image's variables; raises VaultError for a value that can't be decrypted."""
         if name not in self._hosts:
-            self._hosts[name] = _host_variables(self._source, name)
+            self._hosts[name] = read_host_variables(self._source, name)
         return self._hosts[name]
 
     def define(self, name: str) -> ImageDefinition:
@@ -104,8 +83,6 @@ class Inventory:
 
     def warnings(self, names: Iterable[str]) -> list[Problem]:
         """Return what is no mistake for certain in images without problems, each thing once, sorted."""
-        from image_builder.definition.problems import closely_named, unpredictable_layers
-
         problems: set[Problem] = set()
         for name in names:
             definition = self.define(name)
@@ -119,9 +96,6 @@ class Inventory:
         return self._defined[name]
 
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
-        from image_builder.definition.pools import pool_problems
-        from image_builder.definition.problems import role_problems, stage_problems, variable_problems
-
         variables = self.variables(name)
         builder, problems = builder_variables(name, variables, self._source.host_place(name))
         problems += variable_problems(variables, self.repo_root)
@@ -183,8 +157,6 @@ def load_inventory(
     DefinitionError for what can't be read or has no group ``images``, VaultError for a vaulted file that
     can't be decrypted.
     """
-    from image_builder.definition import engine
-
     paths = tuple(p.absolute() for p in paths)
     if missing := [p for p in paths if not p.exists()]:
         reason = "no such file or directory"
@@ -207,73 +179,3 @@ def load_inventory(
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
     return Inventory(paths, tuple(images), repo_root, source)
-
-
-def _host_variables(source: Source, name: str) -> HostVariables:
-    from image_builder.definition import engine
-
-    tagged, places = source.host_variables(name)
-    failures = [
-        f"{place or places[key]}  {key}: {reason}"
-        for key, value in tagged.items()
-        for place, reason in engine.undecryptable(value, source)
-    ]
-    if failures:
-        raise VaultError("\n".join(sorted(failures)), hint=VAULT_HINT)
-    plain: dict[str, JSON] = {}
-    for key, value in tagged.items():
-        vaulted_file = source.vaulted.digests.get(places[key].path)
-        plain[key] = {VAULT_KEY: vaulted_file} if vaulted_file else engine.plain(value)
-    plain["inventory_hostname"] = name
-    plain["group_names"] = source.group_names(name)
-    return HostVariables(MappingProxyType(plain), tagged, places)
-
-
-def builder_variables(
-    name: str, variables: HostVariables, host: Place
-) -> tuple[BuilderVariables | None, list[Problem]]:
-    """Template and check an image's ``image_*`` variables."""
-    from image_builder.definition import engine
-
-    evaluator = engine.Evaluator(variables.plain)
-    values: dict[str, JSON] = {}
-    problems: list[Problem] = []
-    for key in sorted(BUILDER_NAMES & variables.plain.keys()):
-        try:
-            value = evaluator.evaluate(variables.plain[key])
-        except engine.EvaluationError as error:
-            problems.append(Problem(variables.where([key]), key, str(error)))
-            continue
-        if is_vaulted(value):
-            problems.append(
-                Problem(variables.where([key]), key, "a builder variable can't hold a vaulted value")
-            )
-            continue
-        values[key] = value
-    parsed = parse_builder_variables(values)
-    if isinstance(parsed, BuilderVariables):
-        return (None if problems else parsed), problems
-    refused = {p.path for p in problems}
-    for fault in parsed:
-        path = join_path(fault.path)
-        if path in refused:
-            continue
-        reason = fault.reason
-        if fault.reason == "is missing" and len(fault.path) == 1:
-            problems.append(Problem(str(host), path, f"image `{name}` doesn't have it"))
-            continue
-        if fault.reason == "unknown key":
-            reason += _key_suggestion(fault.path)
-        problems.append(Problem(variables.where(fault.path), path, reason))
-    return None, problems
-
-
-def _key_suggestion(path: Sequence[str | int]) -> str:
-    models = {
-        "image_base": ImageBase.model_fields,
-        "image_disk": ImageDisk.model_fields,
-        "image_preload": PreloadedImage.model_fields,
-        "image_pull": ImagePull.model_fields,
-    }
-    fields = models.get(str(path[0]), {})
-    return did_you_mean(str(path[-1]), fields)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from image_builder.definition.record import record_name
-from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON
+from image_builder.canonical import JSON
 from image_builder.settings import REPO_ROOT
+from image_builder.text import did_you_mean
 
 PREFIX = "image_"
 MIN_ESP_MIB = 512
@@ -246,6 +247,19 @@ class BuilderVariables(_Strict):
 
 BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
 NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_pull"})
+
+
+def record_name(image: str, inventories: Sequence[Path], repo_root: Path) -> str:
+    """Return the name of what a store remembers of an image, its lock and its builds: ``worker@lab-1b9d6bcd``.
+
+    Other inventories may have an image of the same name. Those of the project have the same name in every checkout.
+    """
+    root = repo_root.resolve()
+    places = [path.resolve() for path in inventories]
+    named = [path.relative_to(root) if path.is_relative_to(root) else path for path in places]
+    digest = hashlib.sha256(b"\0".join(os.fsencode(path) for path in named)).hexdigest()
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", places[0].name)[:40]
+    return f"{image}@{readable}-{digest[:8]}"
 
 
 @dataclass(frozen=True)

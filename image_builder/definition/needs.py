@@ -7,11 +7,12 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_layer
 from image_builder.definition.model import APT_AUTH, ImageDefinition
 from image_builder.definition.roles import RoleBook
-from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

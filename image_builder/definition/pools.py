@@ -6,16 +6,13 @@ A pool is a group that sets ``pool_image``, the image that its machines run, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from image_builder.canonical import JSON
 from image_builder.definition import engine
+from image_builder.definition.engine import Source
 from image_builder.definition.evaluate import resolved_variables
-from image_builder.definition.values import JSON
+from image_builder.definition.model import ImageDefinition
 from image_builder.errors import Problem
-
-if TYPE_CHECKING:
-    from image_builder.definition.engine import Source
-    from image_builder.definition.model import ImageDefinition
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
 # The variable that tells what sizes an image's GPU driver was chosen for.

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from image_builder.definition import engine
 from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, owner
+from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
 from image_builder.definition.needs import layer_needs
 from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
 from image_builder.definition.reading import layer_reading
 from image_builder.definition.roles import Role, RoleBook, unknown_roles
-from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
-
-if TYPE_CHECKING:
-    from image_builder.definition.inventory import HostVariables
+from image_builder.text import did_you_mean
 
 # How alike a name is to a known one that it was meant to be (difflib's ratio).
 _NEARLY = 0.85

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from image_builder.definition.values import JSON, is_template, is_vaulted, strings, words
+from image_builder.canonical import JSON
+from image_builder.definition.values import is_template, is_vaulted, strings, words
 
 _CALL = re.compile(r"\b(?:lookup|query|q)\s*\(\s*(?:(['\"])([\w.]+)\1|[A-Za-z_])")
 _LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")

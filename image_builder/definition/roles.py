@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.definition import engine
-from image_builder.definition.suggest import did_you_mean
 from image_builder.definition.values import Place, is_template
 from image_builder.errors import Problem
+from image_builder.text import did_you_mean
 
 # Parts of a role that never reach an image.
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})

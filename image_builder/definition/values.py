@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
+from image_builder.canonical import JSON
 
 # A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not.
 VAULT_KEY = "__vault__"

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from image_builder.canonical import JSON
 from image_builder.definition import engine
-from image_builder.definition.values import JSON
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import Root, open_root
 from tests.builds import REPO, Workplace

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
-from image_builder.definition.values import JSON
 
 REPO = Path(__file__).resolve().parents[2]
 ROLE = REPO / "roles/azure_guest"

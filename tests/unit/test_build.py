@@ -14,7 +14,7 @@ from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.definition.record import record_name
+from image_builder.definition.model import record_name
 from image_builder.events import NullMonitor
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import cgroups

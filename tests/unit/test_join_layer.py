@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from image_builder.canonical import JSON
 from image_builder.definition import engine, load_inventory, resolved_variables
 from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
-from image_builder.definition.values import JSON
 from image_builder.settings import REPO_ROOT
 
 LAYER = REPO_ROOT / "playbooks" / "layers" / "join.yml"

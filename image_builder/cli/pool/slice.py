@@ -78,7 +78,7 @@ def slice_(
 
 
 def _wave(plan: Plan, name: str) -> Wave:
-    from image_builder.definition.suggest import did_you_mean
+    from image_builder.text import did_you_mean
 
     waves = {wave.name: wave for wave in plan.waves}
     if name not in waves:

@@ -1,6 +1,6 @@
 """The only door to Ansible's Python API: inventories, origins of values, Vault, templates, argument specs.
 
-Importing it costs about 0.3 s, so the rest of the package does so when an inventory is loaded, not before.
+Importing it costs about 0.3 s: commands import the definition when they run, so that ``--help`` needn't.
 Tags that carry a value's origin are internal to ansible-core 2.19; a unit test holds them in place.
 """
 

@@ -13,7 +13,8 @@ from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
 from ansible.parsing.vault import VaultHelper
 
-from image_builder.definition.values import JSON, VAULT_KEY, Place
+from image_builder.canonical import JSON
+from image_builder.definition.values import VAULT_KEY, Place
 
 
 class UnreadableError(Exception):

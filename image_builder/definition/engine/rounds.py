@@ -13,9 +13,10 @@ from ansible._internal._task import TaskContext
 from ansible.errors import AnsibleError, AnsibleValueOmittedError
 from ansible.template import Templar, trust_as_template
 
+from image_builder.canonical import JSON
 from image_builder.definition.engine.reads import NotingLoader, Reads, loop_items, noting
 from image_builder.definition.engine.templates import trusted
-from image_builder.definition.values import JSON, VAULT_KEY, is_template
+from image_builder.definition.values import VAULT_KEY, is_template
 
 # No plugin's name. What is made from such a lookup comes to nothing, see ``reads``.
 _PLAY = "the play"

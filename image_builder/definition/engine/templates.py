@@ -12,9 +12,10 @@ from ansible.errors import AnsibleError
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.template import Templar, trust_as_template
 
+from image_builder.canonical import JSON
 from image_builder.definition.engine.origins import untagged
 from image_builder.definition.engine.reads import NotingLoader, Reads, noting
-from image_builder.definition.values import JSON, is_template, strings, words
+from image_builder.definition.values import is_template, strings, words
 
 
 class EvaluationError(Exception):

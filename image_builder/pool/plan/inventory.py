@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.definition.suggest import did_you_mean
-from image_builder.definition.values import JSON, Place, is_vaulted
+from image_builder.canonical import JSON
+from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.pool.plan.plan import PlannedFrom, named
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
+from image_builder.text import did_you_mean
 
 _TEXTS = (
     "pool_image",

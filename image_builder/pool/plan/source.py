@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from image_builder.definition.values import JSON, VAULT_HINT, Place, is_template
+from image_builder.canonical import JSON
+from image_builder.definition.values import VAULT_HINT, Place, is_template
 from image_builder.errors import DefinitionError, Problem, VaultError
 
 

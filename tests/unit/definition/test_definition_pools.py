@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.canonical import JSON
 from image_builder.definition import load_inventory
 from image_builder.definition.pools import fits, is_closed
-from image_builder.definition.values import JSON
 
 INVENTORY = """
 all:
