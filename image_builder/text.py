@@ -1,9 +1,11 @@
-"""Text for people: numbers, durations, rows, suggestions."""
+"""Text for people: numbers, durations, rows, suggestions, JSON."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -48,3 +50,12 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``, did you mean `x`?`` for the closest candidate, or nothing."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f", did you mean `{close[0]}`?" if close else ""
+
+
+def json_lines(content: Mapping[str, Any]) -> str:
+    """Return an object as JSON text: a line for each key, and for each item of a list right below it."""
+    lines = []
+    for key, value in content.items():
+        items = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        lines.append(f'"{key}": ' + (f"[\n  {items}\n ]" if items else json.dumps(value)))
+    return "{\n " + ",\n ".join(lines) + "\n}\n"

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_builder import json_lines
 from image_builder.bake import identity
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, VerifyError
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
+from image_builder.text import json_lines
 from image_builder.verify.result import SuiteResult, junit_outcomes, read_run, require_passed
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def read_results(
             f"{error.message}\n{_tail(said)}", hint=error.hint or f"pytest's output is in {log}"
         ) from error
     report.unlink()
-    (out_dir / "verify.json").write_text(json_lines.render(result.as_json()), encoding="utf-8")
+    (out_dir / "verify.json").write_text(json_lines(result.as_json()), encoding="utf-8")
     return result
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from image_builder import json_lines
 from image_builder.errors import VerifyError
+from image_builder.text import json_lines
 from image_builder.verify.result import (
     SuiteResult,
     from_json,
@@ -174,7 +174,7 @@ def test_a_damaged_junit_file_is_refused() -> None:
 
 def test_verify_json_can_be_read_back() -> None:
     found = result(FAILED, status=1)
-    text = json_lines.render(found.as_json())
+    text = json_lines(found.as_json())
     assert json.loads(text) == found.as_json()
     assert len([line for line in text.splitlines() if '"outcome"' in line]) == len(found.checks)
     assert from_json(json.loads(text)) == found

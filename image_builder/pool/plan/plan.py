@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from image_builder import json_lines
 from image_builder.errors import DefinitionError, Problem
 from image_builder.node import durable
 from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import Wave, plan_waves
+from image_builder.text import json_lines
 
 _NAMED = 5
 
@@ -87,7 +87,7 @@ def _digest(plan: Plan) -> str:
 
 def render(plan: Plan) -> bytes:
     """Return a plan as its document: JSON, with a line for each host and each slice."""
-    return json_lines.render(plan.model_dump(mode="json")).encode()
+    return json_lines(plan.model_dump(mode="json")).encode()
 
 
 def save(plan: Plan, path: Path) -> None:
