@@ -11,8 +11,6 @@ Deleting refuses to cross a mount. Builds share the store; collecting garbage wa
 from __future__ import annotations
 
 import fcntl
-import gzip
-import hashlib
 import json
 import os
 import re
@@ -26,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from image_builder.bake import tree_manifest
 from image_builder.bake.formats import deb
 from image_builder.bake.plan.model import StagePlan
 from image_builder.canonical import JSON
 from image_builder.errors import StoreError
 from image_builder.node import durable
-from image_builder.system import sparse
 from image_builder.system.trees import remove_tree
 
 # Who waits for another build looks this often whether it has ended.
@@ -42,10 +40,6 @@ _CLAIM = 32
 _IN_PATHS = "/._-+@=~"
 # Trees hold setuid programs of every release that was ever baked. `plan` needs no more than the records beside them.
 _CLOSED = 0o700
-# Extended attributes that belong to the host or to where a tree lies, not to the tree.
-_ATTRIBUTES_OF_PLACE = frozenset(
-    ["security.selinux", *(f"trusted.overlay.{name}" for name in ("origin", "impure", "uuid", "nlink"))]
-)
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class Store:
         for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
             path.chmod(mode)
         hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
-        entries, size = _write_manifest(staged / "product", staged / "manifest.gz", hashed)
+        entries, size = tree_manifest.write(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
             "name": plan.name,
             "id": plan.id,
@@ -194,7 +188,7 @@ class Store:
             "facts": dict(facts),
             "entries": entries,
             "bytes": size,
-            "manifest_sha256": _sha256(staged / "manifest.gz"),
+            "manifest_sha256": tree_manifest.sha256(staged / "manifest.gz"),
         }
         durable.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
@@ -214,7 +208,7 @@ class Store:
 
         Raises StoreError naming the first difference. Content is compared by ``verify``.
         """
-        for difference in _differences(self.object(stage_id), contents=False):
+        for difference in tree_manifest.differences(self.object(stage_id), contents=False):
             raise StoreError(
                 f"stage {self.meta(stage_id).get('name')} {stage_id[:12]} in the store is damaged: {difference}",
                 hint=f"remove {self.object(stage_id)} and build again; image-builder store verify checks all",
@@ -242,11 +236,11 @@ class Store:
                 name = "a stage"
             damages += [
                 Damage(stage_id, name, difference)
-                for difference in _differences(self.object(stage_id), contents=True, limit=5)
+                for difference in tree_manifest.differences(self.object(stage_id), contents=True, limit=5)
             ]
         for folder in ("debs", "files"):
             for path in sorted((self.path / folder).iterdir()):
-                if path.suffix != ".control" and _sha256(path) != path.name:
+                if path.suffix != ".control" and tree_manifest.sha256(path) != path.name:
                     damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
         damages += [
             Damage(path.stem, "debs", "its control file was damaged", repaired=True)
@@ -362,93 +356,9 @@ def _builds(path: Path) -> list[list[str]]:
     return builds
 
 
-# -- trees -----------------------------------------------------------------------------------------------
-
-
-def _entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Walk ``root`` in a fixed order: (path below it, lstat)."""
-    for folder, dirs, files in os.walk(root):
-        dirs.sort()
-        for name in sorted([*dirs, *files]):
-            full = os.path.join(folder, name)
-            yield os.path.relpath(full, root), os.lstat(full)
-
-
-def _line(path: str, info: os.stat_result, content: str) -> list[JSON]:
-    device = info.st_rdev if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode) else 0
-    size = info.st_size if stat.S_ISREG(info.st_mode) else 0
-    mtime = 0 if stat.S_ISDIR(info.st_mode) else info.st_mtime_ns
-    return [path, info.st_mode, info.st_uid, info.st_gid, size, mtime, device, content]
-
-
-def _attributes(full: Path) -> str:
-    """Return the extended attributes of an entry as text, sorted: a file's capabilities, an overlay's marks."""
-    names = sorted(set(os.listxattr(full, follow_symlinks=False)) - _ATTRIBUTES_OF_PLACE)
-    return " ".join(f"{name}={os.getxattr(full, name, follow_symlinks=False).hex()}" for name in names)
-
-
-def _content(full: Path, info: os.stat_result) -> str:
-    if stat.S_ISREG(info.st_mode):
-        # A disk image is mostly holes; reading them would fill the page cache with zeros.
-        return sparse.sha256(full) if info.st_blocks * 512 < info.st_size else _sha256(full)
-    return os.readlink(full) if stat.S_ISLNK(info.st_mode) else ""
-
-
 def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
     files = facts.get("files")
     return [f for f in files if isinstance(f, Mapping)] if isinstance(files, list) else []
-
-
-def _write_manifest(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int]:
-    """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes.
-
-    ``hashed`` are SHA-256 of files that are known already.
-    """
-    count = size = 0
-    with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
-        for path, info in _entries(root):
-            content = hashed.get(path) or _content(root / path, info)
-            line = [*_line(path, info, content), _attributes(root / path)]
-            out.write(json.dumps(line).encode() + b"\n")
-            count += 1
-            size += info.st_blocks * 512
-    return count, size
-
-
-def _differences(obj: Path, *, contents: bool, limit: int = 1) -> list[str]:
-    """Compare an object with its manifest; return at most ``limit`` differences in words."""
-    differences: list[str] = []
-    try:
-        recorded = json.loads((obj / "meta.json").read_bytes())["manifest_sha256"]
-        if _sha256(obj / "manifest.gz") != recorded:
-            return ["its manifest is not the one that was committed"]
-        with gzip.open(obj / "manifest.gz", "rt", encoding="utf-8") as stream:
-            lines = [json.loads(line) for line in stream]
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        return [f"its manifest can't be read: {error}"]
-    root = obj / "product"
-    present = dict(_entries(root))
-    for line in lines:
-        path = line[0]
-        info = present.pop(path, None)
-        if info is None:
-            differences.append(f"{path} is missing")
-        elif _line(path, info, "")[:7] != line[:7]:
-            differences.append(f"{path} was changed")
-        # Manifests of before extended attributes were recorded have no such column.
-        elif line[8:] and _attributes(root / path) != line[8]:
-            differences.append(f"the extended attributes of {path} were changed")
-        elif contents and _content(root / path, info) != line[7]:
-            differences.append(f"the content of {path} was changed")
-        if len(differences) >= limit:
-            return differences
-    differences += [f"{path} was added" for path in list(present)[: limit - len(differences)]]
-    return differences
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _repair_control(path: Path) -> bool:
