@@ -30,6 +30,7 @@ NEUTRAL: Mapping[str, str] = {
 DECIDING = (
     "bake/pull/containerd_engine.py",
     "bake/pull/docker_engine.py",
+    "bake/pull/engines.py",
     "bake/pull/reference.py",
     "system/environment.py",
     "system/sandbox.py",

@@ -10,6 +10,7 @@ from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Need, Sizes, StageKind
 from image_builder.bake.stages.layer.plan import archive_digests
+from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import LockError
@@ -20,19 +21,20 @@ ENGINE_LAYER = "container_runtime"
 _SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
 
 
-def images(draft: Draft) -> list[dict[str, JSON]]:
+def images(draft: Draft) -> list[Image]:
     """Return the images to preload as they are locked; raises LockError for one that isn't."""
-    locked_images: list[dict[str, JSON]] = []
+    records = []
     for image in draft.definition.preload:
         locked = draft.lock.locked_image(image.ref)
         if locked is not None:
-            locked_images.append({**locked.model_dump(mode="json"), "pin": image.pin})
+            mode = image.mode or draft.definition.preload_mode
+            records.append(Image(**dict(locked), pin=image.pin, required=image.required, mode=mode))
         elif image.ref not in draft.lock.left_out:
             raise LockError(
                 f"the lock of {draft.definition.name} has no digest for {image.ref}",
                 hint="image-builder lock asks the registry",
             )
-    return locked_images
+    return records
 
 
 def engines(definition: ImageDefinition) -> list[str]:
@@ -65,7 +67,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             "snapshotter": _SNAPSHOTTERS[engine],
             "packages": draft.lock.group(ENGINE_LAYER).digest,
             "archives": archive_digests(draft.definition, ENGINE_LAYER),
-            "images": images(draft),
+            "images": [image.for_pull() for image in images(draft)],
             "save": name == PRELOAD,
         }
         yield StagePlan(

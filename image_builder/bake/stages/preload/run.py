@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.bake.lock.model import LockedImage
-from image_builder.bake.pull import containerd_engine, docker_engine, retry
+from image_builder.bake.pull import retry
+from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
 from image_builder.bake.pull.puller import Puller, Wanted
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.node import layout
@@ -35,7 +36,6 @@ LAYERS = "layers.json"
 IMAGES = "images.json"
 FORMAT = 1
 _OUT = "/run/image-builder/out"
-_ENGINES = {"docker": docker_engine, "containerd": containerd_engine}
 # Layers that the engine downloads at once; images are limited by image_pull.parallel.
 _DOWNLOADS = 10
 
@@ -43,9 +43,8 @@ _DOWNLOADS = 10
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
     options: Mapping[str, Any] = ctx.plan.options
-    module = _ENGINES[options["engine"]]
-    images = locked_images(options["images"])
-    pins = {i["ref"]: bool(i["pin"]) for i in options["images"]}
+    module = ENGINES[options["engine"]]
+    images = Image.listed(options["images"])
     state, opt = ctx.product / "state", ctx.product / "tree" / "opt"
     state.mkdir()
     opt.mkdir(parents=True)
@@ -65,18 +64,18 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         ) as engine:
             engine.keep_only(images)
             failed = _pull(ctx, engine, images)
-            here = [image for image in images if image.ref not in failed]
-            for image in here:
-                engine.mark(image, pin=pins[image.ref])
-            listed = [_entry(engine, image, pins[image.ref]) for image in here]
-            _write_layers(ctx, engine, here)
-            archive = _save(ctx, engine, here, sum(int(str(entry["bytes"])) for entry in listed))
+            pulled = [image for image in images if image.ref not in failed]
+            for image in pulled:
+                engine.mark(image, pin=image.pin)
+            listed = [_entry(engine, image) for image in pulled]
+            _write_layers(ctx, engine, pulled)
+            archive = _save(ctx, engine, pulled, sum(int(str(entry["bytes"])) for entry in listed))
             binary = _binary(root, engine.binary)
             version = engine.version()
     module.strip(state)
     facts: dict[str, JSON] = {"name": engine.name, "version": version, **binary}
-    known = {"engine": facts, "images": listed}
-    (ctx.product / IMAGES).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    record = {"engine": facts, "images": listed}
+    (ctx.product / IMAGES).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if archive:
         document = {"format": FORMAT, "engine": options["engine"], "archive": archive, "images": listed}
         target = ctx.product / "tree" / LIST
@@ -92,7 +91,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     }
 
 
-def _save(ctx: StageContext, engine: Any, images: Sequence[LockedImage], total: int) -> dict[str, JSON]:
+def _save(ctx: StageContext, engine: RunningEngine, images: Sequence[Image], total: int) -> dict[str, JSON]:
     """Save the images as an archive; return where nodes find it, nothing where none is wanted."""
     if not ctx.plan.options["save"]:
         return {}
@@ -105,13 +104,7 @@ def _save(ctx: StageContext, engine: Any, images: Sequence[LockedImage], total: 
     return {"path": f"/{ARCHIVE}", "bytes": size, "sha256": sha256}
 
 
-def locked_images(options: Sequence[Mapping[str, JSON]]) -> list[LockedImage]:
-    """Return the images of a stage's options as they are locked."""
-    known = LockedImage.model_fields
-    return [LockedImage.model_validate({k: v for k, v in i.items() if k in known}) for i in options]
-
-
-def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapping[str, str]:
+def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> Mapping[str, str]:
     """Pull what isn't there; return why each image that may be missing is. Writes pulls.json in any case."""
     required = {i.ref: i.required for i in ctx.definition.preload}
     missing = [image for image in images if not engine.has(image)]
@@ -155,29 +148,29 @@ def _pull(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> Mapp
     return pulled.failed
 
 
-def _entry(engine: Any, image: LockedImage, pin: bool) -> dict[str, JSON]:
-    """Return what a node is told of an image."""
+def _entry(engine: RunningEngine, image: Image) -> dict[str, JSON]:
+    """Return an image as the list for nodes has it."""
     return {
         "ref": image.ref,
         "digest": image.digest,
         "manifest": image.manifest,
         "id": image.config,
         "platform": image.platform,
-        "pin": pin,
+        "pin": image.pin,
         "bytes": engine.unpacked_bytes(image),
         "diff_ids": [layer.diff_id for layer in image.layers],
     }
 
 
-def _write_layers(ctx: StageContext, engine: Any, images: Sequence[LockedImage]) -> None:
+def _write_layers(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> None:
     """Write ``layers.json``: {path relative to the data root: diff id}."""
-    found: dict[str, str] = {}
+    diff_ids: dict[str, str] = {}
     for image in images:
         folders = engine.layer_folders(image)
         if len(folders) != len(image.layers):
             raise PullError(f"{image.ref} has {len(image.layers)} layers, the engine shows {len(folders)}")
-        found |= zip(folders, (layer.diff_id for layer in image.layers), strict=True)
-    (ctx.product / LAYERS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        diff_ids |= zip(folders, (layer.diff_id for layer in image.layers), strict=True)
+    (ctx.product / LAYERS).write_text(json.dumps(diff_ids, indent=1) + "\n", encoding="utf-8")
 
 
 def write_names(root: Path, endpoints: Endpoints) -> None:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake import identity
-from image_builder.bake.pull import containerd_engine, docker_engine
+from image_builder.bake.pull.engines import ENGINES
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.run import IMAGES, LAYERS, locked_images
+from image_builder.bake.stages.preload.images import Image
+from image_builder.bake.stages.preload.run import IMAGES, LAYERS
 from image_builder.canonical import JSON
 from image_builder.errors import ImageBuilderError
 from image_builder.node import layout
@@ -31,7 +32,6 @@ from image_builder.node.seed import records
 from image_builder.node.store import BLOCK, FORMAT
 from image_builder.system.sandbox import Root, open_root
 
-_ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 _FOLDER = layout.STORE_FILE.parent.relative_to("/")
 _PACK, _OUT = "/run/pack", "/run/out"
 _FILE = f"{_OUT}/{layout.STORE_FILE.name}"
@@ -42,35 +42,37 @@ _EROFS, _VERITY = "erofs", "dm-verity"
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pack the layers of every engine. Raises ImageBuilderError: metadata that isn't root's, or an unfit kernel."""
     options: Mapping[str, Any] = ctx.plan.options
+    images = Image.listed(options["images"])
     require_kernel(ctx.ground, verity=options["verity"])
     folder = ctx.product / "tree" / _FOLDER
     folder.mkdir(parents=True)
-    states = {name: path / "state" for name, path in ctx.inputs.items() if name in _ENGINES}
-    kept = ctx.work / "pack"
+    states = {name: path / "state" for name, path in ctx.inputs.items() if name in ENGINES}
+    pack = ctx.work / "pack"
     layers: dict[str, Path] = {}
-    archived = [image["ref"] for image in options["images"] if image["mode"] == "archive"]
+    archived = [image.ref for image in images if image.mode == "archive"]
     if archived:
-        states = {name: _without(ctx, name, state, archived) for name, state in states.items()}
+        others = [image for image in images if image.mode != "archive"]
+        states = {name: _only(ctx, name, state, others) for name, state in states.items()}
     for name, state in states.items():
-        found = json.loads((ctx.inputs[name] / LAYERS).read_bytes())
-        for path, diff_id in found.items():
+        diff_ids = json.loads((ctx.inputs[name] / LAYERS).read_bytes())
+        for path, diff_id in diff_ids.items():
             if (state / path).is_dir():
                 layers.setdefault(diff_id, state / path)
-        _metadata(state, found, kept / name)
-    require_root(kept)
+        _metadata(state, diff_ids, pack / name)
+    require_root(pack)
     for name in states:
-        records.pack(kept / name)
-    (kept / layout.LAYERS).mkdir()
+        records.pack(pack / name)
+    (pack / layout.LAYERS).mkdir()
     for diff_id in layers:
-        (kept / layout.LAYERS / diff_id[7:]).mkdir()
+        (pack / layout.LAYERS / diff_id[7:]).mkdir()
     epoch = int(options["source_date_epoch"])
-    for path in (kept, *_all(kept)):
+    for path in (pack, *_all(pack)):
         if (
             path.is_dir() or path.lstat().st_nlink == 1
         ):  # other files are those of the state, and have its times
             os.utime(path, (epoch, epoch), follow_symlinks=False)
     ctx.doing(f"packing {len(layers)} layers")
-    binds = {_PACK: kept}
+    binds = {_PACK: pack}
     binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}
     with open_root(
         [ctx.inputs["tools"] / "tree"], ctx.work / "tools", binds=binds, writable_binds={_OUT: folder}
@@ -78,9 +80,9 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         argv = ["mkfs.erofs", "--quiet", "-zlz4", f"-C{BLOCK}", f"-T{epoch}", "--mkfs-time"]
         argv += [f"-U{identity.filesystem_uuid(ctx.plan.id, 'preload')}"]
         tools.run([*argv, _FILE, _PACK], log=ctx.log)
-        salt = _salt(options["images"])
+        salt = _salt(images)
         verity = _add_hashes(tools, folder / layout.STORE_FILE.name, salt) if options["verity"] else None
-    document = _manifest(ctx, states, layers, folder / layout.STORE_FILE.name, verity)
+    document = _manifest(ctx, images, states, layers, folder / layout.STORE_FILE.name, verity)
     target = ctx.product / "tree" / layout.MANIFEST.relative_to("/")
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for path in (target, folder / layout.STORE_FILE.name):
@@ -93,12 +95,12 @@ def require_kernel(trees: tuple[Path, ...], *, verity: bool) -> None:
     for tree in trees:
         modules = tree / "usr/lib/modules"
         for version in sorted(os.listdir(modules)) if modules.is_dir() else ():
-            known = _modules(modules / version)
-            if known and _EROFS not in known:
+            names = _modules(modules / version)
+            if names and _EROFS not in names:
                 raise ImageBuilderError(
                     f"kernel {version} has no EROFS: no node could mount the preload store"
                 )
-            if known and verity and _VERITY not in known:
+            if names and verity and _VERITY not in names:
                 raise ImageBuilderError(
                     f"kernel {version} has no dm-verity: the preload store could not be checked",
                     hint="image_preload_verity: false takes it unchecked",
@@ -117,11 +119,9 @@ def _modules(folder: Path) -> set[str]:
     return names
 
 
-def _without(ctx: StageContext, engine: str, state: Path, refs: list[str]) -> Path:
-    """Return a copy of a data root without some images: nodes load those from the archive."""
-    module = _ENGINES[engine]
-    options: Mapping[str, Any] = ctx.plan.options
-    kept = [image for image in locked_images(options["images"]) if image.ref not in refs]
+def _only(ctx: StageContext, engine: str, state: Path, images: Sequence[Image]) -> Path:
+    """Return a copy of a data root with these images: nodes load the others from the archive."""
+    module = ENGINES[engine]
     copied = ctx.work / f"state-{engine}"
     copied.mkdir()
     module.copy(state, copied)
@@ -131,7 +131,7 @@ def _without(ctx: StageContext, engine: str, state: Path, refs: list[str]) -> Pa
         ) as root,
         module.running(root, downloads=1, endpoints={}, log=ctx.log) as running,
     ):
-        running.keep_only(kept)
+        running.keep_only(images)
     module.strip(copied)
     return copied
 
@@ -178,9 +178,9 @@ def _all(tree: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in (*folders, *names))
 
 
-def _salt(images: Sequence[Mapping[str, Any]]) -> str:
+def _salt(images: Sequence[Image]) -> str:
     """Return the salt of the hash tree: another one for other images, the same one for the same."""
-    return hashlib.sha256("\n".join(sorted(str(i["manifest"]) for i in images)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(image.manifest for image in images)).encode()).hexdigest()
 
 
 def _add_hashes(tools: Root, file: Path, salt: str) -> dict[str, JSON]:
@@ -191,37 +191,37 @@ def _add_hashes(tools: Root, file: Path, salt: str) -> dict[str, JSON]:
             stream.truncate(size := -(-size // BLOCK) * BLOCK)
     argv = ["veritysetup", "format", "--no-superblock", f"--hash-offset={size}", f"--salt={salt}"]
     argv += [f"--data-block-size={BLOCK}", f"--hash-block-size={BLOCK}", f"--data-blocks={size // BLOCK}"]
-    told = tools.run([*argv, "--hash=sha256", _FILE, _FILE]).stdout
-    found = re.search(r"^Root hash:\s*([0-9a-f]{64})$", told, re.MULTILINE)
-    if not found:
-        raise ImageBuilderError(f"veritysetup told no root hash:\n{told}")
-    return {"root_hash": found[1], "salt": salt, "hash_offset": size}
+    output = tools.run([*argv, "--hash=sha256", _FILE, _FILE]).stdout
+    root_hash = re.search(r"^Root hash:\s*([0-9a-f]{64})$", output, re.MULTILINE)
+    if not root_hash:
+        raise ImageBuilderError(f"veritysetup printed no root hash:\n{output}")
+    return {"root_hash": root_hash[1], "salt": salt, "hash_offset": size}
 
 
 def _manifest(
     ctx: StageContext,
+    images: Sequence[Image],
     states: Mapping[str, Path],
     layers: Mapping[str, Path],
     file: Path,
     verity: Mapping[str, JSON] | None,
 ) -> dict[str, Any]:
     """Return store.json."""
-    options: Mapping[str, Any] = ctx.plan.options
     engines = {}
     listed: dict[str, Any] = {}
     for name in states:
-        known = json.loads((ctx.inputs[name] / IMAGES).read_bytes())
-        engine = known["engine"]
+        pulled = json.loads((ctx.inputs[name] / IMAGES).read_bytes())
+        engine = pulled["engine"]
         program = next(path for tree in ctx.ground if (path := tree / engine["binary"].lstrip("/")).is_file())
         engines[name] = {
             "version": engine["version"],
             "binary": engine["binary"],
             "bytes": program.stat().st_size,
         }
-        mine = {entry["ref"]: entry for entry in known["images"]}
+        entries = {entry["ref"]: entry for entry in pulled["images"]}
         # One that an engine had to leave out is no promise of the store.
-        listed = {ref: entry for ref, entry in listed.items() if ref in mine} if listed else mine
-    wanted = {image["ref"]: image for image in options["images"]}
+        listed = {ref: entry for ref, entry in listed.items() if ref in entries} if listed else entries
+    records = {image.ref: image for image in images}
     return {
         "format": FORMAT,
         "id": ctx.plan.id,
@@ -231,7 +231,7 @@ def _manifest(
         "sha256": None if verity else _sha256(file),
         "engines": engines,
         "images": [
-            {**entry, "mode": wanted[ref]["mode"], "required": wanted[ref]["required"]}
+            {**entry, "mode": records[ref].mode, "required": records[ref].required}
             for ref, entry in listed.items()
         ],
         "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],

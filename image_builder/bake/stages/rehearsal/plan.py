@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import StageKind
-from image_builder.bake.stages.preload.plan import engines
-from image_builder.bake.stages.preload_store.plan import PRELOAD_STORE, stored_images
+from image_builder.bake.stages.preload.plan import engines, images
+from image_builder.bake.stages.preload_store.plan import PRELOAD_STORE
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
     yield StagePlan(
         KIND.name,
         KIND.name,
-        {"images": stored_images(draft), "engines": engines(draft.definition)},
+        {"images": [image.for_store() for image in images(draft)], "engines": engines(draft.definition)},
         draft.code(KIND),
         inputs={PRELOAD_STORE: draft.id(PRELOAD_STORE)},
         ground=draft.tree_ids,

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.bake.lock.model import LockedImage
-from image_builder.bake.pull import containerd_engine, docker_engine
+from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.run import locked_images
+from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, ImageBuilderError
 from image_builder.node import layout, zipapp
@@ -31,7 +30,6 @@ from image_builder.system import cgroups, namespace
 from image_builder.system.sandbox import Root, open_root
 
 FORMAT = 1
-_ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 _AGENT = "/run/image-builder/node-agent"
 _DISK = "/run/image-builder/disk"
 
@@ -39,21 +37,20 @@ _DISK = "/run/image-builder/disk"
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Seed, list, start. Raises ImageBuilderError naming every image that isn't as it was locked."""
     options: Mapping[str, Any] = ctx.plan.options
-    stored = json.loads(_manifest(ctx).read_bytes())["images"]
-    images = {image["ref"] for image in stored if image["mode"] != "archive"}
-    locked = [image for image in locked_images(options["images"]) if image.ref in images]
+    stored = {image["ref"] for image in json.loads(_manifest(ctx).read_bytes())["images"]}
+    images = [i for i in Image.listed(options["images"]) if i.ref in stored and i.mode != "archive"]
     seeds: dict[str, dict[str, JSON]] = {}
-    seconds: dict[str, dict[str, JSON]] = {image.ref: {} for image in locked}
-    read: dict[str, list[str]] = {image.ref: [] for image in locked}
+    seconds: dict[str, dict[str, JSON]] = {image.ref: {} for image in images}
+    read: dict[str, list[str]] = {image.ref: [] for image in images}
     for name in options["engines"]:
-        done = _rehearse(ctx, name, locked)
-        seeds[name] = done.seed
-        for image in locked:
-            seconds[image.ref][name] = done.seconds[image.ref]
-            read[image.ref] += [layer for layer in done.read[image.ref] if layer not in read[image.ref]]
+        outcome = _rehearse(ctx, name, images)
+        seeds[name] = outcome.seed
+        for image in images:
+            seconds[image.ref][name] = outcome.seconds[image.ref]
+            read[image.ref] += [layer for layer in outcome.read[image.ref] if layer not in read[image.ref]]
     # What took how long is in the stage's facts. What was read depends on the moment, too, but nodes go by it: the one
     # thing here that may differ from bake to bake (docs/decisions/0007).
-    found: dict[str, JSON] = {
+    document: dict[str, JSON] = {
         "format": FORMAT,
         "seed": {name: {key: seed[key] for key in ("layers", "files")} for name, seed in seeds.items()},
         "images": [
@@ -62,12 +59,12 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
                 "started": {name: took is not None for name, took in seconds[image.ref].items()},
                 "read": list(read[image.ref]),
             }
-            for image in locked
+            for image in images
         ],
     }
     target = ctx.product / "tree" / layout.REHEARSAL.relative_to("/")
     target.parent.mkdir(parents=True)
-    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     target.chmod(0o644)
     return {"seed": seeds, "seconds": dict(seconds)}
 
@@ -87,8 +84,8 @@ def _manifest(ctx: StageContext) -> Path:
     return ctx.inputs["preload_store"] / "tree" / layout.MANIFEST.relative_to("/")
 
 
-def _rehearse(ctx: StageContext, name: str, images: list[LockedImage]) -> Rehearsed:
-    module = _ENGINES[name]
+def _rehearse(ctx: StageContext, name: str, images: list[Image]) -> Rehearsed:
+    module = ENGINES[name]
     disk = ctx.work / f"disk-{name}"
     disk.mkdir()
     store = ctx.inputs["preload_store"] / "tree" / layout.STORE_FILE.parent.relative_to("/")
@@ -127,13 +124,13 @@ def _bound(source: Path, target: Path) -> Iterator[None]:
 
 
 def _start_all(
-    ctx: StageContext, name: str, root: Root, images: list[LockedImage]
+    ctx: StageContext, name: str, root: Root, images: list[Image]
 ) -> tuple[dict[str, float | None], dict[str, list[str]]]:
     """Start a container of each image; return the seconds that took, and the layers read for it first."""
     before: set[str] = set()
     seconds: dict[str, float | None] = {}
     read: dict[str, list[str]] = {}
-    with _ENGINES[name].running(root, downloads=1, endpoints={}, log=ctx.log) as engine:
+    with ENGINES[name].running(root, downloads=1, endpoints={}, log=ctx.log) as engine:
         _require_listed(engine, images)
         for number, image in enumerate(images, 1):
             ctx.doing(f"starting {image.ref} with {name} ({number} of {len(images)})")
@@ -159,13 +156,13 @@ def _seed(root: Root, engine: str) -> dict[str, JSON]:
         root.run([_AGENT, "seed"])
     except CommandError as error:
         raise ImageBuilderError(f"the seed of {engine} fails: {error.tail}") from error
-    found = json.loads((root.path / "run/node/status.json").read_bytes())["seed"]
-    if found["state"] != "ok":
-        raise ImageBuilderError(f"the seed of {engine} fails: {found['code']}: {found['reason']}")
-    return {key: found[key] for key in ("layers", "files", "seconds")}
+    status = json.loads((root.path / "run/node/status.json").read_bytes())["seed"]
+    if status["state"] != "ok":
+        raise ImageBuilderError(f"the seed of {engine} fails: {status['code']}: {status['reason']}")
+    return {key: status[key] for key in ("layers", "files", "seconds")}
 
 
-def _require_listed(engine: Any, images: list[LockedImage]) -> None:
+def _require_listed(engine: RunningEngine, images: list[Image]) -> None:
     if absent := [image.ref for image in images if not engine.has(image)]:
         raise ImageBuilderError(
             f"seeded, the engine does not have {', '.join(absent)} under its tag and digest",
@@ -178,11 +175,11 @@ def resident(layers: Path) -> set[str]:
 
     ``layers`` lies in a filesystem that was mounted for this and that nothing else reads.
     """
-    found = set()
-    for layer in layers.iterdir():
-        if any(_is_resident(path) for path in _regular(layer)):
-            found.add(f"sha256:{layer.name}")
-    return found
+    return {
+        f"sha256:{layer.name}"
+        for layer in layers.iterdir()
+        if any(_is_resident(path) for path in _regular(layer))
+    }
 
 
 def _regular(tree: Path) -> Iterator[str]:

@@ -1,0 +1,67 @@
+"""The container engines that images can be pulled by, and what the stages ask of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import containerd_engine, docker_engine
+from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.puller import Engine
+from image_builder.bake.pull.registry import Endpoints
+from image_builder.system.sandbox import Root
+
+
+class RunningEngine(Engine, Protocol):
+    """A running daemon. Methods may be called from several threads and raise PullError."""
+
+    binary: str
+
+    def version(self) -> str:
+        """Return the daemon's version."""
+
+    def has(self, image: LockedImage, /) -> bool:
+        """Tell whether the image is there, with the locked digests."""
+
+    def mark(self, image: LockedImage, /, *, pin: bool) -> None:
+        """Label an image as the kubelet does; a pinned one its garbage collection leaves alone."""
+
+    def keep_only(self, images: Sequence[LockedImage], /) -> list[str]:
+        """Remove every reference to other images; return what was removed."""
+
+    def try_out(self, image: LockedImage, /) -> float | None:
+        """Start a container and end it; return the seconds until it ran, None for an image without a command."""
+
+    def unpacked_bytes(self, image: LockedImage, /) -> int:
+        """Return the bytes of an image's files."""
+
+    def layer_folders(self, image: LockedImage, /) -> list[str]:
+        """Return where the files of an image's layers are, the lowest first, relative to the data root."""
+
+    def save(
+        self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None], /
+    ) -> tuple[int, str]:
+        """Write the images to an archive; return its bytes and SHA-256. ``progress`` gets the bytes so far."""
+
+
+class EngineModule(Protocol):
+    """How one engine is run, and what becomes of its data."""
+
+    DATA_ROOT: str
+
+    def running(
+        self, root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+    ) -> AbstractContextManager[RunningEngine]:
+        """Run the engine in ``root``, which has a network and a data root, while the block lasts."""
+
+    def strip(self, data_root: Path, /) -> None:
+        """Leave of a stopped daemon's data root what belongs to its images."""
+
+    def copy(self, source: Path, target: Path, /) -> None:
+        """Give a new bake the data root of an earlier one."""
+
+
+ENGINES: Mapping[str, EngineModule] = {"docker": docker_engine, "containerd": containerd_engine}
