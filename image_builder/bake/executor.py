@@ -55,7 +55,7 @@ class Build:
     # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
     # that were made here, which need none. Threads share both: nothing goes through them.
     checks: dict[str, Future[None]] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
+    new_ids: set[str] = field(default_factory=set)
 
     def kind(self, stage: StagePlan) -> StageKind:
         """Return what is known of a stage's kind."""
@@ -87,9 +87,9 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     started = time.monotonic()
     monitor.stage_started("fetch")
     try:
-        for wanted, folder in ((debs, "debs"), (files, "files")):
+        for downloads, folder in ((debs, "debs"), (files, "files")):
             fetch(
-                wanted,
+                downloads,
                 store.path / folder,
                 work.staging,
                 lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
@@ -134,9 +134,9 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
 
 def _check_ahead(work: Build, todo: Sequence[StagePlan], checker: ThreadPoolExecutor) -> None:
     """Begin to compare the finished stages that ``todo`` stands on with their manifests, first needed first."""
-    made = {stage.id for stage in todo}
+    todo_ids = {stage.id for stage in todo}
     for stage in todo:
-        for needed in sorted(stage.requires - made - work.checks.keys()):
+        for needed in sorted(stage.requires - todo_ids - work.checks.keys()):
             work.checks[needed] = checker.submit(work.store.check, needed)
 
 
@@ -169,7 +169,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
         started = time.monotonic()
         log = work.staging / f"{stage.name}.log"
         try:
-            for needed in stage.requires - work.made:
+            for needed in stage.requires - work.new_ids:
                 _require_sound(work, needed)
             context = _context(work, stage, log)
             run: Stage = importlib.import_module(work.kind(stage).module).run
@@ -185,7 +185,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
                 stage.name, cause, log=_keep_log(work, stage, log), enterable=work.kind(stage).enterable
             ) from error
         work.ran[stage.name] = meta
-        work.made.add(stage.id)
+        work.new_ids.add(stage.id)
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
 
 
@@ -215,9 +215,9 @@ def _keep_reports(work: Build, stage: StagePlan) -> None:
 
 
 def _keep(work: Build, stage: StagePlan, path: Path, suffix: str) -> str:
-    kept = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}{suffix}"
-    path.rename(kept)
-    return os.fspath(kept)
+    target = work.store.path / "logs" / f"{work.definition.name}-{stage.name}-{stage.id[:12]}{suffix}"
+    path.rename(target)
+    return os.fspath(target)
 
 
 def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:

@@ -43,14 +43,14 @@ def estimate(
         if not (store.path / "debs" / package.sha256).exists()
     )
     sizes = _sizes(lock, definition)
-    kept = peak = float(downloads)
-    published = 0.0
+    in_store = peak = float(downloads)
+    in_output = 0.0
     for stage in todo:
         need = kinds[stage.kind].space(stage, sizes)
-        kept += need.kept
-        peak = max(peak, kept + need.passing)
-        published += need.published
-    return int(peak), int(published)
+        in_store += need.product
+        peak = max(peak, in_store + need.scratch)
+        in_output += need.output
+    return int(peak), int(in_output)
 
 
 def _sizes(lock: Lock, definition: ImageDefinition) -> Sizes:

@@ -41,8 +41,8 @@ def images(
 
         image-builder images -i inventories/azure_vmss
     """
-    found = _load(inventory, vault_password_file)
-    show({"images": list(found.images)}, "\n".join(found.images), as_json=as_json)
+    loaded_inventory = _load(inventory, vault_password_file)
+    show({"images": list(loaded_inventory.images)}, "\n".join(loaded_inventory.images), as_json=as_json)
     return 0
 
 
@@ -64,11 +64,11 @@ def validate(
     """
     from image_builder.errors import DefinitionError
 
-    found = _load(inventory, vault_password_file)
-    chosen = found.select(names or ())
-    if problems := found.problems(chosen):
+    loaded_inventory = _load(inventory, vault_password_file)
+    chosen = loaded_inventory.select(names or ())
+    if problems := loaded_inventory.problems(chosen):
         raise DefinitionError(problems)
-    warnings = [str(warning) for warning in found.warnings(chosen)]
+    warnings = [str(warning) for warning in loaded_inventory.warnings(chosen)]
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     show(
@@ -110,21 +110,21 @@ def lock(
         raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
-        made = make_lock(definition, settings, monitor, EXTENSIONS)
-    made.save(path)
-    made.save(remembered_lock(settings, definition.record_name))
-    changes = _changed_packages(before, made) if before else []
-    packages = sum(len(g.packages) for g in made.groups.values())
-    images = f", {len(made.images)} container images" if made.images else ""
+        new_lock = make_lock(definition, settings, monitor, EXTENSIONS)
+    new_lock.save(path)
+    new_lock.save(remembered_lock(settings, definition.record_name))
+    changes = _changed_packages(before, new_lock) if before else []
+    packages = sum(len(g.packages) for g in new_lock.groups.values())
+    images = f", {len(new_lock.images)} container images" if new_lock.images else ""
     text = [
-        f"{path}: {packages} packages, {len(made.archives)} archives{images}",
+        f"{path}: {packages} packages, {len(new_lock.archives)} archives{images}",
         *(f"  {c}" for c in changes),
     ]
     result = {
         "image": image,
         "lock": os.fspath(path),
         "packages": packages,
-        "images": len(made.images),
+        "images": len(new_lock.images),
         "changes": changes,
     }
     show(result, "\n".join(text), as_json=as_json)
@@ -241,7 +241,7 @@ def build(
                 print(f"a shell in {root.path}; exit it to continue", file=sys.stderr)
                 building.open_shell(root)
 
-        made = building.build(
+        result = building.build(
             definition,
             settings,
             monitor,
@@ -250,10 +250,10 @@ def build(
             stop_after=stop_after,
             shell=shell if shell_on_failure else None,
         )
-    ran = sum(not stage["cached"] for stage in made.stages)
+    ran = sum(not stage["cached"] for stage in result.stages)
     text = (
-        f"{made.artefact or made.image}  {ran} of {len(made.stages)} stages run, "
-        f"{human_seconds(made.seconds)}"
+        f"{result.artefact or result.image}  {ran} of {len(result.stages)} stages run, "
+        f"{human_seconds(result.seconds)}"
     )
-    show(dataclasses.asdict(made), text, as_json=as_json)
+    show(dataclasses.asdict(result), text, as_json=as_json)
     return 0

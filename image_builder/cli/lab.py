@@ -68,12 +68,12 @@ def serve(inventory: Inventories = None, store: StoreDir = DEFAULT_STORE, mirror
     from image_builder.definition import load_inventory
     from image_builder.lab import service as lab_service
 
-    found = load_inventory(inventory or [REPO_ROOT / "inventories/lab"])
-    definitions = (found.define(name) for name in found.images)
+    lab_inventory = load_inventory(inventory or [REPO_ROOT / "inventories/lab"])
+    definitions = (lab_inventory.define(name) for name in lab_inventory.images)
     definition = next((d for d in definitions if EXTENSIONS.supplier.serves(d)), None)
     if definition is None:
-        what = "no image in this inventory preloads anything from the lab's registry"
-        raise DefinitionError([Problem(os.fspath(found.paths[0]), "image_preload", what)])
+        message = "no image in this inventory preloads anything from the lab's registry"
+        raise DefinitionError([Problem(os.fspath(lab_inventory.paths[0]), "image_preload", message)])
     with render.monitor("lab serve") as monitor:
         lab_service.serve(definition, host_settings(store, mirror=mirror), monitor, EXTENSIONS)
     return 0

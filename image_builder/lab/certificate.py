@@ -83,11 +83,11 @@ def make(
     private = server_key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    made = Certificate(directory / "ca.pem", directory / "server.pem", directory / "server-key.pem")
-    _write(made.ca, ca.public_bytes(serialization.Encoding.PEM), 0o644)
-    _write(made.server, server.public_bytes(serialization.Encoding.PEM), 0o644)
-    _write(made.key, private, 0o600)
-    return made
+    files = Certificate(directory / "ca.pem", directory / "server.pem", directory / "server-key.pem")
+    _write(files.ca, ca.public_bytes(serialization.Encoding.PEM), 0o644)
+    _write(files.server, server.public_bytes(serialization.Encoding.PEM), 0o644)
+    _write(files.key, private, 0o600)
+    return files
 
 
 def _name(common_name: str) -> x509.Name:

@@ -89,7 +89,7 @@ def make_image(layers: Sequence[Layer], settings: Mapping[str, Any], created_by:
         "config": dict(settings),
         "created": _EPOCH,
         "history": [
-            {"created": _EPOCH, "created_by": what} for _, what in zip(layers, created_by, strict=True)
+            {"created": _EPOCH, "created_by": comment} for _, comment in zip(layers, created_by, strict=True)
         ],
         "os": "linux",
         "rootfs": {"diff_ids": [layer.diff_id for layer in layers], "type": "layers"},
@@ -112,12 +112,12 @@ def layer_from_tree(path: Path, out: Path, run: Run) -> Layer:
     Raises ImageBuilderError for what no layer can hold (a socket).
     """
     with _new_layer(out, run) as layer:
-        for found in sorted(_walk(path)):
-            entry = layer.tar.gettarinfo(os.fspath(found), arcname=os.fspath(found.relative_to(path)))
+        for file in sorted(_walk(path)):
+            entry = layer.tar.gettarinfo(os.fspath(file), arcname=os.fspath(file.relative_to(path)))
             if entry is None:
-                raise ImageBuilderError(f"{found} can't be in a layer: it is a socket")
+                raise ImageBuilderError(f"{file} can't be in a layer: it is a socket")
             if entry.isreg():
-                with found.open("rb") as content:
+                with file.open("rb") as content:
                     layer.tar.addfile(_plain(entry, mtime=0), content)
             else:
                 layer.tar.addfile(_plain(entry, mtime=0))
@@ -204,8 +204,8 @@ class _Client:
         except urllib3.exceptions.HTTPError as error:
             raise PublishError(f"{shown}: {error}") from error
         if answer.status not in ok:
-            told = answer.data.decode("utf-8", "replace").strip()
-            raise PublishError(f"{shown}: HTTP status {answer.status}: {told}")
+            reason = answer.data.decode("utf-8", "replace").strip()
+            raise PublishError(f"{shown}: HTTP status {answer.status}: {reason}")
         return answer
 
 

@@ -96,9 +96,9 @@ def serve(tools: Path, storage: Path, work: Path, *, writable: bool = False) -> 
         network=True,
     ) as root:
         home = root.path / _HOME.lstrip("/")
-        made = certificate.make(HOST, home)
+        files = certificate.make(HOST, home)
         ca = place / "ca.pem"
-        ca.write_bytes(made.ca.read_bytes())
+        ca.write_bytes(files.ca.read_bytes())
         config = json.dumps(configuration(address, writable=writable), indent=1)
         (home / "config.json").write_text(config, encoding="utf-8")
         argv = root.argv([f"/{_PROGRAM}", "serve", f"{_HOME}/config.json"])
@@ -161,10 +161,10 @@ def _await(registry: Registry, status: Callable[[], int | None], argv: list[str]
             time.sleep(0.02)
 
 
-def _failure(registry: Registry, argv: list[str], what: str) -> CommandError:
+def _failure(registry: Registry, argv: list[str], reason: str) -> CommandError:
     lines = registry.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
     return CommandError(
-        f"the registry at {registry.address}:{registry.port} {what}: {shlex.join(argv)}",
+        f"the registry at {registry.address}:{registry.port} {reason}: {shlex.join(argv)}",
         argv=argv,
         tail="\n".join(lines[-process.TAIL_LINES :]),
         hint=f"port {PORT} must be free on the loopback addresses: a server on 0.0.0.0:{PORT} takes them all",

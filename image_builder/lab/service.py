@@ -75,8 +75,8 @@ class State:
 def running() -> State | None:
     """Return the lab that runs; None when there is none."""
     try:
-        told = json.loads(_STATE.read_bytes())
-        state = State(**{**told, "images": tuple(told["images"])})
+        document = json.loads(_STATE.read_bytes())
+        state = State(**{**document, "images": tuple(document["images"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return state if _started(state.pid) == state.started else None
@@ -127,10 +127,10 @@ def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Moni
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and alive():
         if _SERVING.exists():
-            told = json.loads(_SERVING.read_bytes())
+            document = json.loads(_SERVING.read_bytes())
             partial = _STATE.with_suffix(".partial")
-            known = {**told, "pid": pid, "started": _started(pid)}
-            partial.write_text(json.dumps(known), encoding="utf-8")
+            record = {**document, "pid": pid, "started": _started(pid)}
+            partial.write_text(json.dumps(record), encoding="utf-8")
             partial.rename(_STATE)
             if state := running():
                 return state
@@ -160,7 +160,7 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, ext
             _PLACE.mkdir(mode=0o755, exist_ok=True)
             shutil.copyfile(endpoint.ca, _CA)
             images = [i.ref for i in definition.preload if i.ref.startswith(f"{HOST}/")]
-            told = {
+            document = {
                 "host": HOST,
                 "address": endpoint.address,
                 "port": endpoint.port,
@@ -168,7 +168,7 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, ext
                 "images": images,
             }
             partial = _SERVING.with_suffix(".partial")
-            partial.write_text(json.dumps(told), encoding="utf-8")
+            partial.write_text(json.dumps(document), encoding="utf-8")
             partial.rename(_SERVING)
             monitor.note(f"serving at {endpoint.address}")
             try:

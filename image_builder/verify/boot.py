@@ -83,8 +83,8 @@ def find_disk(artefact: Path) -> Path:
     if artefact.is_file():
         return artefact
     for suffix in DISK_SUFFIXES:
-        if found := sorted(artefact.glob(f"*{suffix}")):
-            return found[0]
+        if disks := sorted(artefact.glob(f"*{suffix}")):
+            return disks[0]
     raise BootError(
         f"{artefact} holds no disk ({', '.join(DISK_SUFFIXES)})",
         hint="build one: image_formats must name raw, qcow2 or vhd",
@@ -98,10 +98,10 @@ def local_disks(sizes: Sequence[str]) -> tuple[ExtraDisk, ...]:
 
 def parse_size(text: str) -> int:
     """Return the bytes that a number with K, M, G or T (powers of 1024) means; raises UsageError."""
-    found = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
-    if found is None:
+    size = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
+    if size is None:
         raise UsageError(f"{text} is no size of a disk", hint="write 16G, 512M or a number of bytes")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(size[1]) * _UNITS[size[2]]
 
 
 def boot(
@@ -132,13 +132,13 @@ def boot(
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
-    told = _told(facts, disk, needed=verify)
-    variables = told.get("variables", {})
+    specification = _specification(facts, disk, needed=verify)
+    variables = specification.get("variables", {})
     out_dir.mkdir(parents=True, exist_ok=True)
     store = Store(settings.store)
     store.prepare()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
-    options = _options(disk, told, secure_boot, extra_disks)
+    options = _options(disk, specification, secure_boot, extra_disks)
     console_kept = (out_dir / "console.log").resolve()
     with store.staging() as work, Vm(options, work, console_kept) as vm:
         try:
@@ -165,25 +165,28 @@ def boot(
     return result
 
 
-def _told(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
+def _specification(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
     """Return what the image is meant to be; empty where nothing tells. Raises BootError where that is ``needed``."""
     if facts.is_file():
-        told: dict[str, Any] = json.loads(facts.read_bytes())
-        return told
+        specification: dict[str, Any] = json.loads(facts.read_bytes())
+        return specification
     if needed:
         raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
     return {}
 
 
 def _options(
-    disk: Path, told: Mapping[str, Any], secure_boot: bool | None, extra_disks: tuple[ExtraDisk, ...] | None
+    disk: Path,
+    specification: Mapping[str, Any],
+    secure_boot: bool | None,
+    extra_disks: tuple[ExtraDisk, ...] | None,
 ) -> VmOptions:
     """Return the machine for an image; where a choice is None, the image's own variables make it."""
-    variables = told.get("variables", {})
+    variables = specification.get("variables", {})
     if extra_disks is None:
         extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
     return VmOptions(
-        name=str(told.get("image", disk.stem)),
+        name=str(specification.get("image", disk.stem)),
         disk=disk,
         extra_disks=extra_disks,
         secure_boot=bool(variables.get("image_secure_boot")) if secure_boot is None else secure_boot,
@@ -227,17 +230,17 @@ def virtual_size(disk: Path) -> int:
     return int.from_bytes(header[24:32], "big") if header[:4] == b"QFI\xfb" else disk.stat().st_size
 
 
-def _require_secure_boot(ssh: SshTarget, wanted: bool) -> None:
+def _require_secure_boot(ssh: SshTarget, expected: bool) -> None:
     """Raise BootError unless the firmware says what was asked for.
 
     The variable's file holds four bytes of attributes and one of value (UEFI specification 2.10, 3.3).
     """
     variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
-    words = ssh.run(["od", "-An", "-t", "u1", variable], ok=(0, 1)).stdout.split()
-    enabled = words[-1:] == ["1"]
-    if enabled != wanted:
+    value = ssh.run(["od", "-An", "-t", "u1", variable], ok=(0, 1)).stdout.split()
+    enabled = value[-1:] == ["1"]
+    if enabled != expected:
         raise BootError(
-            f"Secure Boot is {'on' if enabled else 'off'}, but {'on' if wanted else 'off'} was asked for"
+            f"Secure Boot is {'on' if enabled else 'off'}, but {'on' if expected else 'off'} was asked for"
         )
 
 

@@ -97,19 +97,19 @@ def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Moni
 
 def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
     """Hash every file of a published build and unpack its tar into ``tree``."""
-    told = manifest.load((build / MANIFEST).read_bytes())
+    published = manifest.load((build / MANIFEST).read_bytes())
     started = time.monotonic()
     monitor.stage_started("hash")
-    for file in (*told.artefacts, *told.documents):
+    for file in (*published.artefacts, *published.documents):
         monitor.stage_doing("hash", file.name)
         try:
-            found = sparse.sha256(build / file.name)
+            sha256 = sparse.sha256(build / file.name)
         except FileNotFoundError:
             raise VerifyError(f"{build / file.name} is missing, which the manifest names") from None
-        if found != file.sha256:
-            raise VerifyError(f"{build / file.name} is not what the manifest says: its SHA-256 is {found}")
+        if sha256 != file.sha256:
+            raise VerifyError(f"{build / file.name} is not what the manifest says: its SHA-256 is {sha256}")
     monitor.stage_finished("hash", time.monotonic() - started, cached=False)
-    archive = next((a for a in told.artefacts if a.format == "tar"), None)
+    archive = next((a for a in published.artefacts if a.format == "tar"), None)
     if archive is None:
         raise VerifyError(
             f"every byte of {build} is what its manifest says, but it holds no tar for the checks to look into",

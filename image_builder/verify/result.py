@@ -190,9 +190,9 @@ def _check(event: dict[str, Any]) -> Check:
 
 
 def _known_outcome(name: str, outcome: str) -> Outcome:
-    for known in get_args(Outcome):
-        if outcome == known:
-            return known  # type: ignore[no-any-return]
+    for outcome_name in get_args(Outcome):
+        if outcome == outcome_name:
+            return outcome_name  # type: ignore[no-any-return]
     raise VerifyError(
         f"{name} ended as {outcome!r}, which is neither passed nor failed",
         hint="a check that can't be made on this image must not be collected",
@@ -222,11 +222,11 @@ def _require_consistent(
 
 def _require_same(ran: Mapping[str, str], recorded: Outcomes) -> None:
     """Raise VerifyError unless the checks that ran ended as pytest has recorded it."""
-    told: dict[tuple[str, str], set[str]] = {}
+    reported: dict[tuple[str, str], set[str]] = {}
     for name, outcome in ran.items():
-        told.setdefault(_key(name), set()).add(outcome)
-    for key in sorted({*recorded, *told}):
-        outcomes = told.get(key, set())
+        reported.setdefault(_key(name), set()).add(outcome)
+    for key in sorted({*recorded, *reported}):
+        outcomes = reported.get(key, set())
         if outcomes != {recorded.get(key)}:
             raise VerifyError(
                 f"the two records of {'.'.join(key)} disagree: "
@@ -246,7 +246,7 @@ def junit_outcomes(junit: str) -> Outcomes:
         root = ElementTree.fromstring(junit)  # noqa: S314 (our own child wrote it)
     except ElementTree.ParseError as error:
         raise VerifyError(f"the JUnit file is damaged: {error}") from error
-    found: dict[tuple[str, str], str] = {}
+    outcomes: dict[tuple[str, str], str] = {}
     for case in root.iter("testcase"):
         key = (case.get("classname", ""), case.get("name", ""))
         tags = {child.tag for child in case}
@@ -254,9 +254,9 @@ def junit_outcomes(junit: str) -> Outcomes:
         if "skipped" in tags:
             outcome = "skipped"
         # A check whose teardown fails has two entries: the worse one counts.
-        if found.get(key, "passed") == "passed" or outcome == "error":
-            found[key] = outcome
-    return found
+        if outcomes.get(key, "passed") == "passed" or outcome == "error":
+            outcomes[key] = outcome
+    return outcomes
 
 
 def require_passed(result: SuiteResult) -> None:
@@ -291,9 +291,9 @@ def table(result: SuiteResult, *, everything: bool = False) -> Table:
         shown.add_row(escape(module), verdict, f"{sum(c.seconds for c in checks):.1f}", "")
         for check in checks if everything else bad:
             style = "green" if check.outcome == "passed" else "red"
-            what = check.title if check.outcome == "passed" else check.message or check.title
+            text = check.title if check.outcome == "passed" else check.message or check.title
             name = check.name.partition("::")[2]
             shown.add_row(
-                f"  {escape(name)}", f"[{style}]{check.outcome}[/]", f"{check.seconds:.1f}", escape(what)
+                f"  {escape(name)}", f"[{style}]{check.outcome}[/]", f"{check.seconds:.1f}", escape(text)
             )
     return shown

@@ -143,7 +143,7 @@ def observe_suite(
         target=target,
         marker=marker,
         seconds=time.monotonic() - started,
-        said=done.stdout,
+        output=done.stdout,
         log=log,
     )
 
@@ -165,7 +165,7 @@ def read_results(
     target: str,
     marker: str,
     seconds: float,
-    said: str,
+    output: str,
     log: Path,
     by_pytest: bool = True,
 ) -> SuiteResult:
@@ -176,7 +176,7 @@ def read_results(
     """
     junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
     if not report.exists() or (by_pytest and not junit.exists()):
-        raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(said)}")
+        raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(output)}")
     try:
         result = read_run(
             report.read_text(encoding="utf-8").splitlines(),
@@ -188,7 +188,7 @@ def read_results(
         )
     except VerifyError as error:
         raise VerifyError(
-            f"{error.message}\n{_tail(said)}", hint=error.hint or f"pytest's output is in {log}"
+            f"{error.message}\n{_tail(output)}", hint=error.hint or f"pytest's output is in {log}"
         ) from error
     report.unlink()
     (out_dir / "verify.json").write_text(json_lines(result.as_json()), encoding="utf-8")

@@ -66,10 +66,10 @@ def _flat(value: JSON, prefix: str = "") -> dict[str, JSON]:
     """Flatten nested mappings to dotted keys; lists count as one value."""
     if not isinstance(value, Mapping):
         return {prefix: list(value) if isinstance(value, (list, tuple)) else value}
-    found: dict[str, JSON] = {}
+    flat: dict[str, JSON] = {}
     for key, inner in value.items():
-        found.update(_flat(inner, f"{prefix}.{key}" if prefix else key))
-    return found
+        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else key))
+    return flat
 
 
 def _short(value: JSON) -> str:

@@ -53,9 +53,9 @@ class StageContext:
     previous: Path | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def doing(self, what: str) -> None:
+    def doing(self, action: str) -> None:
         """Tell in a few words what happens now."""
-        self.monitor.stage_doing(self.plan.name, what)
+        self.monitor.stage_doing(self.plan.name, action)
 
 
 Stage = Callable[[StageContext], Mapping[str, JSON]]

@@ -22,12 +22,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a stage adds to the store, those that it needs beside them while it runs, and those that are
-    published of it."""
+    """Bytes that a stage takes: of its product in the store, beside that while it runs, and of what is published."""
 
-    kept: float = 0.0
-    passing: float = 0.0
-    published: float = 0.0
+    product: float = 0.0
+    scratch: float = 0.0
+    output: float = 0.0
 
 
 @dataclass(frozen=True)

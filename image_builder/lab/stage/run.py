@@ -29,7 +29,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     # Under the same path in the root, so that the caller's file names hold there.
     with open_root([tools], ctx.work / "tools", writable_binds={os.fspath(layers): layers}) as root:
         ctx.doing("making the large image")
-        made = {
+        by_reference = {
             large.REFERENCE: large.build_large(
                 [[_deb(debs, name) for name in names] for names in large.LARGE_LAYERS],
                 layers,
@@ -38,7 +38,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             pause.REFERENCE: images.pause_image(layers / "pause.tar.gz"),
         }
     with serve(tools, storage, ctx.work, writable=True) as registry:
-        for reference, image in made.items():
+        for reference, image in by_reference.items():
             ctx.doing(f"pushing {reference}")
             name, _, tag = reference.partition("/")[2].partition(":")
             images.push(registry, name, tag, image)
@@ -49,7 +49,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
                 "bytes": sum(layer.size for layer in image.layers),
                 "unpacked_bytes": sum(layer.tar_size for layer in image.layers),
             }
-            for reference, image in made.items()
+            for reference, image in by_reference.items()
         }
     }
 

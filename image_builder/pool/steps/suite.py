@@ -110,7 +110,7 @@ class Runs:
             target=SshAddress(self._reach.user, host.address, host.port).url,
             marker="booted",
             seconds=time.monotonic() - started,
-            said=process.tail(log),
+            output=process.tail(log),
             log=log,
             by_pytest=False,
         )

@@ -46,13 +46,13 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "image-builder lab cluster")])
         self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
-        made = (
+        certificate = (
             self._builder(self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(self._identifier, critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        self.certificate = made.public_bytes(serialization.Encoding.PEM)
+        self.certificate = certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def signed(self) -> Signed:
@@ -93,8 +93,8 @@ class Authority:
         if addresses:
             names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        made = builder.sign(self._key, hashes.SHA256())
-        return Signed(made.public_bytes(serialization.Encoding.PEM), private_pem(key))
+        certificate = builder.sign(self._key, hashes.SHA256())
+        return Signed(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
 
     def kubeconfig(self, server: str, name: str, *, groups: Sequence[str] = ()) -> str:
         """Return a kubeconfig (JSON, which is YAML) of the user ``name``, with a certificate made for it."""

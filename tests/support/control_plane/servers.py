@@ -111,10 +111,10 @@ class ControlPlane:
 
     def _clients(self) -> list[tuple[str, list[str]]]:
         """Return what speaks to the API server from this side: its name, and its command."""
-        found = [("kube-scheduler", self._scheduler())]
+        programs = [("kube-scheduler", self._scheduler())]
         if self._controllers:
-            found.append(("kube-controller-manager", self._controller_manager()))
-        return found
+            programs.append(("kube-controller-manager", self._controller_manager()))
+        return programs
 
     def _argv(self, argv: Sequence[str]) -> list[str]:
         assert self._root is not None
@@ -227,6 +227,6 @@ class ControlPlane:
             time.sleep(0.1)
         raise self._failure(argv, f"is not ready after {_START_SECONDS:g} s: {reason}")
 
-    def _failure(self, argv: Sequence[str], what: str) -> CommandError:
+    def _failure(self, argv: Sequence[str], reason: str) -> CommandError:
         logs = "\n".join(f"{n}:\n{process.tail(self.work / f'{n}.log')}" for n in ("etcd", "kube-apiserver"))
-        return CommandError(f"the API server {what}: {shlex.join(argv)}", argv=argv, tail=logs)
+        return CommandError(f"the API server {reason}: {shlex.join(argv)}", argv=argv, tail=logs)

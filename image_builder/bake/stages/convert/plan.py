@@ -32,7 +32,7 @@ def _space(stage: StagePlan, sizes: Sizes) -> Need:
     formats: list[str] = list(stage.options["formats"])  # type: ignore[arg-type]
     per_tree = {name: sizes.tree * _FORMATS[name] for name in formats}
     return Need(
-        kept=sum(size for name, size in per_tree.items() if name != "raw"), published=sum(per_tree.values())
+        product=sum(size for name, size in per_tree.items() if name != "raw"), output=sum(per_tree.values())
     )
 
 

@@ -88,8 +88,8 @@ def _write_qcow2(ctx: StageContext, target: Path) -> int:
     size = _disk(ctx).stat().st_size
 
     def show(line: str) -> None:
-        if found := _PERCENT.search(line):
-            _progress(ctx)(int(float(found[1]) * size / 100), size)
+        if percent := _PERCENT.search(line):
+            _progress(ctx)(int(float(percent[1]) * size / 100), size)
 
     with open_root(
         [ctx.inputs["tools"] / "tree"],
@@ -145,8 +145,8 @@ def _write_tar(ctx: StageContext, target: Path) -> int:
         total = measure(sealed.path).bytes
 
         def show(line: str) -> None:
-            if found := re.search(r"checkpoint (\d+)", line):
-                _progress(ctx)(min(int(found[1]) * _RECORD, total), total)
+            if position := re.search(r"checkpoint (\d+)", line):
+                _progress(ctx)(min(int(position[1]) * _RECORD, total), total)
 
         argv = ["tar", "--create", f"--file={_OUT}/{target.name}", f"--directory={_TREE}", "--sort=name"]
         argv += ["--format=posix", "--pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime"]

@@ -71,21 +71,21 @@ class Layout:
 def measure(tree: Path) -> Content:
     """Return what the files below ``tree`` need, hard links counted once; other mounts are left out."""
     size, entries = 0, 1
-    seen: set[tuple[int, int]] = set()
+    inodes: set[tuple[int, int]] = set()
     device = tree.stat().st_dev
     folders = [os.fspath(tree)]
     while folders:
         names = 0
-        with os.scandir(folders.pop()) as found:
-            for entry in found:
+        with os.scandir(folders.pop()) as listing:
+            for entry in listing:
                 info = entry.stat(follow_symlinks=False)
                 names += len(entry.name) + 12
                 if stat.S_ISDIR(info.st_mode):
                     entries += 1
                     if info.st_dev == device:
                         folders.append(entry.path)
-                elif info.st_nlink == 1 or (info.st_dev, info.st_ino) not in seen:
-                    seen.add((info.st_dev, info.st_ino))
+                elif info.st_nlink == 1 or (info.st_dev, info.st_ino) not in inodes:
+                    inodes.add((info.st_dev, info.st_ino))
                     entries += 1
                     size += _file_blocks(info) * _BLOCK
         size += -(-names // _BLOCK) * _BLOCK
@@ -114,16 +114,16 @@ def plan_layout(build_id: str, disk: Mapping[str, Any], content: Content) -> Lay
 
     ``auto`` leaves a fifth of the content free, 256 MiB at least: enough to boot and to grow the partition.
     """
-    least, wanted = minimal_root_mib(content), disk["root_size_mib"]
-    if wanted == "auto":
+    least, size = minimal_root_mib(content), disk["root_size_mib"]
+    if size == "auto":
         root = least + max(256, content.bytes // 5 // MIB)
         return Layout(build_id, disk["esp_size_mib"], root)
-    if wanted < least:
+    if size < least:
         raise ImageBuilderError(
-            f"the tree needs a root partition of {least} MiB, image_disk.root_size_mib is {wanted}",
+            f"the tree needs a root partition of {least} MiB, image_disk.root_size_mib is {size}",
             hint=f"set image_disk.root_size_mib to {least + 256} or more, or to auto",
         )
-    return Layout(build_id, disk["esp_size_mib"], int(wanted))
+    return Layout(build_id, disk["esp_size_mib"], int(size))
 
 
 def repart_definitions(layout: Layout) -> dict[str, str]:
@@ -234,10 +234,12 @@ def check(disk: Path, layout: Layout) -> gpt.Gpt:
             table = gpt.read(stream)
     except gpt.GptError as error:
         raise ImageBuilderError(f"the partition table that was written is wrong: {error}") from error
-    found = replace(table, partitions=tuple(replace(p, attributes=0) for p in table.partitions))
+    written = replace(table, partitions=tuple(replace(p, attributes=0) for p in table.partitions))
     planned = gpt.Gpt(identity.disk_uuid(layout.build_id), layout.size, layout.partitions())
-    if found != planned:
-        raise ImageBuilderError(f"the disk is not what was planned:\n  found   {found}\n  planned {planned}")
+    if written != planned:
+        raise ImageBuilderError(
+            f"the disk is not what was planned:\n  found   {written}\n  planned {planned}"
+        )
     return table
 
 

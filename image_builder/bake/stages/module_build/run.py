@@ -79,11 +79,11 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         modules = _collect(root, built, target)
         compiler = root.run(["gcc", "-dumpfullversion"]).stdout.strip()
         configuration = (root.path / f"usr/src/linux-headers-{kernel}/.config").read_text(encoding="utf-8")
-    found = problems(modules, kernel, driver, flavour, signed=bool(certificate))
-    if compiler != (wanted := compiler_of(configuration)):
-        found.append(f"the compiler is gcc {compiler}, the kernel was compiled by gcc {wanted}")
-    if found:
-        raise ImageBuilderError("the modules that were built are not usable:\n  " + "\n  ".join(found))
+    faults = problems(modules, kernel, driver, flavour, signed=bool(certificate))
+    if compiler != (kernel_compiler := compiler_of(configuration)):
+        faults.append(f"the compiler is gcc {compiler}, the kernel was compiled by gcc {kernel_compiler}")
+    if faults:
+        raise ImageBuilderError("the modules that were built are not usable:\n  " + "\n  ".join(faults))
     record: dict[str, JSON] = {
         "kernel": kernel,
         "driver": driver,
@@ -117,13 +117,13 @@ def _build(ctx: StageContext, driver: str, kernel: str, epoch: int) -> tuple[str
         built = root.path / f"{_TREE.lstrip('/')}/{package}/{kernel}/x86_64/module"
         for packed in sorted(built.glob("*.ko.xz")):  # DKMS does as the release does
             root.run(["xz", "--decompress", f"/{packed.relative_to(root.path)}"])
-        kept = ctx.work / "modules"
-        kept.mkdir()
+        folder = ctx.work / "modules"
+        folder.mkdir()
         for file in sorted(built.glob("*.ko")):
             if file.is_symlink() or not file.is_file():
                 raise ImageBuilderError(f"what was built has a {file.name} that is no file")
-            shutil.copyfile(file, kept / file.name)
-    return package, kept
+            shutil.copyfile(file, folder / file.name)
+    return package, folder
 
 
 def problems(
@@ -134,17 +134,19 @@ def problems(
     Every one must be for exactly ``kernel`` (``6.1.0-50-cloud-amd64``), of the version ``driver`` and of the license
     of ``flavour`` (open or proprietary), ``signed`` if that was wanted, and the required ones must be there.
     """
-    found = [f"no module {name} was built" for name in REQUIRED if name not in {m.name for m in modules}]
+    faults = [f"no module {name} was built" for name in REQUIRED if name not in {m.name for m in modules}]
     for module in modules:
         if module.vermagic.split(" ")[0] != kernel:
-            found.append(f"{module.name} is for {module.vermagic.split(' ')[0] or 'no kernel'}, not {kernel}")
+            faults.append(
+                f"{module.name} is for {module.vermagic.split(' ')[0] or 'no kernel'}, not {kernel}"
+            )
         if module.name not in _OWN_VERSION and module.version != driver:
-            found.append(f"{module.name} is version {module.version or '?'}, not {driver}")
+            faults.append(f"{module.name} is version {module.version or '?'}, not {driver}")
         if module.name in REQUIRED and module.license not in LICENSES[flavour]:
-            found.append(f"{module.name} has the license {module.license!r}, so it is not {flavour}")
+            faults.append(f"{module.name} has the license {module.license!r}, so it is not {flavour}")
         if bool(module.signer) != signed:
-            found.append(f"{module.name} is {'' if module.signer else 'not '}signed")
-    return found
+            faults.append(f"{module.name} is {'' if module.signer else 'not '}signed")
+    return faults
 
 
 def compiler_of(configuration: str) -> str:
@@ -156,11 +158,11 @@ def compiler_of(configuration: str) -> str:
 
 def parse_modinfo(text: str) -> dict[str, str]:
     """Return the fields of ``modinfo --null``; of one that stands there often (alias, parm) the first."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for field in text.split("\0"):
         name, _, value = field.partition("=")
-        found.setdefault(name.strip(), value.strip())
-    return found
+        fields.setdefault(name.strip(), value.strip())
+    return fields
 
 
 def _signing_files(certificate: str, work: Path) -> dict[str, Path]:
@@ -201,10 +203,10 @@ def _unpack(root: Root, driver: str) -> str:
     archives = sorted((root.path / repository.MOUNT_POINT.lstrip("/")).glob("*.deb"))
     for archive in archives:
         root.run(["dpkg-deb", "--extract", f"{repository.MOUNT_POINT}/{archive.name}", _UNPACKED])
-    found = sorted((root.path / _UNPACKED.lstrip("/")).glob("usr/src/*/dkms.conf"))
-    if len(found) != 1:
-        raise LockError(f"one DKMS source is needed, the locked packages have {len(found)}")
-    source = found[0].parent
+    configurations = sorted((root.path / _UNPACKED.lstrip("/")).glob("usr/src/*/dkms.conf"))
+    if len(configurations) != 1:
+        raise LockError(f"one DKMS source is needed, the locked packages have {len(configurations)}")
+    source = configurations[0].parent
     name, dash, version = source.name.rpartition("-")
     if not dash or version != driver:
         raise LockError(f"the locked source is {source.name}, not version {driver}")
@@ -224,9 +226,9 @@ def _compile(ctx: StageContext, root: Root, package: str, kernel: str) -> None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         with ctx.log.open("a", encoding="utf-8") as stream:
             stream.write("\n".join(lines) + "\n")
-        told = [line for line in lines if _ERROR.search(line)][:10] or lines[-10:] or [error.tail]
+        errors = [line for line in lines if _ERROR.search(line)][:10] or lines[-10:] or [error.tail]
         raise ImageBuilderError(
-            f"{package} doesn't compile for {kernel}:\n  " + "\n  ".join(told),
+            f"{package} doesn't compile for {kernel}:\n  " + "\n  ".join(errors),
             hint="name a kernel (system_kernel_package) and a driver that go together",
         ) from error
 

@@ -56,9 +56,9 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             _remove(path)
             removed += 1
         ctx.doing("searching for traces of the bake")
-        if found := list(find_traces(root.path, _traces(ctx))):
-            shown = "\n  ".join(f"{path}: {trace}" for path, trace in found[:10])
-            raise ImageBuilderError(f"{len(found)} files hold what is the bake's own:\n  {shown}")
+        if leaks := list(find_traces(root.path, _traces(ctx))):
+            shown = "\n  ".join(f"{path}: {trace}" for path, trace in leaks[:10])
+            raise ImageBuilderError(f"{len(leaks)} files hold what is the bake's own:\n  {shown}")
         _write_identity(ctx, root.path)
     return {"tasks_changed": result.changed, "scrubbed": removed}
 
@@ -80,13 +80,13 @@ def _remove(path: Path) -> None:
 
 def _traces(ctx: StageContext) -> dict[str, str]:
     """Return the words that only this host's bake could have put into a file, and how each is shown."""
-    words = {
+    texts = {
         _unmistakable(ctx.settings.store, "staging"),
         _unmistakable(ctx.settings.repo_root, "roles"),
         os.fspath(ctx.work.parent.parent.name),
         ctx.settings.mirror or "",
     }
-    traces = {word: word for word in sorted(words)} | _secrets(ctx)
+    traces = {word: word for word in sorted(texts)} | _secrets(ctx)
     return {word: shown for word, shown in traces.items() if len(word) >= _SHORTEST_TRACE}
 
 
@@ -94,9 +94,9 @@ def _secrets(ctx: StageContext) -> dict[str, str]:
     """Return what registries are told by the bake, as it may stand in a file, and what it is: never shown itself."""
     secrets = {}
     for registry in {image.ref.partition("/")[0] for image in ctx.definition.preload}:
-        if known := credentials_for(registry):
-            pair = f"{known.username}:{known.password}".encode()
-            for word in (known.password, known.token, base64.b64encode(pair).decode()):
+        if credentials := credentials_for(registry):
+            pair = f"{credentials.username}:{credentials.password}".encode()
+            for word in (credentials.password, credentials.token, base64.b64encode(pair).decode()):
                 secrets[word] = f"the credentials for {registry}"
     return secrets
 
@@ -111,7 +111,7 @@ def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, st
 
     A configuration file as its package ships it is none of the bake's: cloud-init's names Debian's mirror.
     """
-    wanted = [(shown, word.encode()) for word, shown in traces.items()]
+    needles = [(shown, word.encode()) for word, shown in traces.items()]
     shipped = _shipped(root)
     for name in _SEARCHED:
         for folder, _, files in os.walk(root / name):
@@ -122,17 +122,17 @@ def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, st
                 where = os.fspath(path.relative_to(root))
                 if where in _FOREIGN:
                     continue
-                found = _held(path, wanted)
-                if found and shipped.get(where) != _md5(path):
-                    yield from ((where, trace) for trace in found)
+                leaks = _held(path, needles)
+                if leaks and shipped.get(where) != _md5(path):
+                    yield from ((where, trace) for trace in leaks)
 
 
-def _held(path: Path, wanted: Sequence[tuple[str, bytes]]) -> list[str]:
+def _held(path: Path, needles: Sequence[tuple[str, bytes]]) -> list[str]:
     """Return which words a file holds. It is mapped, not read: a model's weights may be larger than memory."""
     if not path.stat().st_size:
         return []
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return [shown for shown, word in wanted if data.find(word) >= 0]
+        return [shown for shown, word in needles if data.find(word) >= 0]
 
 
 def _md5(path: Path) -> str:
