@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from image_builder.bake import executor
 from image_builder.bake.executor import Build, _context, _run_stage
 from image_builder.bake.lock.model import LockedArchive, LockedFile
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli.extensions import EXTENSIONS
@@ -120,3 +123,34 @@ def test_checks_that_fail_leave_their_reports(store: Store, monkeypatch: pytest.
     }
     assert failed.value.log == str(logs / f"{start}.log")
     assert not store.has(stage.id)
+
+
+@pytest.mark.parametrize(("stage", "enterable"), [("verify", False), ("system", True)])
+def test_one_may_enter_what_a_play_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch, stage: str, enterable: bool
+) -> None:
+    def run(_: StageContext) -> None:
+        raise VerifyError("it failed")
+
+    for module in (verify, layer):
+        monkeypatch.setattr(module, "run", run)
+    plan = StagePlan(stage, stage if stage == "verify" else "layer", {"archives": []})
+    with store.staging() as staging, pytest.raises(StageError) as failed:
+        _run_stage(_work(store, staging), plan)
+    assert failed.value.enterable is enterable
+
+
+def test_a_pull_runs_beside_the_layers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, str] = {}
+    monkeypatch.setattr(
+        executor, "_run_stage", lambda _, stage: threads.update({stage.name: threading.current_thread().name})
+    )
+    base = StagePlan("base", "base")
+    pull = StagePlan("preload", "preload", ground=(base.id,))
+    layers = [StagePlan(name, "layer", lowers=(base.id,)) for name in ("system", "node")]
+    seal = StagePlan("seal", "seal", lowers=(pull.id, *(stage.id for stage in layers)))
+    with store.staging() as staging:
+        executor.run_all(_work(store, staging), [base, pull, *layers, seal])
+    here = threading.current_thread().name
+    assert {name for name, thread in threads.items() if thread != here} == {"preload"}
+    assert len(threads) == 5

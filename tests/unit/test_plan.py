@@ -376,6 +376,18 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
     [
         pytest.param(_replace("pin: true", "pin: false"), FROM_PRELOAD, id="a pin"),
         pytest.param(
+            _replace("- ref: registry.example/large:1", "- {ref: 'registry.example/large:1', mode: copy}"),
+            FROM_STORE,
+            id="what a node does with an image",
+        ),
+        pytest.param(
+            _replace(
+                "- ref: registry.example/large:1", "- {ref: 'registry.example/large:1', required: false}"
+            ),
+            FROM_STORE,
+            id="whether an image may be missing",
+        ),
+        pytest.param(
             _append("image_builder/bake/pull/docker_engine.py", "\nx = 1\n"), FROM_PRELOAD, id="how is pulled"
         ),
         pytest.param(
