@@ -29,7 +29,7 @@ from cryptography.x509.oid import NameOID
 from image_builder.cli import failure
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.events import NullMonitor
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import kubeconfig
 from image_builder.node.join import command
 from image_builder.node.join.surroundings import PodGuard
+from image_builder.node.net import kubeconfig
 from tests import joins
 
 NODE = os.uname().nodename.lower()

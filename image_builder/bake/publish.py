@@ -36,7 +36,7 @@ from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import PublishError, SpaceError
 from image_builder.events import Monitor, NullMonitor
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.trees import remove_tree
@@ -294,7 +294,7 @@ def _move(staging: Path, target: Path) -> None:
 
 def _rename_new(source: Path, target: Path) -> None:
     try:
-        durable.rename_new(source, target)
+        files.rename_new(source, target)
     except OSError as error:
         if error.errno not in _NO_FLAGS:
             raise
@@ -303,7 +303,7 @@ def _rename_new(source: Path, target: Path) -> None:
 
 def _exchange(source: Path, target: Path) -> None:
     try:
-        durable.exchange(source, target)
+        files.exchange(source, target)
     except OSError as error:
         if error.errno not in _NO_FLAGS:
             raise

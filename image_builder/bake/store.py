@@ -29,7 +29,7 @@ from image_builder.bake.formats import deb
 from image_builder.bake.plan.model import StagePlan
 from image_builder.canonical import JSON
 from image_builder.errors import StoreError
-from image_builder.node import durable
+from image_builder.node import files as node_files
 from image_builder.system.trees import remove_tree
 
 # Who waits for another build looks this often whether it has ended.
@@ -190,7 +190,7 @@ class Store:
             "bytes": size,
             "manifest_sha256": tree_manifest.sha256(staged / "manifest.gz"),
         }
-        durable.syncfs(staged)
+        node_files.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
         (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
         _sync_file(staged / "meta.json")
@@ -198,7 +198,7 @@ class Store:
         if target.exists():
             remove_tree(target)
         staged.rename(target)
-        durable.sync_directory(target.parent)
+        node_files.sync_directory(target.parent)
         return meta
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Store:
         # No image's name makes this one of the store's own locks, which whoever calls may hold.
         with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
             builds = [b for b in _builds(path) if b != ids] + [ids]
-            durable.write(path, json.dumps(builds[-50:]).encode())
+            node_files.write(path, json.dumps(builds[-50:]).encode())
 
     def adopt(self, name: str) -> bool:
         """Give an image what was remembered by its name only, as it was before inventories counted.
@@ -271,10 +271,10 @@ class Store:
         adopted = False
         for suffix in (".lock.json", ".builds"):
             with suppress(FileNotFoundError, FileExistsError):
-                durable.rename_new(locks / f"{image}{suffix}", locks / f"{name}{suffix}")
+                node_files.rename_new(locks / f"{image}{suffix}", locks / f"{name}{suffix}")
                 adopted = True
         if adopted:
-            durable.sync_directory(locks)
+            node_files.sync_directory(locks)
         return adopted
 
     def last_build(self, image: str) -> dict[str, dict[str, Any]]:
@@ -372,7 +372,7 @@ def _repair_control(path: Path) -> bool:
         return not recorded
     if recorded == deb.fields(control):
         return False
-    durable.write(path, control.encode())
+    node_files.write(path, control.encode())
     return True
 
 

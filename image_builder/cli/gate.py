@@ -19,7 +19,7 @@ from image_builder.cli.options import AsJson, Kubeconfig
 from image_builder.cluster.gate.model import Rules
 from image_builder.errors import ImageBuilderError
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import Client
+from image_builder.node.net.kube import Client
 from image_builder.system.signals import waking
 from image_builder.text import columns
 

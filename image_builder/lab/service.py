@@ -26,7 +26,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError
 from image_builder.events import Monitor
 from image_builder.lab.registry import HOST
-from image_builder.node.lock import held
+from image_builder.node.files import lock
 from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.signals import listening
@@ -98,7 +98,7 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
     for any more is killed. Who comes while another one starts it waits, and gets the same one.
     """
-    with held(_STARTING):
+    with lock(_STARTING):
         return running() or _start(argv, store, monitor)
 
 

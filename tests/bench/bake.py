@@ -42,7 +42,7 @@ from image_builder.bake.lock.model import Lock  # noqa: E402
 from image_builder.bake.lock.repository import write_repository  # noqa: E402
 from image_builder.bake.stages.base import plan as base  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
-from image_builder.node import durable  # noqa: E402
+from image_builder.node import files  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from image_builder.system import namespace, process  # noqa: E402
 from image_builder.system.sandbox import open_overlay, open_root  # noqa: E402
@@ -140,7 +140,7 @@ def reference(lock: Lock, store: Store, definition_formats: list[str], work: Pat
                 doing=lambda _what: None,
             )
             _make_disk(root.run, definition_formats, work / "reference.log")
-        durable.syncfs(out)
+        files.syncfs(out)
         seconds.write_text(str(time.monotonic() - started))
         return 0
 

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from image_builder.cluster.gate.controller import Controller, Settings  # the path comes first
-from image_builder.node.kube import Client
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.pool.steps.control_plane import NODES, SHOWN_NODES, TABLE, Kubernetes
 from tests.gates import Cluster, become_ready, register, running, wait_until

@@ -23,8 +23,8 @@ import yaml
 
 from image_builder.cluster.broker import tokens
 from image_builder.events import NullMonitor
-from image_builder.node.kube import Client
-from image_builder.node.kubeconfig import load
+from image_builder.node.net.kube import Client
+from image_builder.node.net.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
 from tests import gates, joins

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.lab import large
-from image_builder.node.kube import KubeError
+from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight.model import CONDITION
 from tests import gates
 from tests.boot.node import Instance

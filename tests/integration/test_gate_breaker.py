@@ -16,7 +16,7 @@ from image_builder.cluster.gate.admit import overview
 from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Rules, path_of
-from image_builder.node.kube import MERGE_PATCH, Client, KubeError
+from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError
 from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, Verdict

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import serving, zipapp
+from image_builder.node import zipapp
+from image_builder.node.net import serving
 from tests import joins
 from tests.gates import wait_until
 from tests.servers import running

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.cluster.gate.signing import SIGNER
-from image_builder.node import kubeconfig
 from image_builder.node.join import binding
-from image_builder.node.kube import Client, KubeError
-from image_builder.node.kubeconfig import Access, Pem
+from image_builder.node.net import kubeconfig
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.pool.steps.control_plane import REQUESTS
 from tests import attested, identities, joins, today
 from tests.brokers import (

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import asking, child, files, kube
+from image_builder.node import child, files
 from image_builder.node.errors import ProgramError
 from image_builder.node.health import apart, storage
 from image_builder.node.health.model import Look, Places
 from image_builder.node.health.settings import Settings
-from image_builder.node.kubeconfig import Access, Pem
+from image_builder.node.net import fetch, kube
+from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.node.promote import kubelet
 
 pytestmark = pytest.mark.root
@@ -67,7 +68,7 @@ def test_a_peer_that_trickles_does_not_keep_a_question(head: bytes) -> None:
     with trickling(head) as port:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
-            asking.ask(f"http://127.0.0.1:{port}/", headers={}, seconds=0.5)
+            fetch.ask(f"http://127.0.0.1:{port}/", headers={}, seconds=0.5)
         assert time.monotonic() - began < 3
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from image_builder.canonical import JSON, digest
 from image_builder.errors import LockError
-from image_builder.node import durable
+from image_builder.node import files as node_files
 
 FORMAT: Final = 1
 # The ids of Debian's own repositories; those of third parties have their own names.
@@ -231,7 +231,7 @@ class Lock(_Frozen):
                 stream.flush()
                 os.fsync(stream.fileno())
             partial.rename(path)
-            durable.sync_directory(path.parent)
+            node_files.sync_directory(path.parent)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise LockError(f"can't write the lock {path}: {error.strerror}") from error
         finally:

@@ -18,7 +18,7 @@ from image_builder.system.signals import listening
 
 if TYPE_CHECKING:
     from image_builder.cluster.broker.config import Config
-    from image_builder.node.kube import Client
+    from image_builder.node.net.kube import Client
 
 # A node waits ten seconds for an answer; a request to the API server must be over before.
 _CLUSTER_SECONDS = 8.0
@@ -61,8 +61,8 @@ def broker(
 
 
 def _connect(path: Path | None) -> Client:
-    from image_builder.node import kubeconfig
-    from image_builder.node.kube import Client
+    from image_builder.node.net import kubeconfig
+    from image_builder.node.net.kube import Client
 
     if path is None:
         return Client.in_cluster(agent=_AGENT, timeout=_CLUSTER_SECONDS)
@@ -72,7 +72,7 @@ def _connect(path: Path | None) -> Client:
 def _serve(config: Config, connect: Callable[[], Client]) -> None:
     from image_builder.cluster.broker.keys import Keys, source
     from image_builder.cluster.broker.server import Broker, Clients, line, open_server
-    from image_builder.node.serving import TICK
+    from image_builder.node.net.serving import TICK
 
     lock = threading.Lock()
 

@@ -176,10 +176,10 @@ def report(
 
 def _write(path: Path, data: bytes) -> None:
     """Replace a file in one step; raises UsageError where it can't be one, OSError."""
-    from image_builder.node import durable
+    from image_builder.node import files
 
     with writing(path):
-        durable.write(path, data)
+        files.write(path, data)
 
 
 @contextmanager

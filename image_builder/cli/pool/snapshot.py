@@ -52,7 +52,7 @@ def snapshot(
 
         image-builder pool snapshot h100_west=/subscriptions/…/virtualMachineScaleSets/gpu-a --out hosts/00-nodes.yml
     """
-    from image_builder.node import durable
+    from image_builder.node import files
     from image_builder.pool.plan import snapshot as snapshots
     from image_builder.pool.plan.azure import Reader
 
@@ -64,7 +64,7 @@ def snapshot(
         ]
     snapshots.check(taken_sets, fewer=allow_fewer)
     with writing(out):
-        durable.write(out, snapshots.document(taken_sets, at))
+        files.write(out, snapshots.document(taken_sets, at))
     result: dict[str, Any] = {
         "inventory": os.fspath(out),
         "taken": at,

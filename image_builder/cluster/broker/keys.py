@@ -14,8 +14,8 @@ from jwt import PyJWK, PyJWTError
 
 from image_builder.cluster.broker.identity import ALGORITHM
 from image_builder.cluster.broker.refusal import RefusedError
-from image_builder.node import asking
 from image_builder.node.join import schema
+from image_builder.node.net import fetch
 
 # Between two fetches, whatever for: made-up key ids must not become questions to the provider.
 PAUSE = 60.0
@@ -40,9 +40,7 @@ def source(place: str, authority: str | None) -> Fetch:
 
     def ask() -> bytes:
         context = ssl.create_default_context(cafile=authority)
-        response = asking.ask(
-            place, headers={"Accept": "application/json"}, seconds=_SECONDS, context=context
-        )
+        response = fetch.ask(place, headers={"Accept": "application/json"}, seconds=_SECONDS, context=context)
         if response.status != 200:
             raise OSError(f"{place} answered {response.status}")
         return response.body

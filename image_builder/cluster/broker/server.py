@@ -19,9 +19,9 @@ from image_builder.cluster.broker.limits import Limiter, whole_seconds
 from image_builder.cluster.broker.policy import Request
 from image_builder.cluster.broker.refusal import RefusedError, forbidden, unproven
 from image_builder.errors import HostError
-from image_builder.node import serving
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net import serving
+from image_builder.node.net.kube import Client, KubeError
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes one line of the audit log, as an object."""

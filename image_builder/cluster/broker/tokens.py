@@ -17,7 +17,7 @@ from typing import Any
 from image_builder.cluster.broker import nonces
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node.join import binding
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net.kube import Client, KubeError
 
 TYPE = "bootstrap.kubernetes.io/token"
 LABELS = {"app.kubernetes.io/managed-by": "image-builder-broker"}

@@ -13,7 +13,7 @@ from image_builder.cluster.gate.breaker import code_of
 from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch, pointer_of
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from, path_of
 from image_builder.errors import UsageError
-from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.net.kube import JSON_PATCH, Client
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
 
 

@@ -27,7 +27,7 @@ from image_builder.cluster.gate.signing import (
 )
 from image_builder.cluster.gate.watcher import Watcher
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import MERGE_PATCH, Client, KubeError
+from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError
 
 # Until a request is looked at again that waits for a node to go, or that the API server would not have approved.
 _PAUSE = 5.0

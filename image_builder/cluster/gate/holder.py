@@ -9,7 +9,7 @@ from image_builder.cluster.gate.breaker import Limits, step
 from image_builder.cluster.gate.model import Node
 from image_builder.errors import UsageError
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.preflight import hold
 from image_builder.node.preflight.hold import Hold
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net.kube import Client, KubeError
 
 _CONFLICT, _NOT_FOUND = 409, 404
 

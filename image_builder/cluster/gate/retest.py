@@ -20,7 +20,7 @@ from typing import Any
 from image_builder.cluster.gate.decide import answered, may_work
 from image_builder.cluster.gate.model import Node, Rules, path_of
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import JSON_PATCH, Client
+from image_builder.node.net.kube import JSON_PATCH, Client
 from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
 
 # Seconds: a grant that nobody has answered for so long is withdrawn; a wish is granted only while its node still looks

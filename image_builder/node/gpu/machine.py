@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import imds, programs, settings
+from image_builder.node import child, settings
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Port, Xid
+from image_builder.node.net import imds
 
 # NVIDIA's GPUs without and with an output for displays (PCI class codes).
 _GPU_CLASSES = ("0x0300", "0x0302")
@@ -131,7 +132,7 @@ def _fabric_manager_version(root: Path) -> str:
     if not (root / _FABRIC_MANAGER).exists():
         return ""
     try:
-        version = _VERSION.search(programs.run([str(root / _FABRIC_MANAGER), "--version"], timeout=10).stdout)
+        version = _VERSION.search(child.run([str(root / _FABRIC_MANAGER), "--version"], timeout=10).stdout)
     except ProgramError:
         return "unknown"
     return version[1] if version else "unknown"
@@ -140,7 +141,7 @@ def _fabric_manager_version(root: Path) -> str:
 def _unit_state(unit: str) -> str:
     """Return systemd's word for a unit: ``active``, ``failed``, ``inactive`` and so on; empty without systemd."""
     try:
-        return programs.run(["systemctl", "is-active", unit], ok=(0, 3, 4), timeout=10).stdout.strip()
+        return child.run(["systemctl", "is-active", unit], ok=(0, 3, 4), timeout=10).stdout.strip()
     except ProgramError:
         return ""
 
@@ -199,7 +200,7 @@ def process_name(proc: Path, pid: int) -> str:
 def read_xids(boot: str) -> tuple[Xid, ...]:
     """Return this boot's Xids from the journal. Raises NodeError (``gpu.journal``) where it can't be read."""
     try:
-        done = programs.run(["journalctl", "-k", "-b", "0", "-o", "json", "--no-pager"], timeout=60)
+        done = child.run(["journalctl", "-k", "-b", "0", "-o", "json", "--no-pager"], timeout=60)
         return xids.parse_journal(done.stdout, boot)
     except (ProgramError, ValueError) as error:
         raise NodeError("gpu.journal", f"the kernel's log can't be read: {error}") from error

@@ -94,7 +94,7 @@ def checks() -> dict[str, Check]:
 
 def connect(settings: Settings) -> tuple[Client, str]:
     """Be the kubelet; raises NodeError (``kube.config``)."""
-    from image_builder.node import kube  # only at a change: TLS takes as long to load as all else
+    from image_builder.node.net import kube  # only at a change: TLS takes as long to load as all else
 
     client = kube.Client.from_kubeconfig(Path(settings.kubeconfig))
     return client, settings.node_name or client.access.node or os.uname().nodename.lower()
@@ -244,7 +244,7 @@ def report_condition(
                 node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
             )
     except NodeError as error:
-        from image_builder.node import kube
+        from image_builder.node.net import kube
 
         after: float | None = getattr(error, "retry_after", None)
         wait = kube.backoff(

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import layout, serving, status
+from image_builder.node import layout, status
 from image_builder.node import settings as settings_files
 from image_builder.node.decode import at_least, within
 from image_builder.node.errors import NodeError
 from image_builder.node.health import application
 from image_builder.node.health.application import Documents, Memory, Upgrade
+from image_builder.node.net import serving
 
 ADDRESS, PATH = "127.0.0.1", "/health"
 # Concurrent connections, and the seconds that one may take: the extension makes one every few seconds.

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node import imds
-from image_builder.node.asking import Said
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
+from image_builder.node.net import imds
+from image_builder.node.net.fetch import Response
 
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -58,7 +58,7 @@ def check(look: Look) -> Outcome:
     )
 
 
-def _resting(look: Look, name: str, response: Said) -> Outcome:
+def _resting(look: Look, name: str, response: Response) -> Outcome:
     items = look.memory.get("events", [])
     events = [Event(**{**item, "resources": tuple(item["resources"])}) for item in items]
     rest = min(response.retry_after or _REST_SECONDS, _MOST_REST)
@@ -71,7 +71,7 @@ def _as_json(event: Event) -> dict[str, Any]:
     return {**vars(event), "resources": list(event.resources)}
 
 
-def parse(response: Said) -> list[Event]:
+def parse(response: Response) -> list[Event]:
     """Return the events of an answer; raises NodeError (``health.imds``) for one that isn't understood."""
     if response.status != 200:
         text = response.body[:200].decode(errors="replace").strip()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder.node import files, kube, layout, status
+from image_builder.node import files, layout, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.join import credentials, kubelet, surroundings
@@ -24,6 +24,7 @@ from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import Identity, learn
 from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
+from image_builder.node.net import kube
 
 # Before a configuration says otherwise.
 _BUDGET = 900.0

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from image_builder.node import asking
-from image_builder.node.asking import Said
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
 from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import ask_platform
+from image_builder.node.net import fetch
+from image_builder.node.net.fetch import Response
 
 _ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
@@ -216,7 +216,7 @@ def ask(
     token: str = "",
     body: Mapping[str, Any] | None = None,
     timeout: float = _TIMEOUT,
-) -> Said:
+) -> Response:
     """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
 
     ``authority`` None proves nothing: then no token is sent, and the response is unverified.
@@ -227,12 +227,12 @@ def ask(
     if body is not None:
         headers["Content-Type"] = "application/json"
     data = None if body is None else json.dumps(body).encode()
-    return asking.ask(url, headers=headers, seconds=timeout, body=data, context=_context(authority))
+    return fetch.ask(url, headers=headers, seconds=timeout, body=data, context=_context(authority))
 
 
 def _context(authority: str | None) -> ssl.SSLContext:
     if authority is not None:
-        return asking.proven_by(authority)
+        return fetch.proven_by(authority)
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

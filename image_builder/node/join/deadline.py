@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from image_builder.node import kube
 from image_builder.node.join.codes import JoinError
+from image_builder.node.net import kube
 
 T = TypeVar("T")
 _LONGEST_WAIT = 10.0

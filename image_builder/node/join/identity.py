@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import imds
-from image_builder.node.asking import Said
 from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NONE, PLATFORM, NodeConfig, parse
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.settings import Settings
+from image_builder.node.net import imds
+from image_builder.node.net.fetch import Response
 
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
 _PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
@@ -80,7 +80,7 @@ def instance(address: str, deadline: Deadline) -> Machine:
         raise JoinError(11, f"the metadata service's answer can't be parsed: {error!r}") from error
 
 
-def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Said:
+def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Response:
     """Ask the metadata service until it answers. Raises JoinError with this number."""
     try:
         return imds.answer(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import child, files, kube, kubeconfig, status
+from image_builder.node import child, files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
@@ -20,7 +20,8 @@ from image_builder.node.join.config import NodeConfig
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
-from image_builder.node.kubeconfig import Access
+from image_builder.node.net import kube, kubeconfig
+from image_builder.node.net.kubeconfig import Access
 from image_builder.node.promote.kubelet import wait_for_answer
 
 # What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.

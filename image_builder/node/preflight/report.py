@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import asking, files, kube, kubeconfig, status
+from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
-from image_builder.node.kube import Client
+from image_builder.node.net import fetch, kube, kubeconfig
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.settings import Settings, parse
@@ -159,7 +160,7 @@ def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
 
 def _answers(healthz: str) -> bool:
     try:
-        return asking.ask(healthz, headers={}, seconds=_POLL).status == 200
+        return fetch.ask(healthz, headers={}, seconds=_POLL).status == 200
     except OSError:
         return False
 

@@ -18,10 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, kube, status
+from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.gpu import settings as gpu_settings
-from image_builder.node.kube import KubeError
+from image_builder.node.net import kube
+from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight import model, report, smoke
 from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import judge

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 
-from image_builder.node import asking
 from image_builder.node.child import ENVIRONMENT
+from image_builder.node.net import fetch
 
 _PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 _BETWEEN_SECONDS = 2.0
@@ -35,6 +35,6 @@ def wait_for_answer(healthz: str, seconds: float) -> bool:
 
 def _answers(healthz: str) -> bool:
     try:
-        return asking.ask(healthz, headers={}, seconds=_ANSWER_SECONDS).status == 200
+        return fetch.ask(healthz, headers={}, seconds=_ANSWER_SECONDS).status == 200
     except OSError:
         return False

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from pydantic import ValidationError
 
 from image_builder.errors import DefinitionError, Problem
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import Wave, plan_waves
@@ -92,7 +92,7 @@ def render(plan: Plan) -> bytes:
 
 def save(plan: Plan, path: Path) -> None:
     """Write a plan; afterwards the file holds it or what it held before. Raises OSError."""
-    durable.write(path, render(plan))
+    files.write(path, render(plan))
 
 
 def load(path: Path) -> Plan:

@@ -27,7 +27,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization as forms
 
 from image_builder.errors import UsageError
-from image_builder.node import durable, lock
+from image_builder.node import files
 from image_builder.pool.plan.model import Host
 
 _CERTIFICATE = "-cert-v01@openssh.com"
@@ -299,7 +299,7 @@ class Verifier:
         """Add a host's first key to the file, unless another process knows one already."""
         path = self._source.path
         line = f"{name} {_first_string(blob).decode('ascii')} {base64.b64encode(blob).decode()}\n"
-        with self._guard, lock.held(path.with_name(f".{path.name}.lock")):
+        with self._guard, files.lock(path.with_name(f".{path.name}.lock")):
             if path.stat().st_size != self._size:
                 self._read()
             if name in self._keys:
@@ -317,8 +317,8 @@ class Verifier:
 def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with lock.held(path.with_name(f".{path.name}.lock")):
+        with files.lock(path.with_name(f".{path.name}.lock")):
             if not path.exists():
-                durable.write(path, b"", 0o600)
+                files.write(path, b"", 0o600)
     except OSError as error:
         raise UsageError(f"{path}: can't be made: {error.strerror}") from error

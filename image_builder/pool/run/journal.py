@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from image_builder.errors import ImageBuilderError, SpaceError
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.pool.run.records import RECORD, Record, must_last
 
 # A look at a lock takes some microseconds.
@@ -81,7 +81,7 @@ def open_journal(path: Path) -> Iterator[Journal]:
         if size < len(data):
             os.ftruncate(fd, size)
         os.fsync(fd)
-        durable.sync_directory(path.absolute().parent)
+        files.sync_directory(path.absolute().parent)
         yield Journal(path, tuple(records), fd, len(records) + 1, size)
     finally:
         os.close(fd)

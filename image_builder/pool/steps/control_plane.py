@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import UsageError
-from image_builder.node import asking, kube, kubeconfig
 from image_builder.node.errors import NodeError
 from image_builder.node.join.credentials import check_clock
+from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.pool.run.gates import Reading
 
 NODES = "/api/v1/nodes"
@@ -151,7 +151,7 @@ def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
     Nor is anything known of one that doesn't answer from here. The request carries no credentials.
     """
     try:
-        response = asking.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
+        response = fetch.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
         check_clock(response.date, now, _CLOCK_SECONDS)
     except NodeError as error:
         return str(error.message)

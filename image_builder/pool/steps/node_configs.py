@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from image_builder.errors import DefinitionError, Problem
-from image_builder.node.asking import proven_by
 from image_builder.node.errors import NodeError
 from image_builder.node.join import config
+from image_builder.node.net.fetch import proven_by
 from image_builder.pool.plan.plan import named
 from image_builder.pool.plan.render import doubles
 from image_builder.pool.steps.control_plane import server_fault

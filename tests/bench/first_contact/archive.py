@@ -6,7 +6,8 @@ import io
 import zipfile
 from pathlib import Path
 
-from image_builder.node import durable, zipapp
+from image_builder.node import files as node_files
+from image_builder.node import zipapp
 from tests.bench.first_contact import context
 
 _MAIN = "import sys\n\nfrom tests.bench.first_contact.__main__ import main\n\nsys.exit(main())\n"
@@ -14,7 +15,7 @@ _MAIN = "import sys\n\nfrom tests.bench.first_contact.__main__ import main\n\nsy
 
 def run(target: Path) -> int:
     """Write the file; return 0. Raises OSError."""
-    durable.write(target, archive(), 0o755)
+    node_files.write(target, archive(), 0o755)
     return 0
 
 

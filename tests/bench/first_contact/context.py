@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.node.gpu.machine import Places
 
 # What the whole may take on any machine; a shorter run does less of everything, in proportion.
@@ -99,7 +99,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def write_result(context: Context, value: dict[str, Any]) -> None:
     """Write a step's result, also before it is complete."""
-    durable.write_json(context.directory / RESULT, value)
+    files.write_json(context.directory / RESULT, value)
 
 
 def program() -> list[str]:

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable, imds, programs
+from image_builder.node import child, files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import machine, nvml, readings, sizes, xids
 from image_builder.node.gpu.model import Machine, Xid, as_json
+from image_builder.node.net import imds
 from tests.bench.first_contact.context import FACTS, Context
 
 # The platform answers at once or is not there; nothing else is asked over a network.
@@ -66,11 +67,11 @@ def step(context: Context) -> dict[str, Any]:
         "pci": {gpu.address: _pci(places.sys / "bus/pci/devices" / gpu.address) for gpu in node.pci},
         "size": _size(node),
     }
-    durable.write_json(context.out / FACTS, facts)
+    files.write_json(context.out / FACTS, facts)
     facts["programs"] = {}
     for argv in _PROGRAMS if context.root == Path("/") else ():
         facts["programs"][" ".join(argv)] = _said(argv, context.left(_PROGRAM_SECONDS))
-        durable.write_json(context.out / FACTS, facts)
+        files.write_json(context.out / FACTS, facts)
     return {"gpus": len(node.pci), "driver": node.driver_loaded, "size": facts["size"]}
 
 
@@ -96,7 +97,7 @@ def _pci(device: Path) -> dict[str, Any]:
 
 def _said(argv: tuple[str, ...], seconds: float) -> dict[str, Any]:
     try:
-        done = programs.run(argv, timeout=max(1.0, seconds), ok=range(256))
+        done = child.run(argv, timeout=max(1.0, seconds), ok=range(256))
     except ProgramError as error:
         return {"error": error.message}
     return {"status": done.status, "output": (done.stdout + done.stderr)[:_CHARACTERS]}

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from image_builder.node import durable
+from image_builder.node import files as node_files
 from image_builder.node.decode import decode
 from image_builder.node.gpu.model import Gpu
 from tests.bench.first_contact import assumptions
@@ -60,7 +60,7 @@ def run(out: Path, into: Path) -> int:
             raise ValueError(f"{name} would name the machine: {named[0][:12].decode('ascii', 'replace')}…")
     for name, data in files.items():
         packed = name.endswith(".jsonl")
-        durable.write(into / (f"{name}.xz" if packed else name), lzma.compress(data) if packed else data)
+        node_files.write(into / (f"{name}.xz" if packed else name), lzma.compress(data) if packed else data)
         sys.stderr.write(f"{into / name}{'.xz' if packed else ''}\n")
     return 0
 

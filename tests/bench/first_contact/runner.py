@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.node.gpu.smoke import program
 from tests.bench.first_contact.context import Context, checkout, step_argv
 
@@ -92,12 +92,12 @@ class Log:
         self._summarise()
 
     def _write(self, name: str) -> None:
-        durable.write_json(self._out / "steps" / name / "outcome.json", asdict(self.outcomes[name]))
+        files.write_json(self._out / "steps" / name / "outcome.json", asdict(self.outcomes[name]))
 
     def _summarise(self) -> None:
         spent = {"seconds": round(time.monotonic() - self._began, 3)}
         steps = [asdict(outcome) for outcome in self.outcomes.values()]
-        durable.write_json(self._out / SUMMARY, {**self._head, **spent, "steps": steps})
+        files.write_json(self._out / SUMMARY, {**self._head, **spent, "steps": steps})
 
 
 def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[str], None]) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from image_builder.node import durable
+from image_builder.node import files
 from image_builder.node.gpu.model import Tier, Worker
 from image_builder.node.gpu.smoke import command, fleet
 from tests.bench.first_contact import facts
@@ -31,7 +31,7 @@ def tested(context: Context, tier: Tier, mode: str, **more: Any) -> dict[str, An
     """Run ``gpu-smoke --json``; return its exit status, seconds and document. Its output is this step's."""
     directory = context.directory / "settings"
     directory.mkdir(parents=True, exist_ok=True)
-    durable.write_json(directory / "gpu.json", {**settings(context), "mode": mode, **more})
+    files.write_json(directory / "gpu.json", {**settings(context), "mode": mode, **more})
     system = command.System(
         places=context.places,
         directory=directory,

@@ -10,7 +10,7 @@ import pytest
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.cluster.broker.tokens import TYPE, Grant, issue, secret
 from image_builder.node.join import binding
-from image_builder.node.kube import Client, KubeError
+from image_builder.node.net.kube import Client, KubeError
 from tests.joins import VM_ID
 
 NONCE = "0123456789"

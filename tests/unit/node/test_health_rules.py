@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import asking
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
 from image_builder.node.health import clock, gpu, maintenance, network
 from image_builder.node.health.model import Look, Places
+from image_builder.node.net import fetch
 from tests.unit.node.health_findings import SETTINGS, codes
 
 
@@ -46,16 +46,16 @@ PREEMPT = (
 
 
 def test_maintenance() -> None:
-    (event,) = maintenance.parse(asking.Said(200, PREEMPT))
+    (event,) = maintenance.parse(fetch.Response(200, PREEMPT))
     assert event.not_before == 1615856326 and event.resources == ("myspotvm",)
     (found,) = maintenance.rule([event])
     assert (found.code, found.subject, found.severity) == ("maintenance.scheduled", "Preempt", "fail")
     assert "2021-03-16T00:58:46Z" in found.detail
     assert codes(maintenance.rule([replace(event, kind="Freeze")]))[0][2] == "warn"
     assert maintenance.rule([replace(event, status="Completed")]) == []
-    begun = maintenance.parse(asking.Said(200, PREEMPT.replace(b"Tue, 16 Mar 2021 00:58:46 GMT", b"")))
+    begun = maintenance.parse(fetch.Response(200, PREEMPT.replace(b"Tue, 16 Mar 2021 00:58:46 GMT", b"")))
     assert "not before now" in maintenance.rule(begun)[0].detail
-    assert maintenance.parse(asking.Said(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
+    assert maintenance.parse(fetch.Response(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_maintenance() -> None:
 )
 def test_answers_that_are_no_events_are_neither_good_nor_bad(status: int, body: bytes) -> None:
     with pytest.raises(NodeError) as caught:
-        maintenance.parse(asking.Said(status, body))
+        maintenance.parse(fetch.Response(status, body))
     assert caught.value.code == "health.imds"
 
 

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.node import imds
-from image_builder.node.asking import Said
+from image_builder.node.net import imds
+from image_builder.node.net.fetch import Response
 
 
 class Service:
     """A metadata service with prepared answers, and a clock that only waiting moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | Said) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | Response) -> None:
         self.now, self.asked = 0.0, 0
         self.pauses: list[float] = []
         self._answers = list(answers)
         monkeypatch.setattr(imds, "ask", self._ask)
 
-    def _ask(self, _path: str, *, address: str, seconds: float) -> Said:
+    def _ask(self, _path: str, *, address: str, seconds: float) -> Response:
         assert address == imds.ADDRESS and 0 < seconds <= 5
         self.asked += 1
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if answer == 0:
             raise ConnectionRefusedError("refused")
-        return answer if isinstance(answer, Said) else Said(answer, b"busy")
+        return answer if isinstance(answer, Response) else Response(answer, b"busy")
 
     def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.now += seconds
 
-    def answer(self, seconds: float = 60.0) -> Said:
+    def answer(self, seconds: float = 60.0) -> Response:
         return imds.answer("/x", seconds, clock=lambda: self.now, sleep=self._sleep, chance=lambda: 0.999)
 
 
@@ -64,9 +64,9 @@ def test_time_that_is_over_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_asks_for_is_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service(monkeypatch, Said(429, b"", retry_after=7.0), 200)
+    service = Service(monkeypatch, Response(429, b"", retry_after=7.0), 200)
     assert service.answer().status == 200 and 7 <= service.pauses[0] < 8
-    service = Service(monkeypatch, Said(429, b"", retry_after=90.0), 200)
+    service = Service(monkeypatch, Response(429, b"", retry_after=90.0), 200)
     with pytest.raises(OSError, match="429"):
         service.answer()
     assert service.pauses == []

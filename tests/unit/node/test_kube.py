@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from image_builder.node import kube
-from image_builder.node.kube import KubeError, backoff, condition, each_item, patiently
+from image_builder.node.net import kube
+from image_builder.node.net.kube import KubeError, backoff, condition, each_item, patiently
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True), st.none() | st.floats(-5, 1e9))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from image_builder.node.errors import NodeError
-from image_builder.node.kubeconfig import Pem, load, parse, read_yaml
+from image_builder.node.net.kubeconfig import Pem, load, parse, read_yaml
 from tests.support.control_plane.pki import Authority
 
 AUTHORITY = Authority()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from image_builder.node import child
-from image_builder.node.kube import KubeError
+from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight import command, model, report, smoke
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import asking
-from image_builder.node.asking import Said
 from image_builder.node.errors import NodeError
+from image_builder.node.net import fetch
+from image_builder.node.net.fetch import Response
 from image_builder.node.preflight import report
 from image_builder.node.preflight.settings import Settings
 
@@ -24,12 +24,12 @@ def test_a_kubelet_that_never_answers_is_not_waited_for_without_an_end(
     hours = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: next(hours) * 600.0)
 
-    def ask(_url: str, **_: object) -> Said:
+    def ask(_url: str, **_: object) -> Response:
         if not answer:
             raise ConnectionRefusedError("down")
-        return Said(answer, b"")
+        return Response(answer, b"")
 
-    monkeypatch.setattr(asking, "ask", ask)
+    monkeypatch.setattr(fetch, "ask", ask)
     kubeconfig = tmp_path / "kubelet.conf"
     if has_kubeconfig:
         kubeconfig.touch()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import durable, report
+from image_builder.node import files, report
 from image_builder.node.report import Links
 from image_builder.node.seed.docker import chain
 
@@ -77,7 +77,7 @@ def test_an_image_of_which_nothing_is_anywhere_is_missing(tmp_path: Path, engine
 
 def _exchange(one: Path, other: Path, times: int) -> None:
     for _ in range(times):
-        durable.exchange(one, other)
+        files.exchange(one, other)
 
 
 def test_a_layer_may_be_promoted_meanwhile(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import kube
+from image_builder.node.net import kube
 from image_builder.pool.steps.control_plane import (
     REQUESTS,
     SHOWN_NODES,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import programs
+from image_builder.node import child
 from image_builder.node.gpu.model import Tier
 
 # What the answers and the speeds depend on: what a worker runs, and the kernels.
@@ -54,7 +54,7 @@ def worker_argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[
 def environment(uuid: str, peers: Sequence[str]) -> dict[str, str]:
     """Return a worker's environment: it sees its own GPU (and peers), and no compiled kernel of before."""
     return {
-        **programs.ENVIRONMENT,
+        **child.ENVIRONMENT,
         "CUDA_VISIBLE_DEVICES": ",".join([uuid, *peers]),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_CACHE_DISABLE": "1",

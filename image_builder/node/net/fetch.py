@@ -22,7 +22,7 @@ _LONGEST_WAIT = 86400.0
 
 
 @dataclass(frozen=True)
-class Said:
+class Response:
     """An answer. ``retry_after`` is for how long the server wants to be left alone, in seconds (0: it did not say).
 
     ``date`` is what its clock said (Unix time), 0 where it did not say.
@@ -41,13 +41,13 @@ def ask(
     seconds: float,
     body: bytes | None = None,
     context: ssl.SSLContext | None = None,
-) -> Said:
+) -> Response:
     """GET a URL, or POST ``body`` to it; wait at most ``seconds`` for all of it. Raises OSError.
 
     ``context`` is what proves a server, and is needed for https. A thread does it and is left behind when the time is
     over: a resolver has no deadline, and those of a socket begin again with each byte.
     """
-    ended: list[Said | BaseException] = []
+    ended: list[Response | BaseException] = []
     opened: list[http.client.HTTPConnection] = []
 
     def work() -> None:
@@ -83,7 +83,7 @@ def _ask(
     body: bytes | None,
     context: ssl.SSLContext | None,
     opened: list[http.client.HTTPConnection],
-) -> Said:
+) -> Response:
     import http.client  # only here: it takes as long to load as all else of the health check together
 
     parts = urlsplit(url)
@@ -99,7 +99,7 @@ def _ask(
         connection.request("GET" if body is None else "POST", path, body, dict(headers))
         with connection.getresponse() as answer:
             answer_headers = answer.headers
-            return Said(
+            return Response(
                 answer.status,
                 answer.read(_MOST_BYTES),
                 retry_after(answer_headers, time.time()) or 0.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import asking
+from image_builder.node.net import fetch
 from tests.support.control_plane.pki import Authority
 
 NAME = "127.0.0.1"
@@ -61,7 +61,7 @@ def test_an_authority_without_key_usages_is_believed(authority: Authority, serve
     text = authority.certificate.decode()
     with pytest.raises(ssl.SSLCertVerificationError, match="key usage"):
         shake_hands(ssl.create_default_context(cadata=text), server)
-    shake_hands(asking.proven_by(text), server)
+    shake_hands(fetch.proven_by(text), server)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_how_long_a_server_wants_to_be_left_alone(said: str | None, seconds: flo
     headers = HTTPMessage()
     if said is not None:
         headers["Retry-After"] = said
-    assert asking.retry_after(headers, 10.0) == seconds
+    assert fetch.retry_after(headers, 10.0) == seconds
 
 
 def test_another_authority_is_not_believed(server: ssl.SSLContext) -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
-        shake_hands(asking.proven_by(Authority().certificate.decode()), server)
+        shake_hands(fetch.proven_by(Authority().certificate.decode()), server)

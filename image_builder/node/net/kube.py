@@ -22,9 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from image_builder.node import asking, kubeconfig
 from image_builder.node.errors import NodeError
-from image_builder.node.kubeconfig import Access, Pem
+from image_builder.node.net import fetch, kubeconfig
+from image_builder.node.net.kubeconfig import Access, Pem
 
 # Seconds: connecting, each read or write, and the whole of a request. A list of all nodes has longer, a watch its own.
 TIMEOUT, LONGEST_LIST = 15.0, 300.0
@@ -272,7 +272,7 @@ class Client:
             self.close()
             raise KubeError(f"{method} {self.access.server}{path}: {error}") from error
         if answer.status >= 300:
-            message, later = _said(answer), asking.retry_after(answer.headers, time.time())
+            message, later = _said(answer), fetch.retry_after(answer.headers, time.time())
             self.close()
             raise KubeError(f"{method} {path}: {answer.status} {message}", answer.status, later)
         return answer
@@ -325,7 +325,7 @@ class _Renamed(http.client.HTTPSConnection):
 
 def tls(access: Access) -> ssl.SSLContext:
     """Return a context that trusts the cluster's authority alone, with our certificate as it is now."""
-    context = asking.proven_by(access.authority.read())
+    context = fetch.proven_by(access.authority.read())
     if access.certificate and access.key:
         # OpenSSL takes a file; this one is never on a disk.
         fd = os.memfd_create("client-certificate")

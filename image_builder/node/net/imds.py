@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import Callable
 
-from image_builder.node.asking import Said
-from image_builder.node.asking import ask as ask_http
+from image_builder.node.net.fetch import Response
+from image_builder.node.net.fetch import ask as ask_http
 
 ADDRESS = "http://169.254.169.254"
 # Not found yet (as cloud-init knows it of machines that just came up), too many requests, or not up yet; 410 is "being
@@ -25,7 +25,7 @@ class RefusedError(OSError):
     """It will not answer this question later either."""
 
 
-def ask(path: str, *, address: str = ADDRESS, seconds: float = 5.0) -> Said:
+def ask(path: str, *, address: str = ADDRESS, seconds: float = 5.0) -> Response:
     """Ask once for ``path``, with its query, and wait at most ``seconds`` for the whole answer. Raises OSError."""
     return ask_http(f"{address}{path}", headers={"Metadata": "true"}, seconds=seconds)
 
@@ -38,7 +38,7 @@ def answer(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     chance: Callable[[], float] = random.random,
-) -> Said:
+) -> Response:
     """Ask until 200 is answered, for at most ``seconds``. Raises OSError: RefusedError before the time is over."""
     until, attempt = clock() + seconds, 0
     while True:
