@@ -19,18 +19,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("preload", help="ask the engine for every image, load what is missing")
     commands.add_parser("promote", help="copy seeded layers to the local disk")
     preflight = commands.add_parser("preflight", help="test this boot before the kubelet starts")
-    preflight.add_argument("--again", action="store_true", help="test again what this boot has not settled")
-    preflight.add_argument("--report", action="store_true", help="tell the API server what it came to")
+    preflight.add_argument(
+        "--again", action="store_true", help="repeat the tests that this boot has not settled"
+    )
+    preflight.add_argument("--report", action="store_true", help="report the verdict to the API server")
     preflight.add_argument(
         "--retest", action="store_true", help="test the GPUs again, where the gate grants it"
     )
     join = commands.add_parser("join", help="become a node of a cluster, as the node configuration says")
-    join.add_argument(
-        "--status", action="store_true", help="print what became of it; 1 where it has not joined"
-    )
-    health = commands.add_parser("health", help="look at the running node, tell what changed")
+    join.add_argument("--status", action="store_true", help="print the outcome; 1 if the node has not joined")
+    health = commands.add_parser("health", help="check the running node and report what changed")
     health.add_argument("--json", action="store_true", help="for programs")
-    commands.add_parser("health-endpoint", help="tell Azure's health extension how the node is, on loopback")
+    commands.add_parser("health-endpoint", help="report the node's health to Azure's extension, on loopback")
     status = commands.add_parser("status", help="what happened, and why")
     status.add_argument("--json", action="store_true", help="for programs")
     smoke = commands.add_parser("gpu-smoke", help="test the GPUs; the exit status is the verdict")
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     worker.add_argument("--gpu", required=True, help="its UUID")
     worker.add_argument("--tier", required=True)
     worker.add_argument("--seed", type=int, required=True)
-    worker.add_argument("--peer", action="append", default=[], help="test the links to this GPU alone")
+    worker.add_argument("--peer", action="append", default=[], help="test only the links to this GPU")
     worker.add_argument("--drill", default="", help="go wrong on purpose")
     compile_ = commands.add_parser("compile", help="write this agent to a file that starts faster")
     compile_.add_argument("target", type=Path)
@@ -118,7 +118,7 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, or 1 after an error that was told."""
+    """Return the exit status: 0, or 1 after a reported error."""
     try:
         return run(parse(sys.argv[1:] if argv is None else argv))
     except NodeError as error:

@@ -1,4 +1,4 @@
-"""What the node agent can fail with. Each error has a code that tells its kind, for programs and for people."""
+"""The node agent's errors. Each has a code that names its kind, for programs and for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reboots that the node itself ordered: what a reboot changed says nothing where nobody else meant it to."""
+"""Reboots that the node itself ordered: one that somebody else ordered is a decision about the node."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What happened to the node since it was booted, in one file: ``/run/node/status.json``.
+"""The status of this boot, in one file: ``/run/node/status.json``.
 
     {"format": 1, "ready": false,
      "disk": {"state": "degraded", "code": "disk.foreign", "reason": "...", ...},
      "seed": {...}, "preload": {...}, "promotion": {...}}
 
 Each section has ``state``: ``ok``, ``degraded`` (the node works, slower or with less room) or ``failed``. A state
-other than ``ok`` has a ``code`` and a ``reason``. The kubelet is told by ``kubelet.env`` beside it: a label for
+other than ``ok`` has a ``code`` and a ``reason``. The kubelet reads ``kubelet.env`` beside it: a label for
 each section, and a taint for each that failed. A node with a preflight (``preflight.json`` in its settings) registers
-with the preflight's taint whatever that found: somebody else takes it away.
+with the preflight's taint whatever that found: the gate takes it away.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PENDING = "pending"
 
 
 def boot_id(path: Path = BOOT_ID) -> str:
-    """Return this boot's id, the one that the kubelet tells as ``status.nodeInfo.bootID``. Raises OSError."""
+    """Return this boot's id, the one that the kubelet reports as ``status.nodeInfo.bootID``. Raises OSError."""
     return path.read_text(encoding="ascii").strip()
 
 
 def tell(text: str) -> None:
-    """Say something to people: the journal, and the console by the unit's StandardOutput."""
+    """Write a line for people: to the journal, and to the console by the unit's StandardOutput."""
     sys.stdout.write(f"node-agent: {text}\n")
     sys.stdout.flush()
 
@@ -64,7 +64,7 @@ def update(
     settings: Path = settings_files.DIRECTORY,
     required: Sequence[str] | None = None,
 ) -> None:
-    """Set a section, and what the kubelet is told.
+    """Set a section, and the kubelet's environment.
 
     ``wanted`` are the sections without which the node is not ready, by default those that its ``settings`` call for.
     Safe for several processes at once.
@@ -116,7 +116,7 @@ def is_ready(document: Mapping[str, Any], required: Sequence[str]) -> bool:
 
 
 def label_of(state: str) -> str:
-    """Return the label's value for what a preflight came to: ``ok``, or what the kubelet is told of a failure."""
+    """Return the label's value for what a preflight came to: ``ok``, or ``failed``."""
     return OK if state == "passed" else FAILED
 
 

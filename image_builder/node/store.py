@@ -94,7 +94,8 @@ def read_manifest(path: Path = MANIFEST) -> Store:
         raise unreadable(error, "store.manifest", f"{path}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NodeError(
-            "store.manifest", f"{path} is no manifest of a preload store: {type(error).__name__}: {error}"
+            "store.manifest",
+            f"{path} is not the manifest of a preload store: {type(error).__name__}: {error}",
         ) from error
 
 
@@ -153,7 +154,7 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
         else:
             try:
                 _mount_verified(store.file, store.verity, at)
-            except ProgramError as error:  # there is no such program, or it did not end
+            except ProgramError as error:  # the program is missing, or did not end
                 raise NodeError("store.verity", f"{store.file} is not checked: {error.message}") from error
     try:
         _compare(store, at)

@@ -213,7 +213,7 @@ def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Vo
 def _check_blank(path: Path, tail: bytes = b"") -> None:
     """Raise NodeError unless a device is blank but for what its last MiB begins with.
 
-    mke2fs itself looks for a filesystem on a terminal alone.
+    mke2fs itself looks for a filesystem only on a terminal.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

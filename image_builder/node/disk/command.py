@@ -1,4 +1,4 @@
-"""``node-agent disk``: decide, do it, and tell what happened."""
+"""``node-agent disk``: decide, act, and report."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def decide(settings: Settings, build: str, survey: Survey) -> Decision:
     if TABLE[row].action == "none":
         return _made(row, reason)
     if mounted and volume is None:
-        return _made("busy", f"{_names(mounted)}: mounted, and would have to be made anew: {reason}")
+        return _made("busy", f"{_names(mounted)}: mounted, and would have to be reformatted: {reason}")
     return _made(row, reason, tuple(observation.disk for observation in members), volume)
 
 

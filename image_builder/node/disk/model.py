@@ -1,4 +1,4 @@
-"""What is known of disks, and what was decided. Nothing here does anything."""
+"""Disks, observations and decisions as values. Nothing here does anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on the candidates. Reads alone, and mounts nothing foreign.
+"""The contents of the candidates. Only reads, and mounts nothing foreign.
 
 A journal is replayed by mounting, also read-only: so a filesystem is mounted for a look only where its label and
 UUID say that this program made it.

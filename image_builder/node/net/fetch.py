@@ -1,4 +1,4 @@
-"""One question over HTTP, with the standard library alone: no proxy, no redirection, nothing repeated."""
+"""One HTTP request, with only the standard library: no proxy, no redirection, no retry."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _ask(
                 _moment(answer_headers.get("Date", "")) or 0.0,
             )
     except http.client.HTTPException as error:
-        raise OSError(f"{url}: the answer is no HTTP: {error!r}") from error
+        raise OSError(f"{url}: the answer is not HTTP: {error!r}") from error
     finally:
         connection.close()
 

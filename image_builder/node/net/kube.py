@@ -1,4 +1,4 @@
-"""Speak to an API server, with the standard library alone and as little as can be.
+"""A minimal API-server client that uses only the standard library.
 
 A node says one thing a transition (``Client.patch_condition``) and asks nothing. When it is refused it waits, and
 thousands of nodes must not wait the same time: ``backoff``.
@@ -122,7 +122,7 @@ def each_item(text: str, take: Callable[[dict[str, Any]], None]) -> str:
     head, mark, _ = text.partition('"items":')
     at = len(head) + len(mark)
     if not mark or not text.startswith(("[", "null"), at):
-        raise ValueError("it is no list")
+        raise ValueError("not a list")
     version = str(json.loads(f"{head}{mark}[]}}")["metadata"]["resourceVersion"])
     decoder = json.JSONDecoder()
     at += 1
@@ -153,7 +153,7 @@ class Client:
         """Be a pod's service account; raises NodeError (``kube.config``) outside of a pod."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
         if not host or not port:
-            raise NodeError("kube.config", "this is no pod: KUBERNETES_SERVICE_HOST is not set")
+            raise NodeError("kube.config", "not in a pod: KUBERNETES_SERVICE_HOST is not set")
         host = f"[{host}]" if ":" in host else host
         authority, token = Pem(path=directory / "ca.crt"), Pem(path=directory / "token")
         return cls(Access(f"https://{host}:{port}", authority, token=token), agent=agent, timeout=timeout)
@@ -324,7 +324,7 @@ class _Renamed(http.client.HTTPSConnection):
 
 
 def tls(access: Access) -> ssl.SSLContext:
-    """Return a context that trusts the cluster's authority alone, with our certificate as it is now."""
+    """Return a context that trusts only the cluster's authority, with our certificate as it is now."""
     context = fetch.proven_by(access.authority.read())
     if access.certificate and access.key:
         # OpenSSL takes a file; this one is never on a disk.

@@ -66,7 +66,9 @@ def load(path: Path) -> Access:
     except (OSError, UnicodeDecodeError) as error:
         raise NodeError("kube.config", f"{path} can't be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NodeError("kube.config", f"{path} is no kubeconfig that is understood here: {error}") from error
+        raise NodeError(
+            "kube.config", f"{path} is not a kubeconfig that is understood here: {error}"
+        ) from error
 
 
 def parse(text: str, folder: Path) -> Access:
@@ -76,7 +78,7 @@ def parse(text: str, folder: Path) -> Access:
     cluster = _named(config["clusters"], context["cluster"])["cluster"]
     user = _named(config["users"], context["user"])["user"]
     if cluster.get("insecure-skip-tls-verify"):
-        raise ValueError("insecure-skip-tls-verify: an API server that isn't proven is told nothing")
+        raise ValueError("insecure-skip-tls-verify: nothing is sent to an API server that isn't proven")
     access = Access(
         server=str(cluster["server"]).rstrip("/"),
         authority=_pem(cluster, "certificate-authority", folder) or Pem(),
@@ -86,7 +88,7 @@ def parse(text: str, folder: Path) -> Access:
         server_name=str(cluster.get("tls-server-name") or ""),
     )
     if not access.server.startswith("https://"):
-        raise ValueError(f"the server {access.server!r} is no https address")
+        raise ValueError(f"the server must be an https address, not {access.server!r}")
     if not (access.certificate and access.key) and not access.token:
         raise ValueError("the user has neither a client certificate with its key nor a token")
     return access
@@ -104,7 +106,7 @@ def _pem(owner: dict[str, Any], name: str, folder: Path) -> Pem | None:
         try:
             return Pem(base64.b64decode(str(data), validate=True).decode("ascii"))
         except (binascii.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{name}-data is no base64 of a PEM text") from error
+            raise ValueError(f"{name}-data must be a PEM text in base64") from error
     return Pem(path=folder / str(owner[name])) if owner.get(name) else None
 
 

@@ -1,4 +1,4 @@
-"""Answer questions over HTTP: a client that is slow, rude or silent can't keep others waiting for ever.
+"""An HTTP server: a client that is slow, rude or silent can't keep others waiting for ever.
 
 The standard library's threading server starts a thread for everybody who connects, and waits for each byte again.
 Here the threads are few, each connection has one end that nothing postpones, and one that has asked nothing yet gives
@@ -231,7 +231,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """Refuse what is no request, or of a method that is not served."""
+        """Refuse what is not a request, or has a method that is not served."""
         self.close_connection = True
         text = message or self.responses.get(code, ("",))[0]
         self.answer(code, {"error": "request", "message": text})

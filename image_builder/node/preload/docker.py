@@ -1,6 +1,6 @@
 """Docker Engine, by its client.
 
-``docker image load`` restores tags alone: a reference by digest can be had only of what the seed gave.
+``docker image load`` restores only tags: a reference by digest can be had only of what the seed gave.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine is asked and told, whichever it is."""
+"""The interface of an engine, Docker or containerd."""
 
 from __future__ import annotations
 

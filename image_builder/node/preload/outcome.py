@@ -1,4 +1,4 @@
-"""What came of it: which images were there, which were loaded, and why that is not what was meant to happen."""
+"""The outcome: which images were present, which were loaded, and why that differs from the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``node-agent promote``: what is waited for, what is refused, what is told."""
+"""``node-agent promote``: waiting, refusing, copying, reporting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(places: Places | None = None) -> int:
         settings = load(places)
         with _alone(settings, _no_promotion(settings, places)) as reason:
             if reason is None:
-                status.tell("promote: another agent is at it")
+                status.tell("promote: another agent is already promoting")
                 return 0
             section = _tidy(settings, places, reason) if reason else _promote(settings, places)
     except NodeError as error:
@@ -82,12 +82,12 @@ def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
 
 
 def _no_promotion(settings: Settings, places: Places) -> Section:
-    """Return what to tell when nothing is to be done or can be, else nothing."""
+    """Return the section when nothing is to be done or can be, else nothing."""
     if not settings.promotion.enabled:
         return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
     disk = status.read(places.status).get("disk", {})
     if disk.get("state") != status.OK:
-        why = disk.get("reason") or disk.get("code") or "node-agent disk told nothing"
+        why = disk.get("reason") or disk.get("code") or "node-agent disk reported nothing"
         return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")
     try:
         settings.preload.state.mkdir(mode=0o700, exist_ok=True)
@@ -215,7 +215,7 @@ def _section(settings: Settings, places: Places, total: int, progress: Progress,
 
 
 def _earlier(settings: Settings) -> Section:
-    """Return what is told when nothing is left to do: what an earlier boot did, where that was all."""
+    """Return the section when nothing is left to do: what an earlier boot did, where that was all."""
     nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
     try:
         document = json.loads((settings.preload.state / "promote.json").read_bytes())

@@ -18,7 +18,7 @@ from image_builder.node.seed.docker import chain
 
 _RECORDS = Path("image/overlay2/layerdb/sha256")
 _IMAGES = Path("image/overlay2/imagedb")
-# Docker takes a name in the directory of records that is no digest for nothing.
+# Docker ignores names in the directory of records that are not digests.
 _SUFFIX = ".lost"
 
 

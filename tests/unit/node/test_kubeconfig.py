@@ -92,7 +92,7 @@ def test_a_damaged_certificate_is_nobodys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("    server: https:", "    server: http:", "no https address"),
+        ("    server: https:", "    server: http:", "must be an https address"),
         ("    server:", "    insecure-skip-tls-verify: true\n    server:", "insecure-skip-tls-verify"),
         ("current-context: default-context", "current-context: other", "nothing is called 'other'"),
         ("    client-key: /var", "    other-key: /var", "neither a client certificate"),
