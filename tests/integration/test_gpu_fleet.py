@@ -148,7 +148,7 @@ def test_a_worker_that_can_not_be_started_is_named() -> None:
         return ["/nonexistent"] if uuid == GPUS[0] else _argv({})(uuid, tier, seed, peers)
 
     found = fleet.run(GPUS[:2], "boot-quick", 1, 60, argv=argv)
-    assert found[0].ended.startswith("error: it could not be started: ")
+    assert found[0].ended.startswith("error: could not be started: ")
     assert found[1].ended == "done"
 
 

@@ -1,4 +1,4 @@
-"""The result: one JSON document, and what people are told instead. Pure; docs/reference/gpu-smoke.schema.json."""
+"""The result: one JSON document (docs/reference/gpu-smoke.schema.json), or text. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPORTED = ("fail", "error", "warn", "skip")
 
 @dataclass(frozen=True)
 class Run:
-    """What is not evidence: when it was, how long it took, and with which seed. ``started`` is RFC 3339."""
+    """The run itself: its time, duration and seed. ``started`` is RFC 3339."""
 
     tool_version: str
     tier: Tier
@@ -176,7 +176,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def text(document: dict[str, Any]) -> str:
-    """Return what people are told: every GPU, every check that isn't a plain pass, and the verdict."""
+    """Return the result as text: every GPU, every check that isn't a plain pass, and the verdict."""
     return (
         "\n".join([*_gpu_lines(document), *_check_lines(document), *_verdict_lines(document["verdict"])])
         + "\n"

@@ -1,4 +1,4 @@
-"""What the rules judge: what was expected, what was seen before, under and after the load. And the words they use."""
+"""What the rules judge: the expectations, and readings before, under and after the load. And how they judge it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import GpuModel, Size
 from image_builder.node.gpu.xids import Catalogue
 
-# A check that this node has no need of: it counts as made. Any other skipped check was not made.
+# A check that doesn't apply to this node: it counts as made. Any other skipped check was not made.
 NOT_APPLICABLE = "not-applicable"
 # Nothing was put under load, for a reason that another check has.
 NOT_RUN = "not-run"
@@ -29,9 +29,9 @@ NOT_RUN = "not-run"
 
 @dataclass(frozen=True)
 class Expected:
-    """What this node should be. ``size`` and ``gpu`` are None for a size that the table doesn't have.
+    """The expectations for this node. ``size`` and ``gpu`` are None for a size that the table doesn't have.
 
-    ``count`` is None where nobody knows. ``overridden`` names the floors that are the pool's own. ``calibrated``: the
+    ``count`` is None if unknown. ``overridden`` names the floors that are the pool's own. ``calibrated``: the
     test was tried on healthy machines like this one. ``observes``: what it computes and measures only warns.
     """
 
@@ -86,7 +86,7 @@ class Evidence:
 
     @property
     def load_seconds(self) -> float:
-        """Return how long the load took, by the last look at it; 0 where nobody looked."""
+        """Return how long the load took, by the last look at it; 0 without any."""
         return max((sample.seconds for sample in self.samples), default=0.0)
 
     def samples_of(self, uuid: str) -> list[Sample]:
@@ -109,12 +109,12 @@ def doubtful(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
 
 
 def absent(detail: str, gpu: str = "") -> Check:
-    """Return a check that this node has no need of."""
+    """Return a check that doesn't apply to this node."""
     return Check("", gpu, "skip", code=NOT_APPLICABLE, detail=detail[:DETAIL_CHARACTERS])
 
 
 def not_made(code: str, detail: str, gpu: str = "") -> Check:
-    """Return a check that should have been made and could not, through nobody's error."""
+    """Return a check that should have been made and couldn't, though nothing failed."""
     return Check("", gpu, "skip", code=code, detail=detail[:DETAIL_CHARACTERS])
 
 

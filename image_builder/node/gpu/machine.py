@@ -1,4 +1,4 @@
-"""What the node says of its GPUs without NVML: the kernel, its files, the journal, and the platform of its size."""
+"""The node around the GPUs: the kernel, its files, the journal, and the platform."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _VERSION = re.compile(r"\b(\d{3}(?:\.\d+){1,2})\b")
 
 @dataclass(frozen=True)
 class Places:
-    """Where the system keeps things; tests have trees of their own. ``run`` is the agent's."""
+    """The system's directories; tests have trees of their own. ``run`` is the agent's."""
 
     root: Path = Path("/")
     proc: Path = Path("/proc")
@@ -54,7 +54,7 @@ Ask = Callable[[], Mapping[str, Any]]
 
 
 def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
-    """Return what the node says. ``vm_size`` is the configured one; without it ``ask`` is asked of the platform.
+    """Return the node's readings. ``vm_size`` is the configured one; without it the platform is asked by ``ask``.
 
     What can't be found is empty: the checks decide what that means.
     """
@@ -102,7 +102,7 @@ def boot_id(proc: Path) -> str:
 
 
 def modules(sys: Path) -> dict[str, str]:
-    """Return the loaded modules that matter and their versions, empty for one that tells none."""
+    """Return the loaded modules that matter and their versions, empty for one without."""
     return {
         name: _text(sys / "module" / name / "version") for name in MODULES if (sys / "module" / name).is_dir()
     }
@@ -163,7 +163,7 @@ def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
 
 
 def ports(sys: Path) -> tuple[Port, ...]:
-    """Return the ports of InfiniBand devices, those of their Ethernet kind too (``layer`` tells)."""
+    """Return the ports of InfiniBand devices, those of their Ethernet kind too (see ``layer``)."""
     ports = []
     for path in sorted((sys / "class/infiniband").glob("*/ports/*")):
         rate = re.match(r"\d+", _text(path / "rate"))
@@ -186,13 +186,13 @@ def local_nvme(sys: Path) -> int:
 
 
 def memory_bytes(meminfo: str) -> int:
-    """Return the machine's memory as the kernel sees it, 0 where it doesn't tell."""
+    """Return the machine's memory as the kernel sees it, 0 if unknown."""
     total = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return int(total[1]) * 1024 if total else 0
 
 
 def process_name(proc: Path, pid: int) -> str:
-    """Return a process' name, whole where its command line tells; empty where it has gone."""
+    """Return a process' name, from its command line if possible; empty if it is gone."""
     argv = _text(proc / str(pid) / "cmdline").split("\0")
     return Path(argv[0]).name if argv[0] else _text(proc / str(pid) / "comm")
 
@@ -203,7 +203,7 @@ def read_xids(boot: str) -> tuple[Xid, ...]:
         done = child.run(["journalctl", "-k", "-b", "0", "-o", "json", "--no-pager"], timeout=60)
         return xids.parse_journal(done.stdout, boot)
     except (ProgramError, ValueError) as error:
-        raise NodeError("gpu.journal", f"the kernel's log can't be read: {error}") from error
+        raise NodeError("gpu.journal", f"can't read the kernel log: {error}") from error
 
 
 def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
@@ -232,7 +232,7 @@ def ask_imds() -> Mapping[str, Any]:
     """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
     answer = json.loads(imds.answer(_IMDS_PATH, PLATFORM_SECONDS).body)
     if not isinstance(answer, dict):
-        raise ValueError("the metadata service's answer is no object")
+        raise ValueError("the metadata service must answer with an object")
     return answer
 
 

@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Worker:
-    """What became of one GPU's process.
+    """The outcome of one GPU's process.
 
     ``ended``: ``done``, ``killed: deadline``, ``hung: unkillable``, ``crashed: signal 11`` or ``error: …``.
     ``sms`` is how many the GPU has, ``sms_seen`` how many of them did the known answers. ``memory_bytes`` is what was
@@ -58,7 +58,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that has a context on a GPU; ``used_bytes`` is None where the driver doesn't say."""
+    """A process that has a context on a GPU; ``used_bytes`` is None where the driver doesn't report it."""
 
     pid: int
     used_bytes: int | None = None
@@ -67,11 +67,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What NVML said of one GPU. None is no answer, and ``missing`` has the reason by the field's name.
+    """NVML's readings of one GPU. None is a missing answer; ``missing`` has the reason by the field's name.
 
     ``missing``: ``not-supported`` (this GPU or driver has no such thing), ``no-function`` (this library has no such
-    entry) or ``error: …`` (it should have answered). The counts of ECC errors are sums over the places that the GPU
-    tells: ``volatile`` since the driver was loaded, ``aggregate`` over its life. ``remap_histogram``: banks with
+    entry) or ``error: …`` (it should have answered). The counts of ECC errors are sums over the locations that the GPU
+    reports: ``volatile`` since the driver was loaded, ``aggregate`` over its life. ``remap_histogram``: banks with
     max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has; its
     errors are sums over all links, ``nvlink_errors`` of all kinds, ``nvlink_crc_errors`` of flits and data.
     ``throttle`` are NVML's bits of nvmlClocksEventReasons. ``temperature_margin_c`` is the distance to slowdown.
@@ -134,7 +134,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What the library said: of itself, and of each GPU.
+    """NVML's readings: of the library itself, and of each GPU.
 
     ``error`` is empty, or why nothing else is known: ``library: …`` (none, or it can't be loaded), ``mismatch: …``
     (it isn't the loaded driver's), ``init: …``. ``lost`` are the GPUs that it counts and can't open, by index.
@@ -203,12 +203,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the node itself says, without NVML. An empty string is what couldn't be found.
+    """The node's readings without NVML. An empty string is an unknown.
 
     ``driver_loaded`` and ``flavour`` are from /proc/driver/nvidia/version. ``modules`` are the loaded ones with a
     version, among them nouveau. ``libraries`` are versions on disk: libcuda, libnvidia-ml, fabricmanager. ``nodes``
     are names below /dev. ``cdi_gpus`` is None where there is no CDI spec. ``fabric_manager`` is its unit's state.
-    ``journal_error`` tells why the Xids are not known.
+    ``journal_error``: why the Xids are unknown.
     """
 
     name: str = ""
@@ -275,7 +275,7 @@ PASS, HARDWARE, REBOOT, INCONCLUSIVE, CONFIGURATION, IMAGE, DEADLINE = 0, 1, 2, 
 
 @dataclass(frozen=True)
 class Ending:
-    """What an exit status says. ``code`` is the reason where the document has no better one."""
+    """The meaning of an exit status. ``code`` is the reason if the document has no better one."""
 
     status: Literal["pass", "fail", "inconclusive"]
     action: Action
@@ -310,7 +310,7 @@ ENDINGS: Mapping[int, Ending] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from all checks. Only exit code 0 lets a node work."""
+    """The result of all checks. Only exit code 0 lets a node work."""
 
     exit_code: int
     action: Action

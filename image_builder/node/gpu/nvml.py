@@ -1,4 +1,4 @@
-"""The driver's management library, libnvidia-ml.so.1, by ctypes: no package is needed. ``readings`` asks it.
+"""The driver's management library, libnvidia-ml.so.1, by ctypes: no package is needed. ``readings`` calls it.
 
 Constants and layouts are those of NVIDIA's nvml.h; a test compares them with the vendor's own Python binding.
 """
@@ -150,7 +150,7 @@ class NvmlError(Exception):
 
     @property
     def reason(self) -> str:
-        """Return what ``Gpu.missing`` says of it."""
+        """Return the reason in ``Gpu.missing``."""
         if self.code == NOT_SUPPORTED:
             return "not-supported"
         # A driver that is older than a structure's version says so instead of having no such function.
@@ -204,7 +204,7 @@ def opened(name: str = LIBRARY) -> Iterator[Library]:
 
 
 def refused(error: OSError | NvmlError) -> Nvml:
-    """Return what is known where the library couldn't be opened."""
+    """Return the readings where the library couldn't be opened."""
     if isinstance(error, OSError):
         return Nvml(error=f"library: {error}")
     kind = "mismatch" if error.code == VERSION_MISMATCH else "init"

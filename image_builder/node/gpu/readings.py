@@ -1,4 +1,4 @@
-"""What the GPUs answer through NVML, as the plain values of ``model``.
+"""The GPUs' answers through NVML, as the plain values of ``model``.
 
 An answer that can't be had leaves its field None and its reason in ``Gpu.missing``: ``not-supported`` is no error,
 and neither of them is ever a zero.
@@ -76,7 +76,7 @@ Reader = Callable[[Library, c_void_p], dict[str, Any]]
 
 
 def look(library: Library) -> Nvml:
-    """Return what the library says of itself and of all GPUs; raises NvmlError where it can't count them."""
+    """Return the readings of the library and of all GPUs; raises NvmlError if it can't count them."""
     driver = library.text("nvmlSystemGetDriverVersion", size=80)
     count = library.number("nvmlDeviceGetCount_v2")
     gpus: list[Gpu] = []
@@ -97,7 +97,7 @@ def handle_of(library: Library, index: int) -> c_void_p:
 
 
 def read_gpu(library: Library, handle: c_void_p, index: int) -> Gpu:
-    """Return all that is asked of a GPU. Raises NvmlError where it can't even tell its UUID and address."""
+    """Return all readings of a GPU. Raises NvmlError if even its UUID and address can't be read."""
     values: dict[str, Any] = {
         "uuid": library.text("nvmlDeviceGetUUID", handle),
         "pci": _pci(library, handle)["pci"],
@@ -278,7 +278,7 @@ def _processes(library: Library, handle: c_void_p) -> dict[str, Any]:
     except NvmlError as error:
         if error.code != INSUFFICIENT_SIZE:
             raise
-        count = c_uint(count.value * 2 + 5)  # others may come while we ask
+        count = c_uint(count.value * 2 + 5)  # more may start meanwhile
         entries = (ProcessInfo * count.value)()
         library.call(function, handle, byref(count), entries)
     return {
@@ -290,7 +290,7 @@ def _processes(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _fields(library: Library, handle: c_void_p) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what only field values tell; each has its own error. The second half is for ``Gpu.missing``."""
+    """Return the readings that exist only as field values, and those that are missing with the reason of each."""
     field_ids = {
         "retired_single_bit": FI_RETIRED_SBE,
         "retired_double_bit": FI_RETIRED_DBE,
@@ -306,7 +306,7 @@ def _fields(library: Library, handle: c_void_p) -> tuple[dict[str, Any], dict[st
     missing: dict[str, str] = {}
     for name, answer in zip(field_ids, requests, strict=True):
         if answer.nvmlReturn != SUCCESS:
-            # A field that this driver has never heard of is an invalid argument to it.
+            # A field that this driver doesn't know is an invalid argument to it.
             unheard = answer.nvmlReturn == INVALID_ARGUMENT
             code = NOT_SUPPORTED if unheard else answer.nvmlReturn
             missing[name] = NvmlError("nvmlDeviceGetFieldValues", code).reason

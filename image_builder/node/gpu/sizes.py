@@ -1,4 +1,4 @@
-"""What a VM size must have and reach: ``sizes.json``, read so that a slip of the pen can't become a floor.
+"""VM sizes with their hardware and floors: ``sizes.json``, read so that a typo can't become a floor.
 
 Published tables of this kind have had a value in GB/s where MB/s were meant, a missing digit, and a floor above what
 the part can do: all pass a test for "a number". So each key has its unit, each floor must lie between 0.2 and 1.0 of

@@ -94,7 +94,7 @@ def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
             continue
         entry = json.loads(line)
         if not isinstance(entry, dict):
-            raise ValueError(f"no journal entry: {line[:80]!r}")
+            raise ValueError(f"not a journal entry: {line[:80]!r}")
         if str(entry.get("_BOOT_ID", "")).lower() != boot:
             continue
         xid = parse_message(_message(entry.get("MESSAGE")), int(entry.get("__MONOTONIC_TIMESTAMP", 0)))

@@ -80,7 +80,7 @@ def _platform() -> Mapping[str, Any]:
 
     answer = json.loads(imds.answer(machine._IMDS_PATH, PLATFORM_SECONDS).body)
     if not isinstance(answer, dict):
-        raise ValueError("the metadata service's answer is no object")
+        raise ValueError("the metadata service must answer with an object")
     return answer
 
 

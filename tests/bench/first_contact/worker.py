@@ -105,7 +105,7 @@ def _of(devices: Sequence[Device], uuid: str) -> Device:
     for device in devices:
         if device.uuid.lower() == uuid.lower():
             return device
-    raise NodeError("gpu.absent", f"CUDA shows no {uuid}")
+    raise NodeError("gpu.absent", f"CUDA doesn't show {uuid}")
 
 
 def _say(measurement: Measurement) -> None:

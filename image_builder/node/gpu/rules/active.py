@@ -29,7 +29,7 @@ def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield good(gpu.uuid)
     elif worker.ended.startswith(("killed", "hung")):
         done = ", ".join(measurement.id for measurement in worker.measurements) or "nothing"
-        detail = f"{worker.ended}; it had measured {done}"
+        detail = f"{worker.ended}; measured before that: {done}"
         if worker.ended.startswith("hung"):
             yield bad("reboot", "worker.unkillable", detail, gpu.uuid)
         else:
@@ -54,7 +54,7 @@ def answers(id: str) -> Judge:
             details = "; ".join(result.detail for result in results if result.measured)
             yield bad("replace", "answer.wrong", details or f"{wrong:g} wrong answers", gpu.uuid, **numbers)
         elif any(result.measured is None for result in results):
-            yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+            yield broken("worker.error", "the test finished without a result", gpu.uuid)
         else:
             yield good(gpu.uuid, results[-1].detail, **numbers)
 
@@ -76,9 +76,9 @@ def floor(id: str, key: str) -> Judge:
             return
         slowest = min(results, key=lambda result: result.measured or 0.0)
         if slowest.measured is None:
-            yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+            yield broken("worker.error", "the test finished without a result", gpu.uuid)
         elif not least:
-            detail = "there is no floor for an unknown size"
+            detail = "an unknown size has no floor"
             yield doubtful("floor.unknown", detail, gpu.uuid, **_numbers(slowest, slowest.measured, None, ""))
         elif slowest.measured < least.value:
             detail = f"{slowest.measured:.4g} {slowest.unit}, the floor is {least.value:g} ({least.source})"
@@ -104,14 +104,14 @@ def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         return
     slowest = min(results, key=lambda result: result.measured or 0.0)
     if slowest.measured is None:
-        yield broken("worker.error", "a test is done, and says nothing", gpu.uuid)
+        yield broken("worker.error", "the test finished without a result", gpu.uuid)
         return
     reference = evidence.expected.gpu.mma_reference_tflops if evidence.expected.gpu else None
     least = _MMA_OF_REFERENCE * reference.value if reference else None
     numbers = _numbers(slowest, slowest.measured, least, ">=" if reference else "")
     if reference and least is not None and slowest.measured < least:
         detail = (
-            f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} are needed ({reference.source})"
+            f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} is required ({reference.source})"
         )
         yield bad("replace", "compute.slow", detail, gpu.uuid, **numbers)
     else:
@@ -135,7 +135,7 @@ def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Chec
         return
     unit = evidence.measurements(id, gpu.uuid)[0].unit
     numbers: dict[str, Any] = {"measured": has, "threshold": round(least, 2), "op": ">=", "unit": unit}
-    detail = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} are needed"
+    detail = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} is required"
     if len(values) >= _MEDIAN_OF:
         yield bad("replace", "below.median", detail, gpu.uuid, **numbers)
     else:
@@ -145,7 +145,7 @@ def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Chec
 def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     worker = evidence.worker(gpu.uuid)
     if worker is None or not worker.sms:
-        yield not_made(NOT_RUN, evidence.idle_why or "no worker said how many SMs there are", gpu.uuid)
+        yield not_made(NOT_RUN, evidence.idle_why or "no worker reported the number of SMs", gpu.uuid)
         return
     numbers: dict[str, Any] = {
         "measured": worker.sms_seen,
@@ -154,7 +154,7 @@ def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         "unit": "SMs",
     }
     if worker.sms_seen < worker.sms:
-        detail = f"{worker.sms_seen} of {worker.sms} SMs were seen at work"
+        detail = f"{worker.sms_seen} of {worker.sms} SMs did work"
         yield broken("coverage.sms", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
@@ -163,7 +163,7 @@ def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     worker = evidence.worker(gpu.uuid)
     if worker is None or not worker.memory_bytes:
-        yield not_made(NOT_RUN, evidence.idle_why or "no worker said how much memory was free", gpu.uuid)
+        yield not_made(NOT_RUN, evidence.idle_why or "no worker reported the free memory", gpu.uuid)
         return
     total = gpu.memory_total_bytes or 0
     reserved = gpu.memory_reserved_bytes or 0
@@ -176,20 +176,20 @@ def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
             "op": ">=",
             "unit": "%",
         }
-        yield broken("coverage.free", f"{free:.1f} % of the GPU's memory were free", gpu.uuid, **numbers)
+        yield broken("coverage.free", f"{free:.1f} % of the GPU's memory was free", gpu.uuid, **numbers)
         return
     tested = 100 * worker.memory_tested_bytes / worker.memory_bytes
     least = TESTED_PERCENT[evidence.tier]
     numbers = {"measured": round(tested, 1), "threshold": least, "op": ">=", "unit": "%"}
     # Chunks don't fill the last percent of memory exactly.
     if tested < least - 0.5:
-        yield broken("coverage.memory", f"{tested:.1f} % of what was free was tested", gpu.uuid, **numbers)
+        yield broken("coverage.memory", f"{tested:.1f} % of the free memory was tested", gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
 
 def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Check:
-    """Return the measurements of a test that was done, or the check that tells why it wasn't, or its failure."""
+    """Return the measurements of a test that was done, or the check that says why not, or its failure."""
     results = evidence.measurements(id, gpu.uuid)
     if evidence.after is None:
         return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
@@ -209,7 +209,7 @@ def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Chec
         return not_made("worker.skipped", skipped[0].detail or "the worker skipped it", gpu.uuid)
     done = [result for result in results if result.status == "done"]
     if not done:
-        return broken("worker.silent", "its worker gave no result", gpu.uuid)
+        return broken("worker.silent", "the worker reported no result", gpu.uuid)
     return done
 
 

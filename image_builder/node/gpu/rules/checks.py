@@ -1,7 +1,7 @@
 """Every check: what it asks, what fails it, and in which tiers it must have been made. Pure: evidence in, checks out.
 
-A rule judges the node or each GPU and yields at least one check for what it judges. What could not be asked is told
-as such (``skip`` or ``error``) and never as a pass.
+A rule judges the node or each GPU and yields at least one check for what it judges. What can't be checked is reported
+as ``skip`` or ``error``, never as a pass.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ def judge(evidence: Evidence) -> tuple[Check, ...]:
     """Return all checks. A rule that yields nothing, or fails itself, is a check that could not be made."""
     unknown = sorted(set(evidence.expected.settings.waived) - set(RULES))
     if unknown:
-        raise NodeError("gpu.settings", f"waived: there is no check {', '.join(unknown)}")
+        raise NodeError("gpu.settings", f"waived: unknown check {', '.join(unknown)}")
     checks: list[Check] = []
     for name, rule in RULES.items():
-        outcomes = list(rule.judge(evidence)) or [broken("rule.silent", "the rule judged nothing")]
+        outcomes = list(rule.judge(evidence)) or [broken("rule.silent", "the rule gave no result")]
         checks += [replace(check, id=name) for check in outcomes]
     return tuple(policy.applied(evidence, checks, lambda name: RULES[name].active))
 

@@ -1,4 +1,4 @@
-"""Rules about each GPU, from what NVML says at rest and again after the load."""
+"""Rules about each GPU, from NVML's readings at rest and again after the load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RESERVED_BYTES = 1 << 30
 
 
 def each(judge: Callable[[Evidence, Gpu], Iterator[Check]]) -> Callable[[Evidence], Iterator[Check]]:
-    """Return a rule that judges every GPU, and says so where there is none."""
+    """Return a rule that judges every GPU, and reports it if there is none."""
 
     def rule(evidence: Evidence) -> Iterator[Check]:
         yield from without_gpus(evidence)
@@ -83,7 +83,7 @@ def ecc_mode(_: Evidence, gpu: Gpu) -> Iterator[Check]:
     elif gpu.ecc_current and gpu.ecc_pending:
         yield good(gpu.uuid)
     elif gpu.ecc_current != gpu.ecc_pending:
-        yield bad("reboot", "ecc.pending", "ECC changes with the next reset", gpu.uuid)
+        yield bad("reboot", "ecc.pending", "ECC changes at the next reset", gpu.uuid)
     else:
         yield bad("config", "ecc.disabled", "ECC is disabled", gpu.uuid)
 
@@ -104,7 +104,7 @@ def ecc_uncorrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
             yield bad("reboot", "ecc.uncorrected", detail, gpu.uuid, **numbers)
             return
     if evidence.after and not now:
-        yield broken("gpu.lost", "the GPU can't be asked after the load", gpu.uuid)
+        yield broken("gpu.lost", "the GPU doesn't answer after the load", gpu.uuid)
         return
     yield good(gpu.uuid, measured=0, threshold=0, op="==", unit="errors")
 
@@ -114,9 +114,9 @@ def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     count = now.ecc_aggregate_uncorrected_sram
     gap = unanswered(now, "sram_threshold_exceeded")
     if now.sram_threshold_exceeded:
-        yield bad("replace", "ecc.sram-threshold", "too many uncorrected errors of SRAM", gpu.uuid)
+        yield bad("replace", "ecc.sram-threshold", "too many uncorrected SRAM errors", gpu.uuid)
     elif count:
-        detail = f"{count} uncorrected errors of SRAM in its life"
+        detail = f"{count} uncorrected SRAM errors in the GPU's lifetime"
         yield doubtful(
             "ecc.sram-aggregate", detail, gpu.uuid, measured=count, threshold=0, op="==", unit="errors"
         )
@@ -145,7 +145,7 @@ def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
         return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
     now = evidence.later(gpu.uuid)
     if not now:
-        return broken("gpu.lost", "the GPU can't be asked after the load", gpu.uuid)
+        return broken("gpu.lost", "the GPU doesn't answer after the load", gpu.uuid)
     gap = unanswered(gpu, name) or unanswered(now, name)
     if gap:
         return gap
@@ -171,13 +171,11 @@ def _rows(gpu: Gpu) -> Iterator[Check]:
     )
     spare = gpu.remap_histogram
     if gpu.unrepairable_memory:
-        yield bad(
-            "replace", "remap.unrepairable", f"the GPU calls its memory unrepairable; {counts}", gpu.uuid
-        )
+        yield bad("replace", "remap.unrepairable", f"the GPU reports unrepairable memory; {counts}", gpu.uuid)
     elif gpu.remap_failure:
         yield bad("replace", "remap.failure", f"a row could not be remapped; {counts}", gpu.uuid)
     elif gpu.remap_pending:
-        yield bad("reboot", "remap.pending", f"a row is remapped with the next reset; {counts}", gpu.uuid)
+        yield bad("reboot", "remap.pending", f"a row will be remapped at the next reset; {counts}", gpu.uuid)
     elif spare and spare[-1]:
         yield doubtful("remap.exhausted", f"{spare[-1]} banks have no spare row left", gpu.uuid)
     else:
@@ -192,10 +190,10 @@ def _pages(gpu: Gpu) -> Iterator[Check]:
     count = (gpu.retired_single_bit or 0) + (gpu.retired_double_bit or 0)
     numbers: dict[str, Any] = {"measured": count, "threshold": _RETIRED_WARN, "op": "<", "unit": "pages"}
     if count >= _RETIRED_FAIL:
-        detail = f"{count} pages are retired, 64 is the most"
+        detail = f"{count} pages are retired, of at most 64"
         yield bad("replace", "remap.retired", detail, gpu.uuid, **(numbers | {"threshold": _RETIRED_FAIL}))
     elif gpu.retired_pending:
-        yield bad("reboot", "remap.pending", "a page is retired with the next reset", gpu.uuid)
+        yield bad("reboot", "remap.pending", "a page will be retired at the next reset", gpu.uuid)
     elif count >= _RETIRED_WARN or gpu.retired_double_bit:
         detail = f"{count} pages are retired, {gpu.retired_double_bit} for uncorrected errors"
         yield doubtful("remap.retired", detail, gpu.uuid, **numbers)
@@ -221,7 +219,7 @@ def pcie_replay(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     size = evidence.expected.size
     if not size or not size.nvlink_links:
-        yield absent("no NVLink is used" if size else "the size is not known", gpu.uuid)
+        yield absent("no NVLink is used" if size else "the size is unknown", gpu.uuid)
         return
     now = evidence.later(gpu.uuid) or gpu
     gap = unanswered(now, "nvlinks")
@@ -237,9 +235,7 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     }
     if active != size.nvlink_links:
         down = ", ".join(str(n) for n, is_up in enumerate(now.nvlinks) if not is_up)
-        detail = (
-            f"{active} of {size.nvlink_links} links are active; inactive: {down or 'none that it tells of'}"
-        )
+        detail = f"{active} of {size.nvlink_links} links are active; inactive: {down or 'none reported'}"
         yield bad("replace", "nvlink.down", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
@@ -291,7 +287,7 @@ def mig_mode(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield gap
     elif (gpu.mig_current, gpu.mig_pending) != (is_enabled, is_enabled):
         modes = [("disabled", "enabled")[bool(mode)] for mode in (gpu.mig_current, gpu.mig_pending)]
-        detail = f"MIG is {modes[0]} and will be {modes[1]}, {evidence.expected.settings.mig} is wanted"
+        detail = f"MIG is {modes[0]} and will be {modes[1]}, {evidence.expected.settings.mig} is configured"
         yield bad(
             "config",
             "mig.mode",
@@ -327,7 +323,7 @@ def procs(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield not_made("procs.foreign", f"in use by {users}", gpu.uuid)
     elif gpu.memory_used_bytes > allowed:
         yield not_made(
-            "procs.memory", f"{numbers['measured']} MiB are in use by nobody that is seen", gpu.uuid
+            "procs.memory", f"{numbers['measured']} MiB are in use by no visible process", gpu.uuid
         )
     else:
         yield good(gpu.uuid, **numbers)

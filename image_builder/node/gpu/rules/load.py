@@ -29,7 +29,7 @@ def _samples(evidence: Evidence, gpu: Gpu) -> list[Sample] | Check:
         return samples
     if evidence.after is None:
         return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
-    return broken("load.unseen", "the GPU was not looked at under load", gpu.uuid)
+    return broken("load.unseen", "the GPU was not sampled under load", gpu.uuid)
 
 
 def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -39,7 +39,7 @@ def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         return
     readings = [sample for sample in samples if sample.throttle is not None]
     if not readings:
-        yield not_made("not-supported", "the GPU doesn't say why its clocks are low", gpu.uuid)
+        yield not_made("not-supported", "the GPU doesn't report why its clocks are low", gpu.uuid)
         return
     bits = 0
     for sample in readings:
@@ -86,7 +86,7 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     if not margins:
         # Newer GPUs and some virtual machines have neither; slowdown itself is seen by the check throttle.
         yield doubtful(
-            "temp.hidden", "the GPU tells neither its margin nor its slowdown's threshold", gpu.uuid
+            "temp.hidden", "the GPU reports neither its margin nor its slowdown threshold", gpu.uuid
         )
         return
     least = min(margins)
@@ -113,7 +113,7 @@ def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     """Judge the widest and fastest link that was seen: an idle one is slower, and a load has idle moments."""
     size, model = evidence.expected.size, evidence.expected.gpu
     if not size or not model:
-        yield absent("the size is not known", gpu.uuid)
+        yield absent("the size is unknown", gpu.uuid)
         return
     samples = _samples(evidence, gpu)
     if isinstance(samples, Check):

@@ -1,4 +1,4 @@
-"""Rules about the node: its size, driver, devices, kernel's log, and what stands beside the GPUs."""
+"""Rules about the node: its size, driver, devices, kernel log, and the hardware beside the GPUs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def sku_known(evidence: Evidence) -> Iterator[Check]:
             yield doubtful("sku.retired", f"{expected.size.name} was retired on {expected.size.retired}")
     elif expected.settings.allow_unknown_size:
         reason = machine.vm_size or "the size can't be found"
-        yield doubtful("sku.unknown", f"{reason}: let pass by the configuration, without floors")
+        yield doubtful("sku.unknown", f"{reason}: allowed by the configuration, without floors")
     elif not machine.vm_size:
-        yield broken("sku.unanswered", "no VM size is configured, and the platform's metadata gave none")
+        yield broken("sku.unanswered", "no VM size is configured, and the platform's metadata has none")
     else:
         yield bad("config", "sku.unknown", f"{machine.vm_size} is not in table {expected.table_version}")
 
@@ -48,12 +48,12 @@ def driver_loaded(evidence: Evidence) -> Iterator[Check]:
         yield absent(_NO_DEVICE)
         return
     if settings.kernel and machine.kernel != settings.kernel:
-        detail = f"the driver was baked for kernel {settings.kernel}, {machine.kernel} runs"
+        detail = f"the driver was baked for kernel {settings.kernel}, but {machine.kernel} is running"
         yield bad(
             "reimage", "driver.kernel", detail, measured=machine.kernel, threshold=settings.kernel, op="=="
         )
     if not machine.driver_loaded:
-        yield bad("reimage", "driver.absent", "no NVIDIA driver is loaded for the GPUs that are there")
+        yield bad("reimage", "driver.absent", "GPUs are present, but no NVIDIA driver is loaded")
         return
     pinned = settings.driver_version
     versions: dict[str, Any] = {
@@ -65,13 +65,18 @@ def driver_loaded(evidence: Evidence) -> Iterator[Check]:
     flavours = evidence.expected.gpu.driver_flavours if evidence.expected.gpu else ()
     if pinned and machine.driver_loaded != pinned:
         yield bad(
-            "reimage", "driver.version", f"{pinned} was baked, {machine.driver_loaded} is loaded", **versions
+            "reimage",
+            "driver.version",
+            f"{pinned} was baked, but {machine.driver_loaded} is loaded",
+            **versions,
         )
     elif module and module != machine.driver_loaded:
         yield bad("reimage", "driver.version", f"module {module}, driver {machine.driver_loaded}", **versions)
     elif settings.driver_flavour and machine.flavour != settings.driver_flavour:
         yield bad(
-            "reimage", "driver.flavour", f"{settings.driver_flavour} was baked, {machine.flavour} is loaded"
+            "reimage",
+            "driver.flavour",
+            f"{settings.driver_flavour} was baked, but {machine.flavour} is loaded",
         )
     elif flavours and machine.flavour not in flavours:
         yield bad("reimage", "driver.flavour", f"{machine.flavour}: these GPUs need {' or '.join(flavours)}")
@@ -83,7 +88,7 @@ def driver_match(evidence: Evidence) -> Iterator[Check]:
     machine, nvml = evidence.before.machine, evidence.before.nvml
     needed = [name for name in ("libcuda", "libnvidia-ml") if not machine.libraries.get(name)]
     if needed or nvml.error.startswith("library"):
-        detail = f"{', '.join(needed)}: not there" if needed else nvml.error
+        detail = f"missing: {', '.join(needed)}" if needed else nvml.error
         yield bad("reimage", "driver.library", detail)
         return
     if nvml.error.startswith("mismatch"):
@@ -92,7 +97,9 @@ def driver_match(evidence: Evidence) -> Iterator[Check]:
     size = evidence.expected.size
     if size and size.nvswitch and not machine.libraries.get("fabricmanager"):
         yield bad(
-            "reimage", "driver.fabricmanager", f"{size.name} has NVSwitches, no fabric manager is installed"
+            "reimage",
+            "driver.fabricmanager",
+            f"{size.name} has NVSwitches, but no fabric manager is installed",
         )
         return
     versions = {"loaded": machine.driver_loaded, "NVML": nvml.driver, **machine.libraries}
@@ -111,7 +118,9 @@ def driver_nouveau(evidence: Evidence) -> Iterator[Check]:
     bound = [gpu.address for gpu in machine.pci if gpu.driver == "nouveau"]
     if "nouveau" in machine.modules or bound:
         yield bad(
-            "reimage", "driver.nouveau", f"nouveau is loaded{' and has ' if bound else ''}{', '.join(bound)}"
+            "reimage",
+            "driver.nouveau",
+            f"nouveau is loaded{' and bound to ' if bound else ''}{', '.join(bound)}",
         )
     else:
         yield good()
@@ -130,7 +139,7 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
     if missing:
         yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
     elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
-        detail = f"the CDI specs name {machine.cdi_gpus} GPUs, there should be {count}"
+        detail = f"the CDI specs name {machine.cdi_gpus} GPUs, expected {count}"
         yield bad("config", "dev.cdi", detail, measured=machine.cdi_gpus, threshold=count, op="==")
     else:
         yield good(detail="" if machine.cdi_gpus is not None else "no CDI spec")
@@ -139,7 +148,7 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
 def gpu_count(evidence: Evidence) -> Iterator[Check]:
     machine, nvml, expected = evidence.before.machine, evidence.before.nvml, evidence.expected
     if expected.count is None:
-        yield not_made("gpu.unknown", "nobody says how many GPUs there should be")
+        yield not_made("gpu.unknown", "the expected number of GPUs isn't configured")
         return
     opened = len(nvml.gpus)
     detail = f"{expected.count} expected, {len(machine.pci)} on the PCI bus, {nvml.count} counted by NVML"
@@ -231,14 +240,14 @@ def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
 def fabric(evidence: Evidence) -> Iterator[Check]:
     size, model = evidence.expected.size, evidence.expected.gpu
     if not size or not model or not size.nvswitch:
-        yield absent("no NVSwitches" if size else "the size is not known")
+        yield absent("no NVSwitches" if size else "the size is unknown")
         return
     state = evidence.before.machine.fabric_manager
     if state != "active":
-        yield bad("reboot", "fabric.manager", f"the fabric manager is {state or 'not there'}")
+        yield bad("reboot", "fabric.manager", f"the fabric manager is {state or 'not installed'}")
         return
     if not model.fabric_state:
-        yield good(detail="the fabric manager is active; these GPUs tell no state of their own")
+        yield good(detail="the fabric manager is active; these GPUs report no state of their own")
         return
     yield from without_gpus(evidence)
     for gpu in evidence.gpus:
@@ -257,7 +266,7 @@ def fabric(evidence: Evidence) -> Iterator[Check]:
 def ib_links(evidence: Evidence) -> Iterator[Check]:
     size = evidence.expected.size
     if not size or not size.infiniband_ports:
-        yield absent("no InfiniBand" if size else "the size is not known")
+        yield absent("no InfiniBand" if size else "the size is unknown")
         return
     machine = evidence.before.machine
     ports = [port for port in machine.ports if port.layer == "InfiniBand"]
@@ -270,7 +279,7 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
         "unit": "ports",
     }
     if not ports and not set(INFINIBAND_MODULES) & set(machine.modules):
-        yield bad("reimage", "ib.driver", "no InfiniBand port, and no driver for one is loaded", **numbers)
+        yield bad("reimage", "ib.driver", "no InfiniBand port, and no InfiniBand driver is loaded", **numbers)
     elif len(ports) != size.infiniband_ports:
         detail = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
         yield bad("reboot", "ib.count", detail, **numbers)
@@ -286,7 +295,7 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
 
 
 def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, detail: str, **more: Any) -> Check:
-    """Return the check of ports that aren't as they should be: where all are so, it is the network and no machine."""
+    """Return the check of ports that aren't as expected: if all are, the network is to blame, not the machine."""
     if len(some) == len(ports):
         return broken(code, f"all ports: {detail}", **more)
     return bad("reboot", code, detail, **more)
@@ -295,7 +304,7 @@ def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, detai
 def nvme_local(evidence: Evidence) -> Iterator[Check]:
     size, has = evidence.expected.size, evidence.before.machine.local_nvme
     if not size or size.local_nvme is None:
-        yield absent("how many there should be is not known")
+        yield absent("the expected number is unknown")
     elif has != size.local_nvme:
         detail = f"{has} local NVMe disks, {size.local_nvme} expected"
         yield bad(
@@ -308,10 +317,10 @@ def nvme_local(evidence: Evidence) -> Iterator[Check]:
 def mem_host(evidence: Evidence) -> Iterator[Check]:
     size, has = evidence.expected.size, evidence.before.machine.memory_bytes
     if not size:
-        yield absent("the size is not known")
+        yield absent("the size is unknown")
         return
     if not has:
-        yield broken("mem.unread", "/proc/meminfo tells no MemTotal")
+        yield broken("mem.unread", "/proc/meminfo has no MemTotal")
         return
     gib = round(has / _GIB, 1)
     numbers: dict[str, Any] = {"measured": gib, "threshold": size.memory_gib, "op": ">=", "unit": "GiB"}

@@ -1,4 +1,4 @@
-"""What the rules' findings may do to a node: not each of them condemns it. Pure: checks in, checks out.
+"""Which failures condemn a node, and which only warn. Pure: checks in, checks out.
 
 The same finding on several GPUs is rather one about the test than about each of them; what was never tried on healthy
 machines of this size warns; and a pool can let single checks warn.
@@ -24,12 +24,12 @@ _FLOORS: Mapping[str, str] = {
 }
 _UNCALIBRATED = ("bandwidth.low", "compute.slow", "below.median", "nvme.count")
 _LATE = ("killed", "hung")
-# The values in the detail of a wrong answer, as known_answer, memory and bandwidth write them.
+# The values in a wrong answer's detail, as known_answer, memory and bandwidth write them.
 _VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d+ of \d+)")
 
 
 def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[str], bool]) -> list[Check]:
-    """Return the checks as they count for the verdict. ``is_active`` tells, by its id, a check of the load."""
+    """Return the checks as they count for the verdict. ``is_active``: whether a check, by its id, is of the load."""
     results = _without_load(evidence, _shared_lateness(evidence, _shared_answers(evidence, checks)))
     return [_waived(_measured(evidence, check, is_active(check.id)), evidence) for check in results]
 
@@ -54,7 +54,7 @@ def _shared_answers(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
             return check
         count = max(len(same), len(everywhere))
         code = "worker.common" if check.id == "worker" else "answer.common"
-        return _doubted(check, code, "reimage", f"the same on {count} GPUs, so the test is in doubt")
+        return _doubted(check, code, "reimage", f"the same on {count} GPUs: the test itself is in doubt")
 
     return [changed(check) for check in checks]
 
@@ -80,7 +80,7 @@ def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]
         for worker in round_
     ]
     return [
-        _doubted(check, "worker.common", "none", "and so is every other, so the machine may be busy")
+        _doubted(check, "worker.common", "none", "so was every other worker: the machine may be busy")
         if check.code == "worker.late" and check.gpu in late
         else check
         for check in checks

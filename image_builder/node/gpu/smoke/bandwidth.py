@@ -1,4 +1,4 @@
-"""How fast memory is copied, within the GPU, to and from the host, to another GPU; what arrived is compared in full.
+"""Memory bandwidth: within the GPU, to and from the host, to another GPU. All that arrives is compared.
 
 GB are decimal. Each copy is timed by the GPU's own events, and the best of several counts: a fault is slow each time,
 while a busy host is not.

@@ -1,7 +1,7 @@
-"""``node-agent gpu-smoke``: look at the GPUs, put them under load, judge, and tell.
+"""``node-agent gpu-smoke``: read the GPUs, put them under load, judge, report.
 
-The exit status is the verdict's (``model.ENDINGS``), and only 0 lets a node work. Whatever goes wrong in here
-is no pass either: it ends with a document and a status of its own, never with Python's 1, which means hardware.
+The exit status is the verdict's (``model.ENDINGS``), and only 0 lets a node work. Nothing that goes wrong here
+is a pass: it ends with a document and a status of its own, never with Python's 1, which means hardware.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from image_builder.node.gpu.smoke import fleet, program
 RESULT = "gpu.json"
 # How long the workers may take; the whole of boot-quick is to end within 90 s, of the others within 360 s.
 LOAD_SECONDS: dict[Tier, float] = {"boot-quick": 80, "boot-full": 330, "periodic": 330}
-# What the rest may take before this command gives itself up: a driver can keep any call to itself.
+# For the rest, before this command gives up: any driver call may never return.
 _REST_SECONDS = 90
 _FABRIC_POLL_SECONDS = 2
-# Without these a load would fail for another reason than the GPU's, or disturb whoever has it.
+# Without these a load would fail for a reason other than the GPU, or disturb another user of it.
 _NEEDED = ("sku.known", "driver.", "dev.nodes", "gpu.count", "gpu.lost", "fabric", "mig.mode", "procs")
 # Codes of NodeError that are the configuration's fault.
 _CONFIGURATION = ("settings", "gpu.settings", "gpu.sizes", "gpu.xids", "gpu.tier")
@@ -87,13 +87,13 @@ class System:
 
 
 def longest_seconds(settings: Settings, tier: Tier = "boot-full") -> float:
-    """Return when a test is over that has not ended by itself."""
+    """Return the deadline of a whole test, in seconds."""
     waits = max(settings.fabric_wait_seconds, settings.infiniband_wait_seconds)
     return LOAD_SECONDS[tier] + machine.PLATFORM_SECONDS + waits + _REST_SECONDS
 
 
 def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: System = System()) -> int:
-    """Test this node's GPUs, write ``/run/node/gpu.json``, say the result; return the exit status."""
+    """Test this node's GPUs, write ``/run/node/gpu.json``, print the result; return the exit status."""
     is_tier = tier in TIERS
     started = datetime.now(UTC).isoformat(timespec="seconds")
     chosen = int.from_bytes(os.urandom(4), "big") if seed is None else seed
@@ -106,8 +106,8 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         try:
             _write(result, body)
         except OSError as error:
-            sys.stderr.write(f"node-agent: {result} can't be written: {error.strerror}\n")
-            # Of a pass nobody could read that it is of this boot.
+            sys.stderr.write(f"node-agent: can't write {result}: {error.strerror}\n")
+            # A pass that isn't written can't be seen to be of this boot.
             if body["verdict"]["exit_code"] == PASS:
                 raise
         sys.stdout.write(json.dumps(body, indent=1) + "\n" if as_json else document.text(body))
@@ -118,10 +118,10 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         return report(document.bare(began, machine.boot_id(system.places.proc), outcome))
 
     try:
-        # An old pass must not stand there while, or after, this run fails to end.
+        # An old pass must not remain while, or after, this run fails to end.
         result.unlink(missing_ok=True)
         if not is_tier:
-            raise NodeError("gpu.tier", f"{tier!r} is none of {', '.join(TIERS)}")
+            raise NodeError("gpu.tier", f"{tier!r} is not one of {', '.join(TIERS)}")
         settings = gpu_settings.load(system.directory)
         seconds = longest_seconds(settings, began.tier)
         with _given_up_after(seconds, lambda: without_evidence(_late(seconds))):
@@ -138,13 +138,13 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
 
 
 def _late(seconds: float) -> Verdict:
-    summary = f"the test did not end within {seconds:g} s: the driver keeps a call to itself"
+    summary = f"timed out after {seconds:g} s: a driver call didn't return"
     return Verdict(DEADLINE, "none", summary, "deadline")
 
 
 @contextmanager
 def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None]:
-    """End the process with 124 after so long: no signal reaches a call that the driver doesn't return from."""
+    """End the process with 124 after that time: no signal reaches a driver call that doesn't return."""
     done = threading.Event()
 
     def watch() -> None:
@@ -177,8 +177,8 @@ def _tested(began: document.Run, settings: Settings, system: System) -> dict[str
 def none_expected(node: Machine) -> Check:
     """Return the one check of a pool without GPUs: there are none."""
     if not node.pci:
-        return replace(good(detail="no GPU, and none is expected"), id="gpu.count")
-    detail = f"no GPU is expected, and there are {', '.join(gpu.address for gpu in node.pci)}"
+        return replace(good(detail="no GPU found, as expected"), id="gpu.count")
+    detail = f"no GPU is expected, but found {', '.join(gpu.address for gpu in node.pci)}"
     return replace(bad("config", "gpu.unexpected", detail), id="gpu.count")
 
 
@@ -189,7 +189,7 @@ def _none_verdict(check: Check) -> Verdict:
 
 
 def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
-    """Return what a node of this size should be, with this driver. Raises NodeError: tables or overrides are wrong."""
+    """Return the expectations for a node of this size, with this driver. Raises NodeError: bad tables or overrides."""
     table = sizes.load()
     row = table.find(vm_size)
     if not row:
@@ -311,7 +311,7 @@ def _with_xids(reading: Seen, system: System) -> Seen:
 
 
 def _named(answers: Nvml, system: System) -> Nvml:
-    """Return NVML's answers with the names of the processes that it knows by number alone."""
+    """Return NVML's answers with the names of the processes, which it knows only by number."""
 
     def named(gpu: Gpu) -> Gpu:
         if gpu.processes is None:

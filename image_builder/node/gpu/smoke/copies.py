@@ -20,7 +20,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
 
 LOCK = status.DIRECTORY / "gpu-copies.lock"
-# A turn takes a tenth of a second to a second. Who waits for longer waits for a worker that hangs.
+# A turn takes a tenth of a second to a second. Longer means waiting for a worker that hangs.
 TURN_SECONDS = 20.0
 _POLL_SECONDS = 0.01
 _NODES = Path("/sys/devices/system/node")
@@ -28,7 +28,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Wait until no other GPU of this machine copies. Raises NodeError (``gpu.turn``): it did not come."""
+    """Wait until no other GPU of this machine copies. Raises NodeError (``gpu.turn``): timed out."""
     try:
         LOCK.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -38,7 +38,9 @@ def turn() -> Iterator[None]:
         end = time.monotonic() + TURN_SECONDS
         while not _is_taken(fd):
             if time.monotonic() >= end:
-                raise NodeError("gpu.turn", f"another GPU's copies did not end within {TURN_SECONDS:g} s")
+                raise NodeError(
+                    "gpu.turn", f"timed out: another GPU's copies took more than {TURN_SECONDS:g} s"
+                )
             time.sleep(_POLL_SECONDS)
         yield
     finally:
@@ -80,7 +82,7 @@ def from_each_node(measure: Callable[[], Measurement], nodes: Mapping[int, set[i
 
 
 def numa_nodes(directory: Path = _NODES) -> dict[int, set[int]]:
-    """Return the processors of each NUMA node that this process may use; empty where the kernel tells none."""
+    """Return the processors of each NUMA node that this process may use; empty where the kernel reports none."""
     usable = os.sched_getaffinity(0)
     near_by_node = {}
     for path in sorted(directory.glob("node[0-9]*/cpulist")):

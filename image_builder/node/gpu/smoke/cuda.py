@@ -76,12 +76,12 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
 HINTS: Mapping[str, str] = {
-    "CUDA_ERROR_NO_DEVICE": "is /dev/nvidia-uvm there? `nvidia-modprobe -u -c0` makes it",
-    "CUDA_ERROR_UNKNOWN": "is /dev/nvidia-uvm there? `nvidia-modprobe -u -c0` makes it",
+    "CUDA_ERROR_NO_DEVICE": "is /dev/nvidia-uvm missing? `nvidia-modprobe -u -c0` creates it",
+    "CUDA_ERROR_UNKNOWN": "is /dev/nvidia-uvm missing? `nvidia-modprobe -u -c0` creates it",
     "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": "libnvidia-ptxjitcompiler.so.1 of the driver is missing",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "the driver is older than CUDA 11.0 (GPUs before Ampere: 10.2)",
-    "CUDA_ERROR_SYSTEM_NOT_READY": "does the fabric manager run, and in the driver's version?",
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda.so.1 is of another version than the loaded driver",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "is the fabric manager running, in the driver's version?",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda.so.1 differs in version from the loaded driver",
 }
 
 
@@ -105,7 +105,7 @@ class Driver:
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
-            raise NodeError("gpu.library", f"{library} can't be loaded: {error}") from error
+            raise NodeError("gpu.library", f"can't load {library}: {error}") from error
         self._functions = {name: self._bind(name) for name in FUNCTIONS}
         self("cuInit", 0)
 
@@ -115,7 +115,7 @@ class Driver:
             with suppress(AttributeError):
                 entry = entry or self._library[symbol]
         if entry is None:
-            raise NodeError("gpu.library", f"{LIBRARY} has no {name}: the driver is too old")
+            raise NodeError("gpu.library", f"{LIBRARY} lacks {name}: the driver is too old")
         entry.argtypes, entry.restype = FUNCTIONS[name], c_int
         bound: Callable[..., int] = entry
         return bound
@@ -248,7 +248,7 @@ class Device:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give memory back. An error that ended the context has taken it along, and is the one to be told."""
+        """Give memory back. An error that ended the context has freed it already, and is the one to report."""
         with suppress(CudaError):
             self._call("cuMemFree_v2", address)
 

@@ -1,7 +1,7 @@
-"""All GPUs at once, each in a process of its own, and none of them waited for longer than was said.
+"""The workers: a process for each GPU, all at once, each with a deadline.
 
-A CUDA call can hang where no signal reaches it, so a worker is killed at its deadline, and one that even SIGKILL
-doesn't end is left behind: both are findings that name the GPU. What a worker prints is checked before it counts.
+A CUDA call can hang out of reach of any signal, so a worker is killed at its deadline, and one that survives SIGKILL
+is abandoned: both are findings about that GPU. A worker's output is validated before it counts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from image_builder.node.decode import decode
 from image_builder.node.gpu.model import Measurement, Tier, Worker
 from image_builder.node.gpu.smoke import program
 
-OUTPUT_BYTES = 1 << 20  # more than any worker has to say
-ERROR_BYTES = 4096  # of what it said on standard error, the end
+OUTPUT_BYTES = 1 << 20  # more than any worker prints
+ERROR_BYTES = 4096  # the end of standard error
 REAP_SECONDS = 5.0
-# What the links between GPUs have of the whole: a GPU that hangs must not take the time of the others' links.
+# Reserved for the links between GPUs: a GPU that hangs must not use up the time of the others' links.
 LINKS_SECONDS = 15.0
 TICK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _EXCERPT = 300  # characters of standard error in an outcome
 _abandoned: list[
     subprocess.Popen[bytes]
-] = []  # processes that can't be killed: nobody waits for them any more
+] = []  # processes that can't be killed, and aren't waited for any more
 
 _Line = TypeVar("_Line", Measurement, Worker)
 Argv = Callable[[str, Tier, int, Sequence[str]], list[str]]
@@ -41,7 +41,7 @@ Argv = Callable[[str, Tier, int, Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its status (negative: a signal, None: it is still there), and why it was killed."""
+    """The end of a process: its status (negative: a signal, None: still running), and why it was killed."""
 
     status: int | None
     late: bool = False
@@ -49,7 +49,7 @@ class Ended:
 
 
 def judge(uuid: str, output: bytes, errors: bytes, ended: Ended) -> Worker:
-    """Return what became of one GPU's process, with what it measured before it ended."""
+    """Return the outcome of one GPU's process, with everything that it measured."""
     measured, summary, complaint = _read(uuid, output)
     ending = _outcome(errors, ended) or complaint
     if summary is None:
@@ -96,14 +96,14 @@ def _read(uuid: str, output: bytes) -> tuple[tuple[Measurement, ...], Worker | N
 
 def _own(uuid: str, line: _Line) -> _Line:
     if line.gpu != uuid:
-        raise ValueError(f"it speaks of {line.gpu}")
+        raise ValueError(f"it is about {line.gpu}")
     return line
 
 
 def _finite(word: str) -> float:
-    """Return a number of a measurement: infinitely fast is none."""
+    """Return a number of a measurement, which must be finite."""
     if not math.isfinite(value := float(word)):
-        raise ValueError(f"{word} is no measurement")
+        raise ValueError(f"{word} is not a finite number")
     return value
 
 
@@ -151,7 +151,7 @@ class _Child:
 
 
 class Fleet:
-    """Worker processes, from their start until each has ended or is given up; none is left after the block."""
+    """Worker processes until each has ended or is abandoned; none is left after the block."""
 
     def __init__(self, reap_seconds: float = REAP_SECONDS) -> None:
         self._reap_seconds = reap_seconds
@@ -186,7 +186,7 @@ class Fleet:
             self._selector.register(pipe, selectors.EVENT_READ, child)
 
     def wait(self) -> Iterator[Worker]:
-        """Yield what became of each process, as they end. Never waits for longer than a deadline and the reaping."""
+        """Yield the outcome of each process as they end. Never waits longer than a deadline plus the reaping."""
         while self._running:
             for key, _ in self._selector.select(_POLL_SECONDS):
                 if key.data.take(key.fileobj) == 0:
@@ -205,7 +205,7 @@ class Fleet:
         return child.killed_at is not None and now >= child.killed_at + self._reap_seconds
 
     def _settle(self, child: _Child) -> Worker:
-        """Let go of a process that has ended, or that nothing ends; return what became of it."""
+        """Release a process that has ended or is abandoned; return its outcome."""
         del self._running[child.uuid]
         if child.process.returncode is None:
             # What it left behind goes too, while its number is still its own: until it is reaped.
@@ -244,7 +244,7 @@ def run(
     tick_seconds: float = TICK_SECONDS,
     links_seconds: float = LINKS_SECONDS,
 ) -> list[Worker]:
-    """Test all GPUs side by side, then the links between them; return what became of each, in the order given.
+    """Test all GPUs side by side, then the links between them; return each outcome, in the given order.
 
     ``on_tick`` is called about every ``tick_seconds``, in a thread of its own: one that hangs holds up nothing, one
     that raises is raised here, after all workers have ended. The deadline is that of the whole; of several GPUs
@@ -266,20 +266,20 @@ def run(
 def _round(
     fleet: Fleet, commands: Mapping[str, list[str]], peers: Mapping[str, Sequence[str]], end: float
 ) -> dict[str, Worker]:
-    """Start all processes and return what became of each."""
+    """Start all processes and return their outcomes."""
     workers: dict[str, Worker] = {}
     for uuid, argv in commands.items():
         try:
             fleet.start(uuid, argv, program.environment(uuid, peers.get(uuid, ())), end)
         except OSError as error:
-            workers[uuid] = Worker(uuid, f"error: it could not be started: {error}")
+            workers[uuid] = Worker(uuid, f"error: could not be started: {error}")
     for worker in fleet.wait():
         workers[worker.gpu] = worker
     return workers
 
 
 def joined(first: Worker, links: Worker, seed: int) -> Worker:
-    """Return a GPU's worker with what the second one said of its links."""
+    """Return a GPU's outcome with the links that its second worker measured."""
     if links.ended == "done":
         return replace(first, measurements=first.measurements + links.measurements)
     detail = f"the process that tried the links: {links.ended}"[:_EXCERPT]
@@ -289,7 +289,7 @@ def joined(first: Worker, links: Worker, seed: int) -> Worker:
 
 @contextmanager
 def _ticking(on_tick: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Call a function now and then until the block ends; raise afterwards what it raised."""
+    """Call a function every few seconds until the block ends; then raise what it raised."""
     over, raised = threading.Event(), list[BaseException]()
 
     def ticks() -> None:

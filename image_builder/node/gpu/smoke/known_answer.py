@@ -21,7 +21,7 @@ from image_builder.node.gpu.smoke import reference
 from image_builder.node.gpu.smoke.cuda import THREADS, U32, U64, Argument, Device
 from image_builder.node.gpu.smoke.reference import LANES, RECORD, Case
 
-BLOCKS_PER_SM = (8, 16, 32, 64)  # more are started as long as an SM has not been seen
+BLOCKS_PER_SM = (8, 16, 32, 64)  # more are started while an SM has not taken part
 _WARM_SECONDS = 1.0  # an idle GPU's clocks are low
 _BLOCK_BYTES = LANES * RECORD.size
 _REPORTED, _STORED = 3, 64  # wrong threads that a detail names, and that are kept
@@ -49,7 +49,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a launch's records say: the SMs that were seen, how many threads were wrong on which, the first of them."""
+    """A launch's comparison: the SMs that took part, the wrong threads and their SMs, the first of them in full."""
 
     sms: frozenset[int]
     count: int = 0
@@ -111,7 +111,7 @@ class Prepared:
 def _computed(
     operands: Callable[[int], bytes], values: Callable[[bytes, int], list[int]], steps: int, seed: int
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Return a case's operands and values; they are wanted more than once in a row."""
+    """Return a case's operands and values; they are needed several times in a row."""
     data = operands(seed)
     return data, tuple(values(data, steps))
 
@@ -128,8 +128,8 @@ def prepared(
 ) -> Iterator[Prepared]:
     """Lay a case out on the GPU until the block ends.
 
-    ``expect`` changes what the device is told to expect, ``spoil`` the operands that it gets; the host compares with
-    what the unchanged operands give.
+    ``expect`` changes the device's expectations, ``spoil`` its operands; the host compares with the results of the
+    unchanged operands.
     """
     operands, values = _computed(case.operands, case.values, case.steps, seed)
     kernel = device.kernel(case.module, case.kernel)
@@ -151,7 +151,7 @@ def prepared(
             device.launch(kernel, blocks, arguments)
 
         def clear() -> None:
-            # What stands there later must have been written by the launch that follows.
+            # So that what is read later was written by the next launch.
             for address, size in zip(addresses, sizes[:2], strict=False):
                 device.set_bytes(address, 0xFF, size)
 
@@ -181,7 +181,7 @@ def notices(device: Device, case: Case, seed: int) -> str:
     with prepared(device, small, seed, device.sms, expect=expect) as run:
         run.start()
         result = run.read()
-    # What was computed is right, and its checksum: the count of wrong rounds alone tells of it.
+    # What was computed is right, and its checksum: only the count of wrong rounds shows it.
     if result.count == device.sms and {wrong.thread for wrong in result.wrong} == {lane}:
         return ""
     complaint = f"{result.count} threads noticed a wrong expectation for thread {lane} of {device.sms} blocks"
@@ -190,7 +190,7 @@ def notices(device: Device, case: Case, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a case came to: the measurement's status and detail, wrong threads, and how many SMs were seen."""
+    """A case's result: the measurement's status and detail, the wrong threads, and how many SMs took part."""
 
     status: Literal["done", "failed", "error"]
     detail: str
@@ -207,7 +207,7 @@ def answer(
     spoil: Callable[[Case, bytes], bytes] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answered:
-    """Launch a case for so long, at least once and until every SM was seen; an error ends it. Raises NodeError."""
+    """Launch a case for that long, at least once and until every SM took part; an error ends it. Raises NodeError."""
     missed = notices(device, case, seed)
     if missed:
         return Answered("failed", missed[:DETAIL_CHARACTERS], 1, 0)

@@ -1,7 +1,7 @@
 """Device memory: a pattern that depends on the address goes in and comes out, then its complement.
 
-All chunks are written before the first is read, so that what is read comes from memory and not from a cache. What
-could not be allocated was not tested, and is an error, never a pass.
+All chunks are written before the first is read, so that what is read comes from memory and not from a cache. Memory
+that can't be allocated is not tested, which is an error, never a pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tally:
-    """What mem_verify counted. ``lowest`` is the test's number of the first wrong word, ``bits`` all wrong bits."""
+    """The counters of mem_verify. ``lowest`` is the test's number of the first wrong word, ``bits`` all wrong bits."""
 
     compared: int
     wrong: int
@@ -52,7 +52,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes came to: wrong words, what to say of them, and the seed that showed them."""
+    """The result of all passes: wrong words, the first complaint, and the seed that showed them."""
 
     status: Literal["done", "failed", "error"]
     wrong: int = 0
@@ -70,12 +70,12 @@ class Tested:
 
 
 def allocatable(free: int, unit: int) -> int:
-    """Return the bytes to take of so many free ones: whole units."""
+    """Return how many of the free bytes to allocate: whole units."""
     return int(free * OF_FREE) // unit * unit
 
 
 def allocate(device: Device, size: int, chunk: int, unit: int) -> list[Chunk]:
-    """Take memory in chunks, smaller ones where a big one is refused; maybe less than ``size`` in all."""
+    """Allocate chunks, smaller ones where a large one is refused; may return less than ``size`` in all."""
     chunks: list[Chunk] = []
     remaining, start = size, 0
     while remaining and chunk:
@@ -94,7 +94,7 @@ def allocate(device: Device, size: int, chunk: int, unit: int) -> list[Chunk]:
 def chosen(chunks: Sequence[Chunk], size: float, seed: int) -> list[Chunk]:
     """Return as many chunks, at random, as hold so many bytes or just more; all where there are fewer."""
     selection: list[Chunk] = []
-    for chunk in random.Random(seed).sample(chunks, len(chunks)):  # noqa: S311 (which of it is no secret)
+    for chunk in random.Random(seed).sample(chunks, len(chunks)):  # noqa: S311 (the choice is no secret)
         if sum(item.size for item in selection) >= size:
             break
         selection.append(chunk)
@@ -102,7 +102,7 @@ def chosen(chunks: Sequence[Chunk], size: float, seed: int) -> list[Chunk]:
 
 
 class Memory:
-    """The kernels of a memory test, and the place where they count."""
+    """The kernels of a memory test, and their counters on the GPU."""
 
     def __init__(self, device: Device, seed: int) -> None:
         self.device = device
@@ -113,7 +113,7 @@ class Memory:
         self._blocks = _BLOCKS_PER_SM * device.sms
 
     def close(self) -> None:
-        """Give the place back."""
+        """Free the counters."""
         self.device.free(self._tally)
 
     def flip_bit(self, chunk: Chunk) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def notices(memory: Memory, chunk: Chunk) -> str:
     tally = memory.verify(chunk, flip=ALL)
     if tally == Tally(chunk.words, 1, index, bit):
         return ""
-    return f"bit {bit:#018x} of word {index} was flipped on purpose, and verification found {tally}"
+    return f"bit {bit:#018x} of word {index} was flipped on purpose, but verification found {tally}"
 
 
 def measure(
@@ -195,7 +195,7 @@ def measure(
     chunk: int = CHUNK,
     unit: int = UNIT,
 ) -> Tested:
-    """Test that fraction of what is free, with each seed in turn until the time is over, once at least.
+    """Test a fraction of the free memory with each seed in turn until the time is up, at least once.
 
     ``corrupt`` flips one bit between writing and reading, for a drill. Raises NodeError.
     """
@@ -205,7 +205,7 @@ def measure(
     try:
         if sum(item.size for item in chunks) < allocatable(free, unit) or not chunks:
             allocated = sum(item.size for item in chunks)
-            outcome = Outcome("error", 0, f"only {allocated} of {free} free bytes could be taken")
+            outcome = Outcome("error", 0, f"only {allocated} of {free} free bytes could be allocated")
             part: list[Chunk] = []
         else:
             part = chosen(chunks, min(fraction, OF_FREE) * free, seeds[0])

@@ -39,7 +39,7 @@ def _archive() -> str | None:
 
 
 def checkout() -> Path | None:
-    """Return the directory that a worker runs in: the repository, where this is no archive."""
+    """Return the directory that a worker runs in: the repository; None for an archive."""
     return None if _archive() else Path(__file__).parents[4]
 
 
@@ -52,7 +52,7 @@ def worker_argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[
 
 
 def environment(uuid: str, peers: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: it sees its own GPU (and peers), and no compiled kernel of before."""
+    """Return a worker's environment: it sees its own GPU and peers, and no kernel from a compiler cache."""
     return {
         **child.ENVIRONMENT,
         "CUDA_VISIBLE_DEVICES": ",".join([uuid, *peers]),

@@ -1,6 +1,6 @@
-"""What every kernel must answer, computed on the host from whole numbers and IEEE 754, for one block of threads.
+"""The right answers of every kernel, computed on the host from integers and IEEE 754, for one block of threads.
 
-No GPU has a part in this, and no answer depends on the GPU's model: integers are exact, and floating point is
+No GPU is involved, and no answer depends on the GPU's model: integers are exact, and floating point is
 either exact in any order (small whole numbers times a power of two) or a chain whose every rounding IEEE 754 says.
 The kernels are ``kernels/*.ptx``; those for tensor cores are in ``tensor``.
 """
@@ -216,7 +216,7 @@ def _fma(a: float, b: float, c: float) -> float:
 
 
 def pattern(index: int, seed: int, *, flip: int = 0, mask: int = ALL) -> int:
-    """Return the word that stands at an index of the memory test."""
+    """Return the word at an index of the memory test."""
     mixed = ((index & mask) + seed) * _GOLDEN & ALL
     return mixed ^ mixed >> 32 ^ flip
 

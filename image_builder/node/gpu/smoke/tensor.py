@@ -1,4 +1,4 @@
-"""What the tensor cores must answer: their kernels' reference, for one block of threads.
+"""The right answers of the tensor kernels, for one block of threads.
 
 A warp's threads hold the matrices in fragments, as the PTX ISA says under "Matrix Fragments for mma.m8n8k4 with .f16
 floating point type", "mma.m16n8k16 with floating point type" and "mma.m16n8k32".

@@ -1,8 +1,8 @@
 """``node-agent gpu-worker``: the active tests of one GPU, in a process of its own.
 
 The GPU is chosen by CUDA_VISIBLE_DEVICES before this starts. Standard output has one JSON object a line: each
-measurement as soon as it is there, and a summary (``model.Worker``) as the last one. The exit status is 0 where all
-was tried, whatever was found: the judgement is made elsewhere.
+measurement as soon as it is made, and a summary (``model.Worker``) last. The exit status is 0 once everything was
+tried, whatever the results: rules judge them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.node.gpu.smoke.reference import Case
 SEEDS = 3
 DRILLS = ("result", "memory", "copy", "hang", "crash")
 _PR_SET_PDEATHSIG = 1
-# What only a broken GPU or a broken program answers with, and the kernels are known to be good.
+# Errors that only a broken GPU or a broken program causes, and the kernels are known to be good.
 FINDINGS = frozenset(
     [
         "CUDA_ERROR_ECC_UNCORRECTABLE",
@@ -45,7 +45,7 @@ FINDINGS = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how much. Seconds are of one measurement, ``memory_fraction`` is of what is free.
+    """Durations and sizes. Seconds are per measurement, ``memory_fraction`` is of the free memory.
 
     ``cases`` are the known answers that every GPU gives, ``chunk`` and ``unit`` the sizes that memory is taken in.
     """
@@ -82,9 +82,9 @@ def run(
     drill: str = "",
     driver: Driver | None = None,
 ) -> int:
-    """Test a GPU, or with ``peers`` its links to them alone; return 0. Raises NodeError where it can't be opened.
+    """Test a GPU, or with ``peers`` only its links to them; return 0. Raises NodeError if it can't be opened.
 
-    ``drill`` goes wrong on purpose, to see that it is noticed.
+    ``drill`` fails on purpose, to prove that the failure is caught.
     """
     if tier not in PLANS or drill not in ("", *DRILLS):
         raise NodeError("gpu.usage", f"the tiers are {', '.join(PLANS)}; the drills {', '.join(DRILLS)}")
@@ -106,7 +106,7 @@ def run(
 
 @dataclass
 class Coverage:
-    """What the tests reached so far: the fewest SMs that a known answer saw, and bytes of memory."""
+    """The coverage so far: the fewest SMs of any known answer, and bytes of memory."""
 
     sms: int
     free: int = 0
@@ -117,12 +117,12 @@ Attempt = tuple[str, str, Callable[[], Measurement]]  # what is measured, its un
 
 
 def try_all(
-    device: Device, plan: Plan, seed: int, tell: Callable[[Measurement], None], *, drill: str = ""
+    device: Device, plan: Plan, seed: int, report: Callable[[Measurement], None], *, drill: str = ""
 ) -> Worker:
-    """Make all measurements of one GPU, tell each, and return the summary."""
+    """Make all measurements of one GPU, report each, and return the summary."""
     coverage = Coverage(device.sms)
     for name, unit, work in _attempts(device, plan, seed, drill, coverage):
-        tell(tried(device, name, unit, seed, work))
+        report(tried(device, name, unit, seed, work))
     return Worker(device.uuid, "done", (), device.sms, coverage.sms, coverage.free, coverage.tested)
 
 
@@ -150,7 +150,7 @@ def _attempts(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
 def _known(
     device: Device, plan: Plan, seed: int, drill: str, coverage: Coverage, name: str, cases: Sequence[Case]
 ) -> Measurement:
-    before, coverage.sms = coverage.sms, 0  # as long as nothing was seen
+    before, coverage.sms = coverage.sms, 0  # until something is measured
     spoil = flipped if drill == "result" else None
     own_cases = [case for case in cases if case.id == name]
     measured, sms = known_answer.measure(
@@ -162,9 +162,7 @@ def _known(
 
 def _rate(device: Device, plan: Plan, seed: int, tensors: Sequence[Case]) -> Measurement:
     if not tensors:
-        raise NodeError(
-            "gpu.capability", f"there is no tensor kernel for compute capability {device.capability}"
-        )
+        raise NodeError("gpu.capability", f"no tensor kernel for compute capability {device.capability}")
     return known_answer.rate(device, tensors[0], seed, plan.tensor_seconds, warm=plan.warm_seconds)
 
 
@@ -214,8 +212,8 @@ def _of(devices: Sequence[Device], uuid: str) -> Device:
     for device in devices:
         if device.uuid.lower() == uuid.lower():
             return device
-    uuids = ", ".join(device.uuid for device in devices) or "none"
-    raise NodeError("gpu.absent", f"CUDA shows no {uuid}, but {uuids}")
+    uuids = ", ".join(device.uuid for device in devices) or "no GPU"
+    raise NodeError("gpu.absent", f"CUDA shows {uuids}, not {uuid}")
 
 
 def _say(value: Mapping[str, Any]) -> None:
@@ -224,7 +222,7 @@ def _say(value: Mapping[str, Any]) -> None:
 
 
 def end_with_the_parent() -> None:
-    """Let the kernel end this process with the one that waits for it: nobody else would."""
+    """Make the kernel kill this process when its parent dies: nothing else would."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -63,8 +63,8 @@ def test_an_exit_status_without_a_word_says_so() -> None:
         (_lines(SUMMARY, DONE), "error: line 2 is not a worker's: it follows the summary"),
         (_lines(SUMMARY, SUMMARY), "error: line 2 is not a worker's: it follows the summary"),
         (_lines(DONE, SUMMARY) + b"x", "error: line 3 is cut off"),
-        (_lines(Measurement("kat.int", "GPU-other", "done", 0.0, "mismatches")), "it speaks of GPU-other"),
-        (_lines(Worker("GPU-other", "done")), "it speaks of GPU-other"),
+        (_lines(Measurement("kat.int", "GPU-other", "done", 0.0, "mismatches")), "it is about GPU-other"),
+        (_lines(Worker("GPU-other", "done")), "it is about GPU-other"),
         (_lines(DONE).replace(b'"done"', b'"fine"'), "status must be one of"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_number_that_is_none_does_not_count_as_fast(number: bytes) -> None:
     output = _lines(DONE).replace(b"0.0, ", number + b", ", 1) + _lines(SUMMARY)
     assert number in output
     found = judge(UUID, output, b"", Ended(0))
-    assert found.ended == f"error: line 1 is not a worker's: {number.decode()} is no measurement"
+    assert found.ended == f"error: line 1 is not a worker's: {number.decode()} is not a finite number"
     assert found.measurements == ()
 
 

@@ -93,7 +93,7 @@ def test_verification_that_finds_nothing_fails() -> None:
 
     device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=blind))
     found = _measure(device).measurement
-    assert found.status == "failed" and "was flipped on purpose, and verification found" in found.detail
+    assert found.status == "failed" and "was flipped on purpose, but verification found" in found.detail
 
 
 def test_words_that_were_not_compared_fail() -> None:
@@ -111,7 +111,7 @@ def test_memory_that_can_not_be_allocated_is_an_error_and_no_pass() -> None:
     device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL, refuses={"cuMemAlloc_v2": 2}))
     found = _measure(device, 0.25)
     assert (found.measurement.status, found.measurement.measured, found.tested) == ("error", None, 0)
-    assert found.measurement.detail == f"only 0 of {SMALL} free bytes could be taken"
+    assert found.measurement.detail == f"only 0 of {SMALL} free bytes could be allocated"
 
 
 def test_smaller_chunks_are_taken_where_a_big_one_is_refused() -> None:

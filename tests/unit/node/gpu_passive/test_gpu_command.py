@@ -138,7 +138,7 @@ def test_no_gpu_where_none_is_expected(
 ) -> None:
     system = tree(devices=0, settings={"expect": "none"}, load=never, error=OSError("not there"))
     code, made = result(system, schema)
-    assert (code, made["verdict"]["summary"]) == (0, "no GPU, and none is expected")
+    assert (code, made["verdict"]["summary"]) == (0, "no GPU found, as expected")
     assert "no GPU" in capsys.readouterr().out
 
 
@@ -244,7 +244,7 @@ def test_a_result_that_can_not_be_written_is_no_hardware_fault(
     assert command.run("boot-full", as_json=True, system=system) == status
     told = capsys.readouterr()
     assert json.loads(told.out)["verdict"]["exit_code"] == status
-    assert "gpu.json can't be written" in told.err
+    assert "can't write " in told.err and "gpu.json" in told.err
 
 
 def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, Any]) -> None:
