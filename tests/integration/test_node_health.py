@@ -17,7 +17,7 @@ from image_builder.node import mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import nvml
 from image_builder.node.gpu.model import as_json
-from image_builder.node.health import apart, clock, command, gpu, kernel_log, storage
+from image_builder.node.health import apart, clock, gpu, kernel_log, storage
 from image_builder.node.health.model import Outcome, Places
 from image_builder.node.health.settings import Settings
 from image_builder.system.namespace import run_isolated
@@ -142,9 +142,9 @@ def without_driver() -> dict[str, Any]:
 
 def test_gpu_without_a_driver(bus: Places) -> None:
     """The library is really loaded, under a name that no machine has: what a node without its driver would see."""
-    outcome = gpu.check(look(places=bus), without_driver, command.decode_nvml)
+    outcome = gpu.check(look(places=bus), without_driver)
     assert found(outcome) == {"gpu.driver": "fail"}
-    assert gpu.check(look(), command.read_nvml, command.decode_nvml) == Outcome()
+    assert gpu.check(look(), gpu.read_nvml) == Outcome()
 
 
 def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch:
         signal.pause()
         return {}
 
-    outcome = gpu.check(look(places=bus), hang, command.decode_nvml)
+    outcome = gpu.check(look(places=bus), hang)
     pid, born = outcome.memory["hung"]
     assert found(outcome) == {"gpu.hung": "fail"} and born and apart.started(pid) == ""
     # One that can't be killed is still there at the next look: then nothing is asked.
@@ -164,10 +164,10 @@ def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch:
         def never() -> dict[str, Any]:
             raise AssertionError("asked beside one that hangs")
 
-        again = gpu.check(look(places=bus, **memory), never, command.decode_nvml)
+        again = gpu.check(look(places=bus, **memory), never)
         assert found(again) == {"gpu.hung": "fail"} and again.memory["hung"] == memory["hung"]
         stuck.kill()
-    outcome = gpu.check(look(places=bus, **memory), without_driver, command.decode_nvml)
+    outcome = gpu.check(look(places=bus, **memory), without_driver)
     assert found(outcome) == {"gpu.driver": "fail"} and "hung" not in outcome.memory
 
 

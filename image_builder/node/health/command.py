@@ -12,11 +12,10 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from image_builder.node import files, status
 from image_builder.node import settings as settings_files
-from image_builder.node.decode import decode
 from image_builder.node.errors import NodeError
 from image_builder.node.health import (
     alarms,
@@ -32,9 +31,6 @@ from image_builder.node.health import (
 )
 from image_builder.node.health.model import Finding, Look, Outcome, Places, Sample
 from image_builder.node.health.settings import Settings, parse
-
-if TYPE_CHECKING:
-    from image_builder.node.gpu.model import Nvml
 
 FORMAT = 1
 LOCK_SECONDS = 20.0
@@ -55,25 +51,6 @@ Connect = Callable[[Settings], tuple[Client, str]]
 """Returns the API server, and the node's name there; raises NodeError."""
 
 
-def read_nvml() -> dict[str, Any]:
-    """Read NVML; what keeps it from answering is an answer, too."""
-    from image_builder.node.gpu import model, nvml, readings
-
-    try:
-        with nvml.opened() as library:
-            reading = readings.look(library)
-    except (OSError, nvml.NvmlError) as error:
-        reading = nvml.refused(error)
-    return model.as_json(reading)
-
-
-def decode_nvml(document: Mapping[str, Any]) -> Nvml:
-    """Return NVML's answers from JSON; raises ValueError."""
-    from image_builder.node.gpu import model
-
-    return decode(model.Nvml, document)
-
-
 def checks() -> dict[str, Check]:
     """Return every check by its name.
 
@@ -81,7 +58,7 @@ def checks() -> dict[str, Check]:
     """
     return {
         "nvme": storage.check_drives,
-        "gpu": partial(gpu.check, read=read_nvml, decode=decode_nvml),
+        "gpu": gpu.check,
         "filesystems": storage.check_filesystems,
         "arrays": storage.check_arrays,
         "kernel_log": partial(kernel_log.check, judge=kernel_log.catalogue()),

@@ -1,7 +1,7 @@
 """GPUs at work, as NVML has them: read, never tested. The jobs that run here keep the whole GPU.
 
 NVML is read in a process of its own, since a call into the driver of a GPU that is gone may never return. Its modules
-are loaded there only.
+are loaded only where there are GPUs.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from image_builder.node import sysfs
+from image_builder.node.decode import decode
 from image_builder.node.finding import Action
 from image_builder.node.health import apart
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
-from image_builder.node.health.sysfs import text
 
 if TYPE_CHECKING:
     from image_builder.node.gpu.model import Gpu, Nvml
 
 _SECONDS = 20.0
-_NVIDIA = "0x10de"
-_DISPLAY = ("0x0300", "0x0302")  # VGA and 3D controllers, the first two bytes of the class
 # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION in words, and what it asks for.
 _RECOVERY: Mapping[str, Action] = {
     "gpu-reset": "reboot",
@@ -29,43 +28,44 @@ _RECOVERY: Mapping[str, Action] = {
 }
 
 
-Reader = Callable[[], Mapping[str, Any]]
-"""Asks NVML, and returns its answers as JSON."""
-Decode = Callable[[Mapping[str, Any]], "Nvml"]
+def read_nvml() -> dict[str, Any]:
+    """Return NVML's answers as JSON; what keeps it from answering is an answer, too."""
+    from image_builder.node.gpu import model, nvml, readings
+
+    try:
+        with nvml.opened() as library:
+            reading = readings.look(library)
+    except (OSError, nvml.NvmlError) as error:
+        reading = nvml.refused(error)
+    return model.as_json(reading)
 
 
-def check(look: Look, read: Reader, decode: Decode) -> Outcome:
-    """Ask NVML, where the machine has GPUs. Raises NodeError (``health.failed``)."""
-    addresses = on_the_bus(look)
-    if not addresses:
+def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outcome:
+    """Ask NVML, where the machine has GPUs. Raises NodeError (``health.failed``), ValueError."""
+    expected = len(sysfs.nvidia_gpus(look.places.sys))
+    if not expected:
         return Outcome()
     memory = dict(look.memory)
     pid, born = memory.pop("hung", (0, ""))
     if born and apart.started(pid, look.places.proc) == born:
         return _hung(look.memory, pid)
     try:
-        reading = decode(apart.run(read, "NVML", _SECONDS))
+        answers = apart.run(read, "NVML", _SECONDS)
     except apart.HungError as error:
         return _hung({**memory, "hung": list(error.process)}, error.process[0])
+    from image_builder.node.gpu import model  # only where there are GPUs: it is large
+
+    reading = decode(model.Nvml, answers)
     links = {gpu.uuid: sum(gpu.nvlinks) for gpu in reading.gpus if gpu.nvlinks}
     best: dict[str, int] = dict(memory.get("links", {}))
-    findings = rule(reading, len(addresses), best)
+    findings = rule(reading, expected, best)
     best |= {uuid: max(active, best.get(uuid, 0)) for uuid, active in links.items()}
-    return Outcome(tuple(findings), tuple(samples(reading, len(addresses))), {"links": best})
+    return Outcome(tuple(findings), tuple(samples(reading, expected)), {"links": best})
 
 
 def _hung(memory: Mapping[str, Any], pid: int) -> Outcome:
     detail = f"NVML does not answer: process {pid} waits for the driver"
     return Outcome((Finding("gpu.hung", "nvml", "fail", detail, "reboot"),), memory=memory)
-
-
-def on_the_bus(look: Look) -> list[str]:
-    """Return the PCI addresses of NVIDIA's display and 3D controllers."""
-    return [
-        entry.name
-        for entry in sorted((look.places.sys / "bus/pci/devices").glob("*"))
-        if text(entry / "vendor") == _NVIDIA and text(entry / "class").startswith(_DISPLAY)
-    ]
 
 
 def rule(reading: Nvml, expected: int, links: Mapping[str, int]) -> list[Finding]:

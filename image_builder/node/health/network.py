@@ -15,8 +15,8 @@ from image_builder.node import reach
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.settings import Settings, endpoint
-from image_builder.node.health.sysfs import number, text
 from image_builder.node.net import kubeconfig
+from image_builder.node.sysfs import number, text
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
 # Of /sys/class/infiniband/D/ports/P/counters: those of a bad cable or a flapping link.

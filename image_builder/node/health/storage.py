@@ -18,8 +18,8 @@ from image_builder.node import mounts
 from image_builder.node.health import apart
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 from image_builder.node.health.settings import Settings
-from image_builder.node.health.sysfs import number, text
 from image_builder.node.mounts import Mount
+from image_builder.node.sysfs import number, text
 
 # statvfs(2) on one of these can block for ever, and none of them is the node's own.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "afs")
