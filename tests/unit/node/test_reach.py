@@ -1,0 +1,40 @@
+"""What reachability is made of, without a network: tasks with one deadline, and what an address is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from image_builder.node import reach
+
+
+def test_tasks_run_at_once() -> None:
+    both = threading.Barrier(2)
+    results = reach.together({name: lambda: both.wait(60) >= 0 for name in ("one", "other")}, 60)
+    assert results == {"one": True, "other": True}
+
+
+def test_a_task_that_is_late_has_no_result_and_is_left_behind() -> None:
+    release = threading.Event()
+    try:
+        results = reach.together({"late": lambda: release.wait(60), "done": lambda: True}, 0.1)
+        assert results == {"done": True}
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("10.0.0.1", True),
+        ("::1", True),
+        ("fe80::1", True),
+        ("10.0.0.256", False),
+        ("10.1", False),
+        ("registry.example", False),
+        ("", False),
+    ],
+)
+def test_an_address_is_no_name(text: str, is_one: bool) -> None:
+    assert reach.is_address(text) is is_one
