@@ -1,7 +1,7 @@
 """What all tests share: the order of the parts, the guard of the unit tests, the list of allowed skips.
 
-A test below tests/unit is a unit test: it can't start a process, open a socket or do what only root may. All
-others are marked `root` unless they say something else.
+A test below tests/unit is a unit test: it can't start a process, open a socket or do what only root may. Any other says
+by a mark what it needs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from image_builder.bake.store import Store
 from image_builder.settings import REPO_ROOT
 from tests.guard import guarded
 
-pytest_plugins = ["tests.images", "tests.toolkits"]
+pytest_plugins = ["tests.images", "tests.toolkits", "tests.selftest.lane_plugin"]
 # A machine may be busy: how long an example takes says nothing about it.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 PARTS = ("unit", "root", "preload", "pools", "disk", "e2e", "boot", "gpu")
 UNIT = Path(__file__).with_name("unit")
+MARKS = ("root", "boot", "gpu")
 # Words of the file names of what counts as preload: pulls, and the registry that they need.
 _OF_PRELOAD = ("preload", "pull", "registry", "lab_")
 # Those of the local disk, and of what lies on it: the store, its seed, its promotion.
@@ -64,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--parts",
         metavar="FILE",
-        help=f"stop after the first part ({', '.join(PARTS)}) in which something failed; write each part's seconds",
+        help=f"write each part's seconds; without --lane, stop after the first ({', '.join(PARTS)}) that failed",
     )
 
 
@@ -78,10 +79,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if part_of(item) != "unit" and not any(item.get_closest_marker(m) for m in ("root", "boot", "gpu")):
-            item.add_marker("root")
+    unmarked = {item.path for item in items if part_of(item) != "unit" and not _is_marked(item)}
+    if unmarked:
+        names = ", ".join(sorted(path.name for path in unmarked))
+        raise pytest.UsageError(f"tests outside of unit need one of the marks {', '.join(MARKS)}: {names}")
     items.sort(key=lambda item: PARTS.index(part_of(item)))
+
+
+def _is_marked(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(mark) for mark in MARKS)
 
 
 class _Parts:
@@ -89,13 +95,15 @@ class _Parts:
 
     def __init__(self, config: pytest.Config) -> None:
         self.report: str | None = config.getoption("--parts")
+        # Of several lanes none knows what the others meet: each goes on to its end.
+        self.stops = bool(self.report) and not config.getoption("--lane")
         self.seconds: dict[str, float] = {}
         self.current = ""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         part = part_of(item)
-        if self.report and self.current not in ("", part) and item.session.testsfailed:
+        if self.stops and self.current not in ("", part) and item.session.testsfailed:
             item.session.shouldfail = (
                 f"the part `{self.current}` failed, `{part}` and what follows is not run"
             )

@@ -28,7 +28,7 @@ from tests import mutants
 from tests.boot.node import SHELL_SECONDS
 from tests.builds import Workplace
 
-pytestmark = [pytest.mark.boot, pytest.mark.root]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.image("worker")]
 
 PROMOTION_SECONDS = 1200.0
 # The suite's checks of a booted `worker`, and those of them that a sealed tree can't be asked: a check that is lost is

@@ -1,6 +1,6 @@
 """A node whose power is cut, and whose local disk fails: some rows of the boot matrix (``rows.CI``).
 
-The whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
+For the night; the whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.boot.rows import CI, Row
 from tests.boot.steps import Lab
 from tests.builds import Workplace
 
-pytestmark = [pytest.mark.boot, pytest.mark.root]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly, pytest.mark.image("worker")]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from tests.e2e import join_facts, join_lab, join_page
 from tests.e2e.join import RECORD
 from tests.e2e.join_machine import NODE, Watched, deployment, running
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 Record = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

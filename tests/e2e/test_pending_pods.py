@@ -21,6 +21,8 @@ from tests.e2e.link import Link
 from tests.e2e.pending_pods import RECORD
 from tests.e2e.pods import BIG, PODS, SMALL, Span, manifest, read_events, story_from_json, tell
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 KB = 1000
 PULLED = 'I1121 12:00:00.000000     700 event.go:291] "Event occurred" object="default/%s-node-1" kind="Pod"'
 

@@ -21,6 +21,8 @@ from tests.e2e import slices_facts, slices_image, slices_page, slices_run
 from tests.e2e.slices import RECORD
 from tests.pools.fleet import new_key
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 Record = dict[str, Any]
 
 

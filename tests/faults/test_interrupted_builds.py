@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from image_builder.system import cgroups
 from tests.builds import Workplace, is_drained, left_behind, wait_for_line
 
 pytestmark = pytest.mark.root
@@ -39,7 +42,18 @@ def silent_mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _control_groups() -> set[Path]:
-    return {p for p in Path("/sys/fs/cgroup").glob("**/image-builder-*") if p.is_dir()}
+    """Return the builds' control groups that no process holds: what others are baking at the same time is theirs."""
+    groups = {p for p in Path("/sys/fs/cgroup").glob("**/image-builder-*") if p.is_dir()}
+    return {group for group in groups if not _is_held(cgroups._LOCKS / group.name)}
+
+
+def _is_held(lock: Path) -> bool:
+    with suppress(FileNotFoundError), lock.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _interrupt(

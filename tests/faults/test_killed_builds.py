@@ -14,7 +14,7 @@ import pytest
 
 from tests.builds import Workplace, is_drained, network_state, wait_for_line, wait_until_clean
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
 # Those that only a worker has, and what stands on them.

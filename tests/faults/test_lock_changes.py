@@ -17,7 +17,7 @@ from image_builder.events import Monitor, NullMonitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests.faults.mirror import SUITE, Repository, serve
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.fixture

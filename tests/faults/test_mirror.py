@@ -18,7 +18,7 @@ from image_builder.errors import FetchError, LockError
 from tests.faults.mirror import SUITE, Repository, serve, serve_counted
 from tests.servers import running
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.fixture

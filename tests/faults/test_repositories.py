@@ -22,7 +22,7 @@ from tests.faults.mirror import SUITE, Repository
 from tests.servers import running
 from tests.unit.test_container_runtime_role import render
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 LOGIN = "robot:a-canary"
 

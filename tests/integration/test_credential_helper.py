@@ -11,7 +11,7 @@ import pytest
 from image_builder.bake.pull.credentials import VARIABLE, Credentials, credentials_for
 from image_builder.errors import PullError
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 SECRET = "s3cret-canary"
 

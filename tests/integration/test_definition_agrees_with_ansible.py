@@ -14,6 +14,8 @@ from image_builder.definition.evaluate import evaluated_layer
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 # What a role's tasks are replaced by: no task of a role runs, only its variables are written down.
 TASKS = """
 - name: Write down what this role sees

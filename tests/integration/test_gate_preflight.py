@@ -21,7 +21,7 @@ from image_builder.node.preflight import command, model, report
 from image_builder.node.preflight.smoke import run as run_smoke
 from tests.builds import REPO
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 PASS = """
 import json, sys

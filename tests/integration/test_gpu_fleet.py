@@ -23,6 +23,8 @@ from image_builder.node.gpu.model import Tier, Worker
 from image_builder.node.gpu.smoke import fleet
 from image_builder.settings import REPO_ROOT
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 FREEZER = Path("/sys/fs/cgroup/freezer")
 GPUS = [f"GPU-12345678-9abc-def0-1234-56789abcde{n:02x}" for n in range(8)]
 SAY = """

@@ -24,7 +24,7 @@ from tests import joins
 from tests.gates import wait_until
 from tests.servers import running
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 BOOT = "0d7d4f4e-6d3a-4a4e-9c75-0b7f3c2e1d11"
 # The agent's file, run as the node runs it but for the places.

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 REPO = Path(__file__).resolve().parents[2]
 
 

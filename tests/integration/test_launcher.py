@@ -19,7 +19,7 @@ import pytest
 from image_builder import errors
 from image_builder.settings import REPO_ROOT
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 NOBODY = 65534
 

@@ -27,6 +27,8 @@ from tests.builds import Workplace
 from tests.disks import LARGE, MIB, SMALL, Desk, is_zero, mounted, run_scenario, write
 from tests.foreign_disks import raid_superblock
 
+pytestmark = pytest.mark.root
+
 _SET_CAPACITY = 0x4C07
 FILESYSTEMS = ("xfs", "ext4")
 

@@ -14,6 +14,8 @@ from tests.builds import Workplace
 from tests.disks import LARGE, Desk, is_zero, mounted, run, run_scenario, write
 from tests.foreign_disks import FOREIGN, azure, gpt, luks, luks2, lvm
 
+pytestmark = pytest.mark.root
+
 
 def foreign(desk: Desk) -> Any:
     desk.settings()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutations import __main__ as runner
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 def test_a_program_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from image_builder.node.health.settings import Settings
 from image_builder.system.namespace import run_isolated
 from tests.health_looks import found, look
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 MS_REMOUNT = 32
 
 

@@ -26,6 +26,8 @@ from image_builder.node.health.settings import Settings
 from tests.health_looks import found, look
 from tests.servers import running
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 # As Microsoft's documentation shows them: of a machine that is to be taken away, and of one with nothing to expect.
 PREEMPT = (
     b'{"DocumentIncarnation":1,"Events":[{"EventId":"A123BC45-1234-5678-AB90-ABCDEF123456","EventStatus":"Scheduled",'

@@ -26,6 +26,8 @@ from image_builder.node.health import metrics
 from image_builder.system.namespace import run_isolated
 from tests.servers import running
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
 # The command of the archive, with places of the test's own.

@@ -53,7 +53,7 @@ from tests.gates import (
     wait_until,
 )
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 JOINING = REPO / "docs/how-to/join-nodes.md"
 NODE_A, NODE_B = "vmss-h100-a00000a", "vmss-h100-a00000b"

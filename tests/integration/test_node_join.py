@@ -24,7 +24,7 @@ from tests import joins
 from tests.builds import REPO
 from tests.join_world import NODE, World, served
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -23,6 +25,7 @@ def run(tmp_path: Path, repo_root: Path) -> Run:
     (folder / "unit").mkdir(parents=True)
     for path in (repo_root / "tests").glob("*.*"):
         shutil.copy(path, folder)
+    shutil.copytree(repo_root / "tests/selftest", folder / "selftest")
     shutil.copy(repo_root / "pyproject.toml", tmp_path)
 
     def start(files: dict[str, str], *argv: str, allowed: str = "") -> subprocess.CompletedProcess[str]:
@@ -68,8 +71,14 @@ def test_nothing_collected_fails(run: Run) -> None:
     assert run({}).returncode == 5
 
 
+def test_a_test_outside_of_unit_says_what_it_needs(run: Run) -> None:
+    done = run({"integration/test_a.py": "def test_it(): pass\n"}, "-m", "")
+    assert done.returncode == 4
+    assert "tests outside of unit need one of the marks root, boot, gpu: test_a.py" in done.stderr
+
+
 PARTS = {
-    "integration/test_a.py": "def test_root(): pass\n",
+    "integration/test_a.py": "import pytest\n@pytest.mark.root\ndef test_root(): pass\n",
     "boot/test_b.py": "import pytest\n@pytest.mark.boot\ndef test_boot(): pass\n",
     "unit/test_z.py": "def test_unit(): assert {verdict}\n",
 }

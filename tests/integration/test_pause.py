@@ -12,7 +12,7 @@ import pytest
 
 from image_builder.lab import pause
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 # Sleeps in rt_sigtimedwait: the number of the system call that /proc tells.
 _WAITING = "128"

@@ -20,7 +20,7 @@ from image_builder.pool.steps import node_configs
 from image_builder.pool.steps.control_plane import NODES, REQUESTS, TABLE, Kubernetes
 from tests import joins
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 TOKEN = "an-operator"
 NO_NODES = {"kind": "Table", "columnDefinitions": [{"name": "Status"}, {"name": "Age"}], "rows": []}

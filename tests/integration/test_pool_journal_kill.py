@@ -31,7 +31,7 @@ from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import make, make_hosts
 
 # Needs no root, but starts processes.
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 POLICY = Policy(
     waves=("8", "20"),

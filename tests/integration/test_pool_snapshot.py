@@ -23,7 +23,7 @@ from tests import arm
 from tests.arm import Answer, Cloud, cloud
 from tests.builds import REPO
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 GROUPS = REPO / "inventories/azure_vmss/10-groups.yml"
 VMSS_NICS = "/networkInterfaces?"

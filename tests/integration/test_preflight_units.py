@@ -19,7 +19,7 @@ import pytest
 from tests.builds import REPO
 from tests.unit.node.test_preflight_role import rendered
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 AGENT = """
 import sys

@@ -11,7 +11,7 @@ import pytest
 from image_builder.errors import CommandError
 from image_builder.system import process
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.mark.parametrize("on_line", [None, lambda _line: None], ids=["at the end", "line by line"])

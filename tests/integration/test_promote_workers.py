@@ -13,7 +13,7 @@ import pytest
 from image_builder.node.promote.plan import REST, Item, Link
 from image_builder.node.promote.workers import Job, running
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 def test_none_is_left_where_another_can_not_be_started(

@@ -19,7 +19,7 @@ from image_builder.system import sparse
 from tests.unit.manifests import DOCUMENTS, manifest, write
 
 # Needs no root, but starts processes.
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 REPO = Path(__file__).resolve().parents[2]
 OLD_ID, NEW_ID = "aa" * 32, "bb" * 32

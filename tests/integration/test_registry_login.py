@@ -26,7 +26,7 @@ from image_builder.bake.pull.registry import RegistryClient, locate
 from image_builder.errors import PullError
 from tests.support.control_plane.pki import Authority
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 IDENTITY, BEARER = "identity-canary", "a-token-to-pull-with"
 ADDRESS = "127.0.0.1"

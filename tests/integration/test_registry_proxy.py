@@ -21,7 +21,7 @@ from tests.faults.registry_origin import BLOB, BLOB_PATH, MANIFEST, MANIFEST_PAT
 from tests.faults.registry_plan import Fault, Kind, Upstream
 from tests.faults.registry_proxy import RegistryProxy
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

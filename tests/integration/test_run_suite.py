@@ -13,6 +13,8 @@ from image_builder.errors import VerifyError
 from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import SUITE, observe_suite, run_suite
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 HEADER = """
 import os, signal, time
 import pytest

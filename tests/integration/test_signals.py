@@ -6,7 +6,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.builds import REPO
+
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 MANY = 3000
 # The time until the next one is drawn from about what a turn takes, so that it comes everywhere in it.

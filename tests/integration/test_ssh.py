@@ -18,7 +18,7 @@ from image_builder.errors import BootError, CommandError
 from image_builder.machine.seed import write_key
 from image_builder.machine.ssh import SshAddress, SshTarget
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 class _Session(paramiko.ServerInterface):

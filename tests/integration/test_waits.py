@@ -24,7 +24,7 @@ from image_builder.node.net import fetch, kube
 from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.node.promote import kubelet
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.builds import Workplace
 from tests.pools.conftest import FAULTS
 from tests.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 _LONG = 300.0  # for what ends by itself
 # What sshd logs once a client has said who it wants to be.

@@ -18,6 +18,8 @@ from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
 from tests.unit.pool.simulation import make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
 CHROMIUM = browser.program()
 # `--install-deps test` installs one on Debian; Ubuntu's archive has none, and the page's text is tested without one.
 if CHROMIUM is None:

@@ -29,6 +29,8 @@ from tests.pools.rollouts import (
 )
 from tests.pools.traces import here, wait_until_hosts_are_bare
 
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
+
 SOUND = 6
 # Of the hosts behind the sound ones. The last ones have no agent, one that fails, and a disk that is full.
 FAULTS: list[Fault] = [fault for fault, kind in CLASSES.items() if kind != "ok"]

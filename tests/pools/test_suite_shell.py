@@ -21,7 +21,7 @@ from image_builder.verify.runner import SUITE
 from tests.builds import Workplace
 from tests.pools.fleet import USER, Fleet, fleet
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,8 @@ from tests.pools.fleet import USER, Fleet, fleet
 from tests.pools.measures import NOT_BOOTED, be_quick
 from tests.pools.rollouts import POLICY, command, write_plan, write_suite
 
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
+
 ACCEPTED = "Accepted publickey for"
 SLEEP = "sleep 600"
 HANGS, CRASHES, FAILS, COUNT = 1, 2, 3, 5

@@ -27,7 +27,7 @@ from tests.builds import Workplace
 from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
 from tests.pools.rollouts import Rollout, configuration, install, put, results, wait
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 # The hosts that join come first; the last worker can't be reached.
 HOSTS, WORKERS, DEAD = (0, 1, 2), (3, 4), 5

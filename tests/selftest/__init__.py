@@ -9,22 +9,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from image_builder.errors import UsageError
-from tests.selftest import lanes
+from tests.selftest import ceilings, durations, lanes
+from tests.selftest.ceilings import CEILINGS
 from tests.selftest.disk import peak_disk
 from tests.selftest.lint import lint
 from tests.selftest.surroundings import cache_directory, environment
 
-# Minutes on 2 cores with an empty store. `fast` is lint, types and unit tests; `bake` is everything up to an
-# artefact, `preload` the pulls of container images, `disk` the local disk with the preload store, and the booted
-# machine, `gpu` the drivers' build, the booted machine with them, and the gate, `pools` hundreds of hosts with sshd.
-CEILINGS = {"fast": 2.0, "bake": 15.0, "preload": 8.0, "disk": 15.0, "gpu": 12.0, "pools": 10.0}
-# Of the whole, which is less than the sum: booted machines have a lane of their own.
-CEILING_MINUTES = 60.0
-CEILING_GB = 25.0
 # The parts that tests/conftest.py tells apart, and the ceiling that each counts for.
 PARTS = {
     "unit": "fast",
@@ -53,47 +48,56 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
         print(text, file=sink, flush=True)
 
     cache = cache_directory()
+    store_state = "filled" if any((store / "objects").glob("*")) else "empty"
     started = time.monotonic()
     clean = bool(arguments) or lint(cache, write)
-    minutes = dict.fromkeys(CEILINGS, 0.0)
+    minutes = dict.fromkeys(CEILINGS if not fast else ("fast",), 0.0)
     with peak_disk([store, Path(environment(cache)["TMPDIR"])]) as disk:
-        surroundings = lanes.Surroundings(store, cache, write)
+        surroundings = lanes.Surroundings(store, cache, durations.reports(cache), write)
         if arguments:
-            ended = [lanes.chosen(arguments, surroundings, fast=fast)]
+            outcomes = [lanes.chosen(arguments, surroundings, fast=fast)]
         else:
-            ended = lanes.unit(surroundings)
+            outcomes = lanes.unit(surroundings)
             minutes["fast"] = (time.monotonic() - started) / 60
             if not fast:
-                if clean and not any(lane.status for lane in ended):
-                    ended += lanes.rest(surroundings, nightly=nightly)
+                if clean and not any(outcome.status for outcome in outcomes):
+                    outcomes += lanes.rest(surroundings, nightly=nightly)
                 else:
                     write("what needs root is not run")
-    for lane in ended:
-        for part, seconds in lane.parts.items():
+    for outcome in outcomes:
+        for part, seconds in outcome.parts.items():
+            # Of all unit tests it is the time on the clock that counts, from lint on.
             if arguments or part != "unit":
-                minutes[PARTS[part]] += seconds / 60
-    whole = (time.monotonic() - started) / 60
-    passed = clean and all(lane.status == 0 for lane in ended)
-    for line in _summary(minutes, whole, disk[0] / 1e9, fast):
-        write(line)
+                minutes[PARTS[part]] = minutes.get(PARTS[part], 0.0) + seconds / 60
+    whole, gigabytes = (time.monotonic() - started) / 60, disk[0] / 1e9
+    passed = clean and all(outcome.status == 0 for outcome in outcomes)
+    if not arguments:
+        for line in durations.slowest(durations.files(surroundings.reports)):
+            write(line)
+        # The night has no ceilings.
+        for line, is_red in () if nightly else ceilings.lines(minutes, whole, gigabytes, store_state):
+            write(line)
+            passed &= not is_red
+    write(f"JUnit files: {surroundings.reports}")
     if not clean:
         write("lint failed: see above")
-    closing = lanes.closing_line(ended, whole * 60)
+    times = {name: round(spent, 2) for name, spent in (minutes | {"all": whole}).items()}
+    if not (arguments or fast or nightly):
+        last = durations.Run(
+            day=datetime.now(UTC).date().isoformat(),
+            store=store_state,
+            processors=os.cpu_count() or 1,
+            passed=passed,
+            minutes=times,
+            gigabytes=round(gigabytes, 2),
+        )
+        durations.keep(surroundings.reports, last)
+    closing = lanes.closing_line(outcomes, whole * 60)
     write(closing)
     if as_json:
-        told = {k: round(v, 2) for k, v in (minutes | {"all": whole}).items()}
         print(
             json.dumps(
-                {"passed": passed, "minutes": told, "disk_gb": round(disk[0] / 1e9, 2), "closing": closing}
+                {"passed": passed, "minutes": times, "disk_gb": round(gigabytes, 2), "closing": closing}
             )
         )
     return 0 if passed else 1
-
-
-def _summary(minutes: Mapping[str, float], whole: float, gigabytes: float, fast: bool) -> Iterator[str]:
-    for name, taken in minutes.items():
-        if name == "fast" or not fast:
-            yield f"{name}: {taken:.1f} of {CEILINGS[name]:g} min{' (over)' if taken > CEILINGS[name] else ''}"
-    if not fast:
-        yield f"all: {whole:.1f} of {CEILING_MINUTES:g} min{' (over)' if whole > CEILING_MINUTES else ''}"
-    yield f"disk: {gigabytes:.1f} of {CEILING_GB:g} GB{' (over)' if gigabytes > CEILING_GB else ''}"

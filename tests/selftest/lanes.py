@@ -1,8 +1,7 @@
-"""pytest's runs, two at a time: the unit tests in two halves, then what boots machines beside all else.
+"""pytest's runs: lanes that share a queue of test files, unit tests first, then what needs root.
 
-An emulated machine computes with one processor and waits much, and what the other tests look at is not its: both share
-the store alone, which has locks, and its temporary files are below a directory of its own. Within a run pytest puts its
-tests in the order of the parts and stops at the end of a part in which something failed (``tests/conftest.py``).
+Each lane takes the next file when it is free (``tests/selftest/file_queue.py`` has the rules). Lanes share the store,
+which has locks, and nothing else: temporary files of each but the first are below a directory of its own.
 """
 
 from __future__ import annotations
@@ -14,41 +13,43 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
+from tests.selftest import durations
+from tests.selftest.file_queue import Lane, Queue
+from tests.selftest.lane_plugin import SECONDS_FILE, argument
 from tests.selftest.surroundings import ANY, environment
 
 UNIT = "not root and not boot and not gpu"
-ROOT = "root and not boot and not gpu"
-BOOT = "boot and not gpu"
+REST = "(root or boot) and not gpu"
 # What takes too long to be run on every commit.
 NOT_NIGHTLY = " and not nightly"
-# Of the unit tests, those that take as long as the others.
-_HALF = ("tests/unit/node", "tests/unit/pool")
+# Two processors: two lanes that compute, and one of what mostly waits.
+UNIT_LANES = (Lane(0), Lane(1))
+REST_LANES = (Lane(0), Lane(1), Lane(2, light=True))
 _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no tests ran).* in [\d.:]+")
 # pytest's order; without what a lane deselects, which is another lane's, or needs a GPU.
 _WORDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "warnings", "errors")
 _SINGULAR = {"warning": "warnings", "error": "errors"}
 _WIDTH = 80
-# A run's name, its marks, more arguments.
-_Share = tuple[str, str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The store of the tests, what outlives them, and where lines go."""
+    """The store of the tests, what outlives them, the directory of their JUnit files, and where lines go."""
 
     store: Path
     cache: Path
+    reports: Path
     write: Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Lane:
+class Outcome:
     """A run of pytest that ended: its status, the seconds of each part, its closing line ("" without one)."""
 
     status: int
@@ -56,26 +57,24 @@ class Lane:
     closing: str
 
 
-def chosen(arguments: Sequence[str], surroundings: Surroundings, *, fast: bool) -> Lane:
+def chosen(arguments: Sequence[str], surroundings: Surroundings, *, fast: bool) -> Outcome:
     """Run what ``arguments`` say, in one lane; ``fast`` leaves out what needs root."""
     with _folder(surroundings) as folder:
-        return _foreground(_Pytest(folder / "chosen", UNIT if fast else "not gpu", arguments), surroundings)
+        run = _Pytest("chosen", folder, surroundings, UNIT if fast else "not gpu", arguments)
+        return _foreground(run, surroundings)
 
 
-def unit(surroundings: Surroundings) -> list[Lane]:
+def unit(surroundings: Surroundings) -> list[Outcome]:
     """Run the unit tests."""
-    return _side_by_side(
-        ("unit", UNIT, [f"--ignore={path}" for path in _HALF]), ("other-half", UNIT, _HALF), surroundings
-    )
+    return _side_by_side("unit", UNIT, UNIT_LANES, surroundings)
 
 
-def rest(surroundings: Surroundings, *, nightly: bool = False) -> list[Lane]:
+def rest(surroundings: Surroundings, *, nightly: bool = False) -> list[Outcome]:
     """Run the other tests, but not those that need a GPU; ``nightly`` takes those along that are for the night."""
-    left_out = "" if nightly else NOT_NIGHTLY
-    return _side_by_side(("root", ROOT + left_out, ()), ("boot", BOOT + left_out, ()), surroundings)
+    return _side_by_side("root", REST if nightly else REST + NOT_NIGHTLY, REST_LANES, surroundings)
 
 
-def closing_line(lanes: Sequence[Lane], seconds: float) -> str:
+def closing_line(lanes: Sequence[Outcome], seconds: float) -> str:
     """Return one closing line, as pytest's own, for all lanes; it names those that ended without one."""
     if len(lanes) == 1 and lanes[0].closing:
         return lanes[0].closing
@@ -113,21 +112,25 @@ class _Reader:
 class _Pytest:
     """One run of pytest, with a directory of its own that lasts as long as all runs."""
 
-    def __init__(self, directory: Path, marks: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, folder: Path, surroundings: Surroundings, marks: str, arguments: Sequence[str] = ()
+    ) -> None:
+        self.name = name
+        directory = folder / name
         directory.mkdir()
         self.log = directory / "log"
         self.temporary = directory / "tmp"
         self._report = directory / "parts.json"
-        self._words = (f"--parts={self._report}", "-m", marks)
-        self._arguments = tuple(arguments)
+        junit = surroundings.reports / f"{name}.xml"
+        self._options = [f"--parts={self._report}", f"--junitxml={junit}", "-m", marks, *arguments]
 
     def argv(self, cache: Path) -> list[str]:
         """Return the command. Lines are coloured where a person reads them."""
         colour = "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
-        # Of each of two runs the files of failed tests stay.
-        kept = ["-o", f"cache_dir={cache / 'pytest'}", "-o", "tmp_path_retention_count=2"]
-        options = [f"--color={colour}", *kept, *self._words]
-        return [sys.executable, "-m", "pytest", *options, *self._arguments]
+        # Of each of the runs the files of failed tests stay; the older form of JUnit names a test's file.
+        settings = (f"cache_dir={cache / 'pytest'}", "tmp_path_retention_count=3", "junit_family=xunit1")
+        options = [word for setting in settings for word in ("-o", setting)]
+        return [sys.executable, "-m", "pytest", f"--color={colour}", *options, *self._options]
 
     def lines(self) -> list[str]:
         """Return what it has said into its log."""
@@ -135,10 +138,10 @@ class _Pytest:
             self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         )
 
-    def lane(self, status: int, reader: _Reader) -> Lane:
+    def outcome(self, status: int, reader: _Reader) -> Outcome:
         """Return what became of the run."""
         parts = json.loads(self._report.read_text()) if self._report.exists() else {}
-        return Lane(status, parts, reader.closing)
+        return Outcome(status, parts, reader.closing)
 
 
 @contextmanager
@@ -149,27 +152,36 @@ def _folder(surroundings: Surroundings) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _side_by_side(shown: _Share, held: _Share, surroundings: Surroundings) -> list[Lane]:
-    """Run pytest twice at once; what the second one says follows when the first one has ended."""
+def _side_by_side(name: str, marks: str, lanes: Sequence[Lane], surroundings: Surroundings) -> list[Outcome]:
+    """Run pytest once for each lane, all at once; the first one's lines are shown, then each other's as it ends."""
     with _folder(surroundings) as folder:
-        beside, reader = _Pytest(folder / held[0], *held[1:]), _Reader(surroundings.write)
+        (folder / SECONDS_FILE).write_text(json.dumps(durations.expected()), encoding="utf-8")
+        shown, *others = [
+            _Pytest(f"{name}-{lane.number}", folder, surroundings, marks, [argument(folder, lane)])
+            for lane in lanes
+        ]
+        readers = [_Reader(surroundings.write) for _ in others]
         try:
-            with _background(beside, surroundings) as wait:
-                first = _foreground(_Pytest(folder / shown[0], *shown[1:]), surroundings)
-                surroundings.write(f"\n{shown[0]} is through; beside it, {held[0]}:\n")
-                status = wait()
+            with ExitStack() as stack:
+                waits = [stack.enter_context(_background(run, surroundings)) for run in others]
+                first = _foreground(shown, surroundings)
+                Queue(folder).end_first_lane()
+                statuses = [wait() for wait in waits]
         finally:
             # Also of a run that was interrupted: it may be why.
-            for line in beside.lines():
-                reader.read(line)
-        return [first, beside.lane(status, reader)]
+            for run, reader in zip(others, readers, strict=True):
+                surroundings.write(f"\n{shown.name} is through; beside it, {run.name}:\n")
+                for line in run.lines():
+                    reader.read(line)
+        ended = zip(others, statuses, readers, strict=True)
+        return [first, *(run.outcome(status, reader) for run, status, reader in ended)]
 
 
 def _environment(surroundings: Surroundings) -> dict[str, str]:
     return {**environment(surroundings.cache), "IMAGE_BUILDER_STORE": os.fspath(surroundings.store)}
 
 
-def _foreground(run: _Pytest, surroundings: Surroundings) -> Lane:
+def _foreground(run: _Pytest, surroundings: Surroundings) -> Outcome:
     """Run pytest to its end; its lines are passed on as they come."""
     reader = _Reader(surroundings.write)
     done = process.run(
@@ -179,7 +191,7 @@ def _foreground(run: _Pytest, surroundings: Surroundings) -> Lane:
         ok=ANY,
         on_line=reader.read,
     )
-    return run.lane(done.returncode, reader)
+    return run.outcome(done.returncode, reader)
 
 
 @contextmanager
@@ -192,7 +204,7 @@ def _background(run: _Pytest, surroundings: Surroundings) -> Iterator[Callable[[
     run.temporary.mkdir()
     env = _environment(surroundings)
     env |= {"TMPDIR": os.fspath(run.temporary), "PYTEST_DEBUG_TEMPROOT": env["TMPDIR"]}
-    argv = run.argv(surroundings.cache / "beside")
+    argv = run.argv(surroundings.cache / "beside" / run.name)
     with process.background(
         argv, cwd=REPO_ROOT, log=run.log, env=env, stop_seconds=60, with_all=True
     ) as child:

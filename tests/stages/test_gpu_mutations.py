@@ -15,7 +15,7 @@ import pytest
 from tests import mutants
 from tests.builds import Workplace
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.image("worker_gpu")]
 
 # The gate's checks, too: no other image of the lab has that layer.
 SELECTED = (

@@ -14,7 +14,7 @@ import pytest
 from tests import mutants
 from tests.builds import Workplace
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.image("worker")]
 
 
 @pytest.fixture

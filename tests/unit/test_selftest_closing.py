@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.selftest.lanes import Lane, closing_line
+from tests.selftest.lanes import Outcome, closing_line
 
 
-def _lane(closing: str, status: int = 0) -> Lane:
-    return Lane(status, {}, closing)
+def _lane(closing: str, status: int = 0) -> Outcome:
+    return Outcome(status, {}, closing)
 
 
 def test_a_single_run_closes_with_its_own_words() -> None:

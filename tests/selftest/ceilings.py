@@ -1,0 +1,34 @@
+"""What CI may take, on 2 processors and an empty store; a run that takes a fifth more than that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+# Minutes of all lanes together, by part. `fast` is lint, types and unit tests; `bake` is everything up to an artefact,
+# `preload` the pulls of container images, `disk` the local disk with the preload store, and the booted machine, `gpu`
+# the drivers' build and the gate, `pools` hundreds of hosts with sshd.
+CEILINGS = {"fast": 2.0, "bake": 16.0, "preload": 8.0, "disk": 22.0, "gpu": 9.0, "pools": 10.0}
+# Minutes of the whole, which is less than the sum: lanes run beside each other.
+WHOLE = {"empty": 25.0, "filled": 18.0}
+CEILING_GB = 25.0
+_MARGIN = 1.2
+
+
+def lines(
+    minutes: Mapping[str, float], whole: float, gigabytes: float, store: str
+) -> Iterator[tuple[str, bool]]:
+    """Return a line about each ceiling, and whether it is exceeded by more than the margin.
+
+    ``minutes`` has the parts that ran, ``store`` is `empty` or `filled`, as it was at the beginning.
+    """
+    for name, taken in minutes.items():
+        yield _line(name, taken, CEILINGS[name], "min")
+    if set(minutes) == set(CEILINGS):
+        yield _line(f"all, {store} store", whole, WHOLE[store], "min")
+        yield _line("disk", gigabytes, CEILING_GB, "GB")
+
+
+def _line(name: str, taken: float, ceiling: float, unit: str) -> tuple[str, bool]:
+    is_red = taken > ceiling * _MARGIN
+    over = " (over by more than a fifth)" if is_red else " (over)" if taken > ceiling else ""
+    return f"{name}: {taken:.1f} of {ceiling:g} {unit}{over}", is_red

@@ -1,0 +1,130 @@
+"""How long each file of tests takes: in the last run, and in the runs that the repository records.
+
+A run keeps a JUnit file of each lane in the cache directory. ``.venv/bin/python -m tests.selftest.durations`` writes
+the last whole run's times to docs/reference; by these the lanes take the longest files first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.settings import REPO_ROOT
+from tests.selftest.ceilings import CEILING_GB, CEILINGS, WHOLE
+from tests.selftest.surroundings import cache_directory
+
+RECORD = REPO_ROOT / "docs/reference/ci-durations.json"
+PAGE = REPO_ROOT / "docs/reference/benchmarks.md"
+SLOWEST = 30
+_BEGIN, _END = "<!-- ci-durations -->\n", "<!-- /ci-durations -->\n"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run: its day, `empty` or `filled` for the store, what it took, its disk space."""
+
+    day: str
+    store: str
+    processors: int
+    passed: bool
+    minutes: Mapping[str, float]
+    gigabytes: float
+
+
+def reports(cache: Path) -> Path:
+    """Return the directory of JUnit files; what an earlier run left there is removed."""
+    path = cache / "reports"
+    path.mkdir(parents=True, exist_ok=True)
+    for old in path.iterdir():
+        old.unlink()
+    return path
+
+
+def files(directory: Path) -> dict[str, float]:
+    """Return the seconds of each file of tests, the longest first, by the JUnit files in a directory."""
+    seconds: dict[str, float] = {}
+    for path in directory.glob("*.xml"):
+        for case in ET.parse(path).getroot().iter("testcase"):
+            name = case.get("file", "")
+            seconds[name] = seconds.get(name, 0.0) + float(case.get("time", "0"))
+    return dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
+
+
+def slowest(seconds: Mapping[str, float]) -> Iterator[str]:
+    """Return lines about the files that took longest."""
+    yield f"the {min(SLOWEST, len(seconds))} slowest files (seconds, with the images that they were the first to need):"
+    for name, taken in list(seconds.items())[:SLOWEST]:
+        yield f"{taken:8.1f}  {name}"
+
+
+def keep(directory: Path, run: Run) -> None:
+    """Keep what a whole run took beside its JUnit files."""
+    (directory / "run.json").write_text(json.dumps(asdict(run)), encoding="utf-8")
+
+
+def expected(record: Path = RECORD) -> dict[str, float]:
+    """Return the recorded seconds of each file; of a run on a filled store, where both are recorded."""
+    runs = _recorded(record)
+    times: dict[str, float] = {}
+    for store in ("empty", "filled"):
+        times |= runs.get(store, {}).get("files", {})
+    return times
+
+
+def table(record: Path = RECORD) -> str:
+    """Return the page's table of the recorded runs."""
+    runs = _recorded(record)
+    stores = [store for store in ("empty", "filled") if store in runs]
+    lines = [f"| part | {' | '.join(f'minutes, {store} store' for store in stores)} | ceiling |"]
+    lines.append(f"| --- |{' --- |' * (len(stores) + 1)}")
+    for part, ceiling in CEILINGS.items():
+        taken = [f"{runs[store]['minutes'][part]:.1f}" for store in stores]
+        lines.append(f"| {part} | {' | '.join(taken)} | {ceiling:g} |")
+    taken = [f"{runs[store]['minutes']['all']:.1f}" for store in stores]
+    lines.append(f"| all | {' | '.join(taken)} | {WHOLE['empty']:g} empty, {WHOLE['filled']:g} filled |")
+    sizes = [f"{runs[store]['gigabytes']:.1f} GB" for store in stores]
+    lines.append(f"| disk space | {' | '.join(sizes)} | {CEILING_GB:g} GB |")
+    days = ", ".join(
+        f"{runs[store]['day']} ({store}, {runs[store]['processors']} processors)" for store in stores
+    )
+    return f"Measured {days}.\n\n" + "\n".join(lines) + "\n"
+
+
+def in_page(text: str, content: str) -> str:
+    """Return a page with its table replaced."""
+    before, _, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    assert end, "the page has no place for the table"
+    return f"{before}{_BEGIN}{content}{_END}{after}"
+
+
+def _recorded(record: Path) -> dict[str, Any]:
+    runs: dict[str, Any] = json.loads(record.read_bytes()) if record.exists() else {}
+    return runs
+
+
+def main() -> int:
+    """Write the last whole run's times into the record, and the record's table into the page."""
+    directory = cache_directory() / "reports"
+    last = directory / "run.json"
+    if not last.exists():
+        print("the last run was not a whole one: run `.ci/run` first", file=sys.stderr)
+        return 1
+    run = json.loads(last.read_bytes())
+    if not run["passed"]:
+        print("the last run failed: what it took is no measure", file=sys.stderr)
+        return 1
+    taken = {name: round(seconds, 1) for name, seconds in files(directory).items() if seconds >= 0.05}
+    runs = _recorded(RECORD) | {run["store"]: run | {"files": taken}}
+    RECORD.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(in_page(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Where tests are, and what is left to the night."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from image_builder.settings import REPO_ROOT
+
+TESTS = REPO_ROOT / "tests"
+PAGE = REPO_ROOT / "docs/reference/benchmarks.md"
+UNTESTED = Path(__file__).with_name("untested_modules.txt")
+# A module without a test of its name is on the list, which may only get shorter.
+MOST_UNTESTED = 158
+# What a folder's own module is called: a test of it has the folder's name.
+_OF_THE_FOLDER = {"command", "model", "plan", "run"}
+_NIGHTLY = re.compile(r"^@pytest\.mark\.nightly\n(?:@.*\n)*def (\w+)", re.MULTILINE)
+
+
+def _untested() -> list[str]:
+    """Return modules without a test of their name: `test_copy.py` or `test_promote_copy.py` for promote/copy.py."""
+    names = {path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")}
+    modules = []
+    for path in sorted((REPO_ROOT / "image_builder").rglob("*.py")):
+        *folders, name = path.relative_to(REPO_ROOT).with_suffix("").parts
+        own = {folders[-1]} if name in _OF_THE_FOLDER else set()
+        tails = {"_".join([*folders[number:], name]) for number in range(len(folders) + 1)}
+        if not name.startswith("__") and not names & (
+            own | tails | {f"{folder}_{name}" for folder in folders}
+        ):
+            modules.append(path.relative_to(REPO_ROOT).as_posix())
+    return modules
+
+
+def test_a_module_without_a_test_of_its_name_is_on_a_list_that_only_shrinks(
+    request: pytest.FixtureRequest,
+) -> None:
+    modules = _untested()
+    if request.config.getoption("--update-golden"):
+        UNTESTED.write_text("".join(f"{module}\n" for module in modules))
+    assert UNTESTED.read_text().split() == modules, (
+        "a new module needs a test; --update-golden takes others off"
+    )
+    assert len(modules) <= MOST_UNTESTED
+
+
+def test_what_is_left_to_the_night_says_what_proves_it_on_every_commit() -> None:
+    section = (
+        PAGE.read_text(encoding="utf-8").partition("## What is left to the night")[2].partition("\n## ")[0]
+    )
+    missing = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        name, text = path.relative_to(REPO_ROOT).as_posix(), path.read_text(encoding="utf-8")
+        if re.search(r"^pytestmark = .*\bnightly\b", text, re.MULTILINE) and f"`{name}`" not in section:
+            missing.append(name)
+        if functions := _NIGHTLY.findall(text):
+            missing += [
+                f"{name}::{test}" for test in functions if name not in section or f"::{test}`" not in section
+            ]
+    assert missing == []
