@@ -19,7 +19,7 @@ def _plain(value: object) -> dict[str, JSON]:
     """Turn a mapping that isn't a dict (a frozen view of one) into a dict; raises TypeError for the rest."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def digest(value: JSON) -> str:

@@ -98,7 +98,7 @@ class CommandError(ImageBuilderError):
 class StageError(ImageBuilderError):
     """A stage failed. ``log`` is the file that holds its whole output.
 
-    ``enterable`` tells that the stage works in the image's own root, which ``--shell-on-failure`` opens. A cause
+    ``enterable``: the stage works in the image's own root, which ``--shell-on-failure`` opens. A cause
     with a class of its own (space, store, verification, download) keeps its exit code; a program that failed
     and anything unspecific is 10.
     """
@@ -139,7 +139,7 @@ class PublishError(ImageBuilderError):
 
 
 class PullError(ImageBuilderError):
-    """A container image could not be had. ``records`` tell how each pull of a set went, as in pulls.json."""
+    """A container image could not be pulled. ``records`` are those of each pull of a set, as in pulls.json."""
 
     exit_code = 15
     meaning = "a container image could not be pulled, or is not the expected one"

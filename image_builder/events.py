@@ -22,28 +22,28 @@ class Part:
 
 
 class Monitor(Protocol):
-    """What a build tells while it runs. Every call returns at once; ``stage`` is the stage's name."""
+    """Receives the events of a running build. Every call returns at once; ``stage`` is the stage's name."""
 
     def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
-        """Tell the stages to come, in order: (name, id, cached)."""
+        """Announce the stages to come, in order: (name, id, cached)."""
 
     def stage_started(self, stage: str) -> None: ...
 
     def stage_doing(self, stage: str, action: str) -> None:
-        """Tell in a few words what the stage does now (the current task, package or file)."""
+        """Report in a few words what the stage does now (the current task, package or file)."""
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Tell measurable progress; ``unit`` is ``B`` for bytes, else a plural noun."""
+        """Report measurable progress; ``unit`` is ``B`` for bytes, else a plural noun."""
 
     def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
-        """Tell how far each part of a stage is; replaces what was told before."""
+        """Report how far each part of a stage is; replaces the previous report."""
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None: ...
 
     def stage_failed(self, stage: str, seconds: float) -> None: ...
 
     def note(self, text: str) -> None:
-        """Tell something that is worth a line of its own."""
+        """Report something that is worth a line of its own."""
 
 
 class NullMonitor:

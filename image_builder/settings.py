@@ -1,4 +1,4 @@
-"""Where things are on this host: not part of any definition, never hashed."""
+"""Paths and settings of this host: not part of any definition, never hashed."""
 
 from __future__ import annotations
 

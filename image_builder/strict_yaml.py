@@ -15,12 +15,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load(path: Path, model: type[Model], subject: str) -> Model:
-    """Return the settings in a file; ``what`` they are is told where a problem is of the whole.
+    """Return the settings in a file; ``subject`` names them in problems of the whole file.
 
     An empty file has none. Raises DefinitionError with all problems.
     """
     try:
-        # As JSON: YAML has no tuples, and a strict model takes a list for one from JSON alone.
+        # As JSON: YAML has no tuples, and a strict model takes a list for one only from JSON.
         return model.model_validate_json(json.dumps(_parse(path.read_text(encoding="utf-8")), default=str))
     except OSError as error:
         raise DefinitionError([Problem(str(path), subject, str(error.strerror))]) from error
@@ -28,7 +28,7 @@ def load(path: Path, model: type[Model], subject: str) -> Model:
         faults = [(".".join(map(str, fault["loc"])) or subject, fault["msg"]) for fault in error.errors()]
         raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        # No text, no YAML, a date that is none or is a key, an alias of what it is in.
+        # Not UTF-8, not YAML, an impossible date or one as a key, an alias of its own parent.
         raise DefinitionError([Problem(str(path), subject, " ".join(str(error).split()))]) from error
 
 
@@ -46,7 +46,7 @@ def _parse(text: str) -> Any:
 
 
 def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
-    """Raise YAMLError for a key that is there twice: PyYAML keeps the last, and nobody would hear of the first."""
+    """Raise YAMLError for a duplicate key: PyYAML keeps the last one and drops the first in silence."""
     if isinstance(node, yaml.ScalarNode) or id(node) in done:
         return
     done.add(id(node))
@@ -56,7 +56,7 @@ def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
                     raise yaml.MarkedYAMLError(
-                        problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                        problem=f"duplicate key {key.value}", problem_mark=key.start_mark
                     )
                 keys.add(key.value)
     for part in node.value:

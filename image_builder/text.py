@@ -32,7 +32,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text that can't steer a terminal, which may show what other machines say of themselves."""
+    """Return a text that can't steer a terminal: it may come from other machines."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The only door to Ansible: run one playbook against one sandbox, and tell what its tasks do."""
+"""The only door to Ansible: run one playbook against one sandbox, and report what its tasks do."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _plain(text: str) -> str:
 
 
 def _failure(data: Mapping[str, Any]) -> str:
-    """Tell which task failed, where it stands and what it said, without what ``no_log`` hides."""
+    """Return which task failed, its place and its output, without what ``no_log`` hides."""
     result = data.get("res", {})
     lines = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
     for item in result.get("results", []):

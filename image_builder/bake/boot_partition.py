@@ -1,4 +1,4 @@
-"""What lies on the EFI system partition, and the proof that Secure Boot accepts it.
+"""The files of the EFI system partition, and the proof that Secure Boot accepts them.
 
     EFI/BOOT/BOOTX64.EFI    shim, signed by Microsoft: the path that firmware tries on a disk it never saw
     EFI/BOOT/grubx64.efi    GRUB, signed by the distribution, whose key shim carries
@@ -148,7 +148,7 @@ def prove_secure_boot(
         if _verifies(tools, f"{mounted}/{SHIM}", pem, work, certificate_at).returncode == 0
     )
     if not authorities:
-        issuers = ", ".join(_issuers(tools, f"{mounted}/{SHIM}")) or "nobody"
+        issuers = ", ".join(_issuers(tools, f"{mounted}/{SHIM}")) or "no one"
         raise _refusal("shim", f"is signed by {issuers}, which no certificate of Microsoft's confirms")
     try:
         certificate = pe.vendor_certificate(programs["shim"])
@@ -179,7 +179,7 @@ def _parse_signed(name: str, path: Path) -> pe.Program:
     try:
         program = pe.parse(path.read_bytes())
     except pe.PeError as error:
-        raise _refusal(name, f"is no EFI program: {error}") from error
+        raise _refusal(name, f"is not an EFI program: {error}") from error
     if not program.signed:
         reason = "bears a signature of other bytes" if program.signatures else "is not signed"
         raise _refusal(name, reason)

@@ -1,4 +1,4 @@
-"""Names that are derived, so that the same build always bears the same ones.
+"""UUIDs derived from a build's id, so that the same build always has the same ones.
 
 Every UUID is a version 5 UUID (RFC 9562) in a namespace of this project over the build's id, which is the
 id of its seal stage.

@@ -36,7 +36,7 @@ class _Frozen(BaseModel):
 
 
 class Document(_Frozen):
-    """A small file that tells about the image."""
+    """A small file that describes the image."""
 
     name: str
     bytes: Count
@@ -186,7 +186,7 @@ def timestamp(seconds: float) -> str:
 
 
 def definition_digest(definition: ImageDefinition) -> str:
-    """Return the digest of all that a definition says."""
+    """Return the digest of a whole definition."""
     return digest(
         {
             "name": definition.name,

@@ -169,7 +169,7 @@ def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
 
 
 def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
-    """Return what the manifest tells of a finished preload."""
+    """Return the manifest's record of a finished preload."""
     options: Mapping[str, Any] = stage.options
     engine = facts["engine"]
     return manifests.Preload(
@@ -194,7 +194,7 @@ def _document(name: str, data: bytes) -> Document:
 
 
 def _is_published(target: Path, manifest: Manifest) -> bool:
-    """Tell whether exactly this is there.
+    """Tell whether exactly this is published already.
 
     A published file bears the build's date. One that still has it and its size is taken as untouched; any
     other is hashed.
@@ -230,18 +230,18 @@ def _fill(
     stop = threading.Event()
 
     def place(file: Artefact) -> None:
-        def tell(action: str) -> sparse.Progress:
-            def told(done: int, _size: int) -> None:
+        def counter(action: str) -> sparse.Progress:
+            def count(done: int, _size: int) -> None:
                 if stop.is_set():
-                    raise PublishError(f"{file.name}: given up")
+                    raise PublishError(f"{file.name}: cancelled")
                 progress[file.name, action] = done
                 monitor.stage_progress("publish", sum(list(progress.values())), total, "B")
 
-            return told
+            return count
 
         monitor.stage_doing("publish", file.name)
-        sparse.copy(source / file.name, staging / file.name, tell("copy"), direct=True)
-        _finish(staging / file.name, file, manifest.source_date_epoch, tell("hash"))
+        sparse.copy(source / file.name, staging / file.name, counter("copy"), direct=True)
+        _finish(staging / file.name, file, manifest.source_date_epoch, counter("hash"))
 
     by_name = {d.name: d for d in manifest.documents}
 
@@ -256,7 +256,7 @@ def _fill(
         try:
             for future in as_completed(placed):
                 future.result()
-        except BaseException:  # a failure or Ctrl-C: gigabytes that nobody will see are not copied any more
+        except BaseException:  # a failure or Ctrl-C: stop copying gigabytes that will never be published
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -274,8 +274,7 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
     sha256 = sparse.sha256(path, progress, direct=True)
     if sha256 != file.sha256 or path.stat().st_size != file.bytes:
         raise PublishError(
-            f"{file.name} was read back with other bytes than the build made: "
-            f"sha256 {sha256}, not {file.sha256}",
+            f"{file.name} differs on the disk from what the build made: sha256 {sha256}, not {file.sha256}",
             hint="the disk, or the store (image-builder store verify), is damaged",
         )
 
@@ -285,7 +284,7 @@ def _move(staging: Path, target: Path) -> None:
     if not os.path.lexists(target):
         _rename_new(staging, target)
         return
-    # Same build, but other formats, or damaged files: the old one goes where the new one was staged. Nobody
+    # Same build, but other formats, or damaged files: the old one goes where the new one was staged. No process
     # holds a lock on it, so it is removed before the image's lock is given back and others reap.
     _exchange(staging, target)
     sparse.sync_directory(target.parent)
@@ -298,7 +297,7 @@ def _rename_new(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_FLAGS:
             raise
-        source.rename(target)  # the image's lock is held: nobody else renames here
+        source.rename(target)  # the image's lock is held: no other publisher renames here
 
 
 def _exchange(source: Path, target: Path) -> None:
@@ -344,7 +343,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 
 def _reap(folder: Path) -> None:
-    """Remove what dead publishers left: nobody holds their lock. The folder's lock is held."""
+    """Remove what dead publishers left: their locks are free. The folder's lock is held."""
     for path in folder.glob(f"{_LINK}*"):
         path.unlink()
     for path in folder.glob(f"{_STAGING}*"):

@@ -32,7 +32,7 @@ from image_builder.errors import StoreError
 from image_builder.node import files as node_files
 from image_builder.system.trees import remove_tree
 
-# Who waits for another build looks this often whether it has ended.
+# How often a waiting build checks whether the other one has ended.
 _LOOK_SECONDS = 0.2
 # A stage's claim has this much of its id for a name.
 _CLAIM = 32
@@ -148,7 +148,7 @@ class Store:
                     remove_tree(path)
 
     def reap(self) -> None:
-        """Remove the staging areas of builds that are no more: nobody holds their lock."""
+        """Remove the staging areas of dead builds: their locks are free."""
         if (self.path / "staging").is_dir():
             with self._staging_alone():
                 self._reap()
@@ -163,7 +163,7 @@ class Store:
 
     @contextmanager
     def _staging_alone(self) -> Iterator[None]:
-        """Let nobody else make, reap or remove a staging area: a half-made one looks like a dead build's."""
+        """Keep others from making, reaping or removing a staging area: a half-made one looks like a dead build's."""
         with _flock(self.path / "locks" / ".staging", fcntl.LOCK_EX):
             yield
 
@@ -173,7 +173,7 @@ class Store:
         """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
 
         The manifest is written from what lies there, one ``syncfs`` makes all of it durable, one rename makes
-        it visible. A stage that hashed its files while it wrote them tells so in ``facts["files"]``, items with
+        it visible. A stage that hashed its files while it wrote them lists them in ``facts["files"]``, items with
         ``name`` and ``sha256``. Returns the stage's meta.
         """
         started = time.monotonic()
@@ -222,7 +222,7 @@ class Store:
     def verify(self) -> list[Damage]:
         """Hash every object against its manifest and every download against its name.
 
-        What was read of packages' control files is compared with the packages, and written anew where it differs.
+        Cached control files are compared with their packages, and rewritten where they differ.
         """
         with self.in_use():
             return self._damages()
@@ -257,7 +257,7 @@ class Store:
         ``image`` is a definition's ``record_name``, or the name of something that no inventory has.
         """
         path = self.path / "locks" / f"{image}.builds"
-        # No image's name makes this one of the store's own locks, which whoever calls may hold.
+        # No image's name makes this one of the store's own locks, which the caller may hold.
         with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
             builds = [b for b in _builds(path) if b != ids] + [ids]
             node_files.write(path, json.dumps(builds[-50:]).encode())
@@ -326,7 +326,7 @@ class Store:
         return [path for path in present if path.name.split(".")[0] not in named]
 
     def _remove_unused_claims(self) -> None:
-        """Remove the claims' locks of stages that aren't there; nobody waits at one, all builds have ended."""
+        """Remove the claims' locks of stages that aren't there; no build waits for one, since all have ended."""
         claimed = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
         for path in (self.path / "locks").iterdir():
             if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in claimed:
@@ -362,7 +362,7 @@ def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
 
 
 def _repair_control(path: Path) -> bool:
-    """Write a control file that isn't its package's anew, or remove it without one; tell whether it was so."""
+    """Rewrite a control file that isn't its package's, or remove one without a package; return whether it was wrong."""
     recorded = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
         control = deb.read_control(path.with_suffix(""))

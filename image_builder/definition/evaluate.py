@@ -1,4 +1,4 @@
-"""What the variables of an image's roles come to.
+"""The values of the variables of an image's roles.
 
 Precedence is Ansible's: role defaults < inventory < play vars < vars/ of all the play's roles < the
 role's own vars/ < the ``vars:`` that the play hands to this role (``Role.get_vars`` of ansible-core 2.19).
@@ -146,7 +146,7 @@ def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
 
 
 def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return what of ``resolved_variables`` anybody may read: what is declared, and no lookup has to do with."""
+    """Return the part of ``resolved_variables`` that may be published: declared ones that depend on no lookup."""
     published: dict[str, JSON] = {}
     book = RoleBook(definition.repo_root)
     for role in evaluated_roles(definition):

@@ -1,4 +1,4 @@
-"""Ansible inventory -> frozen ImageDefinition; every problem of every image is found before anything runs."""
+"""Ansible's inventory as frozen ``ImageDefinition``s; all problems of all images are found before anything runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Inventory:
         return sorted({p for name in (names or self.images) for p in self._define(name)[1]})
 
     def warnings(self, names: Iterable[str]) -> list[Problem]:
-        """Return what is no mistake for certain in images without problems, each thing once, sorted."""
+        """Return likely mistakes in images without problems, each once, sorted."""
         problems: set[Problem] = set()
         for name in names:
             definition = self.define(name)

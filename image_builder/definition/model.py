@@ -128,7 +128,7 @@ class PreloadedImage(_Strict):
         True, description="The build fails without it; otherwise it is left out, and said."
     )
     mode: PreloadMode | None = Field(
-        None, description="How it gets to the local disk, instead of what `image_preload_mode` says."
+        None, description="How it gets to the local disk, instead of `image_preload_mode`."
     )
     platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
         "linux/amd64", description="The platform to take; the image's own, anything else is refused."
@@ -318,7 +318,7 @@ class Fault:
 def parse_builder_variables(values: Mapping[str, JSON]) -> BuilderVariables | list[Fault]:
     """Check the ``image_*`` variables; return them, or everything that is wrong with them."""
     try:
-        # JSON mode keeps strictness ("30" is no number) while a list is still a tuple's only spelling.
+        # JSON mode keeps strictness ("30" is not a number) while a list is still a tuple's only spelling.
         return BuilderVariables.model_validate_json(json.dumps(values))
     except ValidationError as error:
         return _faults(error, values)

@@ -1,4 +1,4 @@
-"""What a layer installs and fetches: the lists that its roles compute, checked."""
+"""The packages, repositories and archives of a layer: the lists that its roles compute, checked."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from image_builder.definition.model import ImageDefinition
 from image_builder.errors import Problem
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
-# The variable that tells what sizes an image's GPU driver was chosen for.
+# The variable that lists the sizes that an image's GPU driver was chosen for.
 SIZES = "nvidia_vm_sizes"
 _LAYER, _JOIN_LAYER = "gpu", "join"
 CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
@@ -99,7 +99,7 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
         if size and not fits(size, sizes):
             key = next(key for key in pool if key == SIZE)
             where = engine.place_of(key) or engine.place_of(pool[SIZE]) or ""
-            reason = f"{size} runs `{definition.name}`, whose {SIZES} don't have it"
+            reason = f"{size} runs `{definition.name}`, whose {SIZES} don't list it"
             problems.append(Problem(str(where), SIZE, reason))
     return problems
 

@@ -1,4 +1,4 @@
-"""What is wrong with an image's role variables, before anything runs.
+"""Problems of an image's role variables, found before anything runs.
 
 A role may judge its own variables: the list ``__<role>_problems`` of its ``vars/main.yml`` holds texts like
 ``kubelet_version: 1.25 is not known; known are 1.20, 1.31``, evaluated here as well as in its preflight.
@@ -66,13 +66,13 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             texts = [text for text in strings(template) if is_template(text)]
             made_from[problem.path] = frozenset(word for text in texts for word in words(text))
         problems += faults + judged_problems(definition, evaluated, variables, excused=bool(faults))
-    # A value made from a wrong one is wrong too; to say so helps nobody.
+    # A value made from a wrong one is wrong too: reporting it would be noise.
     wrong = made_from.keys()
     return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
 
 
 def stage_problems(definition: ImageDefinition) -> list[Problem]:
-    """Return what keeps a plan from being made: what a layer needs or reads can't be told."""
+    """Return what prevents a plan: layers whose needs or reading can't be determined."""
     problems: list[Problem] = []
     for layer in definition.layers:
         try:
@@ -148,7 +148,7 @@ def argument_problems(
 def judged_problems(
     definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables, *, excused: bool
 ) -> list[Problem]:
-    """Return what a role says against its own variables.
+    """Return what a role rejects in its own variables.
 
     When some of those have a wrong type already, the role is ``excused`` from being able to tell.
     """

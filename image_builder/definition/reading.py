@@ -1,7 +1,7 @@
-"""What a playbook reads while Ansible runs it, so that all of it is in the stage's id.
+"""The files and variables that a playbook reads, so that all of them are in the stage's id.
 
 Roles count whole. What else is read is asked of Ansible: the play is loaded, its includes are followed, and lookups
-that read files are run. What can't be known before the play is said.
+that read files are run. What can't be known before the play is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_BESIDE = frozenset({"layers", "tasks", "__pycache__"})
 _COUNTED_BY_NAME = frozenset({"group_vars", "host_vars"})
 
 _Scope = Callable[[], Mapping[str, JSON]]
-"""Returns the variables that are seen where a lookup stands."""
+"""Returns the variables that a lookup sees."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Reader:
         names = referenced_names(texts, variables)
         spoken = {name: variables[name] for name in sorted(names)}
         if any(_ANY_VARIABLE.search(text) for text in texts):
-            # All others by their digest: there may be secrets among them that nobody speaks of.
+            # All others by their digest: there may be secrets among them that no file mentions.
             others: dict[str, JSON] = {
                 name: value
                 for name, value in variables.items()

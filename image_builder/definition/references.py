@@ -1,4 +1,4 @@
-"""Which inventory variables a piece of code can read: a pure over-approximation by words.
+"""The inventory variables that a piece of code can read: a pure over-approximation by words.
 
 A layer's id covers exactly the variables found here, so a missed one would be a stale image. Any occurrence
 of a name as a word counts, comments and strings included; a name that is put together at run time

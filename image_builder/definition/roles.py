@@ -1,4 +1,4 @@
-"""Roles and layers as they lie in the repository: what they declare, not what they mean for one image.
+"""Roles and layers of the repository: what they declare, not what they mean for one image.
 
 Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
 """

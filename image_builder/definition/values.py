@@ -1,4 +1,4 @@
-"""Values of an inventory as plain JSON, and where in it they stand."""
+"""Values of an inventory as plain JSON, and their places in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs a guest's code here: the processor itself, by KVM, or QEMU's emulation of one."""
+"""The accelerator for a guest: the processor itself, by KVM, or QEMU's emulation of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a serial console must not show: patterns as data, and a pure function that looks for them.
+"""Trouble on a serial console: patterns as data, and a pure function that looks for them.
 
 The list joins the console checks of CoreOS' kola with the kernel log checks of AKS' node images. A pattern
 matches within one line; ``unless`` excuses lines that are known to be harmless.
@@ -61,7 +61,7 @@ PATTERNS = (
     Pattern("cloud-init", r"cloud-init.*(WARNING|CRITICAL|failed)", unless=r"WARNING\]: (Unhandled|No template)"),
 )  # fmt: skip
 
-# With one of these on the console the machine will never come up, so nobody needs to wait any longer.
+# With one of these on the console the machine will never come up, so there is no point in waiting any longer.
 FATAL = frozenset(
     {
         "emergency shell",
@@ -77,14 +77,14 @@ _COMPILED = tuple((p, re.compile(p.shows), re.compile(p.unless) if p.unless else
 
 
 def plain(text: str) -> str:
-    """Return ``text`` without terminal control, each line as it stands at last, newlines alone as line ends."""
+    """Return ``text`` without terminal control, each line in its final state, with newlines only as line ends."""
     return _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def problems(text: str, *, emulated: bool = False) -> list[str]:
     """Return what is wrong on the console, as ``name: line``, in order, each line once.
 
-    With ``emulated`` stalls and lock-ups don't count: without KVM they tell about the host.
+    With ``emulated`` stalls and lock-ups don't count: without KVM the host causes them.
     """
     lines: dict[str, None] = {}
     for line in plain(text).splitlines():

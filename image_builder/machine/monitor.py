@@ -47,7 +47,7 @@ def execute(
 
 
 def gave_up(path: Path) -> bool:
-    """Tell whether QEMU stopped its guest because KVM can't go on; no where it doesn't answer, or not yet."""
+    """Tell whether QEMU stopped its guest because KVM can't go on; False where it doesn't answer (yet)."""
     try:
         return bool(execute(path, "query-status", timeout=1)["status"] == "internal-error")
     except BootError:

@@ -62,7 +62,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the command line says. The first drive is the one that boots.
+    """Everything that the command line depends on. The first drive is the one that boots.
 
     ``clock`` is what the hardware clock shows at power-on (``1970-01-01T00:00:00``), by default the host's time.
     """

@@ -39,7 +39,7 @@ class ShellEndedError(OSError):
 class Shell:
     """A shell over a connection that others may use too.
 
-    What a command writes is told from the next one's by a word that it can't know, behind the end of each stream; it
+    What a command writes ends with a word that it can't know, behind the end of each stream; it
     reads nothing, and runs in a copy of the shell: what it sets, or where it goes, is gone with it.
     """
 
@@ -80,7 +80,7 @@ class Shell:
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"no end after {seconds:g} s: {command}") from error
             message = f"{error or type(error).__name__}: {command}"
-            # A login shell that lets nobody work says so on standard output.
+            # A login shell that refuses to work says so on standard output.
             raise ShellEndedError(message, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error
         return status, out.kept, err.kept
 
@@ -92,7 +92,7 @@ class Shell:
         self._channel.sendall(script.encode())
         while (status := out.take_end(self._end)) is None:
             self._read(out, self._channel.recv, deadline)
-            # What nobody takes there would hold up the command, once the window is full.
+            # Unread, it would block the command once the window is full.
             while self._channel.recv_stderr_ready():
                 err.add(self._channel.recv_stderr(_BYTES))
         while err.take_end(self._end) is None:

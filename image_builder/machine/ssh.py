@@ -67,7 +67,7 @@ class SshAddress:
 
 
 def parse(url: str) -> SshAddress:
-    """Return the address that ``url`` stands for; raises UsageError with what is wrong."""
+    """Return the address in ``url``; raises UsageError with what is wrong."""
     hint = "an address looks like ssh://user@host:22?key=/path/to/private/key"
     parts = urlsplit(url)
     try:
@@ -259,7 +259,7 @@ class SshTarget:
 
 
 def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) -> socket.socket:
-    """Connect and see that the server says something, so that a port forward to nowhere is told from a server.
+    """Connect and wait for the first byte of the server, which a port forward to nowhere never sends.
 
     Raises OSError: TimeoutError after either time, ConnectionRefusedError also where it hangs up at once.
     """

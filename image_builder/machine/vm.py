@@ -68,9 +68,9 @@ class VmOptions:
     """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
 
     ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
-    flushes, which only tests of power loss need: what QEMU said was written then is in the host's page cache, whoever
-    kills QEMU, and the guest's own cache is lost. ``restrict_network`` leaves SSH alone: the machine then has
-    an address, but no default route and no name server.
+    flushes, which only tests of power loss need: if QEMU is then killed, what it reported as
+    written is in the host's page cache, and the guest's own cache is lost. ``restrict_network`` allows only SSH: the
+    machine then has an address, but no default route and no name server.
     """
 
     name: str
@@ -274,7 +274,7 @@ class Vm:
             return file.read().decode("utf-8", "replace")
 
     def last_line(self) -> str:
-        """Return the last line of the console that says something."""
+        """Return the last line of the console that isn't empty."""
         lines = console.plain(self.console()).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

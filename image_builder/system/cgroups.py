@@ -24,7 +24,7 @@ _LOCKS = Path("/run/image-builder-cgroups")
 
 @contextmanager
 def held(mount: Path = _MOUNT, locks: Path = _LOCKS) -> Iterator[None]:
-    """Keep what is made below ``PARENT`` from being reaped, by whomever; at the end it is."""
+    """Keep what is made below ``PARENT`` from being reaped by any process; reap it at the end."""
     locks.mkdir(mode=0o700, exist_ok=True)
     try:
         with _lock(locks / _NAME):
@@ -34,7 +34,7 @@ def held(mount: Path = _MOUNT, locks: Path = _LOCKS) -> Iterator[None]:
 
 
 def reap(mount: Path = _MOUNT, locks: Path = _LOCKS) -> None:
-    """Remove the empty control groups that nobody holds, in every hierarchy."""
+    """Remove the empty control groups that no process holds, in every hierarchy."""
     tops = list(_hierarchies(mount))
     names = {group.name for top in tops for group in top.glob(f"{_PREFIX}*")}
     names |= set(os.listdir(locks)) if locks.is_dir() else set()
@@ -62,7 +62,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _is(path: Path, stream: IO[bytes]) -> bool:
-    """Tell whether nobody removed the file between its opening and its locking."""
+    """Tell whether the file was not removed between its opening and its locking."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def _is(path: Path, stream: IO[bytes]) -> bool:
 
 @contextmanager
 def _unheld(path: Path) -> Iterator[bool]:
-    """Tell whether nobody holds a lock, and let nobody take it meanwhile; it is removed then."""
+    """Tell whether a lock is free; if so, hold it meanwhile and remove it."""
     try:
         stream = path.open("rb")
     except FileNotFoundError:

@@ -21,7 +21,7 @@ def _literal(quote: str) -> str:
     return rf"{long}|{quote}[^{quote}\\\n]*(?:\\.[^{quote}\\\n]*)*{quote}"
 
 
-# Whichever begins first: what looks like a comment in a string is none.
+# Whichever begins first: a string may hold what looks like a comment.
 _STRINGS = f"({_literal(chr(34))}|{_literal(chr(39))})"
 _COMMENT = re.compile(rf"{_STRINGS}|#[^\n]*", re.DOTALL)
 _EMPTY_LINES = re.compile(rf"{_STRINGS}|(?:[ ]*\n)+", re.DOTALL)
@@ -46,9 +46,9 @@ def code_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def executed(source: str) -> str:
-    """Return Python source without comments and blank lines, its docstrings empty; the rest as it stands.
+    """Return Python source without comments and blank lines, its docstrings empty; the rest unchanged.
 
-    The interpreter's own parser would say another thing in each of its versions.
+    The interpreter's own parser differs from version to version.
     """
     bare = _COMMENT.sub(lambda match: match[1] or "", source)
     bare = _DOCSTRING.sub(r'\1""', bare)
@@ -105,7 +105,7 @@ def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
 
 
 def _is_new(folder: Path, linked: set[str]) -> bool:
-    """Note a linked directory; tell whether it is none, or one that wasn't met before."""
+    """Note a linked directory; return False for one that was met before."""
     if not folder.is_symlink():
         return True
     target = os.path.realpath(folder)

@@ -1,4 +1,4 @@
-"""What every program of a bake is given: its variables, its umask, its /dev. All of it is in the ids of the stages."""
+"""The surroundings of every program of a bake: variables, umask, /dev. All of it is in the ids of the stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from image_builder.node import mounts
 
 # A caller's own, such as 077 on hardened hosts, would close trees to the services that run in them.
 UMASK = 0o022
-# Of the caller's variables: how the network is reached, whom to trust there, where temporary files go.
+# Of the caller's variables: how to reach the network, which authorities to trust, where temporary files go.
 _PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
 # Programs differ in which of their two spellings they read; all of them read the lower case.
 PROXIES = ("http_proxy", "https_proxy", "no_proxy")

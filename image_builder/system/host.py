@@ -1,4 +1,4 @@
-"""Tell whether this host can bake, before anything on it is changed."""
+"""Checks of this host before a bake changes anything on it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _MNT_DETACH = 2
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
-# What a worker that was told to end has for clearing away; the kernel and the command clear away the rest. A build
+# The time that a worker has to clean up after a signal; the kernel and the command clean up the rest. A build
 # ends within five seconds, and with more programs than processors that rest has taken two of them.
 _GRACE_SECONDS = 2.0
 # A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
@@ -69,7 +69,7 @@ def make_read_only(target: str) -> None:
 def unmount(target: str) -> None:
     """Unmount; raises OSError (EBUSY when something still uses it).
 
-    When the work was told to end, what a killed program left mounted below goes along.
+    While the work is being ended, what a killed program left mounted below is unmounted too.
     """
     if _end.number is None:
         mounts.unmount(target)
@@ -97,11 +97,11 @@ def run_isolated(work: Callable[[], int]) -> int:
     """Run ``work`` in fresh namespaces and return its exit status (128 + n when a signal n ended it).
 
     Needs root. Must be called before any thread was started, since it forks. The calling process itself stays
-    in its namespaces, so it may call this again. Where the kernel refuses, that is told on standard error and
+    in its namespaces, so it may call this again. Where the kernel refuses, that is reported on standard error and
     the status is HostError's.
 
     The signals are blocked from before the first fork on, in the worker until it is ready for them: none comes
-    while nobody would pass it on (PID 1 of a namespace never sees a signal that it neither blocks nor handles).
+    while no process would pass it on (PID 1 of a namespace never sees a signal that it neither blocks nor handles).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,7 +131,7 @@ def _parent_is_gone(alive: tuple[int, int]) -> bool:
 
 
 def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
-    """Between the caller and PID 1: whoever unshares a PID namespace can't fork once that is gone."""
+    """Between the caller and PID 1: a process that unshared a PID namespace can't fork once that namespace is gone."""
     die_with_parent()
     code = EXIT_BUG
     try:

@@ -35,14 +35,14 @@ _refusing = threading.Event()
 
 
 def refuse_new() -> None:
-    """Start no program any more: this process is about to end. From then on CommandError tells that."""
+    """Start no more programs, since this process is about to end: from now on that raises CommandError."""
     _refusing.set()
 
 
 def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start a program with an environment built from nothing; raises CommandError."""
     if _refusing.is_set():
-        raise CommandError(f"not started, the work is to end: {shlex.join(args)}", argv=tuple(args))
+        raise CommandError(f"not started, this process is ending: {shlex.join(args)}", argv=tuple(args))
     try:
         return subprocess.Popen(args, **options)
     except OSError as error:

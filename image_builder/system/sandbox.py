@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Root:
-    """A mounted root. ``path`` is where it stands on the caller's side."""
+    """A mounted root. ``path`` is where the caller sees it."""
 
     path: Path
     environment: Mapping[str, str]

@@ -1,8 +1,9 @@
-"""Waiting for a signal, without missing one.
+"""Waiting for a signal without missing one.
 
-Python's own handlers can't wake who waits: they run between two instructions of the main thread. It may hold the lock
-of the event that they are to set, and one that comes right before it goes to sleep doesn't wake it. So the interpreter
-writes each signal's number to a pipe, at once. Nothing is blocked: what is started meanwhile would inherit that.
+Python's own handlers can't wake a thread that waits: they run between two instructions of the main thread. It may
+hold the lock of the event that they are to set, and one that comes right before it goes to sleep doesn't wake it. So
+the interpreter writes each signal's number to a pipe, at once. Nothing is blocked: what is started meanwhile would
+inherit that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copying and hashing big files that are mostly holes.
 
-A hole stays one in the copy: the bytes of a disk image are few beside its size. Progress is told as
+A hole stays one in the copy: the bytes of a disk image are few beside its size. Progress is reported as
 ``progress(done, total)`` in bytes of the file's size, some times a second.
 
 ``direct`` is O_DIRECT, past the page cache: what is written is on the disk, what is read comes from there, and no
@@ -153,7 +153,7 @@ def _copier(reader: int, writer: int, target: Path, *, direct: bool) -> Iterator
 
 
 def _cloned(reader: int, writer: int) -> bool:
-    """Let the copy share all blocks of the source; tell whether the filesystem can."""
+    """Let the copy share all blocks of the source; return whether the filesystem can."""
     try:
         fcntl.ioctl(writer, _FICLONE, reader)
     except OSError as error:

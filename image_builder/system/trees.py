@@ -1,4 +1,4 @@
-"""Directory trees on this machine."""
+"""Directory trees on this machine, deleted with care for mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How others' servers are reached: through the environment's proxy, and by the authorities that this host trusts.
+"""Access to servers outside: through the environment's proxy, and by the authorities that this host trusts.
 
 What a bake fetches itself and what the engines in its sandbox pull go the same way.
 """

@@ -123,11 +123,12 @@ def permanent(engine: str) -> Mapping[str, Case]:
             attempts=ATTEMPTS if docker else 1,
         ),
         "limited_always": Case(
-            _limit(engine, None, ("Retry-After", "1")), words="the registry asks to wait 1 s (attempt 3)"
+            _limit(engine, None, ("Retry-After", "1")),
+            words="the registry asks for a pause of 1 s (attempt 3)",
         ),
         "limited_for_long": Case(
             _limit(engine, None, ("Retry-After", "100000")),
-            words="the registry asks to wait 100000 s",
+            words="the registry asks for a pause of 100000 s",
             attempts=1,
         ),
         "unknown": Case(words="not found", attempts=1),
@@ -285,8 +286,8 @@ def lock_what_fails(lab: Lab) -> Result:
 
 def test_what_can_not_be_locked_is_named(worker: Workplace) -> None:
     found = isolated(lock_what_fails, worker, "docker")
-    assert found["unknown"].startswith(f"{HOST}/good:none: {HOST} says 404 manifest unknown")
-    assert found["no_repository"].startswith(f"{HOST}/none:1: {HOST} says 404")
+    assert found["unknown"].startswith(f"{HOST}/good:none: {HOST} answered 404 manifest unknown")
+    assert found["no_repository"].startswith(f"{HOST}/none:1: {HOST} answered 404")
     assert found["refused"].startswith(f"{REFUSED}/good:1: ") and "refused" in found["refused"]
     assert found["expired"].startswith(f"{EXPIRED}/good:1: ") and "expired" in found["expired"]
     assert found["wrong"].startswith(f"{HOST}/good:1: the registry gave other bytes than those of sha256:")

@@ -123,7 +123,7 @@ def files_with(folder: Path, words: set[str]) -> list[str]:
 def test_a_password_opens_a_registry_and_is_found_nowhere(worker: Workplace, engine: str) -> None:
     found = isolated(use_password, worker, engine)
     message, hint = found["locate_without"]
-    assert message.startswith(f"{PRIVATE}/locked:1: {PRIVATE} says 401") and VARIABLE in hint
+    assert message.startswith(f"{PRIVATE}/locked:1: {PRIVATE} answered 401") and VARIABLE in hint
     assert found["located"]
     assert not found["with"]["bug"] and not found["with"]["error"] and found["has"], found["with"]
     for name, image in (("wrong", "denied"), ("without", "anonymous")):

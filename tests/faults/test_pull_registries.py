@@ -76,7 +76,7 @@ def test_a_token_that_runs_out_is_renewed_and_a_limit_for_members_is_heard(
     assert found["ranges"] == [f"bytes={AFTER}-"], "it didn't go on where it broke off"
     assert found["given"] > (0 if engine == "docker" else 1)
     limited = found["limited"]
-    assert "the registry asks to wait 100000 s" in limited["error"], limited
+    assert "the registry asks for a pause of 100000 s" in limited["error"], limited
     assert len(limited["records"][0]["attempts"]) == 1
 
 

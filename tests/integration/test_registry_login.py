@@ -131,6 +131,6 @@ def test_what_a_login_left_lets_us_in(tmp_path: Path, registry: str, entry: dict
 )
 def test_what_is_not_taken_is_told_without_it(tmp_path: Path, registry: str, entry: dict[str, str]) -> None:
     _log_in(tmp_path, registry, entry)
-    with pytest.raises(PullError, match="says 401: not let in") as caught:
+    with pytest.raises(PullError, match="answered 401: login refused") as caught:
         locate(f"{registry}/made:1", "linux/amd64", {})
     assert "canary" not in str(caught.value) and "robot" not in str(caught.value)

@@ -259,7 +259,7 @@ def test_secure_boot_is_proven_or_refused(tmp_path: Path, tools: Path) -> None:
     (tree / KERNEL).write_bytes(test_pe.build(b"kernel" * 99, (test_pe.sign(other),)))
     assert "but kernel bears a signature of other bytes" in refusal(3)
     (tree / KERNEL).write_bytes(b"text")
-    assert "but kernel is no EFI program" in refusal(4)
+    assert "but kernel is not an EFI program" in refusal(4)
 
 
 def _self_made(name: str) -> tuple[bytes, str]:

@@ -68,7 +68,7 @@ def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
     none = "registry.lab.internal/none:1"
     done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, none]))
     assert done.status == PullError.exit_code
-    assert f"{none}: registry.lab.internal says 404" in done.stderr
+    assert f"{none}: registry.lab.internal answered 404" in done.stderr
     assert not workplace.output.exists()
     assert list((workplace.store / "staging").iterdir()) == []
     inventory = _inventory(tmp_path, [PAUSE], optional=(none,))

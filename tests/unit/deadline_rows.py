@@ -48,14 +48,14 @@ AROUND = [
 TABLE: dict[str, tuple[list[Seen], float, Limits, tuple[str, str, str, float] | None]] = {
     # Connecting: nothing is known of any layer.
     "connecting, for as long as it may": ([], 100, PROGRESS, None),
-    "connecting forever": ([], 101, PROGRESS, (stalled, "", "nothing was told yet", 101)),
+    "connecting forever": ([], 101, PROGRESS, (stalled, "", "nothing was reported yet", 101)),
     "connecting forever, and its words": (
         [whole(5, "waiting", text="Pulling from library/x")],
         101,
         PROGRESS,
         (stalled, "", "Pulling from library/x", 101),
     ),
-    "connecting takes too long in all": ([], 1001, OVERALL, (long, "", "nothing was told yet", 1001)),
+    "connecting takes too long in all": ([], 1001, OVERALL, (long, "", "nothing was reported yet", 1001)),
     # Progress.
     "each byte is progress": (
         [a(at, "downloading", at, 800) for at in range(90, 800, 90)],

@@ -125,7 +125,7 @@ def test_a_stream_that_breaks_off_is_judged() -> None:
         pytest.param({"error": "unexpected EOF"}, Failed("unexpected EOF"), id="the deprecated one alone"),
         pytest.param(
             {"errorDetail": {"code": 500}},
-            Failed("Docker told of an error without a word about it", 500),
+            Failed("Docker reported an error without a message", 500),
             id="no words",
         ),
         pytest.param({"errorDetail": "odd", "error": "told"}, Failed("told"), id="details of another shape"),

@@ -154,7 +154,7 @@ def test_a_copy_under_way_ends_with_a_failure(output: Path) -> None:
 def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
     earlier = _publish(output, {"worker.raw": b"good"}, build_id="cd" * 32).path
     source = write(output.parent / "bad", dict.fromkeys(FILES, b"rotten"))
-    with pytest.raises(PublishError, match=r"worker\.(raw|vhd) was read back with other bytes"):
+    with pytest.raises(PublishError, match=r"worker\.(raw|vhd) differs on the disk"):
         publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
     assert _names(output / "worker") == [earlier.name, "latest"]
     assert os.readlink(output / "worker/latest") == earlier.name

@@ -105,8 +105,8 @@ def test_a_thinned_history_still_tells_fast_from_slow(window: float) -> None:
             "no progress for 30:00 min; layer 3f2a01234567: downloading, 12.3 MB of 800 MB",
         ),
         (
-            Verdict("stalled", "", "nothing was told yet", 42.4),
-            "no progress for 0:42 min; nothing was told yet",
+            Verdict("stalled", "", "nothing was reported yet", 42.4),
+            "no progress for 0:42 min; nothing was reported yet",
         ),
         (
             Verdict("too slow", A, "downloading, 5 MB at 12 kB/s", 301),

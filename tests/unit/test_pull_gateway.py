@@ -64,7 +64,7 @@ def ask(way: Gateway, path: str, status: int) -> bytes:
 @pytest.mark.parametrize("status", [200, 206, 307])
 def test_a_refusal_that_was_overcome_is_no_reason_for_what_fails_later(way: Gateway, status: int) -> None:
     assert ask(way, MANIFEST, 403) == b"HTTP/1.1 403 Forbidden"
-    assert way.failure == "registry.example says 403 Denied"
+    assert way.failure == "registry.example answered 403 Denied"
     ask(way, MANIFEST, status)
     assert way.failure == ""
     ask(way, LAYER, 500)
@@ -74,4 +74,4 @@ def test_a_refusal_that_was_overcome_is_no_reason_for_what_fails_later(way: Gate
 def test_a_refusal_is_the_reason_whatever_else_succeeds_beside_it(way: Gateway) -> None:
     ask(way, LAYER, 401)
     ask(way, MANIFEST, 200)
-    assert way.failure == "registry.example says 401 Denied"
+    assert way.failure == "registry.example answered 401 Denied"

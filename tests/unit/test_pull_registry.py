@@ -131,7 +131,7 @@ def test_mirrors_that_failed_are_named_with_their_reasons_where_the_registry_fai
         f"{REF}: registry.example can't be reached: no route to host",
         "  mirror https://one.example: one.example can't be reached: certificate verify failed"
         " (its `ca`, /etc/one.pem, is a file of the image: not read here)",
-        "  mirror https://two.example: two.example says 404",
+        "  mirror https://two.example: two.example answered 404",
     ]
     servers.has("two.example", 1)
     assert locate(REF, PLATFORM, {}, mirrors).ref == REF

@@ -1,1 +1,1 @@
-"""Byte formats, pure: what is read is given as bytes or an open file, nothing here starts a program."""
+"""Byte formats, pure: input is bytes or an open file, and nothing here starts a program."""

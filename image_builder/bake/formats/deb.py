@@ -11,7 +11,7 @@ from debian.debfile import DebError, DebFile
 
 
 class NotAPackageError(ValueError):
-    """The file is no Debian package."""
+    """The file is not a Debian package."""
 
 
 def read_control(package: Path) -> str:

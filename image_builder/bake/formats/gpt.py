@@ -28,7 +28,7 @@ _MAX_ENTRIES = 1024
 
 
 class GptError(ValueError):
-    """The bytes are no valid partition table; the message says which rule they break."""
+    """The bytes are not a valid partition table; the message says which rule they break."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _parse_header(sector: bytes, lba: int, copy: str) -> _Header:
         raise GptError(f"{copy} header: wrong CRC")
     header = _Header(*fields[5:])
     if header.own_lba != lba:
-        raise GptError(f"{copy} header: says it is in sector {header.own_lba}, was found in {lba}")
+        raise GptError(f"{copy} header: claims to be in sector {header.own_lba}, but is in {lba}")
     if header.entry_size < _ENTRY.size or header.entry_size % 8 or header.entries_count > _MAX_ENTRIES:
         raise GptError(f"{copy} header: {header.entries_count} entries of {header.entry_size} bytes")
     return header
@@ -138,7 +138,7 @@ def _check_agreement(primary: _Header, backup: _Header, last: int) -> None:
         if getattr(primary, name) != getattr(backup, name):
             raise GptError(f"the primary and the backup header differ in {name}")
     if backup.other_lba != 1:
-        raise GptError(f"backup header: says the primary one is in sector {backup.other_lba}")
+        raise GptError(f"backup header: claims that the primary one is in sector {backup.other_lba}")
     sectors = -(-primary.entries_count * primary.entry_size // SECTOR)
     if primary.entries_lba < 2 or primary.entries_lba + sectors > primary.first_usable:
         raise GptError("the primary partition table overlaps the usable range")

@@ -17,7 +17,7 @@ _PE32_PLUS = 0x020B
 
 
 class PeError(ValueError):
-    """The bytes are no well-formed PE32+ file."""
+    """The bytes are not a well-formed PE32+ file."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Program:
 
     @property
     def signed(self) -> bool:
-        """Tell whether a signature speaks of exactly these bytes: it holds their digest."""
+        """Tell whether a signature is for exactly these bytes: it holds their digest."""
         return any(bytes.fromhex(self.digest) in signature for signature in self.signatures)
 
     def section(self, name: str) -> bytes:

@@ -33,12 +33,12 @@ _GEOMETRY = (65535, 16, 255)
 
 
 class VhdError(ValueError):
-    """The bytes are no fixed VHD that Azure takes; the message says which rule they break."""
+    """The bytes are not a fixed VHD that Azure takes; the message says which rule they break."""
 
 
 @dataclass(frozen=True)
 class Footer:
-    """What a footer says. Sizes are bytes, ``timestamp`` is seconds since 1970."""
+    """The contents of a footer. Sizes are bytes, ``timestamp`` is seconds since 1970."""
 
     current_size: int
     original_size: int
@@ -70,14 +70,14 @@ def build_footer(size: int, timestamp: int, unique_id: uuid.UUID) -> bytes:
 
 
 def parse_footer(footer: bytes) -> Footer:
-    """Return what a footer says; raises VhdError when it isn't the one of a fixed disk."""
+    """Parse a footer; raises VhdError when it isn't the one of a fixed disk."""
     if len(footer) != FOOTER_SIZE:
         raise VhdError(f"a footer has {FOOTER_SIZE} bytes, not {len(footer)}")
     fields = _FOOTER.unpack(footer)
     cookie, features, version, offset, stamp, app, _major, _minor, _system = fields[:9]
     original, current, cylinders, heads, sectors, kind, recorded, unique, saved = fields[9:]
     if cookie != _COOKIE:
-        raise VhdError(f"the cookie is {cookie!r}, not {_COOKIE!r}: no VHD footer")
+        raise VhdError(f"the cookie is {cookie!r}, not {_COOKIE!r}: not a VHD footer")
     if recorded != checksum(footer):
         raise VhdError(f"wrong checksum: {recorded:#010x}, the bytes give {checksum(footer):#010x}")
     if not features & _RESERVED_FEATURE or version != _VERSION:
@@ -102,7 +102,7 @@ def read(disk: BinaryIO) -> Footer:
     footer = parse_footer(disk.read(FOOTER_SIZE))
     if footer.current_size != size - FOOTER_SIZE:
         raise VhdError(
-            f"the footer tells of {footer.current_size} bytes, the file holds {size - FOOTER_SIZE} before it"
+            f"the footer declares {footer.current_size} bytes, the file holds {size - FOOTER_SIZE} before it"
         )
     _check_size(footer.current_size)
     return footer

@@ -1,4 +1,4 @@
-"""Ask apt, in a configuration of its own, which packages a list of names comes to.
+"""apt, in a configuration of its own, as the resolver of package names.
 
 Nothing of the host's apt configuration is used but the address of its Debian mirror. Signatures, Valid-Until
 and hashes are apt's business, with errors that are not to be overlooked (``Error-Mode=any``).
@@ -188,7 +188,7 @@ class Apt:
         raise LockError(f"apt names a file of an unknown repository: {uri}")
 
     def _indexed(self, packages: Sequence[LockedPackage]) -> dict[tuple[str, ...], str]:
-        """Return what the indices say of packages, by ``_identity``; of a version that is no longer there, nothing."""
+        """Return the entries of packages in the indices, by ``_identity``, without versions that are gone."""
         if not packages:
             return {}
         names = [f"{p.name}:{p.architecture}={p.version}" for p in packages]
@@ -213,7 +213,7 @@ def _identity(package: LockedPackage) -> tuple[str, ...]:
 
 
 def _explanation(error: CommandError) -> str:
-    """Return what apt says of packages that it can't install: each with what it lacks, then the errors."""
+    """Return apt's explanation of packages that it can't install: each with what it lacks, then the errors."""
     lines = [line for line in error.tail.splitlines() if line.strip()]
     unmet = next((n for n, line in enumerate(lines) if "unmet dependencies" in line), 0)
     return "\n  ".join(lines[unmet:])
@@ -235,7 +235,7 @@ def _configuration(path: Path, architecture: str) -> str:
 
 
 def default_mirrors(program: Path = _MMDEBSTRAP) -> dict[str, str]:
-    """Return the mirrors that mmdebstrap uses when it is told none, as its program text has them; else {}."""
+    """Return the default mirrors of mmdebstrap, from its program text; else {}."""
     text = _text(program)
     return {name: match[1] for name, pattern in _DEFAULTS.items() if (match := pattern.search(text))}
 

@@ -17,7 +17,7 @@ from image_builder.errors import FetchError
 # A file like /etc/apt/auth.conf, instead of the host's own.
 VARIABLE = "IMAGE_BUILDER_APT_AUTH"
 _FILE, _FOLDER = Path("/etc/apt/auth.conf"), Path("/etc/apt/auth.conf.d")
-HINT = f"credentials belong into /etc/apt/auth.conf.d, or into a file like those that {VARIABLE} names"
+HINT = f"put credentials into /etc/apt/auth.conf.d, or into a file of that format named by {VARIABLE}"
 
 
 def configuration() -> str:
@@ -34,7 +34,7 @@ def header(url: str) -> dict[str, str]:
         try:
             machines = netrc.netrc(os.fspath(path)).hosts
         except netrc.NetrcParseError as error:
-            raise FetchError(f"{path}:{error.lineno}: is no entry of a netrc file") from None
+            raise FetchError(f"{path}:{error.lineno}: not a netrc entry") from None
         except OSError as error:
             raise FetchError(f"can't read the credentials {path}: {error.strerror}") from error
         for machine, (login, _, password) in machines.items():
@@ -54,7 +54,7 @@ def _files() -> Iterator[Path]:
 
 
 def _is_meant(machine: str, url: urllib.parse.SplitResult) -> bool:
-    """Tell whether an entry is for an address: ``[scheme://]host[:port][/path]``; without a scheme for https alone."""
+    """Tell whether an entry is for an address: ``[scheme://]host[:port][/path]``; without a scheme only for https."""
     scheme, _, place = machine.rpartition("://")
     if (scheme or "https") != url.scheme:
         return False

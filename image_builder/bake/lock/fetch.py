@@ -1,4 +1,4 @@
-"""Get locked bytes: from the store's cache, else from the mirror, hashed while they come.
+"""Downloads of locked files: from the store's cache, else from the mirror, hashed while they come.
 
 A file appears under its SHA-256 only when it is whole and right; until then it has a name that nobody reads.
 """

@@ -109,7 +109,7 @@ class LockedGroup(Question):
         return digest(sorted(p.sha256 for p in self.packages))
 
     def differences(self, question: Question) -> list[str]:
-        """Tell why this doesn't answer a question: one sentence a difference."""
+        """Return why this doesn't answer a question: one sentence a difference."""
         reasons = []
         if question.suite != self.suite:
             reasons.append(f"locked for {self.suite}, not for {question.suite}")
@@ -175,7 +175,7 @@ class Lock(_Frozen):
         sources: Mapping[str, str],
         archives: Sequence[LockedArchive],
     ) -> list[str]:
-        """Tell why this lock doesn't fit what a definition asks for: one sentence a difference.
+        """Return why this lock doesn't fit what a definition asks for: one sentence a difference.
 
         ``sources`` maps the names of Debian source packages to their suites.
         """
@@ -222,7 +222,7 @@ class Lock(_Frozen):
         return value
 
     def save(self, path: Path) -> None:
-        """Write the lock, replacing ``path`` in one step, whoever else writes it. Raises LockError."""
+        """Write the lock, replacing ``path`` in one step, even with concurrent writers. Raises LockError."""
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
         text = json.dumps(self.as_json(), indent=1, sort_keys=True) + "\n"
         try:

@@ -36,7 +36,7 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
     ``suite`` goes into the Release file: mmdebstrap looks for essential packages by the suite's name.
 
     ``cache`` holds the packages by SHA-256 and, beside each, what was read of its control file. Raises
-    FetchError for a file that is no Debian package.
+    FetchError for a file that is not a Debian package.
     """
     target.mkdir(parents=True)
     size = 0
@@ -65,7 +65,7 @@ def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
     try:
         text = deb.read_control(cache / package.sha256)
     except (deb.NotAPackageError, OSError) as error:
-        raise FetchError(f"{package.name} {package.version} is no Debian package: {error}") from error
+        raise FetchError(f"{package.name} {package.version} is not a Debian package: {error}") from error
     partial = scratch / cached.name
     with partial.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -55,7 +55,7 @@ def resolve_lock(
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
     """Return ``lock`` with what each preloaded image's tag means now; what it knows already stays as it is.
 
-    Raises PullError for a required image that can't be had; any other is left out, and told.
+    Raises PullError for a required image that can't be had; any other is left out with a note.
     """
     images, left_out = [], []
     mirrors = registry_mirrors(definition)

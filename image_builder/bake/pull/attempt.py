@@ -1,4 +1,4 @@
-"""One attempt at one pull: what was seen of it, and the way to end it from outside."""
+"""One attempt at one pull: its events so far, and the way to end it from outside."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Attempt:
         self.check()
 
     def queued(self, *, behind_others: bool) -> None:
-        """Tell whether this runtime downloads anything: if not, what is queued waits for the registry alone."""
+        """Note whether this runtime downloads anything: if not, what is queued waits only for the registry."""
         if behind_others:
             event = Seen(now(), "", "waiting")
         else:
-            event = Seen(now(), "", "retrying", text="asked for, nothing came yet")
+            event = Seen(now(), "", "retrying", text="requested, nothing received yet")
         with self._lock:
             self._state = deadline.observe(self._state, event)
 
@@ -67,7 +67,7 @@ class Attempt:
             return deadline.judge(self._state, now, limits)
 
     def ended_by(self, end: Callable[[], None]) -> None:
-        """Tell how this attempt is ended from another thread."""
+        """Set what ends this attempt from another thread."""
         with self._lock:
             self._end = end
             gone = self._why is not None

@@ -239,7 +239,7 @@ class ContainerdEngine:
             way = stack.enter_context(gateway(client)) if client.credentials else None
             endpoint = self.endpoints.get(reference.registry)
             # For the registry itself, not in a table of `host`: what is refused there is asked for once more at
-            # `server`, without this certificate and this header, and only that refusal is told.
+            # `server`, without this certificate and this header, and only that refusal is reported.
             lines = [
                 f"server = {_toml(way.url if way else client.server)}",
                 'capabilities = ["pull", "resolve"]',
@@ -313,7 +313,7 @@ class ContainerdEngine:
     def layer_folders(self, image: LockedImage) -> list[str]:
         """Return where the files of an image's layers are, the lowest first, relative to the data root.
 
-        Only a mount tells where a snapshot's files are, and only a view or a writable one can be mounted.
+        Only a mount shows where a snapshot's files are, and only a view or a writable one can be mounted.
         """
         chain = ""
         for layer in image.layers:
@@ -328,7 +328,7 @@ class ContainerdEngine:
     def save(
         self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
-        """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
+        """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``progress`` gets the bytes so far."""
         archive = self.root.path / _RUN / "out" / target.name
         platform = images[0].platform
         self._ctr(
@@ -349,7 +349,7 @@ class ContainerdEngine:
 
 
 def _lowers(mounts: str) -> list[str]:
-    """Return the directories of a view's mount as ctr tells it, the uppermost first.
+    """Return the directories of a view's mount as ctr prints it, the uppermost first.
 
     A single layer is bound as it is: ``[{"Type": "bind", "Source": "/…/snapshots/1/fs", …}]``; several are an overlay:
     ``[{"Type": "overlay", "Options": ["index=off", "lowerdir=/…/2/fs:/…/1/fs"], …}]``.

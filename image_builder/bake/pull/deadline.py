@@ -1,4 +1,4 @@
-"""When a pull is to be given up: a judge without a clock and without I/O.
+"""The judge of stalled and slow pulls: a judge without a clock and without I/O.
 
 Three things are measured, each on a clock of its own that stands still at times:
 
@@ -8,7 +8,7 @@ Three things are measured, each on a clock of its own that stands still at times
 * The rate counts the seconds in which a layer is downloading and has bytes to come.
 
 Progress is a byte more than the same layer had in the same phase, or a phase further on. A number that fell
-says that the layer started over: what it has by then came anew. Retries, repeated numbers and a layer's
+says that the layer started over: what it has by then was downloaded again. Retries, repeated numbers and a layer's
 leaving the queue are no progress. All limits may be reached; what exceeds one first is the verdict.
 
 A download from which nothing came in the last ``rate_seconds`` is not slow: only ``progress_seconds`` judges it.
@@ -179,7 +179,7 @@ def _step(before: Layer, event: Seen) -> tuple[Layer, bool, int]:
     if event.phase == "downloading":
         received = fresh
     elif onward and before.reached == "downloading" and before.total is not None:
-        received = max(0, before.total - before.current)  # the rest came, though nothing told of it
+        received = max(0, before.total - before.current)  # the rest came, though no event reported it
     total = before.total if same and event.total is None else event.total
     after = Layer(event.phase, event.phase, event.current, total, event.text, before.moved)
     return after, fresh > 0 or onward, received
@@ -206,7 +206,7 @@ def _added(points: tuple[tuple[float, int], ...], new: tuple[float, int]) -> tup
 def _slow_over(state: State, limits: Limits) -> float:
     """Return since how many seconds the mean rate is too low (0 or less: it isn't), while downloading."""
     least = limits.min_rate * limits.rate_seconds
-    # Where nothing came at all it isn't slow, it stands still: that is for progress_seconds to judge.
+    # Where nothing came at all it isn't slow but stalled: that is for progress_seconds to judge.
     if least <= 0 or not _downloading(state) or not _recent(state, limits):
         return -math.inf
     # The window was too poor from when the bytes up to here left it; if all are too few, from when it was full.
@@ -242,10 +242,10 @@ def _last(state: State, name: str) -> str:
     if not name and count:
         return f"all {count} layers are done" if count > 1 else "its only layer is done"
     if name not in state.layers:
-        return "nothing was told yet"
+        return "nothing was reported yet"
     layer = state.layers[name]
     if not name and layer.reached == "waiting":
-        return layer.text or "nothing was told yet"
+        return layer.text or "nothing was reported yet"
     size = f" of {_bytes(layer.total)}" if layer.total is not None else ""
     done = f"{_bytes(layer.current)}{size}" if layer.current or size else ""
     between = " after " if layer.phase != layer.reached else ", "

@@ -1,7 +1,7 @@
 """An image's own dockerd, run in a sandbox for the length of a bake, with nothing but pulling in mind.
 
 Its configuration is the bake's: no bridge, no iptables rule, no cgroup of its own, and a data root that the
-caller binds to ``DATA_ROOT``. What the node's daemon.json says is validated apart, by the role.
+caller binds to ``DATA_ROOT``. The node's daemon.json is validated separately, by the role.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _IMAGE_DATA = ("image", "overlay2")
 
 
 def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the bake's daemon.json. Every key exists from Docker 20.10 on. Docker mirrors Docker Hub alone."""
+    """Return the bake's daemon.json. Every key exists from Docker 20.10 on. Docker has mirrors only for Docker Hub."""
     return {
         "data-root": DATA_ROOT,
         "exec-root": "/run/docker",
@@ -164,7 +164,7 @@ class DockerEngine:
         headers = {"Host": "docker", **docker_header(credentials_for(reference.registry))}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.url.removeprefix("unix://"))
-            # Whoever gives up ends the reading here; the daemon sees the connection close and stops pulling. It sends
+            # Giving up ends the reading here; the daemon sees the connection close and stops pulling. It sends
             # not even its headers before it has the manifest, so this can't wait for them.
             attempt.ended_by(lambda: connection.shutdown(socket.SHUT_RDWR))
             client_side = http.client.HTTPConnection("docker")
@@ -183,7 +183,7 @@ class DockerEngine:
         attempt.check()
 
     def _fault(self, image: LockedImage, inspection: Mapping[str, Any]) -> str | None:
-        """Tell how what is there differs from what was locked; None when it doesn't."""
+        """Return how an image differs from what was locked; None when it doesn't."""
         platform = f"{inspection.get('Os')}/{inspection.get('Architecture')}"
         if not image.platform.startswith(platform):
             return f"is for {platform}, not for {image.platform}"
@@ -253,7 +253,7 @@ class DockerEngine:
     def save(
         self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
-        """Write what ``docker image save -o`` writes; return its bytes and SHA-256. ``told`` gets the bytes so far."""
+        """Write what ``docker image save -o`` writes; return bytes and SHA-256. ``progress`` gets the bytes so far."""
         digest, size = hashlib.sha256(), 0
         try:
             with _connected(self.url) as client, target.open("xb") as sink:
@@ -290,7 +290,7 @@ def _explanation(status: int, body: bytes) -> str:
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
-        return f"dockerd says {status} {body[:200].decode(errors='replace')}"
+        return f"dockerd answered {status} {body[:200].decode(errors='replace')}"
 
 
 def strip(data_root: Path) -> None:

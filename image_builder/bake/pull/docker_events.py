@@ -1,11 +1,11 @@
-"""Docker's pull stream: what `POST /images/create` tells, as the SDK's ``api.pull(stream=True, decode=True)``
+"""Docker's pull stream: what `POST /images/create` sends, as the SDK's ``api.pull(stream=True, decode=True)``
 yields it.
 
-Per layer Docker tells "Pulling fs layer", "Waiting", "Downloading", "Verifying Checksum", "Download complete",
+Per layer Docker reports "Pulling fs layer", "Waiting", "Downloading", "Verifying Checksum", "Download complete",
 "Extracting" and "Pull complete"; or "Already exists"; or "Retrying in N seconds" in between. "Pulling fs layer"
-and "Waiting" are both ``waiting``: Docker announces all layers at once, "Waiting" is told only of those that are
+and "Waiting" are both ``waiting``: Docker announces all layers at once, "Waiting" is reported only for those that are
 above ``max-concurrent-downloads``, and nothing at all when one leaves the queue until its first bytes came. So
-a registry that takes the request for a layer and never sends a byte of it can't be told from the queue here.
+a registry that takes the request for a layer and never sends a byte of it can't be distinguished from the queue here.
 
 Numbers are those of ``progressDetail``; version 29 has no ``progress`` any more. Its containerd image store
 counts the seconds of an extraction there (``units`` is ``s``), which would be progress for ever: they are left
@@ -60,7 +60,7 @@ _PHASES: Mapping[str, Phase] = {
 
 
 def parse(message: Mapping[str, object], at: float) -> Seen | Ended | None:
-    """Return what a message of the stream says, ``at`` being when it came (seconds of a monotonic clock).
+    """Return the event in a message of the stream, ``at`` being when it came (seconds of a monotonic clock).
 
     A status that isn't known, "Pulling from …" among them, is of the image as a whole, ``waiting``, with
     its words as the text: it is shown to people and counts neither as progress nor as a queue. A message
@@ -86,14 +86,14 @@ def parse(message: Mapping[str, object], at: float) -> Seen | Ended | None:
 
 
 def _failed(message: Mapping[str, object]) -> Failed | None:
-    """Return the error that a message tells. Every version has ``errorDetail``, the older ones ``error`` too."""
+    """Return the error in a message. Every version has ``errorDetail``, the older ones ``error`` too."""
     detail, error = message.get("errorDetail"), message.get("error")
     if not detail and not error:
         return None
     reason, code = (
         (detail.get("message"), detail.get("code")) if isinstance(detail, Mapping) else (None, None)
     )
-    text = reason or error or "Docker told of an error without a word about it"
+    text = reason or error or "Docker reported an error without a message"
     return Failed(str(text), code if isinstance(code, int) else None)
 
 

@@ -81,7 +81,7 @@ class _Server(http.server.ThreadingHTTPServer):
     gateway: Gateway
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: ctr, or the registry, may leave at any moment, and ctr tells what became of it."""
+        """Log nothing: ctr, or the registry, may leave at any moment, and ctr reports the outcome."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

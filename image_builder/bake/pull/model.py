@@ -1,4 +1,4 @@
-"""The vocabulary of a pull: what a runtime tells, what it is held to, and what is found against it."""
+"""The vocabulary of a pull: events of a runtime, its limits, and verdicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "r
 
 @dataclass(frozen=True)
 class Seen:
-    """What a runtime told of one layer of one image at one moment.
+    """What a runtime reported of one layer of one image at one moment.
 
     ``at`` is in seconds of a monotonic clock. ``layer`` is a digest or a short id (12 hex digits), empty for
     the image as a whole. ``current`` and ``total`` are the bytes of this phase, done and in all; ``text`` is

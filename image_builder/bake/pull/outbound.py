@@ -1,4 +1,4 @@
-"""What an engine in the sandbox needs to know of the network outside: proxies, authorities."""
+"""The network outside for an engine in the sandbox: proxies, authorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pull the locked images with an image's own engine: side by side, watched, tried again where that can help."""
+"""Pull the locked images with an image's own engine: in parallel, watched, retried where that can help."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
     alive: Callable[[], bool]
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
-        """Pull ``image``, telling ``attempt`` what is seen; raises PullError with the runtime's own words."""
+        """Pull ``image``, reporting events to ``attempt``; raises PullError with the runtime's own words."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,12 @@ class Puller:
         spent = sum(_seconds(a) for a in job.attempts)
         if pause is None or spent >= self.limits.overall_seconds:
             count = f" (attempt {len(job.attempts)})" if len(job.attempts) > 1 else ""
-            wish = f"; the registry asks to wait {requested_seconds:.0f} s" if requested_seconds else ""
+            wish = (
+                f"; the registry asks for a pause of {requested_seconds:.0f} s" if requested_seconds else ""
+            )
             job.state, job.error = "failed", f"{job.error}{wish}{count}"
             return True
-        job.state = f"tries again in {pause:.0f} s: {why}"
+        job.state = f"retrying in {pause:.0f} s: {why}"
         self._over.wait(pause)
         return False
 
@@ -213,7 +215,7 @@ def _with_last_seen(why: str, attempt: Attempt) -> str:
 
 
 def _attempt(attempt: Attempt, outcome: str) -> dict[str, JSON]:
-    """Return what pulls.json tells of an attempt; seconds count from its start."""
+    """Return the record of an attempt for pulls.json; seconds count from its start."""
     layers: dict[str, JSON] = {
         layer: {
             "downloaded_bytes": record.bytes,

@@ -1,4 +1,4 @@
-"""Ask a registry what a tag means: the one place that turns tags into digests, for the lock alone.
+"""A registry's answer to what a tag means: the one place that turns tags into digests, only for the lock.
 
 A small client of the OCI distribution API. What is pulled later is pulled by a container runtime, by digest; one that
 can't renew a token does so through this client (``gateway.py``).
@@ -133,14 +133,14 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
 
 
 def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
-    """Ask the registry how long it wants to be left alone: seconds, 0 when it answers.
+    """Ask the registry how long to wait before the next request: seconds, 0 when it answers.
 
     Runtimes hand on that it said 429, but not for how long.
     """
     image = parse(ref)
     try:
         with RegistryClient(image, endpoints, retries=False, timeout=_SHORT) as client:
-            # It logs in: a registry that doesn't know us says 401, however often it was asked.
+            # It logs in: without credentials a registry answers 401, however often it is asked.
             answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
             answer.close()
     except (urllib3.exceptions.HTTPError, PullError):
@@ -320,13 +320,13 @@ class RegistryClient:
             return self._authorization != used
 
     def refusal(self, answer: urllib3.BaseHTTPResponse, body: bytes) -> str:
-        """Return in words what an answer says that isn't what was asked for."""
+        """Return in words what an unexpected answer says."""
         try:
             error = json.loads(body)["errors"][0]
             message = str(error.get("message") or error.get("code"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             message = answer.reason or ""
-        return f"{self.registry} says {answer.status} {message}".rstrip()
+        return f"{self.registry} answered {answer.status} {message}".rstrip()
 
     def _log_in(self, challenge: str) -> None:
         """Get what the registry asks for: the password itself, or a token for it."""
@@ -339,12 +339,12 @@ class RegistryClient:
             return
         answer = self._ask_for_token(parameters["realm"], parameters.get("service", ""))
         if answer.status != 200:
-            raise PullError(f"{self.image}: {parameters['realm']} says {answer.status}: not let in")
+            raise PullError(f"{self.image}: {parameters['realm']} answered {answer.status}: login refused")
         token = self._json(answer.data)
         self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
 
     def _ask_for_token(self, realm: str, service: str) -> urllib3.BaseHTTPResponse:
-        """Ask for a token to pull with, as whoever we are.
+        """Request a token to pull with, by our credentials if there are any.
 
         An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
         OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").

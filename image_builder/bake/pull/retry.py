@@ -1,4 +1,4 @@
-"""Whether a failed pull is worth another attempt, and when: pure, from the words of the runtimes.
+"""Retries of failed pulls, whether and when: pure, from the words of the runtimes.
 
 The words are those of Docker 20.10 to 29 (``distribution/errors.go``) and containerd 1.6 to 2.3
 (``remotes/docker``), and of Go's net/http and crypto/x509, which both of them hand on.

@@ -153,7 +153,7 @@ class Source:
         return [str(h.name) for h in self.manager.get_hosts(pattern)]
 
     def host_place(self, name: str) -> Place:
-        """Return where a host stands. Ansible knows its inventory file; the line is looked for."""
+        """Return the place of a host. Ansible knows its inventory file; the line is searched for."""
         file = Path(str(self.manager.get_host(name).vars.get("inventory_file") or self.manager._sources[0]))
         text = file.read_text(errors="replace") if file.is_file() else ""
         entry = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?(\s|:|$)")

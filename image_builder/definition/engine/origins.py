@@ -1,4 +1,4 @@
-"""Where values come from, as Ansible's tags tell: files read with them, their places, and plain data without them."""
+"""Origins of values by Ansible's tags: files read with tags, places of values, and plain data without tags."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_untagged_yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_bytes(), _QUICK)  # noqa: S506 (a safe one)
     except (OSError, yaml.YAMLError):
-        return read_yaml(path)  # says what is wrong, and where
+        return read_yaml(path)  # reports what is wrong, and where
 
 
 def place_of(value: Any) -> Place | None:
@@ -73,7 +73,7 @@ def place_of(value: Any) -> Place | None:
 
 
 def place_in(value: Any, path: Sequence[str | int]) -> Place | None:
-    """Return where the item at ``path`` in ``value`` stands: its key's line, else its nearest parent's."""
+    """Return the place of the item at ``path`` in ``value``: its key's line, else its nearest parent's."""
     place = None
     for part in path:
         if isinstance(value, Mapping) and part in value:

@@ -1,7 +1,7 @@
-"""What Ansible reads while it evaluates: the files that it opens, and lookups whose answer no file holds.
+"""Ansible's reads while it evaluates: the files that it opens, and lookups whose answer no file holds.
 
 A lookup of Ansible's own that reads files is run, and its files are noted. Any other one (``env``, ``pipe``, ``url``, a
-plugin of one's own) is never run here: what it gives is known to the play and nobody else.
+plugin of one's own) is never run here: only the play knows what it returns.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Rounds:
         return self._noted(lambda: self._templar(variables).template(written))
 
     def evaluate_call(self, call: str, variables: Mapping[str, Any]) -> None:
-        """Make a call that stands in a text, for what it reads; raises UnknownError."""
+        """Evaluate a lookup call of a text, for what it reads; raises UnknownError."""
         self._noted(lambda: self._templar(variables).template(trust_as_template("{{ " + call + " }}")))
 
     def _templar(self, variables: Mapping[str, Any]) -> Templar:

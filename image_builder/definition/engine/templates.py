@@ -81,7 +81,7 @@ class Evaluator:
             self.reads.lookups |= met.lookups
 
     def settle(self, name: str, value: JSON) -> None:
-        """Let a variable be its final value, which is no template: others that use it needn't evaluate it."""
+        """Give a variable its final value, which is not a template: others that use it needn't evaluate it."""
         self._templar.available_variables[name] = value
 
 
@@ -145,7 +145,7 @@ def _result(value: Any) -> JSON:
 
 
 def argument_faults(name: str, option: Mapping[str, Any], value: JSON) -> list[str]:
-    """Return what an argument spec says against a value, as Ansible checks it before a role runs."""
+    """Return what an argument spec rejects in a value, as Ansible checks it before a role runs."""
     result = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
     # Ansible lists valid booleans in the order of a set: another one in each run.
     return [str(e).partition(" Valid booleans include")[0] for e in result.error_messages]

@@ -40,7 +40,7 @@ all:
         (
             "gpu_image",
             "Standard_NC6s_v3",
-            "Standard_NC6s_v3 runs `gpu_image`, whose nvidia_vm_sizes don't have it",
+            "Standard_NC6s_v3 runs `gpu_image`, whose nvidia_vm_sizes don't list it",
         ),
         ("other_image", "Standard_NC6s_v3", ""),
         ("gpu_image", "'{{ somewhere_else }}'", ""),

@@ -102,13 +102,13 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     assert status == errors.DefinitionError.exit_code, "a list is no policy, an empty one neither"
     policy.write_text("budget: '1%'\ndeadlines: {probe: 9, verify: 9}\nbudget: '9%'\n")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
-    assert status == errors.DefinitionError.exit_code and "budget is there twice" in err and "line 3" in err
+    assert status == errors.DefinitionError.exit_code and "duplicate key budget" in err and "line 3" in err
     bad = tmp_path / "bad.yml"
     bad.write_text(HOSTS.replace("10.0.0.2", "10.0.0.1"))
     status, _, err = _run("plan", "-i", str(bad), "cpu", "none", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code and "3 problems" in err
     assert all(
-        word in err for word in ("budget is there twice", "unknown pool `none`", "is that of cpu-0, cpu-1")
+        word in err for word in ("duplicate key budget", "unknown pool `none`", "is that of cpu-0, cpu-1")
     )
     policy.write_bytes(b"waves: \xff")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
