@@ -107,6 +107,15 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644, *, durab
     write(path, (json.dumps(value, indent=1) + "\n").encode(), mode, durable=durable)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty where there is none that is whole."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def create(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file in place, with exactly this mode: for a directory that has no reader yet. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)

@@ -63,6 +63,11 @@ class StoredImage:
     mode: str
     diff_ids: tuple[str, ...]
 
+    @property
+    def is_essential(self) -> bool:
+        """Tell whether a node must have it before others."""
+        return self.pin or self.required
+
 
 @dataclass(frozen=True)
 class BakedEngine:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from image_builder.node import files, mounts, status, store
@@ -175,8 +173,8 @@ def _copy(settings: Settings, places: Places) -> Section:
     if mounts.at(places.store) is None:
         failure = ItemResult(-1, "promote.store", f"nothing is mounted at {places.store}")
         return _section(settings, places, len(seeded), Progress(failure=failure), 0.0)
-    images = [plan.StoredImage(i.ref, i.pin or i.required, i.diff_ids) for i in stored.images]
-    order = plan.ranks(images, _rehearsal(places.rehearsal), settings.preload.pause)
+    # The bake's rehearsal only decides the order: without it there is another one.
+    order = plan.ranks(stored.images, files.read_json(places.rehearsal), settings.preload.pause)
     items = plan.items(seeded, order, stored.layers)
     began = time.monotonic()
 
@@ -217,22 +215,10 @@ def _section(settings: Settings, places: Places, total: int, progress: Progress,
 def _earlier(settings: Settings) -> Section:
     """Return the section when nothing is left to do: what an earlier boot did, where that was all."""
     nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
-    try:
-        document = json.loads((settings.preload.state / "promote.json").read_bytes())
-    except (OSError, ValueError):
-        return nothing
-    if not isinstance(document, dict) or document.get("state") != status.OK:
+    document = files.read_json(settings.preload.state / "promote.json")
+    if document.get("state") != status.OK:
         return nothing
     return {key: document.get(key, value) for key, value in nothing.items()} | {"layers_left": []}
-
-
-def _rehearsal(path: Path) -> dict[str, Any]:
-    """Return what the bake's rehearsal recorded; nothing where it can't be read: it only decides the order."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, failure: ItemResult) -> None:

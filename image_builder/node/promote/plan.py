@@ -1,4 +1,4 @@
-"""In which order layers are promoted. Pure: what the links are was found by ``links``.
+"""The order in which layers are promoted. Pure: ``links`` finds the links.
 
 The pause image comes first, since no pod starts without it; then the images that a node must have; then the layers
 that were read when the bake's rehearsal started a container; then the rest.
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from image_builder.node.store import StoredImage
 
 PAUSE, REQUIRED, READ, REST = range(4)
 
@@ -38,15 +40,6 @@ class Item:
     rank: int
 
 
-@dataclass(frozen=True)
-class StoredImage:
-    """What the order needs to know of an image of the store. ``first`` is True for one that the node must have."""
-
-    ref: str
-    first: bool
-    diff_ids: Sequence[str]
-
-
 def ranks(
     images: Sequence[StoredImage], rehearsal: Mapping[str, Any], pause: str
 ) -> dict[str, tuple[int, int]]:
@@ -68,7 +61,7 @@ def _in_order(
         if image.ref == pause:
             yield from ((PAUSE, diff_id) for diff_id in image.diff_ids)
     for image in images:
-        if image.first:
+        if image.is_essential:
             yield from ((REQUIRED, diff_id) for diff_id in image.diff_ids)
     for diff_id in _read_at_rehearsal(rehearsal):
         yield READ, diff_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -133,7 +132,7 @@ def _open(settings: Preload, store: Store) -> None:
     """
     open_store(store, verity=settings.verity)
     mark = settings.state / "store-damaged.json"
-    if (damage := _object(mark)).get("store") != store.id:
+    if (damage := files.read_json(mark)).get("store") != store.id:
         return
     try:
         read_through(Path(str(damage.get("path") or layer_path(str(damage.get("layer"))))))
@@ -267,17 +266,8 @@ def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
 
 
 def _marker(settings: Preload) -> Mapping[str, Any]:
-    marker = _object(settings.marker)
+    marker = files.read_json(settings.marker)
     return marker if marker.get("format") == FORMAT else {}
-
-
-def _object(path: Path) -> Mapping[str, Any]:
-    """Return a file's JSON object; empty where there is none that is whole."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _mark(settings: Preload, store: Store) -> None:

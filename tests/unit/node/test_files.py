@@ -30,6 +30,14 @@ def test_a_file_that_somebody_else_syncs_is_as_whole_to_a_reader(tmp_path: Path)
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff"])
+def test_what_is_no_object_is_read_as_an_empty_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text, encoding="latin-1")
+    assert files.read_json(tmp_path / "file") == files.read_json(tmp_path / "none") == {}
+    (tmp_path / "file").write_text('{"a": 1}')
+    assert files.read_json(tmp_path / "file") == {"a": 1}
+
+
 def test_a_draft_of_a_dead_agent_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / ".file.new").write_text("a much longer draft than what is written")
     files.write_json(tmp_path / "file", {"a": 1}, 0o600)

@@ -14,18 +14,23 @@ from image_builder.node.promote.plan import (
     REST,
     Link,
     Room,
-    StoredImage,
     items,
     layers_left,
     ranks,
     refusal,
 )
+from image_builder.node.store import StoredImage
+
+
+def image(ref: str, *diff_ids: str, pin: bool = False, required: bool = False) -> StoredImage:
+    return StoredImage(ref, "", "", "", pin, required, "reference", diff_ids)
+
 
 IMAGES = [
-    StoredImage("lab/big:1", False, ("base", "big-1", "big-2")),
-    StoredImage("lab/agent:1", True, ("base", "agent")),
-    StoredImage("lab/pause:3", True, ("pause",)),
-    StoredImage("lab/other:1", False, ("base", "other")),
+    image("lab/big:1", "base", "big-1", "big-2"),
+    image("lab/agent:1", "base", "agent", required=True),
+    image("lab/pause:3", "pause", pin=True),
+    image("lab/other:1", "base", "other"),
 ]
 REHEARSAL = {"images": [{"ref": "lab/big:1", "seconds": 0.4, "read": ["base", "big-2"]}]}
 
