@@ -110,6 +110,54 @@ def test_a_program_that_can_not_be_killed_is_left_and_named(monkeypatch: pytest.
     assert process.wait(10) == -signal.SIGKILL
 
 
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def test_what_leads_a_group_takes_it_along(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    script = ["sh", "-c", f"sleep 30 & echo $! > {noted}.new; mv {noted}.new {noted}; wait"]
+    with child.Child(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, own_group=True) as program:
+        while not noted.exists():
+            assert program.wait(0.05) is None and not program.has_ended()
+        assert program.end() and program.status == -signal.SIGKILL
+    until = time.monotonic() + 10
+    while _is_alive(int(noted.read_text())) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _is_alive(int(noted.read_text()))
+
+
+def test_what_has_ended_is_known_before_it_is_reaped() -> None:
+    with child.Child(["true"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as program:
+        while not program.has_ended():
+            time.sleep(0.01)
+        assert program.status is None and program.wait(10) == 0 == program.status
+
+
+def test_a_block_that_raises_leaves_no_program(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        child.Child(["sleep", "30"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program,
+    ):
+        raise ZeroDivisionError
+    assert program.status == -signal.SIGKILL and program.stdout is not None and program.stdout.closed
+
+
+def test_a_watched_program_reports_its_progress_and_its_failure() -> None:
+    steps, reports = iter(range(100)), list[str]()
+    script = ["sh", "-c", "sleep 0.5; echo broken >&2; exit 3"]
+    with pytest.raises(ProgramError, match="broken") as caught:
+        child.watch(script, lambda _pid: (next(steps), "under way"), reports.append, 0.1, 0.2)
+    assert caught.value.status == 3 and reports[0].startswith("under way, ")
+    with pytest.raises(ProgramError, match=r"got no further for 0\.2 s, stuck") as late:
+        child.watch(["sleep", "30"], lambda _pid: (0, "stuck"), reports.append, 0.05, 0.2)
+    assert late.value.status == child.LATE
+
+
 def test_input_and_output_are_the_programs_own() -> None:
     done = child.run(["sh", "-c", "cat; echo no >&2; exit 3"], input="yes", ok=(3,))
     assert (done.status, done.stdout, done.stderr) == (3, "yes", "no\n")
