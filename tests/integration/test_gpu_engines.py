@@ -50,7 +50,7 @@ def dump(root: Root) -> dict[str, Any]:
 
 
 def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worker: Workplace) -> None:
-    seen = tmp_path / "seen.json"
+    seen_file = tmp_path / "seen.json"
 
     def isolated() -> int:
         with open_root(worker.trees("container_runtime"), tmp_path / "work") as root:
@@ -59,11 +59,11 @@ def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worke
             place = root.path / DROP_IN
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(rendered(MAIN.read_bytes()), encoding="utf-8")
-            seen.write_text(json.dumps([before, dump(root)]), encoding="utf-8")
+            seen_file.write_text(json.dumps([before, dump(root)]), encoding="utf-8")
         return 0
 
     assert run_isolated(isolated) == 0
-    before, after = json.loads(seen.read_text(encoding="utf-8"))
+    before, after = json.loads(seen_file.read_text(encoding="utf-8"))
     assert after["plugins"][PLUGIN]["containerd"]["runtimes"].pop("nvidia")["options"] == {
         "BinaryName": "/usr/bin/nvidia-container-runtime",
         "SystemdCgroup": True,
@@ -78,19 +78,19 @@ def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worke
 
 
 def test_docker_accepts_the_runtime_in_its_configuration(tmp_path: Path, worker: Workplace) -> None:
-    seen = tmp_path / "seen.json"
+    seen_file = tmp_path / "seen.json"
 
     def isolated() -> int:
         with open_root(worker.trees("container_runtime"), tmp_path / "work") as root:
             path = root.path / "etc/docker/daemon.json"
             options = json.loads(path.read_text(encoding="utf-8"))
-            found = {}
+            result = {}
             for key in ("runtimes", "runtime"):
                 path.write_text(json.dumps({**options, key: RUNTIMES}), encoding="utf-8")
                 done = root.run(["dockerd", "--validate", "--config-file=/etc/docker/daemon.json"], ok=(0, 1))
-                found[key] = done.returncode
-            seen.write_text(json.dumps(found), encoding="utf-8")
+                result[key] = done.returncode
+            seen_file.write_text(json.dumps(result), encoding="utf-8")
         return 0
 
     assert run_isolated(isolated) == 0
-    assert json.loads(seen.read_text(encoding="utf-8")) == {"runtimes": 0, "runtime": 1}
+    assert json.loads(seen_file.read_text(encoding="utf-8")) == {"runtimes": 0, "runtime": 1}

@@ -50,14 +50,14 @@ class Learned:
     machine: StandIn
     out: Path
     status: int
-    said: str
+    output: str
 
     def result(self, step: str) -> dict[str, Any]:
         return read_json(self.out / "steps" / step / "result.json")
 
     @property
     def states(self) -> dict[str, str]:
-        return {one["step"]: one["state"] for one in read_json(self.out / "summary.json")["steps"]}
+        return {step["step"]: step["state"] for step in read_json(self.out / "summary.json")["steps"]}
 
 
 @pytest.fixture(scope="session")
@@ -86,9 +86,9 @@ def start(machine: StandIn, out: Path, *more: str, program: Sequence[str] = PROG
 
 def run(machine: StandIn, out: Path, *more: str, program: Sequence[str] = PROGRAM) -> Learned:
     with start(machine, out, *more, program=program) as child:
-        said = child.communicate()[0]
+        output = child.communicate()[0]
     assert left_behind(out) == []
-    return Learned(machine, out, child.returncode, said)
+    return Learned(machine, out, child.returncode, output)
 
 
 def only(*names: str) -> list[str]:
@@ -99,16 +99,16 @@ def left_behind(out: Path) -> list[str]:
     """Return the command lines of processes that a run in this directory has started and that are still there."""
     end = time.monotonic() + 10
     while True:
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                words = path.read_bytes().decode(errors="replace").split("\0")
+                arguments = path.read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if any(word.startswith(os.fspath(out)) for word in words):
-                found.append(" ".join(words))
-        if not found or time.monotonic() >= end:
-            return found
+            if any(word.startswith(os.fspath(out)) for word in arguments):
+                pids.append(" ".join(arguments))
+        if not pids or time.monotonic() >= end:
+            return pids
         time.sleep(0.1)
 
 
@@ -120,42 +120,44 @@ def learned(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Learne
 
 
 def test_every_step_is_done(learned: Learned) -> None:
-    assert learned.status == 0, learned.said
-    assert set(learned.states.values()) == {"done"} and list(learned.states) == [one.name for one in STEPS]
+    assert learned.status == 0, learned.output
+    assert set(learned.states.values()) == {"done"} and list(learned.states) == [step.name for step in STEPS]
     assert learned.result("smoke-quick")["exit_status"] == learned.result("smoke-full")["exit_status"] == 0
-    assert {one["uuid"] for one in learned.result("cuda")["gpus"]} == set(learned.machine.gpus)
+    assert {device["uuid"] for device in learned.result("cuda")["gpus"]} == set(learned.machine.gpus)
 
 
 def test_every_drill_is_noticed(learned: Learned) -> None:
-    found = {step.name: learned.result(step.name) for step in STEPS if step.name.startswith("drill-")}
-    assert len(found) == 10
-    assert {name for name, one in found.items() if not one["caught"]} == set()
+    drills = {step.name: learned.result(step.name) for step in STEPS if step.name.startswith("drill-")}
+    assert len(drills) == 10
+    assert {name for name, drill in drills.items() if not drill["caught"]} == set()
 
 
 def test_assumptions_hold_on_a_healthy_machine(learned: Learned) -> None:
-    found = [row for row in rows(Contact(learned.out)) if not any(word in row.subject for word in SPEEDS)]
-    assert len(found) > 20
-    assert [row for row in found if row.holds is not True] == []
+    slow_rows = [row for row in rows(Contact(learned.out)) if not any(word in row.subject for word in SPEEDS)]
+    assert len(slow_rows) > 20
+    assert [row for row in slow_rows if row.holds is not True] == []
 
 
 def test_answers_are_recorded_to_the_byte(learned: Learned) -> None:
     """What the libraries were given is what the recording has, for each call."""
-    given = {}
+    table = {}
     for line in (learned.machine.libraries / "nvml.txt").read_text().splitlines():
-        words = line.split()
-        numbers = tuple(map(int, words[4 : 4 + int(words[3])]))
-        gpu, peer = (None if word == "-1" else int(word) for word in words[1:3])
-        code, outputs = int(words[4 + len(numbers)]), words[6 + len(numbers) :]
-        given[words[0], gpu, peer, numbers] = code, outputs[1::2]
-    answers = [one for one in lines(learned.out / "steps/nvml/answers.jsonl") if "code" in one]
+        fields = line.split()
+        numbers = tuple(map(int, fields[4 : 4 + int(fields[3])]))
+        gpu, peer = (None if word == "-1" else int(word) for word in fields[1:3])
+        code, outputs = int(fields[4 + len(numbers)]), fields[6 + len(numbers) :]
+        table[fields[0], gpu, peer, numbers] = code, outputs[1::2]
+    answers = [answer for answer in lines(learned.out / "steps/nvml/answers.jsonl") if "code" in answer]
     live = ("nvmlDeviceGetComputeRunningProcesses_v3",)  # asked of the processes that are there
-    recorded = {nvml_answers.key(one): one for one in answers if one["call"] not in live}
-    assert len(recorded) > 3000 and set(recorded) == {one for one in given if one[0] not in live}
-    for question, one in recorded.items():
-        code, outputs = given[question]
-        assert one["code"] == code, question
+    recorded = {nvml_answers.key(answer): answer for answer in answers if answer["call"] not in live}
+    assert len(recorded) > 3000 and set(recorded) == {
+        question for question in table if question[0] not in live
+    }
+    for question, answer in recorded.items():
+        code, outputs = table[question]
+        assert answer["code"] == code, question
         if question[0] != "nvmlDeviceGetFieldValues" and code == 0:
-            assert [out["bytes"] or "-" for out in one["out"].values()] == outputs, question
+            assert [out["bytes"] or "-" for out in answer["out"].values()] == outputs, question
 
 
 def test_a_proposal_names_no_machine_and_can_be_replayed(
@@ -170,8 +172,8 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
     page = (into / "gpu-results.md").read_text()
     assert "| a wrong bit in memory | noticed | done | holds |" in page
     # Nobody knows the size, and the run was short: no calibration, and why.
-    made = read_json(into / "calibration.json")
-    assert made["calibrations"] == [] and len(made["why_not"]) >= 2
+    calibration = read_json(into / "calibration.json")
+    assert calibration["calibrations"] == [] and len(calibration["why_not"]) >= 2
     raw = lzma.decompress(next(into.glob("*.xz")).read_bytes())
     answers = [json.loads(line) for line in raw.splitlines()]
     everything = b"".join(path.read_bytes() for path in into.glob("*.json")) + json.dumps(answers).encode()
@@ -188,24 +190,24 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
 def told(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what was answered about the machine and its first GPU, without the time it took and any name."""
     return [
-        {key: value for key, value in one.items() if key != "us"}
-        for one in answers
-        if "code" in one and one["gpu"] in (None, 0) and one["call"] not in NAMING
+        {key: value for key, value in answer.items() if key != "us"}
+        for answer in answers
+        if "code" in answer and answer["gpu"] in (None, 0) and answer["call"] not in NAMING
     ]
 
 
 def test_what_is_wrong_is_noticed_and_costs_no_other_step(libraries: Path, tmp_path: Path) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     machine.script("wrong 0 kat_ffma", "blind 1 2", "refuse 0 cuMemcpyPeerAsync 801")
-    found = run(
+    learned = run(
         machine, tmp_path / "out", *only("facts", "readings", "cuda", "coverage", "spread", "references")
     )
-    assert found.status == 0, found.said
-    contact = Contact(found.out)
+    assert learned.status == 0, learned.output
+    contact = Contact(learned.out)
     assert "wrong answers: kat.ffma" in list(contact.doubts())
     bad = {row.subject for row in rows(contact) if row.holds is False}
     assert {"kat.ffma: the host's answers", "every SM gets a block"} <= bad
-    spread = {(one["gpu"], one["id"]): one for one in found.result("spread")["spread"]}
+    spread = {(row["gpu"], row["id"]): row for row in learned.result("spread")["spread"]}
     first, second = machine.gpus
     assert spread[first, "kat.ffma"]["done"] == 0 and spread[first, "kat.int"]["done"] == 10
     assert spread[second, "kat.int"]["done"] == 0 and "SM" in spread[second, "kat.int"]["not_done"][0]
@@ -217,36 +219,40 @@ def test_a_call_that_hangs_and_one_that_crashes_cost_one_answer_each(libraries: 
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     path = machine.libraries / "nvml.txt"
     hung, ended = "nvmlDeviceGetVbiosVersion 1 -1 0 ", "nvmlDeviceGetBoardPartNumber 0 -1 0 "
-    given = path.read_text().splitlines()
+    before = path.read_text().splitlines()
     changed = [
         f"{hung}-1 0" if line.startswith(hung) else f"{ended}-2 0" if line.startswith(ended) else line
-        for line in given
+        for line in before
     ]
-    assert sum(one != other for one, other in zip(given, changed, strict=True)) == 2
+    assert sum(old != other for old, other in zip(before, changed, strict=True)) == 2
     path.write_text("\n".join(changed) + "\n")
-    found = run(machine, tmp_path / "out", *only("nvml"))
-    assert found.status == 0, found.said
-    assert found.result("nvml")["hung"] == 1
-    answers = [one for one in lines(found.out / "steps/nvml/answers.jsonl") if "code" in one]
-    codes = {(one["call"], one["gpu"]): one["code"] for one in answers}
+    contact = run(machine, tmp_path / "out", *only("nvml"))
+    assert contact.status == 0, contact.output
+    assert contact.result("nvml")["hung"] == 1
+    answers = [answer for answer in lines(contact.out / "steps/nvml/answers.jsonl") if "code" in answer]
+    codes = {(answer["call"], answer["gpu"]): answer["code"] for answer in answers}
     assert codes["nvmlDeviceGetVbiosVersion", 1] == "hung"
     assert codes["nvmlDeviceGetBoardPartNumber", 0] == f"status {-signal.SIGABRT}"
     assert codes["nvmlDeviceGetVbiosVersion", 0] == codes["nvmlDeviceGetName", 1] == 0
-    assert len(answers) == len(given)
+    assert len(answers) == len(before)
 
 
 def test_a_driver_that_never_answers_ends_in_time(libraries: Path, tmp_path: Path) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     machine.script("hang 0 cuInit", "hang 1 cuInit")
     began = time.monotonic()
-    found = run(machine, tmp_path / "out", "--seconds", "40")
+    contact = run(machine, tmp_path / "out", "--seconds", "40")
     assert time.monotonic() - began < 50
-    assert found.status == 1
-    assert (found.states["facts"], found.states["readings"], found.states["nvml"]) == ("done", "done", "done")
-    assert found.states["cuda"] == "late"
+    assert contact.status == 1
+    assert (contact.states["facts"], contact.states["readings"], contact.states["nvml"]) == (
+        "done",
+        "done",
+        "done",
+    )
+    assert contact.states["cuda"] == "late"
     # Its workers were given up by themselves; the smoke test has a document that says so.
-    assert found.result("smoke-quick")["document"]["verdict"]["status"] == "inconclusive"
-    assert set(found.states.values()) <= {"done", "late", "failed", "skipped"}
+    assert contact.result("smoke-quick")["document"]["verdict"]["status"] == "inconclusive"
+    assert set(contact.states.values()) <= {"done", "late", "failed", "skipped"}
 
 
 @pytest.mark.parametrize("moment", ["at once", "copies", "spread", "drill-hang"])
@@ -261,13 +267,13 @@ def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: P
         time.sleep(0.3)
         child.kill()
     assert left_behind(out) == []
-    found = Learned(machine, out, child.returncode, "")
-    states = list(found.states.items())
+    contact = Learned(machine, out, child.returncode, "")
+    states = list(contact.states.items())
     reached = next(at for at, (_, state) in enumerate(states) if state != "done")
     assert {state for _, state in states[reached + 1 :]} <= {"planned"}
     assert moment == "at once" or states[reached][0] == moment
     for name, _ in states[:reached]:
-        assert found.result(name), name
+        assert contact.result(name), name
     # And a proposal can be made of it.
     done = subprocess.run([*PROGRAM, "--propose", out], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
@@ -287,8 +293,8 @@ def test_interrupted_it_ends_at_once(libraries: Path, tmp_path: Path) -> None:
         assert time.monotonic() - began < 15
     assert child.returncode == 128 + signal.SIGINT
     assert left_behind(tmp_path / "out") == []
-    found = Learned(machine, tmp_path / "out", child.returncode, "")
-    assert found.states["spread"] == "interrupted" and found.states["after"] == "skipped"
+    contact = Learned(machine, tmp_path / "out", child.returncode, "")
+    assert contact.states["spread"] == "interrupted" and contact.states["after"] == "skipped"
 
 
 def test_one_file_is_all_that_it_needs(libraries: Path, tmp_path: Path) -> None:
@@ -298,20 +304,22 @@ def test_one_file_is_all_that_it_needs(libraries: Path, tmp_path: Path) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     steps = ("facts", "readings", "nvml", "cuda", "smoke-quick", "references", "drill-crash")
     program = [sys.executable, "-I", os.fspath(packed)]
-    found = run(machine, tmp_path / "out", *only(*steps), program=program)
-    assert found.status == 0, found.said
-    assert found.result("smoke-quick")["exit_status"] == 0 and found.result("drill-crash")["caught"]
+    contact = run(machine, tmp_path / "out", *only(*steps), program=program)
+    assert contact.status == 0, contact.output
+    assert contact.result("smoke-quick")["exit_status"] == 0 and contact.result("drill-crash")["caught"]
 
 
 def test_without_a_gpu_it_says_so(libraries: Path, tmp_path: Path) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries, count=0)
     for path in (machine.libraries).iterdir():
         path.unlink()
-    found = run(machine, tmp_path / "out", *only("facts", "readings", "nvml", "cuda", "spread", "drill-hang"))
-    assert found.status == 1
-    assert found.states["facts"] == "done"
-    assert {state for name, state in found.states.items() if name != "facts"} == {"failed"}
-    reasons = {one["step"]: one["why"] for one in read_json(found.out / "summary.json")["steps"]}
+    contact = run(
+        machine, tmp_path / "out", *only("facts", "readings", "nvml", "cuda", "spread", "drill-hang")
+    )
+    assert contact.status == 1
+    assert contact.states["facts"] == "done"
+    assert {state for name, state in contact.states.items() if name != "facts"} == {"failed"}
+    reasons = {step["step"]: step["why"] for step in read_json(contact.out / "summary.json")["steps"]}
     assert "libnvidia-ml.so.1" in reasons["readings"] and "libcuda.so.1" in reasons["cuda"]
 
 

@@ -85,7 +85,7 @@ def _run(
     on_tick: Callable[[], None] = lambda: None,
     tick: float = 0.05,
 ) -> dict[str, Worker]:
-    found = fleet.run(
+    outcomes = fleet.run(
         gpus,
         "boot-quick",
         1,
@@ -96,90 +96,90 @@ def _run(
         tick_seconds=tick,
         links_seconds=deadline / 2,
     )
-    assert [one.gpu for one in found] == list(gpus)
-    return {one.gpu: one for one in found}
+    assert [outcome.gpu for outcome in outcomes] == list(gpus)
+    return {outcome.gpu: outcome for outcome in outcomes}
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     before = _children()
     yield
-    left = list(fleet._abandoned)
+    abandoned = list(fleet._abandoned)
     fleet._abandoned.clear()
-    for process in left:
+    for process in abandoned:
         process.kill()
         process.wait(10)
     # A child of an earlier test may have ended meanwhile; of this one none is left.
-    assert left == [] and _children() <= before
+    assert abandoned == [] and _children() <= before
 
 
 def _children() -> set[int]:
-    found = set()
+    pids = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has just ended
-            found |= set(map(int, (task / "children").read_text().split()))
-    return found
+            pids |= set(map(int, (task / "children").read_text().split()))
+    return pids
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_worker_that_goes_wrong_is_named_and_the_others_are_done(name: str) -> None:
     program, ended = BAD[name]
-    found = _run({GPUS[1]: program, GPUS[2]: LOUD})
-    assert found[GPUS[1]].ended.startswith(ended)
-    assert [found[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
+    outcomes = _run({GPUS[1]: program, GPUS[2]: LOUD})
+    assert outcomes[GPUS[1]].ended.startswith(ended)
+    assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
     if program.startswith("measured()"):
-        assert found[GPUS[1]].measurements[0].id == "kat.int"
+        assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
     if "summary()" not in program:
-        assert found[GPUS[1]].sms_seen == 0
+        assert outcomes[GPUS[1]].sms_seen == 0
 
 
 def test_workers_that_hang_end_together_at_their_deadline_and_are_named() -> None:
     late = dict(zip(GPUS, LATE.values(), strict=False))
     began = time.monotonic()
-    found = _run(late, gpus=GPUS[:6], deadline=DEADLINE)
+    outcomes = _run(late, gpus=GPUS[:6], deadline=DEADLINE)
     assert DEADLINE / 2 <= time.monotonic() - began < 2 * DEADLINE
-    assert [found[gpu].ended for gpu in late] == ["killed: deadline"] * len(late)
-    assert all(found[gpu].measurements[0].id == "kat.int" for gpu in late)
+    assert [outcomes[gpu].ended for gpu in late] == ["killed: deadline"] * len(late)
+    assert all(outcomes[gpu].measurements[0].id == "kat.int" for gpu in late)
     # The links of the others were tried all the same.
-    assert [found[gpu].ended for gpu in GPUS[4:6]] == ["done", "done"]
-    assert [len(found[gpu].measurements) for gpu in GPUS[4:6]] == [2, 2]
+    assert [outcomes[gpu].ended for gpu in GPUS[4:6]] == ["done", "done"]
+    assert [len(outcomes[gpu].measurements) for gpu in GPUS[4:6]] == [2, 2]
 
 
 def test_a_worker_that_can_not_be_started_is_named() -> None:
     def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
         return ["/nonexistent"] if uuid == GPUS[0] else _argv({})(uuid, tier, seed, peers)
 
-    found = fleet.run(GPUS[:2], "boot-quick", 1, 60, argv=argv)
-    assert found[0].ended.startswith("error: could not be started: ")
-    assert found[1].ended == "done"
+    outcomes = fleet.run(GPUS[:2], "boot-quick", 1, 60, argv=argv)
+    assert outcomes[0].ended.startswith("error: could not be started: ")
+    assert outcomes[1].ended == "done"
 
 
 def test_what_a_worker_leaves_behind_ends_with_it_and_holds_up_nothing(tmp_path: Path) -> None:
     """Its child has the pipe that would tell of its end."""
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     program = f"""
 child = os.fork()
 if child == 0:
     time.sleep(600)
-open({os.fspath(told)!r}, "w").write(str(child))
+open({os.fspath(pid_file)!r}, "w").write(str(child))
 measured(); summary()
 """
     began = time.monotonic()
-    found = _run({GPUS[0]: program}, gpus=GPUS[:1])
-    assert found[GPUS[0]].ended == "done" and time.monotonic() - began < 30
-    _ends(int(told.read_text()))
+    outcomes = _run({GPUS[0]: program}, gpus=GPUS[:1])
+    assert outcomes[GPUS[0]].ended == "done" and time.monotonic() - began < 30
+    _ends(int(pid_file.read_text()))
 
 
 def test_a_hung_worker_takes_its_child_along(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     program = f"""
 child = os.fork()
 if child:
-    open({os.fspath(told)!r}, "w").write(str(child))
+    open({os.fspath(pid_file)!r}, "w").write(str(child))
 time.sleep(600)
 """
     assert _run({GPUS[0]: program}, gpus=GPUS[:1], deadline=DEADLINE / 2)[GPUS[0]].ended == "killed: deadline"
-    _ends(int(told.read_text()))
+    _ends(int(pid_file.read_text()))
 
 
 def _ends(pid: int) -> None:
@@ -222,11 +222,11 @@ open("{group}/freezer.state", "w").write("FROZEN")
 time.sleep(600)
 """
         began = time.monotonic()
-        found = _run({GPUS[1]: program}, deadline=DEADLINE, reap=1)
+        outcomes = _run({GPUS[1]: program}, deadline=DEADLINE, reap=1)
         assert time.monotonic() - began < 2 * DEADLINE
-        assert found[GPUS[1]].ended == "hung: unkillable"
-        assert found[GPUS[1]].measurements[0].id == "kat.int"
-        assert [found[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
+        assert outcomes[GPUS[1]].ended == "hung: unkillable"
+        assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
+        assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
     assert len(fleet._abandoned) == 1
     process = fleet._abandoned.pop()
     assert process.wait(10) == -signal.SIGKILL
@@ -243,9 +243,9 @@ summary()
 
 
 def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next() -> None:
-    found = _run({**dict.fromkeys(GPUS[:4], LINKS), GPUS[1]: "os.abort()"}, gpus=GPUS[:4])
-    assert [len(found[gpu].measurements) for gpu in GPUS[:4]] == [3, 0, 3, 3]
-    order = {gpu: found[gpu].measurements[2].detail.split(",") for gpu in (GPUS[0], GPUS[2], GPUS[3])}
+    outcomes = _run({**dict.fromkeys(GPUS[:4], LINKS), GPUS[1]: "os.abort()"}, gpus=GPUS[:4])
+    assert [len(outcomes[gpu].measurements) for gpu in GPUS[:4]] == [3, 0, 3, 3]
+    order = {gpu: outcomes[gpu].measurements[2].detail.split(",") for gpu in (GPUS[0], GPUS[2], GPUS[3])}
     assert order == {
         GPUS[0]: [GPUS[2], GPUS[3]],
         GPUS[2]: [GPUS[3], GPUS[0]],
@@ -255,14 +255,14 @@ def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next() -> No
 
 def test_a_link_that_hangs_is_within_the_same_deadline() -> None:
     began = time.monotonic()
-    found = _run({GPUS[0]: f"time.sleep(600) if peers else None\n{WELL}"}, deadline=DEADLINE)
+    outcomes = _run({GPUS[0]: f"time.sleep(600) if peers else None\n{WELL}"}, deadline=DEADLINE)
     assert time.monotonic() - began < 2 * DEADLINE
-    assert found[GPUS[0]].ended == "killed: deadline"
-    assert [(one.id, one.status) for one in found[GPUS[0]].measurements] == [
+    assert outcomes[GPUS[0]].ended == "killed: deadline"
+    assert [(result.id, result.status) for result in outcomes[GPUS[0]].measurements] == [
         ("kat.int", "done"),
         ("bw.p2p", "error"),
     ]
-    assert found[GPUS[1]].ended == "done"
+    assert outcomes[GPUS[1]].ended == "done"
 
 
 # -- ticks -----------------------------------------------------------------------------------------------------
@@ -272,9 +272,9 @@ def test_ticks_come_while_workers_run() -> None:
     ticks: list[float] = []
     _run({GPUS[0]: f"time.sleep(2)\n{WELL}"}, gpus=GPUS[:1], on_tick=lambda: ticks.append(time.monotonic()))
     assert len(ticks) >= 10
-    seen = len(ticks)
+    count = len(ticks)
     time.sleep(0.3)
-    assert len(ticks) == seen  # and no longer
+    assert len(ticks) == count  # and no longer
 
 
 def test_a_tick_that_hangs_holds_up_nothing() -> None:
@@ -285,10 +285,10 @@ def test_a_tick_that_hangs_holds_up_nothing() -> None:
 
     began = time.monotonic()
     try:
-        found = _run({}, on_tick=hang)
+        outcomes = _run({}, on_tick=hang)
     finally:
         over.set()
-    assert {one.ended for one in found.values()} == {"done"} and time.monotonic() - began < 30
+    assert {outcome.ended for outcome in outcomes.values()} == {"done"} and time.monotonic() - began < 30
 
 
 def test_a_tick_that_fails_is_told_after_the_workers_ended() -> None:
@@ -301,8 +301,8 @@ def test_a_tick_that_fails_is_told_after_the_workers_ended() -> None:
 
 def test_an_interrupt_ends_the_workers() -> None:
     def start() -> None:
-        with fleet.Fleet() as one:
-            one.start(
+        with fleet.Fleet() as running:
+            running.start(
                 GPUS[0], [sys.executable, "-c", "import time; time.sleep(600)"], {}, time.monotonic() + 60
             )
             raise KeyboardInterrupt
@@ -340,12 +340,12 @@ def _interpreted(drills: dict[str, str]) -> fleet.Argv:
 
 def test_the_programs_own_worker_is_read_and_its_drills_are_caught() -> None:
     drills = {GPUS[1]: "result", GPUS[2]: "crash", GPUS[3]: "hang"}
-    found = fleet.run(GPUS[:4], "boot-quick", 5, 90, argv=_interpreted(drills))
-    well, wrong, crashed, hung = found
-    assert [one.ended for one in (well, wrong)] == ["done", "done"]
+    outcomes = fleet.run(GPUS[:4], "boot-quick", 5, 90, argv=_interpreted(drills))
+    well, wrong, crashed, hung = outcomes
+    assert [outcome.ended for outcome in (well, wrong)] == ["done", "done"]
     answers = ["kat.int", "kat.ffma", "kat.dfma", "det.fp32"]
-    assert {one.status for one in well.measurements if one.id in answers} == {"done"}
-    assert [one.id for one in wrong.measurements if one.status == "failed"] == answers
+    assert {result.status for result in well.measurements if result.id in answers} == {"done"}
+    assert [result.id for result in wrong.measurements if result.status == "failed"] == answers
     assert crashed.ended == "crashed: signal 11"
     # The interpreter gives up a kernel that doesn't end, as a GPU with a watchdog would.
     assert hung.ended.startswith("error: exit status 1: ") and "ILLEGAL_ADDRESS" in hung.ended
@@ -353,9 +353,9 @@ def test_the_programs_own_worker_is_read_and_its_drills_are_caught() -> None:
 
 def test_a_node_without_a_driver_is_an_error_and_no_pass() -> None:
     """The real worker, started as on a node; on a host with a driver its GPU would be missing."""
-    found = fleet.run(GPUS[:1], "boot-quick", 5, 60)
-    assert found[0].ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
-    assert found[0].measurements == ()
+    outcomes = fleet.run(GPUS[:1], "boot-quick", 5, 60)
+    assert outcomes[0].ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
+    assert outcomes[0].measurements == ()
 
 
 def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> None:
@@ -376,17 +376,17 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
 
 
 def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     worker = (
         "import os, time\nfrom image_builder.node.gpu.smoke import worker\nworker.end_with_the_parent()\n"
-        f"open({os.fspath(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+        f"open({os.fspath(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
     started = subprocess.Popen([sys.executable, "-c", parent], cwd=REPO_ROOT)
     for _ in range(200):
-        if told.exists() and told.read_text():
+        if pid_file.exists() and pid_file.read_text():
             break
         time.sleep(0.05)
     started.kill()
     started.wait()
-    _ends(int(told.read_text()))
+    _ends(int(pid_file.read_text()))

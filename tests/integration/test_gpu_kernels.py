@@ -33,8 +33,16 @@ def ptxas() -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == "ptxas")
 
 
-def _assemble(ptxas: Path, text: Path, target: str, made: Path) -> subprocess.CompletedProcess[str]:
-    argv: list[str | Path] = [ptxas, "--verbose", "--gpu-name", f"sm_{target}", "--output-file", made, text]
+def _assemble(ptxas: Path, text: Path, target: str, target_file: Path) -> subprocess.CompletedProcess[str]:
+    argv: list[str | Path] = [
+        ptxas,
+        "--verbose",
+        "--gpu-name",
+        f"sm_{target}",
+        "--output-file",
+        target_file,
+        text,
+    ]
     return subprocess.run(argv, capture_output=True, text=True)
 
 
@@ -49,10 +57,10 @@ def test_a_module_is_assembled_for_every_target(module: str, ptxas: Path, tmp_pa
     text = KERNELS / f"{module}.ptx"
     entries = len(re.findall(r"\.visible \.entry", text.read_text()))
     for target in SUITABLE[module]:
-        made = tmp_path / f"{module}.sm_{target}.cubin"
-        done = _assemble(ptxas, text, target, made)
+        binary = tmp_path / f"{module}.sm_{target}.cubin"
+        done = _assemble(ptxas, text, target, binary)
         assert done.returncode == 0, f"sm_{target}: {done.stderr}"
-        assert made.read_bytes()[:4] == b"\x7fELF"
+        assert binary.read_bytes()[:4] == b"\x7fELF"
         # Registers for four blocks of 256 threads on each SM, none of them spilled.
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", done.stderr)]
         assert len(registers) == entries and max(registers) <= 64, done.stderr
@@ -69,7 +77,7 @@ def test_the_kernel_that_provokes_xids_is_assembled(ptxas: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("module", "found", "put"),
+    ("module", "original", "put"),
     [
         ("base", "mad.lo.u32 %a, %lo, 0x9E3779B1, %hi;", "mad.lo.u32 %a, %lo, 0x9E3779B1, %nothing;"),
         ("base", "shf.l.wrap.b32", "shf.sideways.b32"),
@@ -81,12 +89,12 @@ def test_the_kernel_that_provokes_xids_is_assembled(ptxas: Path, tmp_path: Path)
     ],
 )
 def test_a_broken_kernel_is_not_assembled(
-    module: str, found: str, put: str, ptxas: Path, tmp_path: Path
+    module: str, original: str, put: str, ptxas: Path, tmp_path: Path
 ) -> None:
     text = (KERNELS / f"{module}.ptx").read_text()
-    assert found in text
+    assert original in text
     broken = tmp_path / "broken.ptx"
-    broken.write_text(text.replace(found, put, 1))
+    broken.write_text(text.replace(original, put, 1))
     done = _assemble(ptxas, broken, "90", tmp_path / "broken.cubin")
     assert done.returncode != 0 and not (tmp_path / "broken.cubin").exists()
 

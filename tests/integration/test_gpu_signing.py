@@ -110,13 +110,13 @@ def test_the_suites_check_sees_who_signed(
     lowers, facts = worker_gpu.sealed()
 
     def outcomes(name: str, trees: Sequence[Path], signers: Sequence[str], *, mutated: bool) -> list[str]:
-        told = json.loads(facts.read_bytes())
-        told["variables"] |= {"image_secure_boot": True, "nvidia_signers": signers}
+        recorded = json.loads(facts.read_bytes())
+        recorded["variables"] |= {"image_secure_boot": True, "nvidia_signers": signers}
         declared = tmp_path / f"{name}.json"
-        declared.write_text(json.dumps(told), encoding="utf-8")
+        declared.write_text(json.dumps(recorded), encoding="utf-8")
         select = (f"test_gpu.py::{CHECK}",)
-        found = mutants.observe(trees, declared, tmp_path / name, mutated=mutated, select=select)
-        return [f"{check.outcome} {check.exception}".strip() for check in found.checks]
+        observed = mutants.observe(trees, declared, tmp_path / name, mutated=mutated, select=select)
+        return [f"{check.outcome} {check.exception}".strip() for check in observed.checks]
 
     red = ["failed AssertionError"]
     with_signed = (tmp_path / "tree", *lowers)

@@ -54,15 +54,15 @@ RUNS = {"bw.hbm": [2990.0, 3010.0] * 5, "perf.mma": [600.0, 620.0] * 5}
 
 
 def test_floors_are_five_deviations_below_the_median(tmp_path: Path) -> None:
-    found = propose.calibration(contact(tmp_path, RUNS))
+    document = propose.calibration(contact(tmp_path, RUNS))
     # Twenty runs, each 10 from the median: the sample's deviation is 10 * sqrt(20 / 19), five of them 51.3.
-    assert found["overrides"]["hbm_floor_gbps"]["value"] == 2948.7
+    assert document["overrides"]["hbm_floor_gbps"]["value"] == 2948.7
     # The rule takes 0.85 of a reference by itself.
-    assert found["overrides"]["mma_reference_tflops"]["value"] == 610.0
-    assert found["why_not"] == []
-    made = {**found["calibrations"][0]}
-    assert made.pop("from") == "first contact, 2026-11-24, 2 GPUs"
-    assert made == {"size": SIZE, "driver": "580.159.04", "agent": "0123456789ab"}
+    assert document["overrides"]["mma_reference_tflops"]["value"] == 610.0
+    assert document["why_not"] == []
+    record = {**document["calibrations"][0]}
+    assert record.pop("from") == "first contact, 2026-11-24, 2 GPUs"
+    assert record == {"size": SIZE, "driver": "580.159.04", "agent": "0123456789ab"}
 
 
 WRONG = {"id": "kat.ffma", "gpu": GPUS[0], "status": "failed", "measured": 1.0, "detail": "x"}
@@ -82,21 +82,23 @@ WRONG = {"id": "kat.ffma", "gpu": GPUS[0], "status": "failed", "measured": 1.0, 
     ],
 )
 def test_what_calibrates_nothing(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
-    found = propose.calibration(contact(tmp_path, RUNS, **changes))
-    assert found["calibrations"] == [] and any(why in reason for reason in found["why_not"])
+    document = propose.calibration(contact(tmp_path, RUNS, **changes))
+    assert document["calibrations"] == [] and any(why in reason for reason in document["why_not"])
 
 
 @pytest.mark.parametrize("values", [[3000.0] * 7, [1000.0, 5000.0] * 5])
 def test_too_few_runs_or_too_wide_a_spread_make_no_floor(values: list[float], tmp_path: Path) -> None:
-    found = propose.calibration(contact(tmp_path, {"bw.hbm": values}))
-    assert found["overrides"] == {} and found["calibrations"] == [] and "bw.hbm" in found["why_not"][0]
+    document = propose.calibration(contact(tmp_path, {"bw.hbm": values}))
+    assert (
+        document["overrides"] == {} and document["calibrations"] == [] and "bw.hbm" in document["why_not"][0]
+    )
 
 
 def test_a_floor_that_was_assumed_too_high_is_marked(tmp_path: Path) -> None:
-    found = contact(tmp_path, {"bw.hbm": [12.0] * 10})
-    row = next(row for row in rows(found) if row.subject == f"{SIZE}: bw.hbm, GB/s")
+    learned = contact(tmp_path, {"bw.hbm": [12.0] * 10})
+    row = next(row for row in rows(learned) if row.subject == f"{SIZE}: bw.hbm, GB/s")
     assert row.holds is False and "lowest 12" in row.measured
-    assert f"| {SIZE}: bw.hbm, GB/s |" in table(found) and "**differs**" in table(found)
+    assert f"| {SIZE}: bw.hbm, GB/s |" in table(learned) and "**differs**" in table(learned)
 
 
 def test_what_would_name_the_machine_is_not_written(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ _XML_NAMES = {
     "ecc_mode/current_ecc": "ECC Mode/Current",
     "ecc_mode/pending_ecc": "ECC Mode/Pending",
     **{
-        f"ecc_errors/{when.lower()}/{xml}": f"ECC Errors/{when}/{words}"
+        f"ecc_errors/{when.lower()}/{xml}": f"ECC Errors/{when}/{name}"
         for when in ("Volatile", "Aggregate")
-        for xml, words in {
+        for xml, name in {
             "sram_correctable": "SRAM Correctable",
             "sram_uncorrectable": "SRAM Uncorrectable",
             "dram_correctable": "DRAM Correctable",
@@ -94,7 +94,7 @@ def convert(text: str, source: str) -> dict[str, Any]:
         "recorded": head.get("Timestamp", ""),
         "driver": head["Driver Version"],
         "attached": int(head["Attached GPUs"]),
-        "pci_devices": [one["PCI/Device Id"].removeprefix("0x")[:4].lower() for one in gpus],
+        "pci_devices": [gpu["PCI/Device Id"].removeprefix("0x")[:4].lower() for gpu in gpus],
         "gpus": [_without_defaults(as_json(_gpu(n, values))) for n, values in enumerate(gpus)],
     }
 
@@ -108,17 +108,17 @@ def _plain(text: str) -> Iterator[dict[str, str]]:
     values: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in text.splitlines():
-        indent, words = len(line) - len(line.lstrip()), line.strip()
-        if not words or words.startswith("==="):
+        indent, content = len(line) - len(line.lstrip()), line.strip()
+        if not content or content.startswith("==="):
             continue
-        if re.match(r"GPU [0-9A-Fa-f]{8}:", words):
+        if re.match(r"GPU [0-9A-Fa-f]{8}:", content):
             yield values
             values, path = {}, []
             continue
-        name, colon, value = (part.strip() for part in words.partition(" : "))
+        name, colon, value = (part.strip() for part in content.partition(" : "))
         path = [(depth, section) for depth, section in path if depth < indent]
         key = "/".join([*(section for _, section in path), name])
-        if colon or " : " in words:
+        if colon or " : " in content:
             values[_free(values, key)] = value
         # A line of a kind like "HW Slowdown : Active" has lines below it, too.
         path.append((indent, name))
@@ -141,27 +141,27 @@ def _xml(text: str) -> Iterator[dict[str, str]]:
         "Attached GPUs": root.findtext("attached_gpus", ""),
     }
     for gpu in root.findall("gpu"):
-        values = {words: (gpu.findtext(path) or "").strip() for path, words in _XML_NAMES.items()}
+        values = {name: (gpu.findtext(path) or "").strip() for path, name in _XML_NAMES.items()}
         for section in ("clocks_throttle_reasons", "clocks_event_reasons"):
             prefix = f"{section.removesuffix('s')}_"
-            for one in gpu.findall(f"{section}/*"):
-                known = _XML_THROTTLES.get(one.tag.removeprefix(prefix))
-                if known:
-                    values[f"Clocks Event Reasons/{known}"] = one.text or ""
-        for number, one in enumerate(gpu.findall("processes/process_info")):
+            for process in gpu.findall(f"{section}/*"):
+                bit = _XML_THROTTLES.get(process.tag.removeprefix(prefix))
+                if bit:
+                    values[f"Clocks Event Reasons/{bit}"] = process.text or ""
+        for number, process in enumerate(gpu.findall("processes/process_info")):
             mark = f"#{number}" if number else ""
-            for tag, words in (
+            for tag, name in (
                 ("pid", "Process ID"),
                 ("type", "Process ID/Type"),
                 ("process_name", "Process ID/Name"),
                 ("used_memory", "Process ID/Used GPU Memory"),
             ):
-                values[f"Processes/{words}{mark}"] = one.findtext(tag, "")
+                values[f"Processes/{name}{mark}"] = process.findtext(tag, "")
         yield values
 
 
 def _gpu(index: int, values: dict[str, str]) -> Gpu:
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     missing: dict[str, str] = {}
 
     def put(field: str, value: str | None, make: Any) -> None:
@@ -170,7 +170,7 @@ def _gpu(index: int, values: dict[str, str]) -> Gpu:
         elif value in ("N/A", "[N/A]") or value.startswith("Requested functionality"):
             missing[field] = "not-supported"
         else:
-            known[field] = make(value)
+            fields[field] = make(value)
 
     for field, (make, *names) in _PLAIN.items():
         put(field, _get(values, *names), make)
@@ -186,9 +186,9 @@ def _gpu(index: int, values: dict[str, str]) -> Gpu:
     put("throttle", _get(values, *(f"{section}/Idle" for section in sections)), lambda _: sum(active))
     for field in ("unrepairable_memory", "inforom_valid", "nvlinks", "nvlink_errors", "compute_capability"):
         missing[field] = "not recorded"
-    known["processes"] = tuple(_processes(values))
+    fields["processes"] = tuple(_processes(values))
     return Gpu(
-        index, values["GPU UUID"], values["PCI/Bus Id"], values["Product Name"], **known, missing=missing
+        index, values["GPU UUID"], values["PCI/Bus Id"], values["Product Name"], **fields, missing=missing
     )
 
 
@@ -206,7 +206,7 @@ def _put_rows(put: Any, values: dict[str, str]) -> None:
     put("remap_failure", _get(values, f"{section}/Remapping Failure Occurred") or none, _is_on)
     banks = f"{section}/Bank Remap Availability Histogram"
     counts = [_get(values, f"{banks}/{name}") for name in ("Max", "High", "Partial", "Low", "None")]
-    put("remap_histogram", counts[0] or none, lambda _: tuple(_number(one or "0") for one in counts))
+    put("remap_histogram", counts[0] or none, lambda _: tuple(_number(count or "0") for count in counts))
 
 
 def _put_ecc(put: Any, values: dict[str, str], when: str) -> None:
@@ -221,8 +221,8 @@ def _put_ecc(put: Any, values: dict[str, str], when: str) -> None:
     sums["uncorrected_dram"] = [f"{at}/DRAM Uncorrectable", f"{at}/Double Bit/Device Memory"]
     sums["uncorrected"] = [*sums["uncorrected_sram"], f"{at}/DRAM Uncorrectable", f"{at}/Double Bit/Total"]
     for kind, names in sums.items():
-        told = [values[name] for name in names if values.get(name)]
-        total = "N/A" if "N/A" in told else str(sum(map(int, told))) if told else None
+        answers = [values[name] for name in names if values.get(name)]
+        total = "N/A" if "N/A" in answers else str(sum(map(int, answers))) if answers else None
         put(f"ecc_{low}_{kind}", total, int)
 
 
@@ -243,8 +243,8 @@ def _mib(text: str) -> int:
 
 
 def _number(text: str) -> int:
-    found = re.match(r"-?\d+", text)
-    return int(found[0]) if found else 0
+    number = re.match(r"-?\d+", text)
+    return int(number[0]) if number else 0
 
 
 def _is_on(text: str) -> bool:

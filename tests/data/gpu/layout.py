@@ -74,14 +74,16 @@ def layout(kind: Any) -> dict[str, Any]:
 def main() -> None:
     vendor = import_module("pynvml")
     constants = [*CONSTANTS, *(name for name in dir(vendor) if name.startswith(_PREFIXES))]
-    made = {
+    document = {
         "format": 1,
         "source": f"nvidia-ml-py {metadata.version('nvidia-ml-py')} (NVIDIA, BSD)",
-        "structures": {ours: layout(getattr(vendor, theirs)) for ours, theirs in STRUCTURES.items()},
+        "structures": {
+            ours: layout(getattr(vendor, theirs_name)) for ours, theirs_name in STRUCTURES.items()
+        },
         "constants": {name: getattr(vendor, name) for name in constants},
     }
     target = Path(__file__).with_name("nvml-layout.json")
-    target.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

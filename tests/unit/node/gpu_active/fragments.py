@@ -51,16 +51,16 @@ def _bits(value: Fraction, kind: str) -> int:
 def _one(
     lanes: Sequence[Sequence[Sequence[int]]], depth: int, kind: str, places: tuple[Place, Place], sums: str
 ) -> list[list[int]]:
-    a, b, c = (_gather(lanes, which, code, place) for which, code, place in
+    a, b, c = (_gather(lanes, operand, code, place) for operand, code, place in
                zip(range(3), (kind, kind, sums), (*places, _c_16), strict=True))  # fmt: skip
-    made = _product(a, b, c, 16, 8, depth)
-    return [[_bits(made[_c_16(lane, i)], sums) for i in range(4)] for lane in range(32)]
+    product = _product(a, b, c, 16, 8, depth)
+    return [[_bits(product[_c_16(lane, i)], sums) for i in range(4)] for lane in range(32)]
 
 
-def _gather(lanes: Sequence[Sequence[Sequence[int]]], which: int, kind: str, place: Place) -> Matrix:
+def _gather(lanes: Sequence[Sequence[Sequence[int]]], operand: int, kind: str, place: Place) -> Matrix:
     matrix: Matrix = {}
     for lane, groups in enumerate(lanes):
-        for number, value in enumerate(_elements(groups[which], kind)):
+        for number, value in enumerate(_elements(groups[operand], kind)):
             where = place(lane, number)
             if where in matrix:
                 raise ValueError(f"two threads hold element {where}")
@@ -111,15 +111,15 @@ def _four(lanes: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         a, b, c = Matrix(), Matrix(), Matrix()
         for lane in members:
             high = 0 if lane < 16 else 4
-            of_a, of_b = (_elements(lanes[lane][which], "e") for which in range(2))
+            of_a, of_b = (_elements(lanes[lane][operand], "e") for operand in range(2))
             for i in range(4):
                 a[lane % 4 + high, i] = of_a[i]
                 b[i, lane % 4 + high] = of_b[i]
             for i, value in enumerate(_elements(lanes[lane][2], "f")):
                 c[_c_8(lane, i)] = value
-        made = _product(a, b, c, 8, 8, 4)
+        product = _product(a, b, c, 8, 8, 4)
         for lane in members:
-            answers[lane] = [_bits(made[_c_8(lane, i)], "f") for i in range(8)]
+            answers[lane] = [_bits(product[_c_8(lane, i)], "f") for i in range(8)]
     return answers
 
 

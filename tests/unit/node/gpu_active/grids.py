@@ -27,11 +27,11 @@ def block_of(
     memory = ptx.Memory()
     records = memory.allocate(threads * reference.RECORD.size)
     places = memory.allocate(4)
-    given = memory.allocate(len(operands))
-    memory.blocks[given][:] = operands
-    wanted = memory.allocate(8 * len(expected))
-    memory.blocks[wanted][:] = struct.pack(f"<{len(expected)}Q", *expected)
-    arguments = [records, places, given, wanted, steps, rounds]
+    inputs = memory.allocate(len(operands))
+    memory.blocks[inputs][:] = operands
+    expectations = memory.allocate(8 * len(expected))
+    memory.blocks[expectations][:] = struct.pack(f"<{len(expected)}Q", *expected)
+    arguments = [records, places, inputs, expectations, steps, rounds]
     ptx.launch(module(case.module)[case.kernel], memory, arguments, blocks=1, threads=threads, places=[77])
     assert memory.read(places, 4) == 77
     return bytes(memory.blocks[records])

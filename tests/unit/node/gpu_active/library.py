@@ -137,8 +137,8 @@ class Library:
             self._modules.append(ptx.parse(ctypes.string_at(image).decode()))
         except ptx.PtxError as error:
             logs = {options[n]: values[n] for n in range(count)}
-            said = str(error).encode()[: logs[cuda.JIT_ERROR_SIZE] - 1] + b"\0"
-            ctypes.memmove(logs[cuda.JIT_ERROR_LOG], said, len(said))
+            message = str(error).encode()[: logs[cuda.JIT_ERROR_SIZE] - 1] + b"\0"
+            ctypes.memmove(logs[cuda.JIT_ERROR_LOG], message, len(message))
             return INVALID_PTX
         to[0] = len(self._modules)
         return 0

@@ -126,9 +126,9 @@ class Thread:
     def value(self, operand: str | tuple[str, ...], bits: int = 64) -> int:
         """Return an operand's bits: a register, a special register, a number."""
         name = str(operand)
-        found = self.registers.get(name)
-        if found is not None:
-            return found
+        register = self.registers.get(name)
+        if register is not None:
+            return register
         return self.special[name] if name in self.special else _number(name, bits)
 
     def set(self, operand: str | tuple[str, ...], value: int) -> None:
@@ -159,8 +159,8 @@ class Thread:
             if instruction.name == "bra":
                 position = self.kernel.labels[str(instruction.operands[0])]
             elif instruction.name == "mma":
-                given = [[self.value(name) for name in group] for group in instruction.operands[1:]]
-                answer = yield instruction, given
+                matrices = [[self.value(name) for name in group] for group in instruction.operands[1:]]
+                answer = yield instruction, matrices
                 for name, value in zip(instruction.operands[0], answer, strict=True):
                     self.set(name, value)
             else:
@@ -229,10 +229,10 @@ def _move(thread: Thread, i: Instruction) -> None:
 
 def _compare(thread: Thread, i: Instruction) -> None:
     a, b = (thread.value(word, i.bits) for word in i.operands[1:3])
-    found = {"eq": a == b, "ne": a != b, "lt": a < b, "ge": a >= b}[i.suffixes[0]]
+    is_true = {"eq": a == b, "ne": a != b, "lt": a < b, "ge": a >= b}[i.suffixes[0]]
     if i.suffixes[1] == "and":
-        found = found and bool(thread.value(i.operands[3]))
-    thread.set(i.operands[0], found)
+        is_true = is_true and bool(thread.value(i.operands[3]))
+    thread.set(i.operands[0], is_true)
 
 
 def _select(thread: Thread, i: Instruction) -> None:
@@ -278,11 +278,11 @@ def _funnel(thread: Thread, i: Instruction) -> None:
 def _lookup(thread: Thread, i: Instruction) -> None:
     a, b, c = (thread.value(word, 32) for word in i.operands[1:4])
     table = thread.value(i.operands[4])
-    made = 0
+    result = 0
     for bit in range(32):
         index = (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1
-        made |= (table >> index & 1) << bit
-    thread.set(i.operands[0], made)
+        result |= (table >> index & 1) << bit
+    thread.set(i.operands[0], result)
 
 
 def _extract(thread: Thread, i: Instruction) -> None:
@@ -375,4 +375,4 @@ def _run_warp(warp: Sequence[Thread], limit: int) -> None:
         if len(met) != WARP or len({id(instruction) for instruction, _ in met}) != 1:
             raise PtxError("the threads of a warp do not meet at their mma")
         instruction = met[0][0]
-        answers = fragments.multiply(".".join(instruction.suffixes), [given for _, given in met])
+        answers = fragments.multiply(".".join(instruction.suffixes), [matrices for _, matrices in met])

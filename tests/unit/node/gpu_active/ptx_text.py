@@ -93,31 +93,31 @@ def _kernel(name: str, parameters: str, body: str) -> Kernel:
     labels: dict[str, int] = {}
     code: list[Instruction] = []
     for statement in re.split(r";|(?<=:)\n", body):
-        words = statement.strip()
-        if words.endswith(":"):
-            labels[words[:-1]] = len(code)
-        elif words.startswith(".reg"):
-            registers |= _registers(words)
-        elif words:
-            code.append(_instruction(words))
-    found = re.findall(r"\.param \.(\w+) (\w+)", parameters)
-    return Kernel(name, tuple((word, kind) for kind, word in found), tuple(code), labels, registers)
+        text = statement.strip()
+        if text.endswith(":"):
+            labels[text[:-1]] = len(code)
+        elif text.startswith(".reg"):
+            registers |= _registers(text)
+        elif text:
+            code.append(_instruction(text))
+    pairs = re.findall(r"\.param \.(\w+) (\w+)", parameters)
+    return Kernel(name, tuple((word, kind) for kind, word in pairs), tuple(code), labels, registers)
 
 
-def _registers(words: str) -> dict[str, int]:
-    _, kind, names = words.split(None, 2)
-    found = {}
+def _registers(declaration: str) -> dict[str, int]:
+    _, kind, names = declaration.split(None, 2)
+    registers = {}
     for name in names.split(","):
         stem, _, count = name.strip().rstrip(">").partition("<")
-        for one in [f"{stem}{n}" for n in range(int(count))] if count else [stem]:
-            found[one] = (1 << BITS[kind[1:]]) - 1
-    return found
+        for register in [f"{stem}{n}" for n in range(int(count))] if count else [stem]:
+            registers[register] = (1 << BITS[kind[1:]]) - 1
+    return registers
 
 
-def _instruction(words: str) -> Instruction:
-    match = _INSTRUCTION.fullmatch(words)
+def _instruction(statement: str) -> Instruction:
+    match = _INSTRUCTION.fullmatch(statement)
     if not match:
-        raise PtxError(f"not understood: {words}")
+        raise PtxError(f"not understood: {statement}")
     negated, guard, name, rest = match.groups()
     operands: list[str | tuple[str, ...]] = []
     for operand in _OPERAND.findall(rest):
@@ -125,6 +125,8 @@ def _instruction(words: str) -> Instruction:
         operands.append(tuple(w.strip() for w in text[1:-1].split(",")) if text.startswith("{") else text)
     head, _, form = name.partition(".")
     if form not in _FORMS.get(head, ()):
-        raise PtxError(f"not understood: {words}")
+        raise PtxError(f"not understood: {statement}")
     bits = BITS.get(form.rpartition(".")[2], 0)
-    return Instruction(head, tuple(form.split(".")), tuple(operands), guard or "", bool(negated), bits, words)
+    return Instruction(
+        head, tuple(form.split(".")), tuple(operands), guard or "", bool(negated), bits, statement
+    )

@@ -82,8 +82,8 @@ def test_each_timed_copy_is_in_its_turn(copy: object, monkeypatch: pytest.Monkey
         return real(self, work)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(device), "timed", watched)
-    found = copy(device, 4, 3, size=4 * KIB, tile=128, turn=turn)  # type: ignore[operator]
-    assert found.status == "done" and timed == [True] * 3
+    measurement = copy(device, 4, 3, size=4 * KIB, tile=128, turn=turn)  # type: ignore[operator]
+    assert measurement.status == "done" and timed == [True] * 3
     assert has_turn == [False]
 
 
@@ -93,10 +93,10 @@ def test_each_timed_copy_is_in_its_turn(copy: object, monkeypatch: pytest.Monkey
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """Simulate a machine of eight processors; return where this process was told to run, at first everywhere."""
-    told: list[set[int]] = [set(range(8))]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: told[-1])
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: told.append(set(processors)))
-    return told
+    affinities: list[set[int]] = [set(range(8))]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinities[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: affinities.append(set(processors)))
+    return affinities
 
 
 NODES = {0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
@@ -108,18 +108,18 @@ def measured(speed: float | None, status: str = "done") -> Measurement:
 
 def test_the_best_of_all_nodes_counts_and_is_named(affinity: list[set[int]]) -> None:
     speeds = {frozenset(NODES[0]): 31.5, frozenset(NODES[1]): 55.1}
-    found = copies.from_each_node(lambda: measured(speeds[frozenset(affinity[-1])]), NODES)
-    assert (found.measured, found.seconds) == (55.1, 1.0)
-    assert found.detail == "from NUMA node 1 (31.5 from 0, 55.1 from 1): all compared"
+    best = copies.from_each_node(lambda: measured(speeds[frozenset(affinity[-1])]), NODES)
+    assert (best.measured, best.seconds) == (55.1, 1.0)
+    assert best.detail == "from NUMA node 1 (31.5 from 0, 55.1 from 1): all compared"
     assert affinity[-1] == set(range(8))
 
 
 def test_bytes_that_are_wrong_from_one_node_are_wrong(affinity: list[set[int]]) -> None:
-    found = copies.from_each_node(
+    best = copies.from_each_node(
         lambda: measured(None, "failed") if affinity[-1] == NODES[1] else measured(55.0), NODES
     )
-    assert (found.status, found.measured) == ("failed", None)
-    assert found.detail.startswith("from NUMA node 1 (55 from 0): ")
+    assert (best.status, best.measured) == ("failed", None)
+    assert best.detail.startswith("from NUMA node 1 (55 from 0): ")
 
 
 def test_a_machine_of_one_node_is_left_alone(affinity: list[set[int]]) -> None:
@@ -146,8 +146,8 @@ def test_nodes_are_read_from_the_kernel(affinity: list[set[int]], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "numbers"),
     [("0-3,8\n", {0, 1, 2, 3, 8}), ("7\n", {7}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})],
 )
-def test_a_list_of_processors(text: str, found: set[int]) -> None:
-    assert copies.processors(text) == found
+def test_a_list_of_processors(text: str, numbers: set[int]) -> None:
+    assert copies.processors(text) == numbers

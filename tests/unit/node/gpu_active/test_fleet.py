@@ -21,12 +21,12 @@ def _lines(*values: Any) -> bytes:
 
 
 def test_a_worker_that_said_all_is_done() -> None:
-    found = judge(UUID, _lines(DONE, SUMMARY), b"", Ended(0))
-    assert found == Worker(UUID, "done", (DONE,), 132, 132, 1000, 950)
+    outcome = judge(UUID, _lines(DONE, SUMMARY), b"", Ended(0))
+    assert outcome == Worker(UUID, "done", (DONE,), 132, 132, 1000, 950)
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "ending"),
     [
         (Ended(-9, late=True), "killed: deadline"),
         (Ended(None, late=True), "hung: unkillable"),
@@ -38,10 +38,10 @@ def test_a_worker_that_said_all_is_done() -> None:
     ],
 )
 @pytest.mark.parametrize("output", [b"", _lines(DONE), _lines(DONE, SUMMARY), _lines(DONE)[:-5]])
-def test_a_bad_end_counts_whatever_was_said_before(ended: Ended, said: str, output: bytes) -> None:
-    found = judge(UUID, output, b"node-agent: FAILED:\n gpu.cuda: cuInit\n", ended)
-    assert found.ended == said and found.gpu == UUID
-    assert found.measurements == ((DONE,) if output.startswith(_lines(DONE)) else ())
+def test_a_bad_end_counts_whatever_was_said_before(ended: Ended, ending: str, output: bytes) -> None:
+    outcome = judge(UUID, output, b"node-agent: FAILED:\n gpu.cuda: cuInit\n", ended)
+    assert outcome.ended == ending and outcome.gpu == UUID
+    assert outcome.measurements == ((DONE,) if output.startswith(_lines(DONE)) else ())
 
 
 def test_an_exit_status_without_a_word_says_so() -> None:
@@ -50,7 +50,7 @@ def test_an_exit_status_without_a_word_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "complaint"),
     [
         (b"", "error: it ended without a summary"),
         (_lines(DONE), "error: it ended without a summary"),
@@ -68,18 +68,18 @@ def test_an_exit_status_without_a_word_says_so() -> None:
         (_lines(DONE).replace(b'"done"', b'"fine"'), "status must be one of"),
     ],
 )
-def test_words_that_are_not_a_workers_are_no_pass(output: bytes, said: str) -> None:
-    found = judge(UUID, output, b"", Ended(0))
-    assert found.ended.startswith("error: ") and said in found.ended
+def test_words_that_are_not_a_workers_are_no_pass(output: bytes, complaint: str) -> None:
+    outcome = judge(UUID, output, b"", Ended(0))
+    assert outcome.ended.startswith("error: ") and complaint in outcome.ended
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 def test_a_number_that_is_none_does_not_count_as_fast(number: bytes) -> None:
     output = _lines(DONE).replace(b"0.0, ", number + b", ", 1) + _lines(SUMMARY)
     assert number in output
-    found = judge(UUID, output, b"", Ended(0))
-    assert found.ended == f"error: line 1 is not a worker's: {number.decode()} is not a finite number"
-    assert found.measurements == ()
+    outcome = judge(UUID, output, b"", Ended(0))
+    assert outcome.ended == f"error: line 1 is not a worker's: {number.decode()} is not a finite number"
+    assert outcome.measurements == ()
 
 
 def test_links_join_what_was_found_before() -> None:
@@ -93,10 +93,10 @@ def test_links_join_what_was_found_before() -> None:
 
 
 def test_a_worker_sees_its_own_gpu_and_nothing_of_this_process() -> None:
-    found = program.environment(UUID, ["GPU-b", "GPU-c"])
-    assert found["CUDA_VISIBLE_DEVICES"] == f"{UUID},GPU-b,GPU-c"
-    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and found["CUDA_CACHE_DISABLE"] == "1"
-    assert set(found) == {
+    variables = program.environment(UUID, ["GPU-b", "GPU-c"])
+    assert variables["CUDA_VISIBLE_DEVICES"] == f"{UUID},GPU-b,GPU-c"
+    assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and variables["CUDA_CACHE_DISABLE"] == "1"
+    assert set(variables) == {
         "PATH",
         "LC_ALL",
         "HOME",

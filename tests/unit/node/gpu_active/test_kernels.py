@@ -32,8 +32,8 @@ def test_a_kernel_computes_what_the_reference_says(case: Case, seed: int) -> Non
     threads, steps = _small(case)
     operands = case.operands(seed)[: threads * case.operand_bytes]
     values = case.values(operands, steps)
-    found = grids.block_of(case, operands, values, steps=steps, rounds=2, threads=threads)
-    assert found == reference.records(values, 2)
+    block = grids.block_of(case, operands, values, steps=steps, rounds=2, threads=threads)
+    assert block == reference.records(values, 2)
     assert len(set(values)) > threads // 2  # they differ, or the test would say little
 
 
@@ -44,8 +44,8 @@ def test_a_kernel_tells_of_a_value_that_is_not_the_expected_one(case: Case) -> N
     values = case.values(operands, steps)
     expected = list(values)
     expected[19] ^= 1 << 40
-    found = grids.block_of(case, operands, expected, steps=steps, rounds=3, threads=threads)
-    records = list(reference.RECORD.iter_unpack(found))
+    block = grids.block_of(case, operands, expected, steps=steps, rounds=3, threads=threads)
+    records = list(reference.RECORD.iter_unpack(block))
     good = list(reference.RECORD.iter_unpack(reference.records(values, 3)))
     assert records[19] == (good[19][0], values[19], 3, 0)
     assert [record for n, record in enumerate(records) if n != 19] == [
@@ -59,8 +59,8 @@ def test_one_bit_of_an_operand_changes_the_result(case: Case) -> None:
     operands = bytearray(case.operands(11)[: threads * case.operand_bytes])
     values = case.values(bytes(operands), steps)
     operands[5 * case.operand_bytes + 1] ^= 2
-    found = grids.block_of(case, bytes(operands), values, steps=steps, rounds=1, threads=threads)
-    records = list(reference.RECORD.iter_unpack(found))
+    block = grids.block_of(case, bytes(operands), values, steps=steps, rounds=1, threads=threads)
+    records = list(reference.RECORD.iter_unpack(block))
     good = list(reference.RECORD.iter_unpack(reference.records(values, 1)))
     wrong = {number for number, record in enumerate(records) if record != good[number]}
     # A thread of its own, or those of the warp that multiply with its element.
@@ -99,42 +99,42 @@ def test_blocks_write_beside_each_other_and_tell_their_sm() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def _filled(words: int, start: int, mask: int, seed: int, flip: int) -> tuple[ptx.Memory, int]:
+def _filled(count: int, start: int, mask: int, seed: int, flip: int) -> tuple[ptx.Memory, int]:
     memory = ptx.Memory()
-    base = memory.allocate(8 * words)
-    arguments = [base, words, start, mask, seed, flip]
+    base = memory.allocate(8 * count)
+    arguments = [base, count, start, mask, seed, flip]
     ptx.launch(grids.module("memory")["mem_fill"], memory, arguments, blocks=2, threads=32)
     return memory, base
 
 
 def _verified(
-    memory: ptx.Memory, base: int, words: int, start: int, mask: int, seed: int, flip: int, rewrite: int
+    memory: ptx.Memory, base: int, count: int, start: int, mask: int, seed: int, flip: int, rewrite: int
 ) -> tuple[int, ...]:
     tally = memory.allocate(32)
     memory.blocks[tally][:] = struct.pack("<4Q", 0, 0, ALL, 0)
-    arguments = [base, words, start, mask, seed, flip, tally, rewrite]
+    arguments = [base, count, start, mask, seed, flip, tally, rewrite]
     ptx.launch(grids.module("memory")["mem_verify"], memory, arguments, blocks=2, threads=32)
     return struct.unpack("<4Q", memory.blocks[tally])
 
 
-@pytest.mark.parametrize("words", [2, 128, 300])
+@pytest.mark.parametrize("count", [2, 128, 300])
 @pytest.mark.parametrize(
     ("start", "mask", "seed", "flip"), [(0, ALL, 0, 0), (2**34 + 6, ALL, 99, ALL), (0, 63, 2**64 - 3, 5)]
 )
-def test_the_pattern_is_the_references(words: int, start: int, mask: int, seed: int, flip: int) -> None:
-    memory, base = _filled(words, start, mask, seed, flip)
-    found = struct.unpack(f"<{words}Q", memory.blocks[base])
-    expected = [reference.pattern(start + n, seed, flip=flip, mask=mask) for n in range(words)]
-    assert list(found) == expected
-    assert _verified(memory, base, words, start, mask, seed, flip, 0) == (words, 0, ALL, 0)
+def test_the_pattern_is_the_references(count: int, start: int, mask: int, seed: int, flip: int) -> None:
+    memory, base = _filled(count, start, mask, seed, flip)
+    pattern = struct.unpack(f"<{count}Q", memory.blocks[base])
+    expected = [reference.pattern(start + n, seed, flip=flip, mask=mask) for n in range(count)]
+    assert list(pattern) == expected
+    assert _verified(memory, base, count, start, mask, seed, flip, 0) == (count, 0, ALL, 0)
 
 
 def test_verification_leaves_the_complement_where_it_is_told_to() -> None:
     memory, base = _filled(130, 1000, ALL, 4, 0)
     assert _verified(memory, base, 130, 1000, ALL, 4, 0, 1) == (130, 0, ALL, 0)
     assert _verified(memory, base, 130, 1000, ALL, 4, ALL, 0) == (130, 0, ALL, 0)
-    found = struct.unpack("<130Q", memory.blocks[base])
-    assert list(found) == [reference.pattern(1000 + n, 4) ^ ALL for n in range(130)]
+    pattern = struct.unpack("<130Q", memory.blocks[base])
+    assert list(pattern) == [reference.pattern(1000 + n, 4) ^ ALL for n in range(130)]
 
 
 @pytest.mark.parametrize("word", [0, 1, 77, 128, 299])

@@ -26,8 +26,8 @@ def _records(rounds: int = 4) -> bytearray:
 
 
 def test_what_is_right_is_right_and_tells_its_sms() -> None:
-    found = compare(bytes(_records()), PLACES, VALUES, 4)
-    assert found.count == 0 and found.wrong == () and found.sms == {0, 5, 2}
+    comparison = compare(bytes(_records()), PLACES, VALUES, 4)
+    assert comparison.count == 0 and comparison.wrong == () and comparison.sms == {0, 5, 2}
 
 
 @pytest.mark.parametrize("bit", range(8 * RECORD.size))
@@ -35,17 +35,17 @@ def test_every_single_bit_of_a_record_counts(bit: int) -> None:
     records = _records()
     at = (1 * LANES + 77) * RECORD.size
     records[at + bit // 8] ^= 1 << bit % 8
-    found = compare(bytes(records), PLACES, VALUES, 4)
-    assert found.count == 1 and found.wrong_sms == {5}
-    assert (found.wrong[0].block, found.wrong[0].sm, found.wrong[0].thread) == (1, 5, 77)
+    comparison = compare(bytes(records), PLACES, VALUES, 4)
+    assert comparison.count == 1 and comparison.wrong_sms == {5}
+    assert (comparison.wrong[0].block, comparison.wrong[0].sm, comparison.wrong[0].thread) == (1, 5, 77)
 
 
 def test_a_wrong_value_is_named_with_its_round() -> None:
     records = _records()
     RECORD.pack_into(records, (2 * LANES + 40) * RECORD.size, 123, VALUES[40] ^ 1 << 17, 3, 1)
-    found = compare(bytes(records), PLACES, VALUES, 4)
-    words = known_answer.detail(QUICK[0], found)
-    assert words == (
+    comparison = compare(bytes(records), PLACES, VALUES, 4)
+    detail = known_answer.detail(QUICK[0], comparison)
+    assert detail == (
         f"kat_int: 1 threads wrong, on SM 2; SM 2, block 2, warp 1, lane 8, round 1: "
         f"expected {VALUES[40]:#018x}, found {VALUES[40] ^ 1 << 17:#018x}"
     )
@@ -55,15 +55,15 @@ def test_an_error_that_the_device_did_not_count_is_named_by_its_checksum() -> No
     records = _records()
     good = struct.unpack_from("<Q", records, 0)[0]
     struct.pack_into("<Q", records, 0, good ^ 4)
-    words = known_answer.detail(QUICK[0], compare(bytes(records), PLACES, VALUES, 4))
-    assert f"SM 0, block 0, warp 0, lane 0: expected checksum {good:#018x}, found {good ^ 4:#018x}" in words
+    detail = known_answer.detail(QUICK[0], compare(bytes(records), PLACES, VALUES, 4))
+    assert f"SM 0, block 0, warp 0, lane 0: expected checksum {good:#018x}, found {good ^ 4:#018x}" in detail
 
 
 def test_a_gpu_that_gets_all_wrong_is_told_of_in_few_words() -> None:
     records = bytes(3 * LANES * RECORD.size)
-    found = compare(records, PLACES, VALUES, 4)
-    assert found.count == 3 * LANES and found.wrong_sms == {0, 2, 5}
-    assert len(known_answer.detail(QUICK[0], found)) <= 512
+    comparison = compare(records, PLACES, VALUES, 4)
+    assert comparison.count == 3 * LANES and comparison.wrong_sms == {0, 2, 5}
+    assert len(known_answer.detail(QUICK[0], comparison)) <= 512
 
 
 def test_records_that_are_too_few_are_an_error() -> None:
@@ -76,10 +76,10 @@ def test_records_that_are_too_few_are_an_error() -> None:
 
 def _measure(gpu: Gpu, case: Case) -> tuple[str, float | None, str, int]:
     device, fake = library.device(gpu)
-    measured, seen = known_answer.measure(device, case.id, [case], [3], 0)
+    measured, sms = known_answer.measure(device, case.id, [case], [3], 0)
     assert fake.raised == [] and gpu.allocated == {}
     assert measured.gpu == UUID and measured.unit == "mismatches"
-    return measured.status, measured.measured, measured.detail, seen
+    return measured.status, measured.measured, measured.detail, sms
 
 
 @pytest.mark.parametrize("case", [*QUICK, *TENSOR], ids=lambda case: case.kernel)
@@ -133,8 +133,8 @@ def test_a_device_that_compares_nothing_fails() -> None:
             block[start + 8 : start + RECORD.size] = struct.pack("<QII", 0, 0, reference.NONE)
 
     device, fake = library.device(Gpu(UUID, after_launch=blind))
-    measured, seen = known_answer.measure(device, "kat.int", QUICK[:1], [3], 0)
-    assert (measured.status, seen) == ("failed", 0)
+    measured, sms = known_answer.measure(device, "kat.int", QUICK[:1], [3], 0)
+    assert (measured.status, sms) == ("failed", 0)
     assert measured.detail == "kat_int: 0 threads noticed a wrong expectation for thread 3 of 2 blocks"
 
 
@@ -147,19 +147,19 @@ def test_a_launch_that_does_nothing_fails() -> None:
                 super()._cuLaunchKernel(function, *more)
 
     device = cuda.Device(library.Driver(Gpu(UUID), kind=Idle), 0)
-    with known_answer.prepared(device, QUICK[0], 3, 2) as one:
-        found = []
+    with known_answer.prepared(device, QUICK[0], 3, 2) as run:
+        comparisons = []
         for _ in range(3):
-            one.start()
-            found.append(one.read())
-    assert [each.count for each in found] == [0, 0, 2 * LANES]
-    assert found[2].sms == {2**32 - 1}  # no SM has that number
+            run.start()
+            comparisons.append(run.read())
+    assert [each.count for each in comparisons] == [0, 0, 2 * LANES]
+    assert comparisons[2].sms == {2**32 - 1}  # no SM has that number
 
 
 def test_a_generation_without_a_kernel_is_an_error() -> None:
     device, _ = library.device(Gpu(UUID, capability=(6, 0)))
-    measured, seen = known_answer.measure(device, "kat.mma", (), [3], 0)
-    assert (measured.status, measured.measured, seen) == ("error", None, 0)
+    measured, sms = known_answer.measure(device, "kat.mma", (), [3], 0)
+    assert (measured.status, measured.measured, sms) == ("error", None, 0)
     assert measured.detail == "compute capability (6, 0) has no kernel"
 
 
@@ -173,15 +173,15 @@ def test_every_seed_and_case_is_tried() -> None:
 
 def test_the_rate_counts_every_product_and_compares() -> None:
     device, fake = library.device(Gpu(UUID))
-    found = known_answer.rate(device, TENSOR[0], 3, 0, warm=0)
+    measurement = known_answer.rate(device, TENSOR[0], 3, 0, warm=0)
     # 16 blocks of 8 warps, one step and round of four times four 8x8x4 products, in the fake's millisecond
-    assert found.measured == round(16 * 8 * 4 * 4 * 8 * 8 * 4 * 2 / 1e-3 / 1e12, 2)
-    assert (found.id, found.status, found.unit) == ("perf.mma", "done", "TFLOP/s")
+    assert measurement.measured == round(16 * 8 * 4 * 4 * 8 * 8 * 4 * 2 / 1e-3 / 1e12, 2)
+    assert (measurement.id, measurement.status, measurement.unit) == ("perf.mma", "done", "TFLOP/s")
 
     def flip(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
         block, at = fake.memory.place(arguments[0], RECORD.size)
         block[at] ^= 1
 
     fake.gpus[0].after_launch = flip
-    found = known_answer.rate(device, TENSOR[0], 3, 0, warm=0)
-    assert (found.status, found.measured, found.unit) == ("failed", None, "TFLOP/s")
+    measurement = known_answer.rate(device, TENSOR[0], 3, 0, warm=0)
+    assert (measurement.status, measurement.measured, measurement.unit) == ("failed", None, "TFLOP/s")

@@ -33,9 +33,9 @@ def _measure(device: cuda.Device, fraction: float = 0.95, *, corrupt: bool = Fal
 def test_memory_that_is_well_passes_and_tells_how_much_of_it() -> None:
     gpu = Gpu(UUID, sms=1, bytes=SMALL)
     device, fake = library.device(gpu)
-    found = _measure(device)
-    assert (found.measurement.status, found.measurement.measured) == ("done", 0.0)
-    assert (found.free, found.tested) == (SMALL, 19 * KIB)
+    tested = _measure(device)
+    assert (tested.measurement.status, tested.measurement.measured) == ("done", 0.0)
+    assert (tested.free, tested.tested) == (SMALL, 19 * KIB)
     assert fake.raised == [] and gpu.allocated == {}
 
 
@@ -43,8 +43,8 @@ def test_a_part_of_memory_is_chosen_at_random_and_is_enough() -> None:
     device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL))
     assert _measure(device, 0.25).tested >= 0.25 * SMALL
     chunks = [Chunk(0x1000 * n, 100, 0) for n in range(100)]
-    found = [tuple(memory.chosen(chunks, 2450, seed)) for seed in range(20)]
-    assert {len(one) for one in found} == {25} and len(set(found)) > 15
+    selections = [tuple(memory.chosen(chunks, 2450, seed)) for seed in range(20)]
+    assert {len(selection) for selection in selections} == {25} and len(set(selections)) > 15
 
 
 @pytest.mark.parametrize("launch", [1, 6, 9])
@@ -60,11 +60,11 @@ def test_one_bit_that_changes_is_found_with_its_address(launch: int) -> None:
     places: list[int] = []
     gpu = Gpu(UUID, sms=1, bytes=SMALL, after_launch=decay)
     device, fake = library.device(gpu)
-    found = _measure(device).measurement
-    assert (found.status, found.measured, found.seed) == ("failed", 1.0, 5)
-    assert f"1 wrong words, the first at {places[0]:#x} (byte " in found.detail
-    words = found.detail.split()
-    assert int(words[-3].rstrip(","), 16) ^ int(words[-1], 16) == 1 << 50
+    measurement = _measure(device).measurement
+    assert (measurement.status, measurement.measured, measurement.seed) == ("failed", 1.0, 5)
+    assert f"1 wrong words, the first at {places[0]:#x} (byte " in measurement.detail
+    parts = measurement.detail.split()
+    assert int(parts[-3].rstrip(","), 16) ^ int(parts[-1], 16) == 1 << 50
 
 
 def test_a_line_of_the_address_that_is_stuck_shows() -> None:
@@ -78,9 +78,9 @@ def test_a_line_of_the_address_that_is_stuck_shows() -> None:
             target[to : to + 64] = block[at : at + 64]
 
     device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=alias))
-    found = _measure(device).measurement
-    assert found.status == "failed" and found.measured == 8.0
-    assert "bits 0x" in found.detail
+    measurement = _measure(device).measurement
+    assert measurement.status == "failed" and measurement.measured == 8.0
+    assert "bits 0x" in measurement.detail
 
 
 def test_verification_that_finds_nothing_fails() -> None:
@@ -92,8 +92,11 @@ def test_verification_that_finds_nothing_fails() -> None:
             block[at + 8 : at + 32] = struct.pack("<3Q", 0, reference.ALL, 0)
 
     device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=blind))
-    found = _measure(device).measurement
-    assert found.status == "failed" and "was flipped on purpose, but verification found" in found.detail
+    measurement = _measure(device).measurement
+    assert (
+        measurement.status == "failed"
+        and "was flipped on purpose, but verification found" in measurement.detail
+    )
 
 
 def test_words_that_were_not_compared_fail() -> None:
@@ -103,21 +106,21 @@ def test_words_that_were_not_compared_fail() -> None:
             block[at : at + 8] = struct.pack("<Q", arguments[1] - 2)
 
     device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=lazy))
-    found = _measure(device).measurement
-    assert found.status == "failed" and "the GPU compared 510 of 512 words" in found.detail
+    measurement = _measure(device).measurement
+    assert measurement.status == "failed" and "the GPU compared 510 of 512 words" in measurement.detail
 
 
 def test_memory_that_can_not_be_allocated_is_an_error_and_no_pass() -> None:
     device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL, refuses={"cuMemAlloc_v2": 2}))
-    found = _measure(device, 0.25)
-    assert (found.measurement.status, found.measurement.measured, found.tested) == ("error", None, 0)
-    assert found.measurement.detail == f"only 0 of {SMALL} free bytes could be allocated"
+    tested = _measure(device, 0.25)
+    assert (tested.measurement.status, tested.measurement.measured, tested.tested) == ("error", None, 0)
+    assert tested.measurement.detail == f"only 0 of {SMALL} free bytes could be allocated"
 
 
 def test_smaller_chunks_are_taken_where_a_big_one_is_refused() -> None:
     device, fake = library.device(Gpu(UUID, sms=1, bytes=7 * KIB))
-    found = memory.allocate(device, 7 * KIB, CHUNK, UNIT)
-    assert [(chunk.size, chunk.start) for chunk in found] == [(4096, 0), (3072, 512)]
+    chunks = memory.allocate(device, 7 * KIB, CHUNK, UNIT)
+    assert [(chunk.size, chunk.start) for chunk in chunks] == [(4096, 0), (3072, 512)]
     fake.gpus[0].bytes = 12 * KIB  # 5 KiB are left
     more = memory.allocate(device, 16 * KIB, 16 * KIB, UNIT)
     assert [chunk.size for chunk in more] == [4096, KIB]
@@ -125,8 +128,8 @@ def test_smaller_chunks_are_taken_where_a_big_one_is_refused() -> None:
 
 def test_a_drill_of_memory_is_caught() -> None:
     device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL))
-    found = _measure(device, corrupt=True).measurement
-    assert (found.status, found.measured) == ("failed", 1.0)
+    measurement = _measure(device, corrupt=True).measurement
+    assert (measurement.status, measurement.measured) == ("failed", 1.0)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------
@@ -142,9 +145,11 @@ LINK: dict[str, Any] = {"size": 4 * KIB, "tile": 128}
 def test_a_copy_is_timed_and_compared(copy: Copy, sizes: dict[str, int], kernel_bytes: int) -> None:
     gpu = Gpu(UUID, sms=1)
     device, fake = library.device(gpu)
-    found = copy(device, 3, 2, **sizes)
-    assert (found.status, found.unit) == ("done", "GB/s")
-    assert found.measured == round(kernel_bytes * 4 * KIB / 1e-3 / 1e9, 2)  # the fake's copies take 1 ms
+    measurement = copy(device, 3, 2, **sizes)
+    assert (measurement.status, measurement.unit) == ("done", "GB/s")
+    assert measurement.measured == round(
+        kernel_bytes * 4 * KIB / 1e-3 / 1e9, 2
+    )  # the fake's copies take 1 ms
     assert fake.raised == [] and gpu.allocated == {} and fake._pinned == {}
     failed = copy(device, 3, 2, corrupt=True, **sizes)
     assert (failed.status, failed.measured) == ("failed", None)
@@ -171,18 +176,18 @@ def test_each_bit_that_arrives_wrong_is_placed(bit: int) -> None:
     data = bytearray(golden * 4)
     assert bandwidth.differs(memoryview(data), golden) == ""
     data[bit // 8] ^= 1 << bit % 8
-    said = bandwidth.differs(memoryview(data), golden)
-    assert f"1 wrong words in the 1024 bytes from byte {bit // 8 // 1024 * 1024}" in said
-    assert f"the first at byte {bit // 64 * 8}: expected 0x" in said
+    complaint = bandwidth.differs(memoryview(data), golden)
+    assert f"1 wrong words in the 1024 bytes from byte {bit // 8 // 1024 * 1024}" in complaint
+    assert f"the first at byte {bit // 64 * 8}: expected 0x" in complaint
 
 
 def test_peers_are_linked_ones_and_their_bytes_are_compared() -> None:
     others = [Gpu(UUID[:-1] + "1", sms=1, linked=False), Gpu(UUID[:-1] + "2", sms=1)]
     driver = library.Driver(Gpu(UUID, sms=1), *others)
     devices = cuda.devices(driver)
-    found = bandwidth.peer(devices[0], devices[1:], 3, 2, size=4 * KIB)
-    assert (found.status, found.measured) == ("done", round(4 * KIB / 1e-3 / 1e9, 2))
-    assert found.detail.startswith(f"to {others[1].uuid}: ")
+    measurement = bandwidth.peer(devices[0], devices[1:], 3, 2, size=4 * KIB)
+    assert (measurement.status, measurement.measured) == ("done", round(4 * KIB / 1e-3 / 1e9, 2))
+    assert measurement.detail.startswith(f"to {others[1].uuid}: ")
     skipped = bandwidth.peer(devices[0], devices[1:2], 3, 2, size=4 * KIB)
     assert (skipped.status, skipped.measured, skipped.detail) == ("skipped", None, "no peer by NVLink")
     assert all(gpu.allocated == {} for gpu in driver.fake.gpus)
@@ -195,5 +200,5 @@ def test_bytes_that_change_on_the_link_fail() -> None:
             self.memory.write(to + 16, 8, self.memory.read(to + 16, 8) ^ 2)
 
     devices = cuda.devices(library.Driver(Gpu(UUID, sms=1), Gpu(UUID[:-1] + "1", sms=1), kind=Noisy))
-    found = bandwidth.peer(devices[0], devices[1:], 3, 1, size=4 * KIB)
-    assert found.status == "failed" and "1 wrong words" in found.detail
+    measurement = bandwidth.peer(devices[0], devices[1:], 3, 1, size=4 * KIB)
+    assert measurement.status == "failed" and "1 wrong words" in measurement.detail

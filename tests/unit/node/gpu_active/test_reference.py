@@ -58,10 +58,10 @@ class _Rounding:
         totals = [0.0] * 4
         before = (0.0, 0.0)
         for a, b in pairs:
-            given = [(a, b), (-a, b), (a, before[1]), (before[0], b)]
+            factors = [(a, b), (-a, b), (a, before[1]), (before[0], b)]
             totals = [
                 ptx.to_float(ptx.fused(x, y, total, self.size), self.size)
-                for (x, y), total in zip(given, totals, strict=True)
+                for (x, y), total in zip(factors, totals, strict=True)
             ]
             before = (a, b)
         return [ptx.from_float(total, self.size) for total in totals]
@@ -133,8 +133,8 @@ _FLOATS = st.floats(min_value=2.0**-20, max_value=2.0**20, width=32) | st.floats
 @given(_FLOATS, _FLOATS, _FLOATS)
 def test_the_fused_multiply_add_is_rounded_once(a: float, b: float, c: float) -> None:
     exact = Fraction(a) * Fraction(b) + Fraction(c)
-    found = reference._fma(a, b, c)
-    assert reference.float_bits(found) == (ptx.rounded(exact, 32) if exact else reference.float_bits(0.0))
+    result = reference._fma(a, b, c)
+    assert reference.float_bits(result) == (ptx.rounded(exact, 32) if exact else reference.float_bits(0.0))
 
 
 def test_a_sum_that_rounding_twice_gets_wrong_is_right() -> None:
@@ -168,14 +168,13 @@ def test_a_sum_that_rounding_twice_gets_wrong_is_right() -> None:
 def test_tensor_values_are_those_of_repeated_products(
     case: int, shape: str, of_a: int, counts: tuple[int, int]
 ) -> None:
-    one = (*tensor.cases((8, 0)), *tensor.cases((7, 0)))[case]
-    operands = one.operands(6)
-    values = one.values(operands, 5)
-    words = one.operand_bytes // 4
+    chosen = (*tensor.cases((8, 0)), *tensor.cases((7, 0)))[case]
+    operands = chosen.operands(6)
+    values = chosen.values(operands, 5)
+    size = chosen.operand_bytes // 4
     for warp in (0, 7):
         lanes = [
-            struct.unpack_from(f"<{of_a + 2}I", operands, 4 * words * (32 * warp + lane))
-            for lane in range(32)
+            struct.unpack_from(f"<{of_a + 2}I", operands, 4 * size * (32 * warp + lane)) for lane in range(32)
         ]
         sums: list[list[int]] = [[] for _ in range(32)]
         for swapped, turn in itertools.product((False, True), range(counts[0])):
@@ -186,14 +185,14 @@ def test_tensor_values_are_those_of_repeated_products(
                 c = fragments.multiply(shape, list(zip(a, b, c, strict=True)))
             for lane in range(32):
                 sums[lane] += c[lane]
-        assert [reference.fold(one) for one in sums] == values[32 * warp : 32 * warp + 32]
+        assert [reference.fold(parts) for parts in sums] == values[32 * warp : 32 * warp + 32]
 
 
 def test_operands_are_exact_in_their_type_and_never_zero() -> None:
-    for one in (tensor.cases((9, 0))[0], tensor.cases((7, 0))[0]):
-        registers = one.operand_bytes // 4 if one.operand_bytes == 16 else 6
+    for case in (tensor.cases((9, 0))[0], tensor.cases((7, 0))[0]):
+        registers = case.operand_bytes // 4 if case.operand_bytes == 16 else 6
         for thread in range(LANES):
-            halves = struct.unpack_from(f"<{2 * registers}e", one.operands(2), thread * one.operand_bytes)
+            halves = struct.unpack_from(f"<{2 * registers}e", case.operands(2), thread * case.operand_bytes)
             for half in halves:
                 mantissa = abs(Fraction(half))
                 while mantissa.denominator > 1 or mantissa.numerator % 2 == 0:
@@ -202,18 +201,18 @@ def test_operands_are_exact_in_their_type_and_never_zero() -> None:
 
 
 @given(st.lists(st.integers(0, ALL), min_size=1, max_size=32), st.data())
-def test_folding_keeps_every_single_difference(words: list[int], data: st.DataObject) -> None:
-    changed = list(words)
-    at = data.draw(st.integers(0, len(words) - 1))
+def test_folding_keeps_every_single_difference(values: list[int], data: st.DataObject) -> None:
+    changed = list(values)
+    at = data.draw(st.integers(0, len(values) - 1))
     changed[at] ^= 1 << data.draw(st.integers(0, 63))
-    assert reference.fold(changed) != reference.fold(words)
+    assert reference.fold(changed) != reference.fold(values)
 
 
 def test_a_records_checksum_is_the_one_that_the_rounds_add_up_to() -> None:
     values = [random.Random(n).getrandbits(64) for n in range(5)]
     for rounds in (1, 2, 17):
-        found = list(reference.RECORD.iter_unpack(reference.records(values, rounds)))
-        for value, record in zip(values, found, strict=True):
+        records = list(reference.RECORD.iter_unpack(reference.records(values, rounds)))
+        for value, record in zip(values, records, strict=True):
             total = 0
             for _ in range(rounds):
                 total = (total * 0x100000001B3 + value) % 2**64
@@ -222,29 +221,29 @@ def test_a_records_checksum_is_the_one_that_the_rounds_add_up_to() -> None:
 
 def test_the_pattern_tells_each_address_and_its_complement_is_all_other_bits() -> None:
     starts = [0, 2**20, 2**34, 2**37]
-    words = [reference.pattern(start + n, 5) for start in starts for n in range(500)]
-    assert len(set(words)) == len(words)
-    for word, other in zip(words, [reference.pattern(n, 5, flip=ALL) for n in range(500)], strict=False):
+    patterns = [reference.pattern(start + n, 5) for start in starts for n in range(500)]
+    assert len(set(patterns)) == len(patterns)
+    for word, other in zip(patterns, [reference.pattern(n, 5, flip=ALL) for n in range(500)], strict=False):
         assert word ^ other == ALL
     assert reference.pattern_bytes(64, 9) == struct.pack(
         "<64Q", *[reference.pattern(n, 9) for n in range(64)]
     )
-    ones = sum(word.bit_count() for word in words) / len(words)
+    ones = sum(word.bit_count() for word in patterns) / len(patterns)
     assert math.isclose(ones, 32, rel_tol=0.05)
 
 
 def test_the_answers_are_what_they_were() -> None:
     """An answer that changes is another test: results of before and after can't be compared any more."""
     digest = hashlib.sha256()
-    for one in (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 0))):
-        operands = one.operands(2026)
-        digest.update(operands + struct.pack(f"<{LANES}Q", *one.values(operands, one.steps)))
+    for case in (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 0))):
+        operands = case.operands(2026)
+        digest.update(operands + struct.pack(f"<{LANES}Q", *case.values(operands, case.steps)))
     assert digest.hexdigest() == "aa369b053126b113a578336758e578080828a5233c9c8f5f2fcd3405d290df13"
 
 
 def test_a_gpu_gets_the_tensor_kernels_of_its_generation() -> None:
-    assert [one.module for one in tensor.cases((7, 0))] == ["tc_sm70"]
-    assert [one.module for one in tensor.cases((7, 5))] == ["tc_sm70"]
-    assert [one.kernel for one in tensor.cases((8, 0))] == ["kat_mma_f16", "kat_mma_s8"]
+    assert [case.module for case in tensor.cases((7, 0))] == ["tc_sm70"]
+    assert [case.module for case in tensor.cases((7, 5))] == ["tc_sm70"]
+    assert [case.kernel for case in tensor.cases((8, 0))] == ["kat_mma_f16", "kat_mma_s8"]
     assert tensor.cases((12, 0)) == tensor.cases((8, 0))
     assert tensor.cases((6, 1)) == ()

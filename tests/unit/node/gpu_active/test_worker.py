@@ -74,18 +74,18 @@ def _run(
     return fleet.judge(UUID, output.encode(), b"", fleet.Ended(0))
 
 
-def _by_id(found: Worker) -> dict[str, Measurement]:
-    return {one.id: one for one in found.measurements}
+def _by_id(outcome: Worker) -> dict[str, Measurement]:
+    return {result.id: result for result in outcome.measurements}
 
 
 def test_a_gpu_that_is_well_passes_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _run(capsys, Gpu(UUID, bytes=160 * KIB))
-    assert [one.id for one in found.measurements] == IDS
-    assert {one.status for one in found.measurements} == {"done"}
-    assert {one.id: one.unit for one in found.measurements} == KIND
-    assert {one.measured for one in found.measurements if one.unit == "mismatches"} == {0.0}
-    assert (found.ended, found.sms, found.sms_seen) == ("done", 2, 2)
-    assert found.memory_bytes == 160 * KIB and found.memory_tested_bytes >= 40 * KIB
+    outcome = _run(capsys, Gpu(UUID, bytes=160 * KIB))
+    assert [result.id for result in outcome.measurements] == IDS
+    assert {result.status for result in outcome.measurements} == {"done"}
+    assert {result.id: result.unit for result in outcome.measurements} == KIND
+    assert {result.measured for result in outcome.measurements if result.unit == "mismatches"} == {0.0}
+    assert (outcome.ended, outcome.sms, outcome.sms_seen) == ("done", 2, 2)
+    assert outcome.memory_bytes == 160 * KIB and outcome.memory_tested_bytes >= 40 * KIB
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_gpu_that_is_well_passes_everything(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_every_drill_is_caught(capsys: pytest.CaptureFixture[str], drill: str, failing: set[str]) -> None:
-    found = _run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB), drill=drill)
-    assert {one.id for one in found.measurements if one.status == "failed"} == failing
-    assert {one.id for one in found.measurements if one.status == "done"} == set(IDS) - failing
+    outcome = _run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB), drill=drill)
+    assert {result.id for result in outcome.measurements if result.status == "failed"} == failing
+    assert {result.id for result in outcome.measurements if result.status == "done"} == set(IDS) - failing
 
 
 def test_copies_wait_for_their_turn(
@@ -107,37 +107,37 @@ def test_copies_wait_for_their_turn(
 ) -> None:
     monkeypatch.setattr(copies, "TURN_SECONDS", 0.02)
     with copies.turn():  # another worker's, that doesn't end
-        found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB)))
-    assert {name for name, one in found.items() if one.status == "error"} == {"bw.h2d", "bw.d2h"}
-    assert "another GPU's copies" in found["bw.h2d"].detail
+        results = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB)))
+    assert {name for name, result in results.items() if result.status == "error"} == {"bw.h2d", "bw.d2h"}
+    assert "another GPU's copies" in results["bw.h2d"].detail
 
 
 def test_a_driver_that_ends_with_an_error_of_the_gpu_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     gpu = Gpu(UUID, sms=1, bytes=80 * KIB, refuses={"cuLaunchKernel": ECC})
-    found = _run(capsys, gpu)
-    assert {one.status for one in found.measurements} == {"failed"}
-    assert _by_id(found)["kat.int"].detail == "cuLaunchKernel: CUDA_ERROR_ECC_UNCORRECTABLE (214)"
-    assert _by_id(found)["kat.int"].measured is None
-    assert (found.sms_seen, found.memory_tested_bytes) == (0, 0)
+    outcome = _run(capsys, gpu)
+    assert {result.status for result in outcome.measurements} == {"failed"}
+    assert _by_id(outcome)["kat.int"].detail == "cuLaunchKernel: CUDA_ERROR_ECC_UNCORRECTABLE (214)"
+    assert _by_id(outcome)["kat.int"].measured is None
+    assert (outcome.sms_seen, outcome.memory_tested_bytes) == (0, 0)
 
 
 def test_a_call_that_is_refused_is_an_error_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, refuses={"cuMemHostAlloc": 999})))
-    assert {name for name, one in found.items() if one.status == "error"} == {"bw.h2d", "bw.d2h"}
-    assert found["bw.h2d"].detail == "cuMemHostAlloc: error (999)" and found["bw.h2d"].unit == "GB/s"
+    results = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, refuses={"cuMemHostAlloc": 999})))
+    assert {name for name, result in results.items() if result.status == "error"} == {"bw.h2d", "bw.d2h"}
+    assert results["bw.h2d"].detail == "cuMemHostAlloc: error (999)" and results["bw.h2d"].unit == "GB/s"
 
 
 def test_a_gpu_before_volta_passes_nothing_of_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, capability=(6, 0))))
-    assert list(found) == IDS
-    assert {name for name, one in found.items() if one.status == "error"} == {"kat.mma", "perf.mma"}
+    results = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB, capability=(6, 0))))
+    assert list(results) == IDS
+    assert {name for name, result in results.items() if result.status == "error"} == {"kat.mma", "perf.mma"}
 
 
 def test_links_to_peers_are_all_that_is_tried_with_peers(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = Gpu(UUID, sms=1), Gpu(PEER, sms=1)
-    found = _run(capsys, *gpus, peers=(PEER,))
-    assert [(one.id, one.status) for one in found.measurements] == [("bw.p2p", "done")]
-    assert found.ended == "done"
+    outcome = _run(capsys, *gpus, peers=(PEER,))
+    assert [(result.id, result.status) for result in outcome.measurements] == [("bw.p2p", "done")]
+    assert outcome.ended == "done"
 
 
 def test_another_gpu_than_the_one_asked_for_is_refused() -> None:

@@ -26,7 +26,7 @@ class Answering:
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> int:
         gpu, short = self.gpu, name.removeprefix("nvmlDeviceGet")
-        out = [getattr(one, "_obj", one) for one in arguments[1:]]
+        out = [getattr(argument, "_obj", argument) for argument in arguments[1:]]
         texts = {"UUID": gpu.uuid, "Name": gpu.name, "Serial": gpu.serial, "VbiosVersion": gpu.vbios}
         if short == "HandleByIndex_v2":
             return 0
@@ -139,14 +139,14 @@ class Answering:
 
     def _ComputeRunningProcesses_v3(self, out: list[Any]) -> int:  # noqa: N802
         count, array = out
-        found = self.gpu.processes or ()
-        if count.value < len(found):
-            count.value = len(found)
+        processes = self.gpu.processes or ()
+        if count.value < len(processes):
+            count.value = len(processes)
             return nvml.INSUFFICIENT_SIZE
-        for number, one in enumerate(found):
-            array[number].pid = one.pid
-            array[number].usedGpuMemory = 2**64 - 1 if one.used_bytes is None else one.used_bytes
-        count.value = len(found)
+        for number, process in enumerate(processes):
+            array[number].pid = process.pid
+            array[number].usedGpuMemory = 2**64 - 1 if process.used_bytes is None else process.used_bytes
+        count.value = len(processes)
         return 0
 
     def _FieldValues(self, out: list[Any]) -> int:  # noqa: N802
@@ -158,10 +158,10 @@ class Answering:
             if self.gpu.recovery_action is None
             else readings.RECOVERY_ACTIONS.index(self.gpu.recovery_action),
         }
-        for one in out[1]:
-            value = answers[one.fieldId]
-            one.nvmlReturn = nvml.NOT_SUPPORTED if value is None else 0
-            one.valueType, one.value.uiVal = 1, int(value or 0)
+        for field in out[1]:
+            value = answers[field.fieldId]
+            field.nvmlReturn = nvml.NOT_SUPPORTED if value is None else 0
+            field.valueType, field.value.uiVal = 1, int(value or 0)
         return 0
 
 

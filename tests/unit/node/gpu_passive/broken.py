@@ -132,8 +132,8 @@ def port(changed: Port) -> Change:
 
 def libraries(**versions: str) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        found = {**evidence.before.machine.libraries, **versions}
-        return machine(libraries={name: version for name, version in found.items() if version})(evidence)
+        installed = {**evidence.before.machine.libraries, **versions}
+        return machine(libraries={name: version for name, version in installed.items() if version})(evidence)
 
     return change
 

@@ -64,8 +64,8 @@ ANSWERS = ("kat.int", "kat.ffma", "kat.dfma", "kat.mma", "det.fp32", "mem.patter
 
 def recorded(name: str) -> tuple[Gpu, str]:
     """Return a recorded GPU and its driver's version."""
-    found = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return decode(Gpu, found["gpus"][0]), found["driver"]
+    recording = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return decode(Gpu, recording["gpus"][0]), recording["driver"]
 
 
 def node(
@@ -82,23 +82,25 @@ def node(
     size = expected.size
     assert size
     gpus = tuple(_numbered(_complete(gpu, size, changes), n) for n in range(size.count))
-    seen = Seen(_machine(size, driver, gpus, recording), Nvml("", driver, len(gpus), gpus))
-    samples = tuple(_sample(one, second) for one in gpus for second in (0.0, 0.5, 1.0, 1.5))
-    workers = tuple(_worker(one, size) for one in gpus)
-    return Evidence(tier, expected, CATALOGUE, seen, seen, samples, workers, BEGAN_US)
+    reading = Seen(_machine(size, driver, gpus, recording), Nvml("", driver, len(gpus), gpus))
+    samples = tuple(_sample(gpu, second) for gpu in gpus for second in (0.0, 0.5, 1.0, 1.5))
+    workers = tuple(_worker(gpu, size) for gpu in gpus)
+    return Evidence(tier, expected, CATALOGUE, reading, reading, samples, workers, BEGAN_US)
 
 
 def _complete(gpu: Gpu, size: Size, changes: dict[str, Any]) -> Gpu:
     """Return a GPU with healthy answers where the recording has none."""
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "inforom_valid": True,
         "nvlinks": (True,) * size.nvlink_links if size.nvlink_links else None,
         **dict.fromkeys(LINK_ERRORS, 0 if size.nvlink_links else None),
         "compute_capability": "0.0",
     }
-    missing = {name: why for name, why in gpu.missing.items() if made.get(name) is None}
+    missing = {name: why for name, why in gpu.missing.items() if fields.get(name) is None}
     return (
-        replace(gpu, **made, **changes) if not missing else replace(gpu, **made, **changes, missing=missing)
+        replace(gpu, **fields, **changes)
+        if not missing
+        else replace(gpu, **fields, **changes, missing=missing)
     )
 
 
@@ -151,11 +153,13 @@ def _worker(gpu: Gpu, size: Size) -> Worker:
     copies = {"bw.hbm": size.hbm_floor_gbps, "bw.h2d": size.h2d_floor_gbps, "bw.d2h": size.d2h_floor_gbps}
     if size.p2p_floor_gbps:
         copies["bw.p2p"] = size.p2p_floor_gbps
-    made = [Measurement(name, gpu.uuid, "done", 0.0, "mismatches", seed=7) for name in ANSWERS]
-    made += [Measurement(name, gpu.uuid, "done", least.value * 1.2, "GB/s") for name, least in copies.items()]
-    made += [Measurement("perf.mma", gpu.uuid, "done", 100.0, "TFLOP/s")]
+    results = [Measurement(name, gpu.uuid, "done", 0.0, "mismatches", seed=7) for name in ANSWERS]
+    results += [
+        Measurement(name, gpu.uuid, "done", least.value * 1.2, "GB/s") for name, least in copies.items()
+    ]
+    results += [Measurement("perf.mma", gpu.uuid, "done", 100.0, "TFLOP/s")]
     free = (gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)
-    return Worker(gpu.uuid, "done", tuple(made), 108, 108, free, int(free * 0.96))
+    return Worker(gpu.uuid, "done", tuple(results), 108, 108, free, int(free * 0.96))
 
 
 def places(root: Path) -> Places:
@@ -211,9 +215,9 @@ def later(number: int = 0, **fields: Any) -> Change:
     return change
 
 
-def _with_gpu(seen: Seen, number: int, fields: dict[str, Any]) -> Seen:
-    gpus = tuple(replace(one, **fields) if one.index == number else one for one in seen.nvml.gpus)
-    return replace(seen, nvml=replace(seen.nvml, gpus=gpus))
+def _with_gpu(reading: Seen, number: int, fields: dict[str, Any]) -> Seen:
+    gpus = tuple(replace(other, **fields) if other.index == number else other for other in reading.nvml.gpus)
+    return replace(reading, nvml=replace(reading.nvml, gpus=gpus))
 
 
 def samples(*seconds: float, **fields: Any) -> Change:
@@ -224,8 +228,8 @@ def samples(*seconds: float, **fields: Any) -> Change:
         return replace(
             evidence,
             samples=tuple(
-                replace(one, **fields) if one.gpu == uuid and one.seconds in seconds else one
-                for one in evidence.samples
+                replace(sample, **fields) if sample.gpu == uuid and sample.seconds in seconds else sample
+                for sample in evidence.samples
             ),
         )
 
@@ -247,9 +251,12 @@ def measured(id: str, number: int = 0, **fields: Any) -> Change:
     """Return what changes one measurement of one GPU."""
 
     def change(evidence: Evidence) -> Evidence:
-        found = evidence.workers[number].measurements
-        changed = tuple(replace(one, **fields) if one.id == id else one for one in found)
-        assert changed != found
+        measurements = evidence.workers[number].measurements
+        changed = tuple(
+            replace(measurement, **fields) if measurement.id == id else measurement
+            for measurement in measurements
+        )
+        assert changed != measurements
         return worker(number, measurements=changed)(evidence)
 
     return change
@@ -259,9 +266,9 @@ def xid(message: str, at_us: int = 1) -> Change:
     """Return what puts a kernel message into the log."""
 
     def change(evidence: Evidence) -> Evidence:
-        found = xids.parse_message(message, at_us)
-        assert found
-        before = replace(evidence.before, xids=(*evidence.before.xids, found))
+        xid = xids.parse_message(message, at_us)
+        assert xid
+        before = replace(evidence.before, xids=(*evidence.before.xids, xid))
         after = replace(evidence.after, xids=before.xids) if evidence.after else None
         return replace(evidence, before=before, after=after)
 
@@ -278,8 +285,8 @@ def settings(**fields: Any) -> Change:
 
 def together(*changes: Change) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        for one in changes:
-            evidence = one(evidence)
+        for change in changes:
+            evidence = change(evidence)
         return evidence
 
     return change

@@ -20,8 +20,8 @@ def write(directory: Path, **files: Any) -> None:
 
 def test_the_driver_is_the_baked_one(tmp_path: Path) -> None:
     write(tmp_path, gpu_driver=BAKED)
-    found = settings.load(tmp_path)
-    assert (found.driver_version, found.driver_flavour, found.kernel) == (
+    loaded = settings.load(tmp_path)
+    assert (loaded.driver_version, loaded.driver_flavour, loaded.kernel) == (
         BAKED["driver"],
         "open",
         BAKED["kernel"],
@@ -30,8 +30,8 @@ def test_the_driver_is_the_baked_one(tmp_path: Path) -> None:
 
 def test_a_pool_has_the_last_word(tmp_path: Path) -> None:
     write(tmp_path, gpu_driver=BAKED, gpu={"driver_version": "580.1", "mig": "enabled"})
-    found = settings.load(tmp_path)
-    assert (found.driver_version, found.driver_flavour, found.mig) == ("580.1", "open", "enabled")
+    loaded = settings.load(tmp_path)
+    assert (loaded.driver_version, loaded.driver_flavour, loaded.mig) == ("580.1", "open", "enabled")
 
 
 @pytest.mark.parametrize(

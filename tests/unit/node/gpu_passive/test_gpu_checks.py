@@ -43,22 +43,22 @@ def healthy(model: str, tier: Tier = "boot-full") -> Evidence:
 
 
 def outcome(evidence: Evidence) -> tuple[tuple[Check, ...], int]:
-    found = judge(evidence)
-    return found, verdict(found, evidence.tier).exit_code
+    checks = judge(evidence)
+    return checks, verdict(checks, evidence.tier).exit_code
 
 
 @pytest.mark.parametrize(("model", "tier"), list(product(NODES, TIERS)))
 def test_a_healthy_node_passes(model: str, tier: Tier) -> None:
-    found, code = outcome(healthy(model, tier))
-    odd = {(one.id, one.status, one.code) for one in found if one.status != "pass"}
+    checks, code = outcome(healthy(model, tier))
+    odd = {(check.id, check.status, check.code) for check in checks if check.status != "pass"}
     allowed = {
         ("sku.known", "warn", "sku.retired"),
         ("gpu.recovery_action", "skip", "not-supported"),
         ("ecc.sram.aggregate", "skip", "not-supported"),
     }
-    assert {one for one in odd if one[2] != NOT_APPLICABLE} <= allowed
+    assert {row for row in odd if row[2] != NOT_APPLICABLE} <= allowed
     assert code == 0
-    assert {one.id for one in found} == set(RULES)
+    assert {check.id for check in checks} == set(RULES)
 
 
 def test_there_are_recordings_of_five_models() -> None:
@@ -75,9 +75,9 @@ def test_there_are_recordings_of_five_models() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_change_is_noticed(name: str) -> None:
     model, change, check, status, code, exit_code = CASES[name]
-    found, exited = outcome(change(healthy(model)))
-    assert (check, status, code) in {(one.id, one.status, one.code) for one in found}
-    assert exited == exit_code, [one for one in found if one.status not in ("pass", "skip")]
+    checks, exited = outcome(change(healthy(model)))
+    assert (check, status, code) in {(row.id, row.status, row.code) for row in checks}
+    assert exited == exit_code, [row for row in checks if row.status not in ("pass", "skip")]
 
 
 def test_every_check_goes_red() -> None:
@@ -90,29 +90,31 @@ def test_every_exit_code_but_the_deadline_is_reached() -> None:
 
 
 def statuses(evidence: Evidence, id: str) -> set[str]:
-    return {one.status for one in judge(evidence) if one.id == id}
+    return {check.status for check in judge(evidence) if check.id == id}
 
 
 @pytest.mark.parametrize("bit", [1 << n for n in range(16)])
 def test_each_bit_of_throttling(bit: int) -> None:
-    found = statuses(samples(0.0, 0.5, 1.0, 1.5, throttle=bit)(healthy("H100")), "throttle")
-    assert ("fail" in found) == (bit in THROTTLES)
+    results = statuses(samples(0.0, 0.5, 1.0, 1.5, throttle=bit)(healthy("H100")), "throttle")
+    assert ("fail" in results) == (bit in THROTTLES)
 
 
 @pytest.mark.parametrize(("model", "link"), [*product(["A100"], range(12)), *product(["H200"], range(18))])
 def test_each_link(model: str, link: int) -> None:
     links = healthy(model).gpus[0].nvlinks or ()
     down = tuple(state and n != link for n, state in enumerate(links))
-    found = [one for one in judge(gpu(0, nvlinks=down)(healthy(model))) if one.code == "nvlink.down"]
-    assert [one.measured for one in found] == [len(links) - 1]
-    assert f"inactive: {link}" in found[0].detail
+    down_checks = [
+        check for check in judge(gpu(0, nvlinks=down)(healthy(model))) if check.code == "nvlink.down"
+    ]
+    assert [check.measured for check in down_checks] == [len(links) - 1]
+    assert f"inactive: {link}" in down_checks[0].detail
 
 
 @pytest.mark.parametrize("number", range(8))
 def test_the_gpu_is_named(number: int) -> None:
     evidence = gpu(number, remap_failure=True)(healthy("H100"))
-    bad = [one for one in judge(evidence) if one.status == "fail"]
-    assert [one.gpu for one in bad] == [evidence.gpus[number].uuid]
+    bad = [check for check in judge(evidence) if check.status == "fail"]
+    assert [check.gpu for check in bad] == [evidence.gpus[number].uuid]
 
 
 def test_throttling_must_last() -> None:
@@ -152,10 +154,10 @@ def test_few_gpus_have_no_median() -> None:
 @pytest.mark.parametrize(("id", "tier"), list(product(RULES, TIERS)))
 @pytest.mark.parametrize(("status", "code"), [("skip", "not-supported"), ("error", "nvml.error")])
 def test_a_mandatory_check_that_was_not_made(id: str, tier: Tier, status: Any, code: str) -> None:
-    found = judge(healthy("A100", tier))
-    gone = [replace(one, status=status, code=code) if one.id == id else one for one in found]
-    wanted = 3 if tier in RULES[id].mandatory else 0
-    assert verdict(gone, tier).exit_code == wanted
+    checks = judge(healthy("A100", tier))
+    gone = [replace(check, status=status, code=code) if check.id == id else check for check in checks]
+    exit_code = 3 if tier in RULES[id].mandatory else 0
+    assert verdict(gone, tier).exit_code == exit_code
 
 
 OPTIONAL = {"gpu.inforom", "gpu.recovery_action", "ecc.sram.aggregate", "nvme.local", "mem.host"}
@@ -177,10 +179,10 @@ NEEDED = (
 @pytest.mark.parametrize("field", NEEDED.split())
 @pytest.mark.parametrize("reason", ["not-supported", "no-function", "error: unknown error (999)"])
 def test_an_answer_that_is_missing_is_no_pass(field: str, reason: str) -> None:
-    found, code = outcome(gpu(1, **{field: None, "missing": {field: reason}})(healthy("H100")))
+    checks, code = outcome(gpu(1, **{field: None, "missing": {field: reason}})(healthy("H100")))
     assert code == 3
-    told = {one.status for one in missing(found, "boot-full")}
-    assert told == ({"error"} if reason.startswith("error") else {"skip"})
+    unmade = {check.status for check in missing(checks, "boot-full")}
+    assert unmade == ({"error"} if reason.startswith("error") else {"skip"})
 
 
 @pytest.mark.parametrize(
@@ -199,17 +201,17 @@ def without_load(evidence: Evidence) -> Evidence:
 
 
 def test_without_a_load_nothing_passes() -> None:
-    found, code = outcome(without_load(healthy("H100")))
+    checks, code = outcome(without_load(healthy("H100")))
     assert code == 3
-    assert "fail" not in {one.status for one in found}
-    active = {one.id for one in found if one.status == "pass" and RULES[one.id].active}
+    assert "fail" not in {check.status for check in checks}
+    active = {check.id for check in checks if check.status == "pass" and RULES[check.id].active}
     assert active == set()
 
 
 def test_a_worker_that_says_nothing() -> None:
-    found, code = outcome(worker(2, measurements=())(healthy("H100")))
+    checks, code = outcome(worker(2, measurements=())(healthy("H100")))
     assert code == 3
-    ids = {one.id for one in missing(found, "boot-full")}
+    ids = {check.id for check in missing(checks, "boot-full")}
     assert ids == {name for name in RULES if name.startswith(("kat.", "det.", "bw.", "perf.", "mem.pattern"))}
 
 
@@ -235,9 +237,9 @@ def test_a_gpu_that_is_gone_after_the_load() -> None:
     evidence = healthy("H100")
     assert evidence.after
     gone = replace(evidence.after, nvml=replace(evidence.after.nvml, gpus=evidence.gpus[:7]))
-    found, code = outcome(replace(evidence, after=gone))
+    checks, code = outcome(replace(evidence, after=gone))
     assert code == 2
-    assert "gpu.lost" in {one.code for one in found if one.status == "fail"}
+    assert "gpu.lost" in {check.code for check in checks if check.status == "fail"}
 
 
 def test_a_counter_that_went_back() -> None:
@@ -257,8 +259,8 @@ def test_a_counter_that_went_back() -> None:
 )
 def test_nvml_does_not_answer(error: str, code: str, exit_code: int) -> None:
     evidence = without_load(library(error=error, count=0, gpus=(), driver="")(healthy("A100")))
-    found, exited = outcome(evidence)
-    assert code in {one.code for one in found if one.id == "driver.match"}
+    checks, exited = outcome(evidence)
+    assert code in {check.code for check in checks if check.id == "driver.match"}
     assert exited == exit_code
 
 
@@ -266,10 +268,10 @@ def test_no_gpu_where_some_are_expected() -> None:
     gone = together(
         machine(pci=(), nodes=(), driver_loaded="", modules={}), library(count=0, gpus=(), driver="")
     )
-    found, code = outcome(without_load(gone(healthy("H100"))))
-    told = [one for one in found if one.status == "fail"]
+    checks, code = outcome(without_load(gone(healthy("H100"))))
+    failed = [check for check in checks if check.status == "fail"]
     assert code == 2
-    assert ("gpu.count", "gpu.count") in {(one.id, one.code) for one in told}
+    assert ("gpu.count", "gpu.count") in {(check.id, check.code) for check in failed}
 
 
 @pytest.mark.parametrize("count", range(8))
@@ -278,21 +280,21 @@ def test_each_number_of_gpus_but_the_right_one(count: int) -> None:
     few = together(
         machine(pci=evidence.before.machine.pci[:count]), library(count=count, gpus=evidence.gpus[:count])
     )
-    found, code = outcome(few(evidence))
-    assert code == 2 and "fail" in {one.status for one in found if one.id == "gpu.count"}
+    checks, code = outcome(few(evidence))
+    assert code == 2 and "fail" in {check.status for check in checks if check.id == "gpu.count"}
 
 
 def test_more_gpus_than_the_size_has() -> None:
     more = machine(pci=healthy("H100").before.machine.pci * 2)
-    assert "gpu.count" in {one.code for one in judge(more(healthy("H100"))) if one.action == "config"}
+    assert "gpu.count" in {check.code for check in judge(more(healthy("H100"))) if check.action == "config"}
 
 
 def test_an_unknown_size_that_is_let_pass() -> None:
     evidence = unsized()(healthy("H100"))
     allowed = Settings(allow_unknown_size=True, count=8)
     expected = replace(evidence.expected, settings=allowed, count=8)
-    found, code = outcome(replace(evidence, expected=expected))
-    warned = {one.code for one in found if one.status == "warn"}
+    checks, code = outcome(replace(evidence, expected=expected))
+    warned = {check.code for check in checks if check.status == "warn"}
     assert code == 0
     assert warned == {"sku.unknown", "floor.unknown"}
     assert outcome(replace(evidence, expected=replace(expected, count=7)))[1] != 0
@@ -303,16 +305,16 @@ def test_an_unknown_size_that_is_let_pass() -> None:
 
 @pytest.mark.parametrize(("at", "status"), [(BEGAN_US - 1, "warn"), (BEGAN_US, "error")])
 def test_an_applications_xid_during_the_test_may_be_our_own(at: int, status: str) -> None:
-    words = "NVRM: Xid (PCI:0000:01:00): 31, pid='1234', name='python3', 'Illegal memory access'"
-    assert statuses(xid(words, at)(healthy("T4")), "xid.boot") == {status}
+    message = "NVRM: Xid (PCI:0000:01:00): 31, pid='1234', name='python3', 'Illegal memory access'"
+    assert statuses(xid(message, at)(healthy("T4")), "xid.boot") == {status}
 
 
 def test_an_xid_of_our_own_with_a_wrong_answer_is_the_gpus() -> None:
     during = xid("NVRM: Xid (PCI:0000:01:00): 13, Graphics SM Warp Exception", BEGAN_US)
     dead, wrong = worker(3, ended="crashed: signal 6"), measured("kat.mma", 3, status="failed", measured=1.0)
     for change in (dead, wrong):
-        found = verdict(judge(together(during, change)(healthy("H100"))), "boot-full")
-        assert (found.exit_code, found.action) == (1, "replace")
+        result = verdict(judge(together(during, change)(healthy("H100"))), "boot-full")
+        assert (result.exit_code, result.action) == (1, "replace")
     assert outcome(during(healthy("H100")))[1] == 3
 
 
@@ -322,15 +324,15 @@ COUNTERS = ("nvlink_replays", "nvlink_recoveries", "nvlink_crc_errors")
 @pytest.mark.parametrize("field", COUNTERS)
 @pytest.mark.parametrize(("reason", "exit_code"), [("not-supported", 0), ("no-function", 0), ("error: x", 3)])
 def test_links_whose_errors_are_not_counted(field: str, reason: str, exit_code: int) -> None:
-    found, code = outcome(gpu(1, **{field: None, "missing": {field: reason}})(healthy("H100")))
+    checks, code = outcome(gpu(1, **{field: None, "missing": {field: reason}})(healthy("H100")))
     assert code == exit_code
-    assert exit_code or "nvlink.uncounted" in {one.code for one in found if one.status == "warn"}
+    assert exit_code or "nvlink.uncounted" in {check.code for check in checks if check.status == "warn"}
 
 
 def test_a_gpu_that_tells_no_margin_warns() -> None:
     silent = together(samples(0.0, 0.5, 1.0, 1.5, temperature_margin_c=None, temperature_c=None))
-    found, code = outcome(silent(healthy("H100")))
-    assert code == 0 and "temp.hidden" in {one.code for one in found if one.status == "warn"}
+    checks, code = outcome(silent(healthy("H100")))
+    assert code == 0 and "temp.hidden" in {check.code for check in checks if check.status == "warn"}
 
 
 def test_a_recorded_xid_63_is_for_the_record() -> None:
@@ -339,13 +341,13 @@ def test_a_recorded_xid_63_is_for_the_record() -> None:
 
 @pytest.mark.parametrize("number", [*range(1, 173)])
 def test_each_xid_by_its_class(number: int) -> None:
-    known = CATALOGUE.classify(number)
+    xid_class = CATALOGUE.classify(number)
     evidence = xid(f"NVRM: Xid (PCI:0001:00:00): {number}, pid=1", 1)(healthy("V100"))
-    found = [one for one in judge(evidence) if one.id == "xid.boot"]
-    wanted = {"info": "pass", "warn": "warn", "fail": "fail"}[known.before]
-    assert [one.status for one in found] == [wanted]
-    if wanted == "fail":
-        assert found[0].action == known.action and found[0].gpu == evidence.gpus[0].uuid
+    checks = [check for check in judge(evidence) if check.id == "xid.boot"]
+    status = {"info": "pass", "warn": "warn", "fail": "fail"}[xid_class.before]
+    assert [check.status for check in checks] == [status]
+    if status == "fail":
+        assert checks[0].action == xid_class.action and checks[0].gpu == evidence.gpus[0].uuid
 
 
 def test_processes_of_our_own() -> None:
@@ -356,9 +358,9 @@ def test_processes_of_our_own() -> None:
 def test_a_waived_check_warns_and_says_why() -> None:
     narrow = samples(0.0, 0.5, 1.0, 1.5, pcie_width=8)(healthy("H100"))
     waived = settings(waived={"pcie.link": "ticket 123"})(narrow)
-    found, code = outcome(waived)
+    checks, code = outcome(waived)
     assert code == 0
-    assert [one.detail for one in found if one.code == "pcie.width"] == [
+    assert [check.detail for check in checks if check.code == "pcie.width"] == [
         "waived (ticket 123): 8 lanes, 16 expected"
     ]
 
@@ -377,11 +379,11 @@ ORDER: Sequence[tuple[Change, int]] = (
 @pytest.mark.parametrize("first", range(len(ORDER)))
 def test_the_worst_wins(first: int) -> None:
     changes = [change for change, _ in ORDER[first:]]
-    found, code = outcome(together(*changes)(healthy("H100")))
+    checks, code = outcome(together(*changes)(healthy("H100")))
     assert code == ORDER[first][1]
-    made = verdict(found, "boot-full")
-    assert made.retry_after_reboot == (code == 2)
-    assert len(made.summary) <= 200 and made.code
+    result = verdict(checks, "boot-full")
+    assert result.retry_after_reboot == (code == 2)
+    assert len(result.summary) <= 200 and result.code
 
 
 def test_nothing_is_no_pass() -> None:
@@ -390,5 +392,5 @@ def test_nothing_is_no_pass() -> None:
 
 def test_wrong_answers_are_not_tried_again() -> None:
     evidence = measured("kat.int", 0, status="failed", measured=3.0)(healthy("T4"))
-    made = verdict(judge(evidence), "boot-full")
-    assert (made.exit_code, made.action, made.retry_after_reboot) == (1, "replace", False)
+    result = verdict(judge(evidence), "boot-full")
+    assert (result.exit_code, result.action, result.retry_after_reboot) == (1, "replace", False)

@@ -28,9 +28,9 @@ Tree = Callable[..., System]
 
 @pytest.fixture
 def schema(repo_root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((repo_root / "docs/reference/gpu-smoke.schema.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(found)
-    return found
+    document: dict[str, Any] = json.loads((repo_root / "docs/reference/gpu-smoke.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(document)
+    return document
 
 
 def put(path: Path, text: str) -> None:
@@ -108,48 +108,48 @@ def tree(tmp_path: Path) -> Tree:
 
 def result(system: System, schema: dict[str, Any], tier: str = "boot-full") -> tuple[int, dict[str, Any]]:
     code = command.run(tier, system=system)
-    made: dict[str, Any] = json.loads((system.places.run / "gpu.json").read_text(encoding="utf-8"))
-    jsonschema.validate(made, schema)
-    assert made["verdict"]["exit_code"] == code
-    return code, made
+    document: dict[str, Any] = json.loads((system.places.run / "gpu.json").read_text(encoding="utf-8"))
+    jsonschema.validate(document, schema)
+    assert document["verdict"]["exit_code"] == code
+    return code, document
 
 
 def test_a_healthy_node(tree: Tree, schema: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    code, made = result(tree(), schema)
-    assert code == 0, made["verdict"]
-    assert made["boot_id"] == BOOT
-    assert made["coverage"]["gpus_tested"] == made["expect"]["gpu_count"] == 1
-    assert made["gpus"][0]["uuid"] == T4.gpus[0].uuid
-    assert made["seed"] > 0
-    said = capsys.readouterr().out
-    assert "pass (exit 0)" in said and "Tesla T4" in said
+    code, document = result(tree(), schema)
+    assert code == 0, document["verdict"]
+    assert document["boot_id"] == BOOT
+    assert document["coverage"]["gpus_tested"] == document["expect"]["gpu_count"] == 1
+    assert document["gpus"][0]["uuid"] == T4.gpus[0].uuid
+    assert document["seed"] > 0
+    output = capsys.readouterr().out
+    assert "pass (exit 0)" in output and "Tesla T4" in output
 
 
 def test_json_on_stdout_is_the_file(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     system = tree()
     assert command.run("boot-quick", as_json=True, seed=5, system=system) == 0
-    said = capsys.readouterr().out
-    assert said == (system.places.run / "gpu.json").read_text(encoding="utf-8")
-    assert json.loads(said)["seed"] == 5
+    output = capsys.readouterr().out
+    assert output == (system.places.run / "gpu.json").read_text(encoding="utf-8")
+    assert json.loads(output)["seed"] == 5
 
 
 def test_no_gpu_where_none_is_expected(
     tree: Tree, schema: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = tree(devices=0, settings={"expect": "none"}, load=never, error=OSError("not there"))
-    code, made = result(system, schema)
-    assert (code, made["verdict"]["summary"]) == (0, "no GPU found, as expected")
+    code, document = result(system, schema)
+    assert (code, document["verdict"]["summary"]) == (0, "no GPU found, as expected")
     assert "no GPU" in capsys.readouterr().out
 
 
 def test_a_gpu_where_none_is_expected(tree: Tree, schema: dict[str, Any]) -> None:
-    code, made = result(tree(settings={"expect": "none"}, load=never), schema)
-    assert (code, made["verdict"]["reason_code"]) == (4, "gpu.unexpected")
+    code, document = result(tree(settings={"expect": "none"}, load=never), schema)
+    assert (code, document["verdict"]["reason_code"]) == (4, "gpu.unexpected")
 
 
 def test_no_gpu_where_some_are_expected(tree: Tree, schema: dict[str, Any]) -> None:
-    code, made = result(tree(devices=0, load=never), schema)
-    assert (code, made["verdict"]["reason_code"]) == (2, "gpu.count")
+    code, document = result(tree(devices=0, load=never), schema)
+    assert (code, document["verdict"]["reason_code"]) == (2, "gpu.count")
 
 
 BUSY = (replace(T4.gpus[0], processes=(Process(4711, 1 << 30),)),)
@@ -186,51 +186,51 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_fails_closed(name: str, tree: Tree, schema: dict[str, Any]) -> None:
     arguments, code, reason = REFUSED[name]
-    found, made = result(tree(**{"load": never} | arguments), schema)
-    assert (found, made["verdict"]["reason_code"]) == (code, reason), made["verdict"]
+    status, document = result(tree(**{"load": never} | arguments), schema)
+    assert (status, document["verdict"]["reason_code"]) == (code, reason), document["verdict"]
 
 
 def test_gpus_in_parts_are_not_put_under_load(tree: Tree, schema: dict[str, Any]) -> None:
-    code, made = result(tree(MIG, settings={"mig": "enabled"}, load=never), schema)
-    assert code == 0, made["verdict"]
-    told = {one["id"]: one["reason_code"] for one in made["checks"]}
-    assert told["kat.mma"] == told["worker"] == "not-applicable" and told["mig.mode"] == ""
+    code, document = result(tree(MIG, settings={"mig": "enabled"}, load=never), schema)
+    assert code == 0, document["verdict"]
+    reasons = {check["id"]: check["reason_code"] for check in document["checks"]}
+    assert reasons["kat.mma"] == reasons["worker"] == "not-applicable" and reasons["mig.mode"] == ""
 
 
 def test_an_unknown_tier(tree: Tree, schema: dict[str, Any]) -> None:
-    code, made = result(tree(load=never), schema, tier="deep")
-    assert (code, made["verdict"]["reason_code"]) == (4, "gpu.tier")
+    code, document = result(tree(load=never), schema, tier="deep")
+    assert (code, document["verdict"]["reason_code"]) == (4, "gpu.tier")
 
 
 def test_a_journal_that_cannot_be_read(tree: Tree, schema: dict[str, Any]) -> None:
     def unread(_: str) -> tuple[Xid, ...]:
         raise NodeError("gpu.journal", "no journal")
 
-    code, made = result(tree(xids=unread), schema)
-    assert (code, made["verdict"]["reason_code"]) == (3, "xid.unread")
+    code, document = result(tree(xids=unread), schema)
+    assert (code, document["verdict"]["reason_code"]) == (3, "xid.unread")
 
 
 def test_xids_before_and_during(tree: Tree, schema: dict[str, Any]) -> None:
-    words = "NVRM: Xid (PCI:0001:00:00): 31, pid=1"
-    early, late = Xid(31, "0001:00:00", 1, words), Xid(31, "0001:00:00", 2**62, words)
-    code, made = result(tree(xids=lambda _: (early,)), schema)
-    assert code == 0 and [one["during_test"] for one in made["xids"]] == [False]
+    message = "NVRM: Xid (PCI:0001:00:00): 31, pid=1"
+    early, late = Xid(31, "0001:00:00", 1, message), Xid(31, "0001:00:00", 2**62, message)
+    code, document = result(tree(xids=lambda _: (early,)), schema)
+    assert code == 0 and [xid["during_test"] for xid in document["xids"]] == [False]
     enforcing = {"mode": "enforce"}
-    code, made = result(tree(xids=lambda _: (early, late), settings=enforcing), schema)
-    assert (code, made["verdict"]["reason_code"]) == (3, "xid.31")
+    code, document = result(tree(xids=lambda _: (early, late), settings=enforcing), schema)
+    assert (code, document["verdict"]["reason_code"]) == (3, "xid.31")
     switch = Xid(20034, "0000:00:00", 1, "nvidia-nvswitch0: SXid …", "nvidia-nvswitch0", fatal=True)
-    code, made = result(tree(xids=lambda _: (early, switch)), schema)
-    assert (code, made["verdict"]["reason_code"]) == (2, "sxid.20034")
-    assert made["xids"][1]["class"] == "SXID_FATAL"
+    code, document = result(tree(xids=lambda _: (early, switch)), schema)
+    assert (code, document["verdict"]["reason_code"]) == (2, "sxid.20034")
+    assert document["xids"][1]["class"] == "SXID_FATAL"
 
 
 def test_a_bug_is_no_verdict_on_the_hardware(tree: Tree, schema: dict[str, Any]) -> None:
     def bug(*_: Any) -> Any:
         raise KeyError("a bug")
 
-    code, made = result(tree(load=bug), schema)
-    assert (code, made["verdict"]["reason_code"]) == (3, "internal")
-    assert made["verdict"]["action"] == "none"
+    code, document = result(tree(load=bug), schema)
+    assert (code, document["verdict"]["reason_code"]) == (3, "internal")
+    assert document["verdict"]["action"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_a_result_that_can_not_be_written_is_no_hardware_fault(
     system = tree(settings=settings)
     (system.places.run / ".gpu.json.new").mkdir(parents=True)  # where it is drafted
     assert command.run("boot-full", as_json=True, system=system) == status
-    told = capsys.readouterr()
-    assert json.loads(told.out)["verdict"]["exit_code"] == status
-    assert "can't write " in told.err and "gpu.json" in told.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verdict"]["exit_code"] == status
+    assert "can't write " in captured.err and "gpu.json" in captured.err
 
 
 def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, Any]) -> None:
@@ -261,16 +261,16 @@ def test_an_old_pass_does_not_outlive_a_failure(tree: Tree, schema: dict[str, An
 
 def test_a_worker_that_hung_is_a_failure_that_names_the_gpu(tree: Tree, schema: dict[str, Any]) -> None:
     hung = (Worker(T4.gpus[0].uuid, "hung: unkillable"),)
-    code, made = result(tree(load=loaded(hung)), schema)
-    assert (code, made["verdict"]["reason_code"]) == (2, "worker.unkillable")
-    assert T4.gpus[0].uuid in made["verdict"]["summary"]
+    code, document = result(tree(load=loaded(hung)), schema)
+    assert (code, document["verdict"]["reason_code"]) == (2, "worker.unkillable")
+    assert T4.gpus[0].uuid in document["verdict"]["summary"]
 
 
 WRONG = replace(
     T4.workers[0],
     measurements=tuple(
-        replace(one, status="failed", measured=3.0) if one.id == "kat.mma" else one
-        for one in T4.workers[0].measurements
+        replace(measurement, status="failed", measured=3.0) if measurement.id == "kat.mma" else measurement
+        for measurement in T4.workers[0].measurements
     ),
 )
 
@@ -278,20 +278,20 @@ WRONG = replace(
 def test_a_wrong_answer_is_observed_until_a_calibration_is_on_record(
     tree: Tree, schema: dict[str, Any]
 ) -> None:
-    code, made = result(tree(load=loaded((WRONG,))), schema)
-    assert (code, made["expect"]["mode"], made["expect"]["calibrated"]) == (0, "observe", False)
-    [told] = [one for one in made["checks"] if one["id"] == "kat.mma"]
-    assert (told["status"], told["reason_code"], told["action"]) == ("warn", "answer.wrong", "none")
+    code, document = result(tree(load=loaded((WRONG,))), schema)
+    assert (code, document["expect"]["mode"], document["expect"]["calibrated"]) == (0, "observe", False)
+    [mma] = [check for check in document["checks"] if check["id"] == "kat.mma"]
+    assert (mma["status"], mma["reason_code"], mma["action"]) == ("warn", "answer.wrong", "none")
 
     record = {
         "size": "standard_nc4as_t4_V3",
-        "driver": made["driver"]["loaded"],
-        "agent": made["tool_version"],
+        "driver": document["driver"]["loaded"],
+        "agent": document["tool_version"],
         "from": "a test",
     }
-    code, made = result(tree(load=loaded((WRONG,)), settings={"calibrations": [record]}), schema)
-    assert (code, made["expect"]["mode"], made["expect"]["calibrated"]) == (1, "enforce", True)
-    assert (made["verdict"]["reason_code"], made["verdict"]["action"]) == ("answer.wrong", "replace")
+    code, document = result(tree(load=loaded((WRONG,)), settings={"calibrations": [record]}), schema)
+    assert (code, document["expect"]["mode"], document["expect"]["calibrated"]) == (1, "enforce", True)
+    assert (document["verdict"]["reason_code"], document["verdict"]["action"]) == ("answer.wrong", "replace")
 
     for key in ("size", "driver", "agent"):
         other = {"calibrations": [record | {key: "another"}]}
@@ -348,12 +348,12 @@ def test_infiniband_has_its_time(tree: Tree, up_after: float, waited: float) -> 
         ports()
 
     ports()
-    seen = replace(evidence.before.machine, ports=machine.ports(system.places.sys))
-    waiting = replace(evidence, before=replace(evidence.before, machine=seen))
+    reading = replace(evidence.before.machine, ports=machine.ports(system.places.sys))
+    waiting = replace(evidence, before=replace(evidence.before, machine=reading))
     until = evidence.expected.settings.infiniband_wait_seconds
-    found = command._with_ports(waiting, until, replace(system, sleep=sleep))
+    settled = command._with_ports(waiting, until, replace(system, sleep=sleep))
     assert now[0] == waited
-    assert all(port.is_up for port in found.before.machine.ports) == (up_after < 1000)
+    assert all(port.is_up for port in settled.before.machine.ports) == (up_after < 1000)
     # A size without InfiniBand waits for nothing, nor does one whose time the fabric has used up.
     assert command._with_ports(T4, until, replace(system, sleep=never)) == T4
     assert command._with_ports(waiting, now[0], replace(system, sleep=never)) == waiting
@@ -383,10 +383,10 @@ def test_the_fabric_has_its_time(tree: Tree) -> None:
     system = replace(tree(load=never), sleep=sleep, clock=lambda: now[0])
     library = nvml.Library(Training(waiting, "550.90.12"))
     expected = evidence.expected
-    found = command._settled(
+    settled = command._settled(
         "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
     )
-    assert [gpu.fabric_state for gpu in found.gpus] == ["completed"] * 8
+    assert [gpu.fabric_state for gpu in settled.gpus] == ["completed"] * 8
     assert slept == [2, 2]
     looks[:] = [waiting]
     began = now[0]

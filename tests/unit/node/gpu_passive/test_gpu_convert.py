@@ -61,9 +61,13 @@ GPU 00000000:53:00.0
 
 @pytest.fixture
 def gpu() -> Gpu:
-    found = convert(TEXT, "here")
-    assert (found["driver"], found["attached"], found["pci_devices"]) == ("535.183.01", 8, ["2330"])
-    return decode(Gpu, found["gpus"][0])
+    recording = convert(TEXT, "here")
+    assert (recording["driver"], recording["attached"], recording["pci_devices"]) == (
+        "535.183.01",
+        8,
+        ["2330"],
+    )
+    return decode(Gpu, recording["gpus"][0])
 
 
 def test_counts_are_sums(gpu: Gpu) -> None:
@@ -86,7 +90,7 @@ def test_compute_processes(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "problem"),
     [
         ({"index": "0"}, 'index must be an integer, not "0"'),
         ({"index": True}, "index must be an integer"),
@@ -97,6 +101,6 @@ def test_compute_processes(gpu: Gpu) -> None:
         ([], "the document must be an object"),
     ],
 )
-def test_a_recording_that_is_none(value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_recording_that_is_none(value: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         decode(Gpu, value)

@@ -24,7 +24,7 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  560.35.03  Fri Aug 16 
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "driver"),
     [
         (OPEN, ("580.95.05", "open")),
         (CLOSED, ("560.35.03", "proprietary")),
@@ -32,8 +32,8 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  560.35.03  Fri Aug 16 
         ("x\n", ("", "")),
     ],
 )
-def test_driver(text: str, found: tuple[str, str]) -> None:
-    assert machine.driver_version(text) == found
+def test_driver(text: str, driver: tuple[str, str]) -> None:
+    assert machine.driver_version(text) == driver
 
 
 def put(path: Path, text: str) -> None:
@@ -44,8 +44,8 @@ def put(path: Path, text: str) -> None:
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
     """A node with two GPUs, one of them without a driver, beside an audio device and another vendor's display."""
-    made = below(tmp_path)
-    for path in (made.root, made.proc, made.sys, made.dev, made.run):
+    places = below(tmp_path)
+    for path in (places.root, places.proc, places.sys, places.dev, places.run):
         path.mkdir()
     devices = {
         "0001:00:00.0": ("0x10de", "0x030200", "0x2335"),
@@ -55,18 +55,18 @@ def places(tmp_path: Path) -> Places:
     }
     for address, (vendor, kind, device) in devices.items():
         for name, text in (("vendor", vendor), ("class", kind), ("device", device)):
-            put(made.sys / "bus/pci/devices" / address / name, text + "\n")
-    (made.sys / "bus/pci/drivers/nvidia").mkdir(parents=True)
-    (made.sys / "bus/pci/devices/0001:00:00.0/driver").symlink_to("../../drivers/nvidia")
-    put(made.proc / "driver/nvidia/version", OPEN)
-    put(made.proc / "sys/kernel/random/boot_id", "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11\n")
-    put(made.proc / "meminfo", "MemTotal:       115343360 kB\nMemFree: 1 kB\n")
-    put(made.sys / "module/nvidia/version", "580.95.05\n")
-    (made.sys / "module/nouveau").mkdir()
-    put(made.root / "etc/image-release", 'IMAGE_BUILD="abc"\n')
+            put(places.sys / "bus/pci/devices" / address / name, text + "\n")
+    (places.sys / "bus/pci/drivers/nvidia").mkdir(parents=True)
+    (places.sys / "bus/pci/devices/0001:00:00.0/driver").symlink_to("../../drivers/nvidia")
+    put(places.proc / "driver/nvidia/version", OPEN)
+    put(places.proc / "sys/kernel/random/boot_id", "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11\n")
+    put(places.proc / "meminfo", "MemTotal:       115343360 kB\nMemFree: 1 kB\n")
+    put(places.sys / "module/nvidia/version", "580.95.05\n")
+    (places.sys / "module/nouveau").mkdir()
+    put(places.root / "etc/image-release", 'IMAGE_BUILD="abc"\n')
     for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "null"):
-        put(made.dev / name, "")
-    return made
+        put(places.dev / name, "")
+    return places
 
 
 def never() -> Mapping[str, Any]:
@@ -74,20 +74,20 @@ def never() -> Mapping[str, Any]:
 
 
 def test_look(places: Places) -> None:
-    found = machine.look(places, "Standard_NC6s_v3", never)
-    assert (found.vm_size, found.vm_size_from) == ("Standard_NC6s_v3", "configuration")
-    assert (found.driver_loaded, found.flavour, found.image) == ("580.95.05", "open", "abc")
-    assert found.modules == {"nvidia": "580.95.05", "nouveau": ""}
-    assert found.pci == (PciGpu("0001:00:00.0", "2335", "nvidia"), PciGpu("0002:00:00.0", "1eb8", ""))
-    assert found.nodes == ("nvidia-uvm", "nvidia0", "nvidiactl")
-    assert found.memory_bytes == 110 << 30
-    assert (found.cdi_gpus, found.fabric_manager, found.libraries, found.local_nvme) == (None, "", {}, 0)
+    node = machine.look(places, "Standard_NC6s_v3", never)
+    assert (node.vm_size, node.vm_size_from) == ("Standard_NC6s_v3", "configuration")
+    assert (node.driver_loaded, node.flavour, node.image) == ("580.95.05", "open", "abc")
+    assert node.modules == {"nvidia": "580.95.05", "nouveau": ""}
+    assert node.pci == (PciGpu("0001:00:00.0", "2335", "nvidia"), PciGpu("0002:00:00.0", "1eb8", ""))
+    assert node.nodes == ("nvidia-uvm", "nvidia0", "nvidiactl")
+    assert node.memory_bytes == 110 << 30
+    assert (node.cdi_gpus, node.fabric_manager, node.libraries, node.local_nvme) == (None, "", {}, 0)
 
 
 def test_a_node_without_anything(tmp_path: Path) -> None:
     empty = below(tmp_path)
-    found = machine.look(empty, "x", never)
-    assert (found.driver_loaded, found.pci, found.nodes, found.memory_bytes) == ("", (), (), 0)
+    node = machine.look(empty, "x", never)
+    assert (node.driver_loaded, node.pci, node.nodes, node.memory_bytes) == ("", (), (), 0)
 
 
 def test_the_version_of_a_library_as_debian_has_it(places: Places) -> None:
@@ -152,20 +152,20 @@ def test_a_process_has_its_whole_name(places: Places) -> None:
 
 
 def test_the_platform_is_asked_once_a_boot(places: Places) -> None:
-    asked: list[int] = []
+    requests: list[int] = []
 
     def ask() -> Mapping[str, Any]:
-        asked.append(1)
+        requests.append(1)
         return {"vmSize": "Standard_NC6s_v3", "vmId": "id", "zone": "2", "customData": "secret"}
 
     for _ in range(2):
-        found = machine.look(places, "", ask)
-        assert (found.vm_size, found.vm_size_from, found.vm_id) == ("Standard_NC6s_v3", "platform", "id")
-    assert len(asked) == 1
+        node = machine.look(places, "", ask)
+        assert (node.vm_size, node.vm_size_from, node.vm_id) == ("Standard_NC6s_v3", "platform", "id")
+    assert len(requests) == 1
     assert "secret" not in (places.run / "imds.json").read_text(encoding="utf-8")
     put(places.proc / "sys/kernel/random/boot_id", "another\n")
     machine.look(places, "", ask)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 @pytest.mark.parametrize("error", [OSError("unreachable"), ValueError("no JSON")])

@@ -61,9 +61,9 @@ def test_constants_are_the_vendors() -> None:
         "nvmlMarginTemperature_v1": nvml.versioned(nvml.MarginTemperature, 1).version,
         "nvmlUnrepairableMemory_v1": nvml.versioned(nvml.UnrepairableMemory, 1).version,
     }
-    theirs = VENDOR["constants"]
-    assert {name: theirs[name] for name in ours} == ours
-    assert {bit for name, bit in theirs.items() if name.startswith("nvmlClocksEventReason")} == set(
+    constants = VENDOR["constants"]
+    assert {name: constants[name] for name in ours} == ours
+    assert {bit for name, bit in constants.items() if name.startswith("nvmlClocksEventReason")} == set(
         rules_load.THROTTLES
     )
 
@@ -76,12 +76,12 @@ def test_constants_are_the_vendors() -> None:
     ],
 )
 def test_an_enumeration_is_the_vendors(prefix: str, ours: tuple[str, ...]) -> None:
-    theirs = {
+    structures = {
         number: name.removeprefix(prefix).lower().replace("_", "-")
         for name, number in VENDOR["constants"].items()
         if name.startswith(prefix)
     }
-    assert theirs == dict(enumerate(ours))
+    assert structures == dict(enumerate(ours))
 
 
 FULL = replace(
@@ -111,26 +111,26 @@ def read(gpu: Gpu, codes: dict[str, int] | None = None) -> Gpu:
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_recorded_answers_come_through(name: str) -> None:
     gpu, _ = recorded(name)
-    found = read(gpu)
-    nameless = tuple(replace(one, name="") for one in gpu.processes or ())
-    assert replace(found, missing={}) == replace(gpu, processes=nameless, missing={})
+    reading = read(gpu)
+    nameless = tuple(replace(process, name="") for process in gpu.processes or ())
+    assert replace(reading, missing={}) == replace(gpu, processes=nameless, missing={})
     none = {field for field in Gpu.__dataclass_fields__ if getattr(gpu, field) is None}
-    assert set(found.missing) == none
-    assert set(found.missing.values()) == {"not-supported"}
+    assert set(reading.missing) == none
+    assert set(reading.missing.values()) == {"not-supported"}
 
 
 def test_every_answer_comes_through() -> None:
-    found = read(FULL)
-    assert found == replace(FULL, missing={})
+    reading = read(FULL)
+    assert reading == replace(FULL, missing={})
 
 
-ASKED = {name for names, _ in readings.READERS for name in names}
+FIELDS = {name for names, _ in readings.READERS for name in names}
 
 
 def test_every_field_is_asked_for() -> None:
     by_other_means = {"index", "uuid", "pci", "missing", "recovery_action"}
     by_other_means |= {"retired_single_bit", "retired_double_bit", "retired_pending"}
-    assert ASKED | by_other_means == set(Gpu.__dataclass_fields__)
+    assert FIELDS | by_other_means == set(Gpu.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +144,24 @@ def test_every_field_is_asked_for() -> None:
     ],
 )
 def test_no_answer_is_told_apart_from_an_error(code: int, reason: str) -> None:
-    found = read(FULL, {"nvmlDeviceGetEccMode": code})
-    assert (found.ecc_current, found.ecc_pending) == (None, None)
-    assert found.missing == {"ecc_current": reason, "ecc_pending": reason}
+    reading = read(FULL, {"nvmlDeviceGetEccMode": code})
+    assert (reading.ecc_current, reading.ecc_pending) == (None, None)
+    assert reading.missing == {"ecc_current": reason, "ecc_pending": reason}
 
 
 def test_an_unheard_field_value_is_not_supported() -> None:
     class Older(Answering):
         def _FieldValues(self, out: list[Any]) -> int:  # noqa: N802
-            for one in out[1]:
-                one.nvmlReturn = nvml.INVALID_ARGUMENT if one.fieldId == readings.FI_RECOVERY_ACTION else 0
+            for request in out[1]:
+                request.nvmlReturn = (
+                    nvml.INVALID_ARGUMENT if request.fieldId == readings.FI_RECOVERY_ACTION else 0
+                )
             return 0
 
     fake = nvml.Library(Older(FULL))
-    found = readings.read_gpu(fake, readings.handle_of(fake, 0), 0)
-    assert found.recovery_action is None and found.missing["recovery_action"] == "not-supported"
-    assert found.retired_double_bit == 0
+    reading = readings.read_gpu(fake, readings.handle_of(fake, 0), 0)
+    assert reading.recovery_action is None and reading.missing["recovery_action"] == "not-supported"
+    assert reading.retired_double_bit == 0
 
 
 def test_a_corrupted_inforom_is_an_answer() -> None:
@@ -167,9 +169,9 @@ def test_a_corrupted_inforom_is_an_answer() -> None:
 
 
 def test_an_old_library_has_another_memory_call() -> None:
-    found = read(FULL, {"nvmlDeviceGetMemoryInfo_v2": nvml.FUNCTION_NOT_FOUND})
-    assert found.memory_total_bytes == FULL.memory_total_bytes
-    assert found.memory_reserved_bytes is None
+    reading = read(FULL, {"nvmlDeviceGetMemoryInfo_v2": nvml.FUNCTION_NOT_FOUND})
+    assert reading.memory_total_bytes == FULL.memory_total_bytes
+    assert reading.memory_reserved_bytes is None
 
 
 def test_an_old_library_has_another_name_for_throttling() -> None:
@@ -187,16 +189,16 @@ def test_more_processes_than_there_was_room_for() -> None:
 
 
 def test_a_lost_gpu_is_named() -> None:
-    found = readings.look(nvml.Library(Node((FULL,) * 8, "535.183.01", lost=(5,))))
-    assert (found.driver, found.count, len(found.gpus)) == ("535.183.01", 8, 7)
-    assert found.lost == {"5": "nvmlDeviceGetHandleByIndex_v2: the GPU is lost (15)"}
+    machine_reading = readings.look(nvml.Library(Node((FULL,) * 8, "535.183.01", lost=(5,))))
+    assert (machine_reading.driver, machine_reading.count, len(machine_reading.gpus)) == ("535.183.01", 8, 7)
+    assert machine_reading.lost == {"5": "nvmlDeviceGetHandleByIndex_v2: the GPU is lost (15)"}
 
 
 def test_a_sample_under_load() -> None:
-    found = readings.sample(nvml.Library(Answering(FULL)), ctypes.c_void_p(), FULL.uuid, 1.5)
-    assert (found.gpu, found.seconds, found.throttle) == (FULL.uuid, 1.5, FULL.throttle)
-    assert (found.pcie_generation, found.pcie_width, found.utilization_percent) == (5, 16, 97)
-    assert found.temperature_margin_c == FULL.temperature_margin_c
+    sample = readings.sample(nvml.Library(Answering(FULL)), ctypes.c_void_p(), FULL.uuid, 1.5)
+    assert (sample.gpu, sample.seconds, sample.throttle) == (FULL.uuid, 1.5, FULL.throttle)
+    assert (sample.pcie_generation, sample.pcie_width, sample.utilization_percent) == (5, 16, 97)
+    assert sample.temperature_margin_c == FULL.temperature_margin_c
 
 
 def test_no_library() -> None:

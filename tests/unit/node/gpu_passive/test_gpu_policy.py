@@ -44,7 +44,7 @@ def outcome(evidence: Evidence) -> Verdict:
 
 # -- what the program says of a wrong answer -------------------------------------------------------------------
 
-Said = Callable[[int, int], str]
+Complaint = Callable[[int, int], str]
 """The detail of a GPU's wrong answer, in which these bits are wrong. Where it is differs from GPU to GPU."""
 
 
@@ -57,25 +57,25 @@ def checksum(gpu: int, bits: int) -> str:
 
 
 def _threads(wrong: Wrong, sm: int) -> str:
-    found = known_answer.Compared(frozenset([sm]), 1, frozenset([sm]), (wrong,))
-    return known_answer.detail(reference.CASES[0], found)
+    comparison = known_answer.Compared(frozenset([sm]), 1, frozenset([sm]), (wrong,))
+    return known_answer.detail(reference.CASES[0], comparison)
 
 
-def words(count: int) -> Said:
+def words(count: int) -> Complaint:
     def said(gpu: int, bits: int) -> str:
-        return _memory(gpu, Tally(WORDS, count, 33, bits))
+        return _memory(gpu, Tally(TESTED_WORDS, count, 33, bits))
 
     return said
 
 
 def uncompared(gpu: int, bits: int) -> str:
-    return _memory(gpu, Tally(WORDS - bits, 0, reference.ALL, 0))
+    return _memory(gpu, Tally(TESTED_WORDS - bits, 0, reference.ALL, 0))
 
 
-def _memory(gpu: int, found: Tally) -> str:
+def _memory(gpu: int, tally: Tally) -> str:
     device, _ = cuda.device(cuda.Gpu(UUID, sms=1))
-    chunk = Chunk(0x7F00_0000_0000 + (gpu << 30), WORDS * memory.WORD, 0)
-    return memory.complaint(Memory(device, 5), chunk, found)
+    chunk = Chunk(0x7F00_0000_0000 + (gpu << 30), TESTED_WORDS * memory.WORD, 0)
+    return memory.complaint(Memory(device, 5), chunk, tally)
 
 
 def unnoticed(gpu: int, bits: int) -> str:
@@ -98,12 +98,12 @@ def tile(gpu: int, bits: int) -> str:
     return bandwidth.differs(memoryview(data), golden)
 
 
-def to_peer(said: Said) -> Said:
-    return lambda gpu, bits: f"to GPU-{gpu}: {said(gpu, bits)}"
+def to_peer(complaint: Complaint) -> Complaint:
+    return lambda gpu, bits: f"to GPU-{gpu}: {complaint(gpu, bits)}"
 
 
-WORDS = 1 << 20
-ANSWERS: dict[str, tuple[str, Said]] = {
+TESTED_WORDS = 1 << 20
+ANSWERS: dict[str, tuple[str, Complaint]] = {
     "value": ("kat.int", value),
     "checksum": ("kat.mma", checksum),
     "rate": ("perf.mma", value),
@@ -127,9 +127,9 @@ def own(gpu: int) -> int:
 
 def wrong(numbers: Sequence[int], answer: str = "checksum", bits: Callable[[int], int] = alike) -> Change:
     """The answer of these GPUs is wrong, each at a place of its own."""
-    check, said = ANSWERS[answer]
+    check, complaint = ANSWERS[answer]
     return together(
-        *(measured(check, n, status="failed", measured=1.0, detail=said(n, bits(n))) for n in numbers)
+        *(measured(check, n, status="failed", measured=1.0, detail=complaint(n, bits(n))) for n in numbers)
     )
 
 
@@ -139,39 +139,39 @@ def wrong(numbers: Sequence[int], answer: str = "checksum", bits: Callable[[int]
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("numbers", [[2, 5], range(7), ALL], ids=["two", "seven", "all"])
 def test_the_same_wrong_answer_on_several_gpus_is_the_tests(answer: str, numbers: Sequence[int]) -> None:
-    found = outcome(wrong(numbers, answer)(node("H100")))
-    assert (found.status, found.exit_code, found.action) == ("inconclusive", 3, "reimage")
-    assert found.code == "answer.common"
+    result = outcome(wrong(numbers, answer)(node("H100")))
+    assert (result.status, result.exit_code, result.action) == ("inconclusive", 3, "reimage")
+    assert result.code == "answer.common"
 
 
 def test_one_gpu_that_is_wrong_is_replaced() -> None:
-    found = outcome(wrong([4])(node("H100")))
-    assert (found.exit_code, found.action, found.code) == (1, "replace", "answer.wrong")
+    result = outcome(wrong([4])(node("H100")))
+    assert (result.exit_code, result.action, result.code) == (1, "replace", "answer.wrong")
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_two_gpus_that_are_wrong_in_their_own_ways_are_replaced(answer: str) -> None:
-    found = outcome(wrong([2, 5], answer, own)(node("H100")))
-    assert (found.exit_code, found.action) == (1, "replace")
+    result = outcome(wrong([2, 5], answer, own)(node("H100")))
+    assert (result.exit_code, result.action) == (1, "replace")
 
 
 def test_all_gpus_that_are_wrong_in_one_check_condemn_none_of_them() -> None:
-    found = outcome(wrong(ALL, bits=own)(node("H100")))
-    assert (found.exit_code, found.action) == (3, "reimage")
+    result = outcome(wrong(ALL, bits=own)(node("H100")))
+    assert (result.exit_code, result.action) == (3, "reimage")
 
 
 def test_what_only_one_gpu_has_beside_it_still_counts() -> None:
-    found = outcome(together(wrong([2, 5]), wrong([5], "value"))(node("H100")))
-    assert (found.exit_code, found.action) == (1, "replace")
+    result = outcome(together(wrong([2, 5]), wrong([5], "value"))(node("H100")))
+    assert (result.exit_code, result.action) == (1, "replace")
 
 
-def ended(numbers: Sequence[int], words: str) -> Change:
-    return together(*(worker(n, ended=words) for n in numbers))
+def ended(numbers: Sequence[int], ending: str) -> Change:
+    return together(*(worker(n, ended=ending) for n in numbers))
 
 
 def test_a_signal_that_ends_several_workers_is_our_own() -> None:
-    found = outcome(ended([1, 6], "crashed: signal 11")(node("H100")))
-    assert (found.exit_code, found.action, found.code) == (3, "reimage", "worker.common")
+    result = outcome(ended([1, 6], "crashed: signal 11")(node("H100")))
+    assert (result.exit_code, result.action, result.code) == (3, "reimage", "worker.common")
     assert outcome(ended([1], "crashed: signal 11")(node("H100"))).action == "replace"
 
 
@@ -179,15 +179,15 @@ def test_a_signal_that_ends_several_workers_is_our_own() -> None:
 def test_all_workers_late_are_a_busy_machine(model: str, numbers: Sequence[int]) -> None:
     late = ended(numbers, "killed: deadline")(node(model))
     silent = together(*(worker(n, measurements=()) for n in numbers))(late)
-    found = outcome(silent)
-    assert (found.exit_code, found.action) == (3, "none")
-    assert {one.code for one in judge(silent) if one.id == "worker"} == {"worker.common"}
+    result = outcome(silent)
+    assert (result.exit_code, result.action) == (3, "none")
+    assert {row.code for row in judge(silent) if row.id == "worker"} == {"worker.common"}
 
 
 def test_some_workers_late_are_their_gpus() -> None:
     late = together(*(worker(n, ended="killed: deadline", measurements=()) for n in range(7)))
-    found = outcome(late(node("H100")))
-    assert (found.exit_code, found.action, found.code) == (1, "replace", "worker.late")
+    result = outcome(late(node("H100")))
+    assert (result.exit_code, result.action, result.code) == (1, "replace", "worker.late")
 
 
 def test_all_that_tried_their_links_late_are_a_busy_machine() -> None:
@@ -221,8 +221,8 @@ ALWAYS: dict[str, tuple[Change, str]] = {
 def test_what_holds_a_node_in_any_mode(name: str) -> None:
     change, action = ALWAYS[name]
     for mode in ("observe", "enforce"):
-        found = outcome(change(node("H100", settings=Settings(mode=mode), calibrated=False)))
-        assert (found.status, found.action) == ("fail", action)
+        result = outcome(change(node("H100", settings=Settings(mode=mode), calibrated=False)))
+        assert (result.status, result.action) == ("fail", action)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_what_holds_a_node_in_any_mode(name: str) -> None:
 def test_what_is_computed_and_measured_is_only_observed(name: str) -> None:
     model, change, check, _, code, _ = CASES[name]
     evidence = change(node(model, settings=Settings(), calibrated=False))
-    told = [one for one in judge(evidence) if one.id == check and one.code == code]
-    assert {(one.status, one.action) for one in told} == {("warn", "none")}
+    checks = [row for row in judge(evidence) if row.id == check and row.code == code]
+    assert {(row.status, row.action) for row in checks} == {("warn", "none")}
     assert outcome(evidence).exit_code == 0
 
 
@@ -244,7 +244,7 @@ def test_a_number_that_nobody_measured_warns(name: str) -> None:
     model, change, check, _, code, _ = CASES[name]
     evidence = change(node(model, calibrated=False))
     assert outcome(evidence).exit_code == 0
-    assert {(one.status, one.code) for one in judge(evidence) if one.id == check} >= {("warn", code)}
+    assert {(row.status, row.code) for row in judge(evidence) if row.id == check} >= {("warn", code)}
     assert outcome(change(node(model))).action == "replace"
 
 
@@ -281,12 +281,12 @@ RECORD = {
 
 
 def test_a_record_is_read() -> None:
-    [made] = gpu_settings.parse({"calibrations": [RECORD]}).calibrations
-    assert (made.size, made.agent, made.source) == (RECORD["size"], RECORD["agent"], "16 nodes")
+    [record] = gpu_settings.parse({"calibrations": [RECORD]}).calibrations
+    assert (record.size, record.agent, record.source) == (RECORD["size"], RECORD["agent"], "16 nodes")
 
 
 @pytest.mark.parametrize(
-    "found",
+    "value",
     [
         {"mode": "dry-run"},
         {"mode": True},
@@ -296,9 +296,9 @@ def test_a_record_is_read() -> None:
         {"calibrations": [RECORD | {"driver": 580}]},
     ],
 )
-def test_a_record_or_mode_that_is_none_is_refused(found: dict[str, object]) -> None:
+def test_a_record_or_mode_that_is_none_is_refused(value: dict[str, object]) -> None:
     with pytest.raises(NodeError, match=r"gpu\.json: .*(mode|calibrations)"):
-        gpu_settings.parse(found)
+        gpu_settings.parse(value)
 
 
 def test_the_program_of_a_record_is_all_that_a_gpu_runs() -> None:

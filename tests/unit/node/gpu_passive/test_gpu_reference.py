@@ -103,21 +103,21 @@ def checks() -> Iterator[str]:
 def codes() -> Iterator[str]:
     """Yield every reason that the rules can give, by the function that gives it."""
     yield "## Reasons\n\n| reason | action |\n|---|---|"
-    found: dict[str, set[str]] = {}
+    actions: dict[str, set[str]] = {}
     for name in ("active", "gpu", "load", "node"):
         text = (Path(rules.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         for action, code in re.findall(r'\bbad\(\s*"(\w+)",\s*"([\w.-]+)"', text):
-            found.setdefault(code, set()).add(action)
+            actions.setdefault(code, set()).add(action)
         for kind, code in re.findall(r'\b(doubtful|broken|not_made)\(\s*"([\w.-]+)"', text):
-            found.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
-    found["answer.common"] = found["worker.common"] = {"not made"}
-    found["gpu.recovery-action"] = {"as the driver says"}
-    found["not-run"] = {"not made"}
-    found["xid.NUMBER"] = {"by its class"}
-    found["sxid.NUMBER"] = {"reboot"}
-    found["ib.down"] = found["ib.rate"] = {"reboot", "not made"}
-    for code in sorted(found):
-        yield f"| `{code}` | {', '.join(sorted(found[code]))} |"
+            actions.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
+    actions["answer.common"] = actions["worker.common"] = {"not made"}
+    actions["gpu.recovery-action"] = {"as the driver says"}
+    actions["not-run"] = {"not made"}
+    actions["xid.NUMBER"] = {"by its class"}
+    actions["sxid.NUMBER"] = {"reboot"}
+    actions["ib.down"] = actions["ib.rate"] = {"reboot", "not made"}
+    for code in sorted(actions):
+        yield f"| `{code}` | {', '.join(sorted(actions[code]))} |"
     yield "\nOf the whole run: `gpu.settings`, `gpu.sizes`, `gpu.xids`, `gpu.tier` (exit 4), `gpu.unexpected` (a GPU"
     yield "where none is expected, 4), `internal` (3), `deadline` (124)."
 
@@ -161,15 +161,16 @@ def _size(size: Size) -> str:
 
 
 def classes() -> Iterator[str]:
-    found = xids.load()
-    yield f"## Xids\n\nTable version {found.version}, from NVIDIA's catalogue (`image_builder/node/gpu/xids.json`)."
+    catalogue = xids.load()
+    yield f"## Xids\n\nTable version {catalogue.version}, from NVIDIA's catalogue (`image_builder/node/gpu/xids.json`)."
     yield "Only this boot's are read, from the journal. An Xid that isn't listed is `UNKNOWN`. `unsettled` is"
     yield "inconclusive, unless a wrong answer or a dead worker comes with it: our own program may have caused it."
     yield "Of NVSwitches' SXids those count that the driver itself calls fatal.\n"
     yield "| class | Xids | before the test | during it | action |\n|---|---|---|---|---|"
-    for one in found.classes.values():
-        numbers = sorted(found.xids.get(one.name, ()))
-        yield f"| {one.name} | {', '.join(map(str, numbers))} | {one.before} | {one.during} | {one.action} |"
+    for xid_class in catalogue.classes.values():
+        numbers = sorted(catalogue.xids.get(xid_class.name, ()))
+        levels = f"{xid_class.before} | {xid_class.during} | {xid_class.action}"
+        yield f"| {xid_class.name} | {', '.join(map(str, numbers))} | {levels} |"
 
 
 def page() -> str:

@@ -22,8 +22,8 @@ H200, A100 = "Standard_ND96isr_H200_v5", "Standard_ND96asr_v4"
 
 
 def test_every_size_of_the_sources_is_there() -> None:
-    found = sizes.load()
-    assert {size.name for size in found.sizes.values()} == {
+    table = sizes.load()
+    assert {size.name for size in table.sizes.values()} == {
         *(f"Standard_NC{n}_v3" for n in ("6s", "12s", "24s", "24rs")),
         "Standard_ND40rs_v2",
         "Standard_ND40s_v2",
@@ -45,9 +45,9 @@ def test_every_size_of_the_sources_is_there() -> None:
 def test_the_role_that_installs_the_driver_knows_the_same_sizes(repo_root: Path) -> None:
     role = yaml.safe_load((repo_root / "roles/nvidia/vars/sizes.yml").read_text(encoding="utf-8"))
     flavours = {name: value["flavours"] for name, value in role["__nvidia_generations"].items()}
-    theirs = {
-        name: (flavours[one["generation"]], one["nvswitch"], one["infiniband"])
-        for name, one in role["__nvidia_sizes"].items()
+    of_the_role = {
+        name: (flavours[row["generation"]], row["nvswitch"], row["infiniband"])
+        for name, row in role["__nvidia_sizes"].items()
     }
     table = sizes.load()
     ours = {
@@ -58,12 +58,12 @@ def test_the_role_that_installs_the_driver_knows_the_same_sizes(repo_root: Path)
         )
         for name, size in table.sizes.items()
     }
-    assert ours == theirs
+    assert ours == of_the_role
 
 
 def test_a_size_is_found_however_it_is_spelled() -> None:
-    found = sizes.load().find("STANDARD_nd96ISR_h200_V5")
-    assert found and found[0].name == H200 and found[1].name_pattern == "NVIDIA H200"
+    row = sizes.load().find("STANDARD_nd96ISR_h200_V5")
+    assert row and row[0].name == H200 and row[1].name_pattern == "NVIDIA H200"
     assert sizes.load().find("Standard_D4s_v5") is None
 
 
@@ -144,13 +144,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_slip_of_the_pen_is_refused(name: str) -> None:
-    change, said = WRONG[name]
+    change, problem = WRONG[name]
     table = copy.deepcopy(TABLE)
     change(table)
     with pytest.raises(NodeError) as caught:
         sizes.parse(table)
     assert caught.value.code == "gpu.sizes"
-    assert said in caught.value.message
+    assert problem in caught.value.message
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -175,10 +175,10 @@ def test_a_floor_a_thousand_times_off_is_refused_for_each_size(name: str) -> Non
 
 
 def test_a_pool_has_floors_of_its_own() -> None:
-    found = sizes.load().find(H200)
-    assert found
+    row = sizes.load().find(H200)
+    assert row
     size, gpu = sizes.overridden(
-        *found, {"hbm_floor_gbps": Floor(4000, "bench"), "mma_reference_tflops": Floor(500, "b")}
+        *row, {"hbm_floor_gbps": Floor(4000, "bench"), "mma_reference_tflops": Floor(500, "b")}
     )
     assert size.hbm_floor_gbps == Floor(4000, "bench")
     assert gpu.mma_reference_tflops == Floor(500, "b")
@@ -193,10 +193,10 @@ def test_a_pool_has_floors_of_its_own() -> None:
     ],
 )
 def test_a_pools_floors_are_judged_as_the_tables(overrides: dict[str, Floor]) -> None:
-    found = sizes.load().find(H200)
-    assert found
+    row = sizes.load().find(H200)
+    assert row
     with pytest.raises(NodeError) as caught:
-        sizes.overridden(*found, overrides)
+        sizes.overridden(*row, overrides)
     assert caught.value.code == "gpu.settings"
 
 
@@ -205,7 +205,7 @@ def test_a_pools_floors_are_judged_as_the_tables(overrides: dict[str, Floor]) ->
 
 def test_settings() -> None:
     assert settings.parse({}) == settings.Settings()
-    found = settings.parse(
+    result = settings.parse(
         {
             "expect": "none",
             "driver_version": "535.247.01",
@@ -216,8 +216,8 @@ def test_settings() -> None:
             "fabric_wait_seconds": 10,
         }
     )
-    assert found.overrides == {"hbm_floor_gbps": Floor(2400.0, "bench")}
-    assert (found.expect, found.own_processes, found.fabric_wait_seconds) == ("none", ("x",), 10.0)
+    assert result.overrides == {"hbm_floor_gbps": Floor(2400.0, "bench")}
+    assert (result.expect, result.own_processes, result.fabric_wait_seconds) == ("none", ("x",), 10.0)
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -248,25 +248,25 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD_SETTINGS)
 def test_bad_settings(name: str) -> None:
-    value, said = BAD_SETTINGS[name]
+    value, problem = BAD_SETTINGS[name]
     with pytest.raises(NodeError) as caught:
         settings.parse(value)
-    assert caught.value.code == "gpu.settings" and said in caught.value.message
+    assert caught.value.code == "gpu.settings" and problem in caught.value.message
 
 
 # -- Xids --------------------------------------------------------------------------------------------------------
 
 
 def test_the_catalogue() -> None:
-    found = xids.load()
-    failing = {n for n in range(1, 200) if found.classify(n).before == "fail"}
+    catalogue = xids.load()
+    failing = {n for n in range(1, 200) if catalogue.classify(n).before == "fail"}
     assert failing == {
         *(46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158),  # RESET_GPU
         *(48, 74, *range(144, 151), 79, 54, 78, 151, 154, 167, 171, 172),
     }
-    assert found.classify(63).name == "IGNORE"
-    assert found.classify(170).name == "UNKNOWN"
-    assert found.classify(79).action == "replace"
+    assert catalogue.classify(63).name == "IGNORE"
+    assert catalogue.classify(170).name == "UNKNOWN"
+    assert catalogue.classify(79).action == "replace"
 
 
 def in_two_classes(table: dict[str, Any]) -> None:
@@ -317,8 +317,8 @@ MESSAGES = {
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message(message: str) -> None:
-    found = xids.parse_message(message, 7)
-    assert ((found.number, found.pci) if found else None) == MESSAGES[message]
+    xid = xids.parse_message(message, 7)
+    assert ((xid.number, xid.pci) if xid else None) == MESSAGES[message]
 
 
 @pytest.mark.parametrize("text", ["00000001:00:00.0", "0001:00:00.0", "PCI:0001:00:00", "0001:00:00"])
@@ -335,17 +335,17 @@ def entry(message: Any, boot: str = BOOT, at: int = 5) -> str:
 
 
 def test_the_journal_of_one_boot() -> None:
-    words = "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus."
+    message = "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus."
     other = "0" * 32
     text = (
         entry("other")
-        + entry(words, other)
-        + entry(words, at=77)
-        + entry(list(words.encode()), at=78)
+        + entry(message, other)
+        + entry(message, at=77)
+        + entry(list(message.encode()), at=78)
         + entry(None)
     )
-    found = xids.parse_journal(text, BOOT)
-    assert [(one.number, one.monotonic_us) for one in found] == [(79, 77), (79, 78)]
+    boot_xids = xids.parse_journal(text, BOOT)
+    assert [(xid.number, xid.monotonic_us) for xid in boot_xids] == [(79, 77), (79, 78)]
 
 
 @pytest.mark.parametrize("text", ["no journal here\n", "[]\n"])
