@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,10 @@ _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8916, 0x891C
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _CHILD = "import sys; from tests import pulls; sys.exit(pulls.child(sys.argv[1]))"
 
+# Scenarios that run beside the test that is run, one at a time, until another test asks for what came of them.
+_BESIDE = ThreadPoolExecutor(1)
+_RESULTS: dict[tuple[str, ...], Future[Any]] = {}
+
 Result = dict[str, Any]
 
 
@@ -105,6 +110,26 @@ def isolated(
         return json.loads((base / "result.json").read_text())
     finally:
         subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+
+
+def with_each_engine(
+    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
+) -> Any:
+    """Return what ``isolated`` does; the first of ENGINES lets the others begin, since a scenario mostly waits.
+
+    A test has the first one's result before another's, by the order of its parameters.
+    """
+    first, *others = ENGINES
+
+    def key(name: str) -> tuple[str, ...]:
+        return (name, scenario.__module__, scenario.__qualname__, *words)
+
+    if engine == first:
+        for other in others:
+            _RESULTS[key(other)] = _BESIDE.submit(isolated, scenario, worker, other, *words, seconds=seconds)
+    elif future := _RESULTS.pop(key(engine), None):
+        return future.result()
+    return isolated(scenario, worker, engine, *words, seconds=seconds)
 
 
 def family(engine: str) -> str:

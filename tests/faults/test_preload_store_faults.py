@@ -15,7 +15,7 @@ import pytest
 from image_builder.system.sandbox import open_root
 from tests.builds import Workplace
 from tests.data_roots import layers_in
-from tests.pulls import ENGINES, MB, Lab, isolated
+from tests.pulls import ENGINES, MB, Lab, isolated, with_each_engine
 from tests.seeds import Baked, Node, Result, bake, ctr, docker, exact, node, runnable
 
 pytestmark = pytest.mark.root
@@ -310,7 +310,7 @@ def disagree(lab: Lab) -> Result:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def disagreed(request: pytest.FixtureRequest, worker: Workplace) -> Result:
-    found: Result = isolated(disagree, worker, str(request.param), seconds=900)
+    found: Result = with_each_engine(disagree, worker, str(request.param), seconds=900)
     return found
 
 

@@ -28,7 +28,7 @@ from tests.faults.pull_cases import (
     placed,
     unknown,
 )
-from tests.pulls import MB, Lab, Result, isolated, kill, wait_until
+from tests.pulls import MB, Lab, Result, kill, wait_until, with_each_engine
 
 pytestmark = pytest.mark.root
 
@@ -84,7 +84,7 @@ def end_early(lab: Lab) -> Result:
 
 @pytest.fixture(scope="module")
 def ended(worker: Workplace, engine: str) -> Result:
-    result: Result = isolated(end_early, worker, engine)
+    result: Result = with_each_engine(end_early, worker, engine)
     return result
 
 
@@ -168,7 +168,7 @@ def fill_disk(lab: Lab) -> Result:
 
 
 def test_a_full_disk_is_told_and_not_tried_again(worker: Workplace, engine: str) -> None:
-    found = isolated(fill_disk, worker, engine)
+    found = with_each_engine(fill_disk, worker, engine)
     assert not found["bug"]
     assert found["error"].startswith(f"{HOST}/large:1: ") and "no space left on device" in found["error"]
     assert len(found["records"][0]["attempts"]) == 1

@@ -37,7 +37,7 @@ from tests.faults.pull_cases import (
     unknown,
 )
 from tests.faults.registry_plan import Fault
-from tests.pulls import MB, PLATFORM, Lab, Result, isolated, new_address, wait_until
+from tests.pulls import MB, PLATFORM, Lab, Result, isolated, new_address, wait_until, with_each_engine
 
 STALLED = rf"no progress for 0:0[{HASTY.progress_seconds:.0f}-9] min"
 
@@ -196,7 +196,7 @@ def meet_faults(lab: Lab) -> Result:
 
 @pytest.fixture(scope="module")
 def met(worker: Workplace, engine: str) -> Result:
-    result: Result = isolated(meet_faults, worker, engine)
+    result: Result = with_each_engine(meet_faults, worker, engine)
     return result
 
 

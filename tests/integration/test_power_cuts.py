@@ -13,8 +13,7 @@ from tests.data_roots import two_images
 from tests.power import Cut, recorded
 from tests.promotion import Node as Promotion
 from tests.promotion import fill_with_files, isolated
-from tests.pulls import ENGINES, Lab
-from tests.pulls import isolated as isolated_lab
+from tests.pulls import ENGINES, Lab, with_each_engine
 from tests.seeds import DISK, Node, Result, bake, differences, listing, node
 
 pytestmark = pytest.mark.root
@@ -132,7 +131,7 @@ def _marker(here: Node) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_data_root_is_whole_or_not_there_wherever_the_power_is_cut(worker: Workplace, engine: str) -> None:
-    found = isolated_lab(seed, worker, engine)
+    found = with_each_engine(seed, worker, engine)
     assert found["seed"]["state"] == "ok" and found["wrong"] == []
     assert {"seeded", "current"} == set(found["resumed"]), found["resumed"]
     assert found["writes"] > 10 and found["flushes"] > 2, found

@@ -14,7 +14,7 @@ import pytest
 from image_builder.bake.lock.model import LockedImage
 from tests.builds import Workplace
 from tests.data_roots import layers_in, links_in, state_of, trees, two_images
-from tests.pulls import ENGINES, MB, Lab, isolated
+from tests.pulls import ENGINES, MB, Lab, isolated, with_each_engine
 from tests.seeds import (
     AGENT,
     Node,
@@ -149,7 +149,7 @@ def _files(here: Node, image: LockedImage) -> Result:
 
 @pytest.fixture(scope="module")
 def lived(worker: Workplace, engine: str) -> Result:
-    found: Result = isolated(live, worker, engine, seconds=600)
+    found: Result = with_each_engine(live, worker, engine, seconds=600)
     return found
 
 
@@ -260,7 +260,7 @@ def _compare_copies(here: Node) -> list[list[str]]:
 
 
 def test_modes_of_images(worker: Workplace, engine: str) -> None:
-    found = isolated(modes, worker, engine)
+    found = with_each_engine(modes, worker, engine)
     assert found["seed"]["state"] == "ok" and found["seed"]["by_archive"] == ["registry.lab.internal/three:1"]
     assert not {name for name in found["stored"] if f"sha256:{name}" in found["three"]}
     # pause, below, above are copied; `other` of two is a link.

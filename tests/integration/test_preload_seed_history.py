@@ -13,7 +13,7 @@ import pytest
 
 from tests.builds import Workplace
 from tests.data_roots import LAYERS, NAMES, layers_in, links_in, state_of, two_images
-from tests.pulls import ENGINES, MB, Lab, isolated
+from tests.pulls import ENGINES, MB, Lab, with_each_engine
 from tests.seeds import (
     Baked,
     Node,
@@ -180,7 +180,7 @@ def _full(lab: Lab, baked: Baked) -> Result:
 
 @pytest.fixture(scope="module")
 def history(worker: Workplace, engine: str) -> Result:
-    found: Result = isolated(disks, worker, engine, seconds=600)
+    found: Result = with_each_engine(disks, worker, engine, seconds=600)
     return found
 
 
@@ -337,7 +337,7 @@ def _delays(seconds: float) -> list[tuple[str, Callable[[Any], bool]]]:
 def test_an_agent_that_is_killed_at_any_moment_leaves_nothing_that_counts(
     worker: Workplace, engine: str
 ) -> None:
-    found = isolated(killed, worker, engine, seconds=600)
+    found = with_each_engine(killed, worker, engine, seconds=600)
     assert found["wrong"] == []
     assert found["has"] == [True, True, True]
     died = {name for name, died, *_ in found["moments"] if died}

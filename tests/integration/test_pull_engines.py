@@ -24,6 +24,7 @@ from tests.pulls import (
     family,
     isolated,
     requests_of,
+    with_each_engine,
 )
 from tests.seeds import bake, node
 
@@ -79,7 +80,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def used(worker: Workplace, engine: str) -> Result:
-    result: Result = isolated(use_engine, worker, engine)
+    result: Result = with_each_engine(use_engine, worker, engine)
     return result
 
 

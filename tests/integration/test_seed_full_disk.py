@@ -13,7 +13,7 @@ from image_builder.system import namespace, process
 from tests.builds import Workplace
 from tests.data_roots import links_in, two_images
 from tests.power import mount_loop
-from tests.pulls import ENGINES, MB, Lab, isolated
+from tests.pulls import ENGINES, MB, Lab, with_each_engine
 from tests.seeds import Result, bake, differences, listing, node
 
 pytestmark = pytest.mark.root
@@ -91,7 +91,7 @@ def filled(lab: Lab) -> Result:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_disk_costs_nothing_and_heals(worker: Workplace, engine: str) -> None:
-    found = isolated(filled, worker, engine)
+    found = with_each_engine(filled, worker, engine)
     assert found["seed"]["state"] == "ok" and found["pull"] == ""
     assert found["promotion"]["code"] == "promote.space" and found["links"] > 0
     full = found["full"]

@@ -48,12 +48,13 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
         print(text, file=sink, flush=True)
 
     cache = cache_directory()
+    kind = "chosen" if arguments else "fast" if fast else "nightly" if nightly else durations.WHOLE_RUN
     store_state = "filled" if any((store / "objects").glob("*")) else "empty"
     started = time.monotonic()
     clean = bool(arguments) or lint(cache, write)
     minutes = dict.fromkeys(CEILINGS if not fast else ("fast",), 0.0)
     with peak_disk([store, Path(environment(cache)["TMPDIR"])]) as disk:
-        surroundings = lanes.Surroundings(store, cache, durations.reports(cache), write)
+        surroundings = lanes.Surroundings(store, cache, durations.reports(cache, kind), write)
         if arguments:
             outcomes = [lanes.chosen(arguments, surroundings, fast=fast)]
         else:
@@ -70,7 +71,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
             if arguments or part != "unit":
                 minutes[PARTS[part]] = minutes.get(PARTS[part], 0.0) + seconds / 60
     whole, gigabytes = (time.monotonic() - started) / 60, disk[0] / 1e9
-    passed = clean and all(outcome.status == 0 for outcome in outcomes)
+    is_sound = passed = clean and all(outcome.status == 0 for outcome in outcomes)
     if not arguments:
         for line in durations.slowest(durations.files(surroundings.reports)):
             write(line)
@@ -82,12 +83,12 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
     if not clean:
         write("lint failed: see above")
     times = {name: round(spent, 2) for name, spent in (minutes | {"all": whole}).items()}
-    if not (arguments or fast or nightly):
+    if kind == durations.WHOLE_RUN:
         last = durations.Run(
             day=datetime.now(UTC).date().isoformat(),
             store=store_state,
             processors=os.cpu_count() or 1,
-            passed=passed,
+            passed=is_sound,
             minutes=times,
             gigabytes=round(gigabytes, 2),
         )

@@ -21,12 +21,14 @@ from tests.selftest.surroundings import cache_directory
 RECORD = REPO_ROOT / "docs/reference/ci-durations.json"
 PAGE = REPO_ROOT / "docs/reference/benchmarks.md"
 SLOWEST = 30
+# The kind of run that is recorded: neither a choice of tests, nor the quick ones alone, nor the night.
+WHOLE_RUN = "all"
 _BEGIN, _END = "<!-- ci-durations -->\n", "<!-- /ci-durations -->\n"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run: its day, `empty` or `filled` for the store, what it took, its disk space."""
+    """A whole run: its day, `empty` or `filled` for the store, whether all tests passed, what it took, its space."""
 
     day: str
     store: str
@@ -36,9 +38,9 @@ class Run:
     gigabytes: float
 
 
-def reports(cache: Path) -> Path:
-    """Return the directory of JUnit files; what an earlier run left there is removed."""
-    path = cache / "reports"
+def reports(cache: Path, kind: str) -> Path:
+    """Return the directory of a run's JUnit files; what an earlier run of its kind left there is removed."""
+    path = cache / "reports" / kind
     path.mkdir(parents=True, exist_ok=True)
     for old in path.iterdir():
         old.unlink()
@@ -110,10 +112,10 @@ def _recorded(record: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Write the last whole run's times into the record, and the record's table into the page."""
-    directory = cache_directory() / "reports"
+    directory = cache_directory() / "reports" / WHOLE_RUN
     last = directory / "run.json"
     if not last.exists():
-        print("the last run was not a whole one: run `.ci/run` first", file=sys.stderr)
+        print("there is no whole run: `.ci/run` first", file=sys.stderr)
         return 1
     run = json.loads(last.read_bytes())
     if not run["passed"]:

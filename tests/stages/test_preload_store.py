@@ -16,7 +16,7 @@ from image_builder.bake.stages.rehearsal import run as rehearsal
 from image_builder.errors import ImageBuilderError
 from image_builder.system import namespace
 from tests.builds import Workplace
-from tests.pulls import ENGINES, MB, Lab, isolated
+from tests.pulls import ENGINES, MB, Lab, isolated, with_each_engine
 from tests.seeds import EPOCH, Baked, Result, bake, differences, exact, runnable, stage
 
 pytestmark = pytest.mark.root
@@ -140,7 +140,7 @@ def pack(lab: Lab) -> Result:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def packed(request: pytest.FixtureRequest, worker: Workplace) -> Result:
-    found: Result = isolated(pack, worker, str(request.param))
+    found: Result = with_each_engine(pack, worker, str(request.param))
     return found
 
 
