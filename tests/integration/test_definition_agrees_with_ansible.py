@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,38 +35,36 @@ def test_values_are_those_of_a_play(image: str, tmp_path: Path) -> None:
     shutil.copytree(REPO_ROOT / "playbooks", tmp_path / "playbooks")
     shutil.copytree(REPO_ROOT / "roles", tmp_path / "roles", ignore=shutil.ignore_patterns("molecule"))
     seen: dict[str, object] = {}
-    for layer in definition.layers:
-        roles = evaluated_layer(definition, layer)
-        for role in roles:
-            tasks = tmp_path / "roles" / role.use.name / "tasks"
-            shutil.rmtree(tasks)
-            tasks.mkdir()
-            pairs = ", ".join(
-                f"'{n}': {n}" for n in sorted(role.values) if n not in ("role_path", "role_name")
-            )
-            text = TASKS.format(out=tmp_path, role=role.use.name, pairs=pairs)
-            # A table beside vars/main.yml is read by a task in the real role.
-            for file in sorted((tmp_path / "roles" / role.use.name / "vars").glob("*.yml")):
-                if file.name != "main.yml":
-                    text = f"- ansible.builtin.include_vars: {file.name}\n" + text
-            (tasks / "main.yml").write_text(text)
-        _play(tmp_path, layer, name, definition.inventory_paths[0], definition.play_variables)
-        for role in roles:
-            seen.update(json.loads((tmp_path / f"{role.use.name}.json").read_text()))
+    roles = [role for layer in definition.layers for role in evaluated_layer(definition, layer)]
+    assert len({role.use.name for role in roles}) == len(roles), "a role of two layers is written down once"
+    for role in roles:
+        tasks = tmp_path / "roles" / role.use.name / "tasks"
+        shutil.rmtree(tasks)
+        tasks.mkdir()
+        pairs = ", ".join(f"'{n}': {n}" for n in sorted(role.values) if n not in ("role_path", "role_name"))
+        text = TASKS.format(out=tmp_path, role=role.use.name, pairs=pairs)
+        # A table beside vars/main.yml is read by a task in the real role.
+        for file in sorted((tmp_path / "roles" / role.use.name / "vars").glob("*.yml")):
+            if file.name != "main.yml":
+                text = f"- ansible.builtin.include_vars: {file.name}\n" + text
+        (tasks / "main.yml").write_text(text)
+    _play(tmp_path, definition.layers, name, definition.inventory_paths[0], definition.play_variables)
+    for role in roles:
+        seen.update(json.loads((tmp_path / f"{role.use.name}.json").read_text()))
     ours = resolved_variables(definition)
     assert len(ours) > 150
     assert {n: seen[n] for n in seen if seen[n] != ours[n]} == {}
     assert set(ours) == set(seen)
 
 
-def _play(root: Path, layer: str, image: str, inventory: Path, variables: object) -> None:
+def _play(root: Path, layers: Iterable[str], image: str, inventory: Path, variables: object) -> None:
     extra = root / "extra.json"
     booted = {"node_is_booted": False}  # keeps the play's own first tasks from asking this host
     extra.write_text(json.dumps({**booted, **variables, "ansible_connection": "local"}))  # type: ignore[dict-item]
     process.run(
         [
             Path(sys.executable).parent / "ansible-playbook",
-            root / f"playbooks/layers/{layer}.yml",
+            *(root / f"playbooks/layers/{layer}.yml" for layer in layers),
             *("-i", inventory, "--limit", image, "--skip-tags", "never", "--extra-vars", f"@{extra}"),
         ],
         env={

@@ -204,10 +204,10 @@ def test_connection_that_hangs_ends_in_time() -> None:
             waiting.connect_ex(server.getsockname())
         time.sleep(0.1)
         began = time.monotonic()
-        said = reach.connect({"x": [server.getsockname()], "y": [server.getsockname()]}, 0.5)
+        said = reach.connect({"x": [server.getsockname()], "y": [server.getsockname()]}, 2.0)
         # Both together take one deadline.
-        assert 0.8 < (time.monotonic() - began) / 0.5 < 1.9
-    assert {one.error for one in said.values()} == {"no answer within 0.5 s"}
+        assert 0.8 < (time.monotonic() - began) / 2.0 < 1.9
+    assert {one.error for one in said.values()} == {"no answer within 2 s"}
 
 
 def test_api_server_is_the_kubeconfigs(tmp_path: Path) -> None:

@@ -220,9 +220,10 @@ def test_a_drive_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytes
     assert [(one.code, one.action) for one in outcome.findings] == [("drive.hung", "reboot")]
     with subprocess.Popen(["sleep", "60"]) as stuck:
         memory = {"hung": [stuck.pid, apart.started(stuck.pid)]}
+        monkeypatch.setattr(storage, "_SECONDS", 30.0)
         began = time.monotonic()
         again = storage.check_drives(Look(Settings(), look.places, 0.0, memory))
-        assert again.memory == memory and time.monotonic() - began < 0.3, "asked beside one that hangs"
+        assert again.memory == memory and time.monotonic() - began < 15, "asked beside one that hangs"
         stuck.kill()
 
 
