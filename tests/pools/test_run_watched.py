@@ -13,7 +13,7 @@ from tests.gates import POOL_RIGHTS, Cluster, deny_certificate, give_rights, req
 from tests.pools.fleet import Fleet, fleet
 from tests.pools.rollouts import Rollout, install, intents, signature, wait
 
-pytestmark = [pytest.mark.root, pytest.mark.hosts]
+pytestmark = [pytest.mark.root, pytest.mark.hosts, pytest.mark.image("control_plane")]
 
 # As an image's unit does at first boot.
 JOIN = "node-agent join"

@@ -69,7 +69,8 @@ def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | No
     turns = {file.turn for file in running if file.turn}
     waiting = [file for file in waiting if file.turn not in turns and (file.light or not lane.light)]
     # An image that another lane is baking would only be waited for.
-    baking = frozenset().union(*(file.images for file in running)) - state.images
+    baked = state.images.union(*(file.images for file in files if file.name in state.ended))
+    baking = frozenset().union(*(file.images for file in running)) - baked
     return min(
         waiting,
         key=lambda file: (

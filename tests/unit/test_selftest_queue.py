@@ -86,6 +86,9 @@ def test_an_image_that_is_being_baked_is_waited_for_only_when_nothing_else_is_le
     assert _name(files, _state("vm", "kills"), SECOND) == "waits"
     assert _name(files, _state("vm", "kills waits"), SECOND) == "mutants"
     assert _name(files, _state("vm", images="worker"), SECOND) == "mutants"
+    # Who has run a file that needs it has it as well.
+    files += [TestFile("programs", 7, images=worker)]
+    assert _name(files, _state("vm", "mutants"), SECOND) == "programs"
 
 
 def test_a_queue_is_shared_and_a_dead_lane_holds_nothing(tmp_path: Path) -> None:
