@@ -61,8 +61,8 @@ class Stage(_Frozen):
     seconds: float = Field(
         ge=0, description="Wall time of the run that made it, which may be an earlier one."
     )
-    bytes: Count = Field(description="Space that its product takes.")
-    cached: bool = Field(description="Whether this build found it finished.")
+    bytes: Count = Field(description="Disk space of its product.")
+    cached: bool = Field(description="Whether the stage was reused from an earlier build.")
 
 
 class Package(_Frozen):
@@ -92,7 +92,7 @@ class SecureBoot(_Frozen):
     """What the build proved: each digest is the Authenticode SHA-256 that a signature was checked for."""
 
     firmware_authorities: tuple[str, ...] = Field(
-        description="Microsoft's certificates that verify shim. Firmware that has none of them doesn't start it."
+        description="Microsoft's certificates that verify shim. Firmware without any of them refuses to boot it."
     )
     shim_sha256: Sha256
     grub_sha256: Sha256
@@ -114,7 +114,9 @@ class PreloadedImage(_Frozen):
     """A container image that a node of this image has before its first pod."""
 
     ref: str
-    digest: str = Field(description="What the tag named when it was locked: a manifest, or an index of them.")
+    digest: str = Field(
+        description="Digest of the manifest, or index, that the tag named when it was locked."
+    )
     platform: str
     pin: bool
 
@@ -156,8 +158,8 @@ class Manifest(_Frozen):
     verification: Verification
     stages: tuple[Stage, ...]
     packages: tuple[Package, ...]
-    warnings: tuple[str, ...] = Field((), description="What an operator ought to know of the image.")
-    tools: Mapping[str, str] = Field(description="Programs that took part, and their versions.")
+    warnings: tuple[str, ...] = Field((), description="Warnings about the image for operators.")
+    tools: Mapping[str, str] = Field(description="Programs that the build used, and their versions.")
 
     def render(self) -> bytes:
         """Return manifest.json."""

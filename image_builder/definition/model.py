@@ -62,7 +62,7 @@ class ImageBase(_Strict):
     )
     mirror: Url | None = Field(
         None,
-        description="Where packages come from. Without it: the host's own Debian source, else mmdebstrap's "
+        description="The mirror to install from; by default the host's own Debian source, else mmdebstrap's "
         "default. Its name is not part of a build's identity; the locked bytes are.",
     )
     keyring: Path | None = Field(
@@ -125,13 +125,13 @@ class PreloadedImage(_Strict):
     )
     pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it.")
     required: bool = Field(
-        True, description="The build fails without it; otherwise it is left out, and said."
+        True, description="The build fails without it; if false, it is left out with a warning."
     )
     mode: PreloadMode | None = Field(
-        None, description="How it gets to the local disk, instead of `image_preload_mode`."
+        None, description="How it gets to the local disk; overrides `image_preload_mode`."
     )
     platform: Annotated[str, StringConstraints(pattern=r"^linux/[a-z0-9]+(/v[0-9]+)?$")] = Field(
-        "linux/amd64", description="The platform to take; the image's own, anything else is refused."
+        "linux/amd64", description="The platform to pull; must be the image's own."
     )
 
     @field_validator("ref")
@@ -149,15 +149,15 @@ class ImagePull(_Strict):
 
     parallel: int = Field(10, ge=1, le=64, description="Images pulled at once.")
     progress_seconds: float = Field(
-        1800, gt=0, description="A pull without a new byte downloaded or extracted for this long is given up."
+        1800, gt=0, description="A pull that downloads or extracts no new byte for this long is aborted."
     )
     min_bytes_per_second: int = Field(
         16384,
         ge=0,
-        description="A pull that downloads more slowly, over five minutes, is given up; 0: never.",
+        description="A pull that is slower than this over five minutes is aborted; 0 disables the check.",
     )
     overall_seconds: float = Field(
-        14400, gt=0, description="One image's deadline, with all attempts; waiting in a queue doesn't count."
+        14400, gt=0, description="One image's deadline across all attempts; time in a queue doesn't count."
     )
     attempts: int = Field(5, ge=1, le=20, description="Attempts for each image; permanent errors get one.")
 
@@ -191,12 +191,12 @@ class BuilderVariables(_Strict):
     )
     image_preload_verity: bool = Field(
         True,
-        description="The kernel checks the preload store by dm-verity; one without it fails the build. False: it "
+        description="The kernel checks the preload store by dm-verity, and the build fails without it. False: it "
         "isn't checked.",
     )
     image_pull: ImagePull = Field(
         default_factory=lambda: ImagePull.model_validate({}),
-        description="Limits of these pulls; not part of what is pulled.",
+        description="Limits of these pulls; they don't affect the image.",
     )
 
     @field_validator("image_layers", "image_formats")

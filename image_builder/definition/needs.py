@@ -84,7 +84,7 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
 
 def _text(value: JSON) -> str:
     if not isinstance(value, str) or not value:
-        raise TypeError(f"a non-empty string is needed, got {value!r}")
+        raise TypeError(f"a value must be a non-empty string, got {value!r}")
     return value
 
 
@@ -92,15 +92,15 @@ def _texts(value: JSON) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(value.split())
     if not isinstance(value, list):
-        raise TypeError(f"a list of strings is needed, got {value!r}")
+        raise TypeError(f"a value must be a list of strings, got {value!r}")
     return tuple(_text(v) for v in value)
 
 
 def _repository(value: JSON) -> Repository:
     if not isinstance(value, Mapping):
-        raise TypeError(f"a repository is a mapping, got {value!r}")
+        raise TypeError(f"a repository must be a mapping, got {value!r}")
     if missing := sorted({"name", "uris", "suites", "signed_by"} - set(value)):
-        raise TypeError(f"repository {value.get('name', '?')}: without {', '.join(missing)}")
+        raise TypeError(f"repository {value.get('name', '?')} lacks {', '.join(missing)}")
     repository = Repository(
         _text(value["name"]),
         tuple(_address(uri) for uri in _texts(value["uris"])),
@@ -131,7 +131,7 @@ def _address(url: str) -> str:
 
 def _archive(value: JSON) -> Archive:
     if not isinstance(value, Mapping) or not {"url", "sha256"} <= set(value):
-        raise TypeError(f"an archive is a mapping with url and sha256, got {value!r}")
+        raise TypeError(f"an archive must be a mapping with url and sha256, got {value!r}")
     url, sha256 = _address(_text(value["url"])), _text(value["sha256"]).lower()
     if not _SHA256.fullmatch(sha256):
         raise TypeError(f"the archive {url} needs a sha256 of 64 hexadecimal digits, got {sha256!r}")

@@ -119,7 +119,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
     """Read a layer's playbook; raises UnreadableError."""
     plays = engine.read_yaml(playbook)
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
-        raise engine.UnreadableError(Place(str(playbook), 1), "a layer is exactly one play")
+        raise engine.UnreadableError(Place(str(playbook), 1), "a layer must be exactly one play")
     uses = []
     for entry in plays[0].get("roles") or []:
         place = engine.place_of(entry)
@@ -128,7 +128,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
         elif isinstance(entry, Mapping) and isinstance(entry.get("role"), str):
             uses.append(RoleUse(str(entry["role"]), entry.get("vars") or {}, place))
         else:
-            raise engine.UnreadableError(place, "a role is a name or a mapping with `role`")
+            raise engine.UnreadableError(place, "a role must be a name or a mapping with `role`")
     return Layer(name, playbook, tuple(uses), _play_vars(playbook, plays[0]))
 
 
@@ -165,7 +165,7 @@ def _merged(directory: Path) -> dict[str, Any]:
         if content is None:
             continue
         if not isinstance(content, Mapping):
-            raise engine.UnreadableError(Place(str(file), 1), "a file of variables is a mapping")
+            raise engine.UnreadableError(Place(str(file), 1), "a file of variables must be a mapping")
         for key, value in content.items():
             merged.pop(key, None)  # keep the winner's key, which knows its line
             merged[key] = value

@@ -78,7 +78,7 @@ class Shell:
                 err.add(self._channel.recv_stderr(_BYTES))
             self.close()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"no end after {seconds:g} s: {command}") from error
+                raise TimeoutError(f"timed out after {seconds:g} s: {command}") from error
             message = f"{error or type(error).__name__}: {command}"
             # A login shell that refuses to work says so on standard output.
             raise ShellEndedError(message, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error

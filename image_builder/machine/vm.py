@@ -164,7 +164,7 @@ class Vm:
         Raises BootError while the machine is on.
         """
         if self.running:
-            raise BootError(f"{self.options.name} is on: its disks stay as they are")
+            raise BootError(f"{self.options.name} is running: its disks can't be changed")
         drives = (self._machine.drives[0], *self._blank_or_given(disks))
         self._machine = replace(self._machine, drives=drives)
 

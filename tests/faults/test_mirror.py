@@ -73,7 +73,7 @@ def test_a_mirror_that_is_down(tmp_path: Path, repository: Repository) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    with pytest.raises(FetchError, match="package indices could not be had"):
+    with pytest.raises(FetchError, match="package indices could not be read"):
         _apt(tmp_path, repository, f"http://127.0.0.1:{port}/debian").update()
 
 

@@ -83,7 +83,7 @@ class Apt:
             wrong = [line for line in error.tail.splitlines() if line.startswith(("E:", "W:", "Err:"))]
             reason = "\n  ".join(wrong or error.tail.splitlines()[-5:])
             raise FetchError(
-                f"the package indices could not be had:\n  {reason}",
+                f"the package indices could not be read:\n  {reason}",
                 hint="check the mirror (image_base.mirror, or the host's own Debian source) and this host's clock",
             ) from error
 

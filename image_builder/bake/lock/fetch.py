@@ -146,7 +146,7 @@ def _copy(connections: urllib3.PoolManager, url: str, target: Path, stop: thread
     with target.open("wb") as sink:
         for chunk in _chunks(connections, url):
             if stop.is_set():
-                raise FetchError(f"{address}: given up after {size} bytes")
+                raise FetchError(f"{address}: cancelled after {size} bytes")
             sink.write(chunk)
             sha256.update(chunk)
             size += len(chunk)

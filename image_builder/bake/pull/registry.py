@@ -104,9 +104,7 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
             of_platform = _choose(ref, top, platform)
             manifest, _ = client.manifest(of_platform)
         if "layers" not in manifest or "config" not in manifest:
-            raise PullError(
-                f"{ref}: {manifest.get('mediaType', 'its manifest')} is of a kind no longer in use"
-            )
+            raise PullError(f"{ref}: {manifest.get('mediaType', 'its manifest')} has an obsolete format")
         config_digest = str(manifest["config"]["digest"])
         config = client.blob(config_digest)
     except urllib3.exceptions.HTTPError as error:

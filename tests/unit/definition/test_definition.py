@@ -144,7 +144,7 @@ def test_needs_of_a_layer(load: Load) -> None:
 
 def test_broken_need_names_role_variable_and_image(load: Load) -> None:
     inventory = load(group_vars__images=BOTH, group_vars__workers="runtime_repository: {name: engine}\n")
-    with pytest.raises(DefinitionError, match="repository engine: without signed_by, suites, uris"):
+    with pytest.raises(DefinitionError, match="repository engine lacks signed_by, suites, uris"):
         inventory.define("worker")
 
 

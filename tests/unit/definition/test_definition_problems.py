@@ -233,7 +233,7 @@ def test_unknown_role_in_a_layer(load: Load, repo: Path) -> None:
 
 def test_a_layer_is_one_play(load: Load, repo: Path) -> None:
     (repo / "playbooks/layers/system.yml").write_text("- hosts: a\n- hosts: b\n")
-    assert lines(load())[0].endswith("system.yml:1  system: a layer is exactly one play")
+    assert lines(load())[0].endswith("system.yml:1  system: a layer must be exactly one play")
 
 
 @pytest.mark.parametrize(
