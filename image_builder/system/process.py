@@ -26,6 +26,7 @@ from image_builder.errors import CommandError
 from image_builder.system.environment import environment
 
 TAIL_LINES = 20
+_TEXT: Mapping[str, Any] = {"text": True, "encoding": "utf-8", "errors": "replace"}
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,14 +40,21 @@ def refuse_new() -> None:
     _refusing.set()
 
 
-def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+def _start(
+    argv: Sequence[Arg], *, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[Any]:
     """Start a program with an environment built from nothing; raises CommandError."""
+    args = _strings(argv)
     if _refusing.is_set():
-        raise CommandError(f"not started, this process is ending: {shlex.join(args)}", argv=tuple(args))
+        raise CommandError(f"not started, this process is ending: {shlex.join(args)}", argv=args)
     try:
-        return subprocess.Popen(args, **options)
+        return subprocess.Popen(args, env=environment(env), **options)
     except OSError as error:
-        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=tuple(args)) from error
+        raise CommandError(f"can't run {args[0]}: {error.strerror}", argv=args) from error
+
+
+def _strings(argv: Sequence[Arg]) -> tuple[str, ...]:
+    return tuple(os.fspath(arg) for arg in argv)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def run(
     end the program with everything that it started. Raises CommandError for a status outside ``ok``, a
     program that isn't there, or a timeout.
     """
-    args = tuple(os.fspath(a) for a in argv)
+    args = _strings(argv)
     shown = shlex.join(args)
     streaming = log is not None or on_line is not None
     started = time.monotonic()
@@ -92,12 +100,10 @@ def run(
         stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if streaming else subprocess.PIPE,
-        env=environment(env),
+        env=env,
         cwd=cwd,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
         process_group=0,
+        **_TEXT,
     )
     try:
         if streaming:
@@ -182,14 +188,13 @@ def background(
     ``with_all`` is for a program that starts others: it gets SIGINT, as from a terminal, and then everything that it
     left in its process group is killed.
     """
-    args = [os.fspath(a) for a in argv]
     with log.open("ab") as sink:
         child = _start(
-            args,
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=environment(env),
+            env=env,
             cwd=cwd,
             preexec_fn=die_with_parent,
             process_group=0 if with_all else None,
@@ -223,14 +228,7 @@ def conversation(
     Raises CommandError for a program that isn't there.
     """
     with log.open("ab") as sink:
-        child = _start(
-            [os.fspath(a) for a in argv],
-            stdin=stdin,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environment(env),
-            process_group=0,
-        )
+        child = _start(argv, stdin=stdin, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0)
     try:
         yield child
     finally:
@@ -260,11 +258,10 @@ def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
     """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
     with log.open("ab") as sink:
         return _start(
-            [os.fspath(a) for a in argv],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=environment(),
             start_new_session=True,
         )
 
@@ -272,7 +269,7 @@ def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
 def shell(argv: Sequence[Arg]) -> int:
     """Give the terminal to an interactive program; return its status."""
     sys.stdout.flush()
-    return subprocess.call([os.fspath(a) for a in argv])
+    return subprocess.call(_strings(argv))
 
 
 def _kill_group(child: subprocess.Popen[Any]) -> None:
