@@ -392,16 +392,16 @@ def _flock(
     with path.open("ab") as stream:
         if on_wait is None:
             fcntl.flock(stream, how)
-        elif not _taken(stream, how):
+        elif not _try_lock(stream, how):
             on_wait()
             stop = stop or threading.Event()
-            while not _taken(stream, how):
+            while not _try_lock(stream, how):
                 if stop.wait(_LOOK_SECONDS):
                     raise StoreError("the build ends")
         yield stream
 
 
-def _taken(stream: IO[bytes], how: int) -> bool:
+def _try_lock(stream: IO[bytes], how: int) -> bool:
     try:
         fcntl.flock(stream, how | fcntl.LOCK_NB)
     except BlockingIOError:

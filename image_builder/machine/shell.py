@@ -81,8 +81,8 @@ class Shell:
                 raise TimeoutError(f"timed out after {seconds:g} s: {command}") from error
             message = f"{error or type(error).__name__}: {command}"
             # A login shell that refuses to work says so on standard output.
-            raise ShellEndedError(message, _last_line(err.kept) or _last_line(out.kept), lost=lost) from error
-        return status, out.kept, err.kept
+            raise ShellEndedError(message, _last_line(err.head) or _last_line(out.head), lost=lost) from error
+        return status, out.head, err.head
 
     def _run(self, command: str, deadline: float, out: _Stream, err: _Stream) -> int:
         end = f"'\\n%s %d\\n' {self._word} $s"
@@ -120,7 +120,7 @@ class _Stream:
         self._bytes = bytearray()
 
     @property
-    def kept(self) -> bytes:
+    def head(self) -> bytes:
         return bytes(self._bytes[: self._limit])
 
     def add(self, part: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from image_builder.bake.pull.model import Limits, Phase, Seen
+from image_builder.bake.pull.model import Event, Limits, Phase
 
 A, B = "a" * 12, "b" * 12
 MB = 1_000_000
@@ -19,19 +19,19 @@ slow = "too slow"
 long = "too long"
 
 
-def a(at: float, phase: Phase, current: int = 0, total: int | None = None, text: str = "") -> Seen:
-    return Seen(at, A, phase, current, total, text)
+def a(at: float, phase: Phase, current: int = 0, total: int | None = None, text: str = "") -> Event:
+    return Event(at, A, phase, current, total, text)
 
 
-def b(at: float, phase: Phase, current: int = 0, total: int | None = None, text: str = "") -> Seen:
-    return Seen(at, B, phase, current, total, text)
+def b(at: float, phase: Phase, current: int = 0, total: int | None = None, text: str = "") -> Event:
+    return Event(at, B, phase, current, total, text)
 
 
-def whole(at: float, phase: Phase, current: int = 0, text: str = "") -> Seen:
-    return Seen(at, "", phase, current, None, text)
+def whole(at: float, phase: Phase, current: int = 0, text: str = "") -> Event:
+    return Event(at, "", phase, current, None, text)
 
 
-def drip(rate: int, since: int, until: int, first: int = 0) -> list[Seen]:
+def drip(rate: int, since: int, until: int, first: int = 0) -> list[Event]:
     """Return layer A's download of ``rate`` bytes per second from ``since``, told each second."""
     return [a(at, "downloading", first + rate * (at - since), 10**9) for at in range(since, until + 1)]
 
@@ -45,7 +45,7 @@ AROUND = [
     b(1000, "downloading", 1),
 ]
 
-TABLE: dict[str, tuple[list[Seen], float, Limits, tuple[str, str, str, float] | None]] = {
+TABLE: dict[str, tuple[list[Event], float, Limits, tuple[str, str, str, float] | None]] = {
     # Connecting: nothing is known of any layer.
     "connecting, for as long as it may": ([], 100, PROGRESS, None),
     "connecting forever": ([], 101, PROGRESS, (stalled, "", "nothing was reported yet", 101)),

@@ -8,7 +8,7 @@ import pytest
 
 from image_builder.bake.pull.deadline import judge_all
 from image_builder.bake.pull.docker_events import Digest, Ended, Failed, Finished, parse
-from image_builder.bake.pull.model import Limits, Seen
+from image_builder.bake.pull.model import Event, Limits
 
 BASE, A, B = "9b829b73a52f", "1fe172e4850f", "44d3aa8d0766"
 SHA = "sha256:82302b06360729842acd27ab8a91c90e244f17e464fcfd366b7427af652c5559"
@@ -54,27 +54,27 @@ STREAM: list[dict[str, Any]] = [
     {"status": "Status: Downloaded newer image for mongo:latest"},
 ]
 
-UNDERSTOOD: list[Seen | Ended] = [
-    Seen(0, "", "waiting", text="Pulling from library/mongo"),
-    Seen(1, BASE, "done", text="Already exists"),
-    Seen(2, A, "waiting", text="Pulling fs layer"),
-    Seen(3, B, "waiting", text="Pulling fs layer"),
-    Seen(4, B, "waiting", text="Waiting"),
-    Seen(5, A, "downloading", 527_700, 28_572_632, "Downloading"),
-    Seen(6, A, "downloading", 14_000_000, 28_572_632, "Downloading"),
-    Seen(7, A, "retrying", text="Retrying in 2 seconds"),
-    Seen(8, A, "retrying", text="Retrying in 1 second"),
-    Seen(9, A, "downloading", 540_672, 28_572_632, "Downloading"),
-    Seen(10, A, "downloading", 28_572_632, 28_572_632, "Downloading"),
-    Seen(11, A, "downloaded", text="Verifying Checksum"),
-    Seen(12, A, "downloaded", text="Download complete"),
-    Seen(13, B, "downloading", 1834, 1834, "Downloading"),
-    Seen(14, A, "extracting", 294_912, 28_572_632, "Extracting"),
-    Seen(15, B, "downloaded", text="Download complete"),
-    Seen(16, A, "extracting", 28_572_632, 28_572_632, "Extracting"),
-    Seen(17, A, "done", text="Pull complete"),
-    Seen(18, B, "extracting", 1834, 1834, "Extracting"),
-    Seen(19, B, "done", text="Pull complete"),
+UNDERSTOOD: list[Event | Ended] = [
+    Event(0, "", "waiting", text="Pulling from library/mongo"),
+    Event(1, BASE, "done", text="Already exists"),
+    Event(2, A, "waiting", text="Pulling fs layer"),
+    Event(3, B, "waiting", text="Pulling fs layer"),
+    Event(4, B, "waiting", text="Waiting"),
+    Event(5, A, "downloading", 527_700, 28_572_632, "Downloading"),
+    Event(6, A, "downloading", 14_000_000, 28_572_632, "Downloading"),
+    Event(7, A, "retrying", text="Retrying in 2 seconds"),
+    Event(8, A, "retrying", text="Retrying in 1 second"),
+    Event(9, A, "downloading", 540_672, 28_572_632, "Downloading"),
+    Event(10, A, "downloading", 28_572_632, 28_572_632, "Downloading"),
+    Event(11, A, "downloaded", text="Verifying Checksum"),
+    Event(12, A, "downloaded", text="Download complete"),
+    Event(13, B, "downloading", 1834, 1834, "Downloading"),
+    Event(14, A, "extracting", 294_912, 28_572_632, "Extracting"),
+    Event(15, B, "downloaded", text="Download complete"),
+    Event(16, A, "extracting", 28_572_632, 28_572_632, "Extracting"),
+    Event(17, A, "done", text="Pull complete"),
+    Event(18, B, "extracting", 1834, 1834, "Extracting"),
+    Event(19, B, "done", text="Pull complete"),
     Digest(SHA),
     Finished("Downloaded newer image for mongo:latest"),
 ]
@@ -99,7 +99,7 @@ def test_a_stream_that_breaks_off_is_judged() -> None:
     until = {5: None, 7: f"no progress for 1:01 min; layer {A}: downloading, 14 MB of 28.6 MB"}
     for length, expected in until.items():
         parsed = [parse(message, at) for at, message in enumerate(STREAM[:length])]
-        events = [seen for seen in parsed if isinstance(seen, Seen)]
+        events = [seen for seen in parsed if isinstance(seen, Event)]
         verdict = judge_all(0, events, events[-1].at + 61, limits)
         assert (verdict and str(verdict)) == expected
 
@@ -146,50 +146,50 @@ def test_error(message: dict[str, Any], expected: Failed) -> None:
     [
         pytest.param(
             {"status": "Pulling from library/x", "id": "0123456789ab"},
-            Seen(3, "", "waiting", text="Pulling from library/x"),
+            Event(3, "", "waiting", text="Pulling from library/x"),
             id="a tag that looks like a layer",
         ),
         pytest.param(
             {"status": "Frobnicating", "id": A},
-            Seen(3, "", "waiting", text=f"{A}: Frobnicating"),
+            Event(3, "", "waiting", text=f"{A}: Frobnicating"),
             id="a status of a layer that isn't known",
         ),
         pytest.param(
-            {"status": "A word of warning"}, Seen(3, "", "waiting", text="A word of warning"), id="a warning"
+            {"status": "A word of warning"}, Event(3, "", "waiting", text="A word of warning"), id="a warning"
         ),
         pytest.param(
             {"status": "Downloading", "id": "latest", "progressDetail": {"current": 5}},
-            Seen(3, "", "downloading", 5, None, "Downloading"),
+            Event(3, "", "downloading", 5, None, "Downloading"),
             id="a phase of what is no layer",
         ),
         pytest.param(
             {"status": "Extracting", "id": A, "progressDetail": {"current": 7, "units": "s"}},
-            Seen(3, A, "extracting", text="Extracting"),
+            Event(3, A, "extracting", text="Extracting"),
             id="the containerd image store counts seconds",
         ),
         pytest.param(
             {"status": "Pulling layer fs", "id": A, "progressDetail": {"current": 7, "total": 9}},
-            Seen(3, A, "downloading", 7, 9, "Pulling layer fs"),
+            Event(3, A, "downloading", 7, 9, "Pulling layer fs"),
             id="the containerd image store by its transfer service",
         ),
         pytest.param(
             {"status": "Downloading", "id": A, "progressDetail": {"current": 7, "total": -1}},
-            Seen(3, A, "downloading", 7, None, "Downloading"),
+            Event(3, A, "downloading", 7, None, "Downloading"),
             id="a size that isn't known",
         ),
         pytest.param(
             {"status": "Download complete", "id": A, "progressDetail": {"hidecounts": True}},
-            Seen(3, A, "downloaded", text="Download complete"),
+            Event(3, A, "downloaded", text="Download complete"),
             id="without numbers",
         ),
         pytest.param(
             {"status": "Downloading", "id": A, "progressDetail": None},
-            Seen(3, A, "downloading", text="Downloading"),
+            Event(3, A, "downloading", text="Downloading"),
             id="no details",
         ),
         pytest.param(
             {"status": "Downloading", "id": A, "progressDetail": {"current": "7", "total": {}}},
-            Seen(3, A, "downloading", text="Downloading"),
+            Event(3, A, "downloading", text="Downloading"),
             id="numbers of another shape",
         ),
         pytest.param(
@@ -205,10 +205,10 @@ def test_error(message: dict[str, Any], expected: Failed) -> None:
         pytest.param({"aux": {"ID": "x"}}, None, id="aux"),
         pytest.param(
             {"error": "", "errorDetail": None, "status": "Waiting", "id": A},
-            Seen(3, A, "waiting", text="Waiting"),
+            Event(3, A, "waiting", text="Waiting"),
             id="an error that is none",
         ),
     ],
 )
-def test_message(message: dict[str, Any], expected: Seen | Ended | None) -> None:
+def test_message(message: dict[str, Any], expected: Event | Ended | None) -> None:
     assert parse(message, 3) == expected

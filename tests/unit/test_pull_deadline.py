@@ -9,13 +9,13 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from image_builder.bake.pull.deadline import State, begin, judge, judge_all, observe
-from image_builder.bake.pull.model import Limits, Phase, Seen, Verdict
+from image_builder.bake.pull.model import Event, Limits, Phase, Verdict
 from tests.unit.deadline_rows import PROGRESS, RATE, TABLE, A, B, a, b
 
 
 @pytest.mark.parametrize(("events", "now", "limits", "expected"), TABLE.values(), ids=TABLE)
 def test_verdict(
-    events: list[Seen], now: float, limits: Limits, expected: tuple[str, str, str, float] | None
+    events: list[Event], now: float, limits: Limits, expected: tuple[str, str, str, float] | None
 ) -> None:
     found = judge_all(0, [seen for seen in events if seen.at <= now], now, limits)
     assert (found and (found.kind, found.layer, found.last, found.seconds)) == expected
@@ -73,7 +73,7 @@ def test_memory_is_bounded_whatever_the_number_of_events(step: float) -> None:
     for _ in range(25_000):
         at += step * chance.random() * 2
         phase: Phase = "downloading" if chance.random() < 0.9 else chance.choice(phases)
-        state = observe(state, Seen(at, chance.choice(names), phase, chance.randrange(10**9), 10**9))
+        state = observe(state, Event(at, chance.choice(names), phase, chance.randrange(10**9), 10**9))
         most = max(most, len(state.points))
     assert len(state.layers) == len(names)
     assert most <= 1026

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from image_builder.bake.pull import deadline
-from image_builder.bake.pull.model import Limits, Seen, Verdict
+from image_builder.bake.pull.model import Event, Limits, Verdict
 from image_builder.errors import PullError
 
 
@@ -27,13 +27,13 @@ class Attempt:
     def __init__(self, started: float) -> None:
         self.started = started
         self.layers: dict[str, LayerRecord] = {}
-        self.last: dict[str, Seen] = {}
+        self.last: dict[str, Event] = {}
         self._lock = threading.Lock()
         self._state = deadline.begin(started)
         self._end: Callable[[], None] | None = None
         self._why: str | None = None
 
-    def observe(self, event: Seen) -> None:
+    def observe(self, event: Event) -> None:
         """Take in an event of the runtime."""
         with self._lock:
             self._state = deadline.observe(self._state, event)
@@ -49,9 +49,9 @@ class Attempt:
     def queued(self, *, behind_others: bool) -> None:
         """Note whether this runtime downloads anything: if not, what is queued waits only for the registry."""
         if behind_others:
-            event = Seen(now(), "", "waiting")
+            event = Event(now(), "", "waiting")
         else:
-            event = Seen(now(), "", "retrying", text="requested, nothing received yet")
+            event = Event(now(), "", "retrying", text="requested, nothing received yet")
         with self._lock:
             self._state = deadline.observe(self._state, event)
 
@@ -94,7 +94,7 @@ class Attempt:
         """Return why it was ended from outside, if it was."""
         return self._why
 
-    def latest(self) -> dict[str, Seen]:
+    def latest(self) -> dict[str, Event]:
         """Return what was last seen of each layer."""
         with self._lock:
             return dict(self.last)

@@ -23,7 +23,7 @@ from image_builder.bake.pull import outbound
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.gateway import Gateway, gateway
 from image_builder.bake.pull.mirrors import Mirror, Mirrors
-from image_builder.bake.pull.model import CANT_START, Seen
+from image_builder.bake.pull.model import CANT_START, Event
 from image_builder.bake.pull.reference import Reference, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
 from image_builder.bake.pull.registry import STREAM, Endpoints, RegistryClient
@@ -172,7 +172,7 @@ class ContainerdEngine:
             if not self._is_complete(image_name, image.digest):
                 raise PullError(f"{image_name} is not complete after it was pulled")
         for layer in image.layers:
-            attempt.observe(Seen(now(), layer.digest, "done"))
+            attempt.observe(Event(now(), layer.digest, "done"))
 
     def pull_command(self, image: LockedImage, hosts: str) -> list[str]:
         """Return what pulls an image by its digest; ``hosts`` is the directory that leads to its registry."""
@@ -184,21 +184,21 @@ class ContainerdEngine:
             argv.append("--local")
         return [*argv, "--hosts-dir", hosts, parse_reference(image.ref).at(image.digest)]
 
-    def _observe(self, image: LockedImage) -> Iterator[Seen]:
+    def _observe(self, image: LockedImage) -> Iterator[Event]:
         """Yield what the content store shows of an image's layers."""
         at = now()
         coming = dict(self._ingests())
         layers = {layer.digest: layer.size for layer in image.layers}
         for digest, (got, total) in coming.items():
             if digest in layers:
-                yield Seen(at, digest, "downloading", got, total or layers[digest])
+                yield Event(at, digest, "downloading", got, total or layers[digest])
         present = [d for d in layers if d not in coming and self._has_blob(d)]
         if layers and len(present) == len(layers):
             # Nothing is left to come: what the daemon writes now are the files of layers.
-            yield Seen(at, image.layers[-1].digest, "extracting", self._written())
+            yield Event(at, image.layers[-1].digest, "extracting", self._written())
             present.pop()
         for digest in present:
-            yield Seen(at, digest, "downloaded", layers[digest], layers[digest])
+            yield Event(at, digest, "downloaded", layers[digest], layers[digest])
 
     def _has_blob(self, digest: str) -> bool:
         return (self.data_root / _CONTENT / "blobs/sha256" / digest.removeprefix("sha256:")).exists()

@@ -23,7 +23,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
-from image_builder.bake.pull.model import Limits, Phase, Seen, Verdict
+from image_builder.bake.pull.model import Event, Limits, Phase, Verdict
 
 _RANK: Mapping[Phase, int] = {"waiting": 0, "downloading": 1, "downloaded": 2, "extracting": 3, "done": 4}
 
@@ -90,7 +90,7 @@ def begin(at: float) -> State:
     return State(at)
 
 
-def observe(state: State, event: Seen) -> State:
+def observe(state: State, event: Event) -> State:
     """Return the state after an event. One that is older than the last counts as if it came with it."""
     state = _at(state, event.at)
     before = state.layers.get(event.layer, Layer())
@@ -133,7 +133,7 @@ def judge(state: State, now: float, limits: Limits) -> Verdict | None:
     return Verdict(kind, layer, _last(state, layer), idle if kind == "stalled" else state.counted)
 
 
-def judge_all(started: float, events: Iterable[Seen], now: float, limits: Limits) -> Verdict | None:
+def judge_all(started: float, events: Iterable[Event], now: float, limits: Limits) -> Verdict | None:
     """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in order of time.
 
     The pull is judged just before each event and at ``now``.
@@ -167,7 +167,7 @@ def _downloading(state: State) -> bool:
     return any(layer.downloading for layer in state.layers.values())
 
 
-def _step(before: Layer, event: Seen) -> tuple[Layer, bool, int]:
+def _step(before: Layer, event: Event) -> tuple[Layer, bool, int]:
     """Return a layer after an event, whether it made progress, and how many bytes came by download."""
     if event.phase in ("waiting", "retrying"):
         # What it had is kept: a download that goes on where it broke off makes no progress by saying so.

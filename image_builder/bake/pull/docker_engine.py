@@ -30,7 +30,7 @@ from image_builder.bake.pull.attempt import Attempt
 from image_builder.bake.pull.credentials import credentials_for, docker_header
 from image_builder.bake.pull.docker_events import Failed, parse
 from image_builder.bake.pull.mirrors import Mirrors
-from image_builder.bake.pull.model import CANT_START, Seen
+from image_builder.bake.pull.model import CANT_START, Event
 from image_builder.bake.pull.reference import familiar, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
 from image_builder.bake.pull.registry import Endpoints
@@ -178,7 +178,7 @@ class DockerEngine:
                     event = parse(message, time.monotonic()) if isinstance(message, Mapping) else None
                     if isinstance(event, Failed):
                         raise PullError(event.message)
-                    if isinstance(event, Seen):
+                    if isinstance(event, Event):
                         attempt.observe(event)
         attempt.check()
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from image_builder.bake.pull.model import Phase, Seen
+from image_builder.bake.pull.model import Event, Phase
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ _PHASES: Mapping[str, Phase] = {
 }
 
 
-def parse(message: Mapping[str, object], at: float) -> Seen | Ended | None:
+def parse(message: Mapping[str, object], at: float) -> Event | Ended | None:
     """Return the event in a message of the stream, ``at`` being when it came (seconds of a monotonic clock).
 
     A status that isn't known, "Pulling from …" among them, is of the image as a whole, ``waiting``, with
@@ -79,10 +79,10 @@ def parse(message: Mapping[str, object], at: float) -> Seen | Ended | None:
     if phase is None:
         # The id of "Pulling from" is the tag, which may well look like a layer's.
         whole = not isinstance(named, str) or not named or status.startswith("Pulling from ")
-        return Seen(at, "", "waiting", text=status if whole else f"{named}: {status}")
+        return Event(at, "", "waiting", text=status if whole else f"{named}: {status}")
     layer = named if isinstance(named, str) and _LAYER.fullmatch(named) else ""
     current, total = _numbers(message.get("progressDetail"))
-    return Seen(at, layer, phase, current, total, status)
+    return Event(at, layer, phase, current, total, status)
 
 
 def _failed(message: Mapping[str, object]) -> Failed | None:

@@ -14,7 +14,7 @@ Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "r
 
 
 @dataclass(frozen=True)
-class Seen:
+class Event:
     """What a runtime reported of one layer of one image at one moment.
 
     ``at`` is in seconds of a monotonic clock. ``layer`` is a digest or a short id (12 hex digits), empty for

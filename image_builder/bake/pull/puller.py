@@ -12,7 +12,7 @@ from typing import Protocol
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.attempt import Attempt, now
-from image_builder.bake.pull.model import Limits, Seen
+from image_builder.bake.pull.model import Event, Limits
 from image_builder.bake.pull.registry import Endpoints, retry_after
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
@@ -273,7 +273,7 @@ def _names(digest: str) -> tuple[str, str]:
     return digest, digest.removeprefix("sha256:")[:12]
 
 
-def _downloaded(event: Seen, sizes: Mapping[str, int]) -> int:
+def _downloaded(event: Event, sizes: Mapping[str, int]) -> int:
     if event.phase in ("downloaded", "extracting", "done"):
         return sizes[event.layer]
     return min(event.current, sizes[event.layer]) if event.phase == "downloading" else 0

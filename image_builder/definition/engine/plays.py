@@ -110,13 +110,13 @@ class _Walk:
 
     def __init__(self, play: Any, loader: NotingLoader, roles: Path, own_lookups: frozenset[str]) -> None:
         self.play, self.loader, self.roles = play, loader, roles
-        self.found = PlayReading()
+        self.result = PlayReading()
         self.rounds = Rounds(play, loader, own_lookups)
-        self.sources = Sources(self.rounds, loader, self.found.sent, self.unknown)
-        self.seen: set[str] = set()
+        self.sources = Sources(self.rounds, loader, self.result.sent, self.unknown)
+        self.included: set[str] = set()
 
     def reading(self, playbook: Path, written: Mapping[str, Any]) -> PlayReading:
-        self.found.followed.add(playbook)
+        self.result.followed.add(playbook)
         outside_tasks = [value for key, value in written.items() if key not in _TASKS]
         variables = self.rounds.variables(None)
         for text in strings(outside_tasks):
@@ -124,19 +124,19 @@ class _Walk:
         self.blocks([*self.play.compile(), *self.play.handlers])
         for role in self.play.roles:
             self.blocks(role.get_handler_blocks(play=self.play))
-        self.found.files |= self.loader.reads.files
-        self.found.lookups |= self.rounds.own_lookups
-        for file in self.found.files | self.found.sent:
+        self.result.files |= self.loader.reads.files
+        self.result.lookups |= self.rounds.own_lookups
+        for file in self.result.files | self.result.sent:
             with contextlib.suppress(ValueError):
-                self.found.roles.add(file.relative_to(self.roles).parts[0])
-        return self.found
+                self.result.roles.add(file.relative_to(self.roles).parts[0])
+        return self.result
 
     def blocks(self, items: Iterable[Any]) -> None:
         for item in items:
             if isinstance(item, Block):
                 self.blocks([*item.block, *item.rescue, *item.always])
                 continue
-            self.found.followed.add(Path(item.get_path().rpartition(":")[0]))
+            self.result.followed.add(Path(item.get_path().rpartition(":")[0]))
             if isinstance(item, TaskInclude):
                 for variables in self.rounds.of(item):
                     self.lookups(item, variables)
@@ -155,8 +155,8 @@ class _Walk:
     def is_new(self, item: Any, name: str) -> bool:
         """Note that something is included; tell whether it wasn't before, with the same variables."""
         key = f"{name} {item.get_vars()} {self.rounds.state()}"
-        new = key not in self.seen
-        self.seen.add(key)
+        new = key not in self.included
+        self.included.add(key)
         return new
 
     def include_role(self, item: Any, variables: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ class _Walk:
         path = self.loader.path_dwim_relative_stack(item.get_search_path(), "tasks", name)
         if not self.is_new(item, path):
             return
-        self.found.followed.add(Path(path))
+        self.result.followed.add(Path(path))
         data = self.loader.load_from_file(path, trusted_as_template=True) or []
         self.blocks(
             load_list_of_blocks(
@@ -216,7 +216,7 @@ class _Walk:
 
     def unknown(self, item: Any, reason: str) -> None:
         data = item if isinstance(item, Mapping) else item.get_ds()
-        self.found.unknown.add(f"{place_of(data) or item.get_path()}: {reason}")
+        self.result.unknown.add(f"{place_of(data) or item.get_path()}: {reason}")
 
 
 def _texts(item: Any) -> list[str]:

@@ -66,7 +66,7 @@ class Sources:
                 continue
             if isinstance(source, str) and source.strip():
                 path = _first(source) if module == "script" else source.rstrip("\n")
-                self._found(item, module, folder, path, variables)
+                self._note_file(item, module, folder, path, variables)
 
     def _arguments(self, item: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return a task's arguments as they are written, the play's defaults for its module included."""
@@ -97,7 +97,9 @@ class Sources:
             return False
         return boolean(remote, strict=False) or not boolean(copied, strict=False)
 
-    def _found(self, item: Any, module: str, folder: str, source: str, variables: Mapping[str, Any]) -> None:
+    def _note_file(
+        self, item: Any, module: str, folder: str, source: str, variables: Mapping[str, Any]
+    ) -> None:
         if module == "include_vars" and "dir" in item.args and item._role is None:
             folder = ""  # beside the file of tasks
         try:
