@@ -38,7 +38,7 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine, retry
 from image_builder.bake.pull.mirrors import Mirrors
 from image_builder.bake.pull.model import Limits
-from image_builder.bake.pull.puller import Puller, Wanted
+from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.bake.stages.preload.run import write_names
 from image_builder.bake.store import Store
@@ -334,7 +334,7 @@ class Lab:
     def pull(
         self,
         engine: Any,
-        wanted: Sequence[LockedImage | Wanted],
+        wanted: Sequence[LockedImage | Request],
         *,
         limits: Limits | None = None,
         attempts: int = 3,
@@ -357,7 +357,7 @@ class Lab:
         result: Result = {"error": "", "failed": {}, "records": [], "bug": ""}
         started = time.monotonic()
         try:
-            pulled = puller.pull([w if isinstance(w, Wanted) else Wanted(w) for w in wanted])
+            pulled = puller.pull([w if isinstance(w, Request) else Request(w) for w in wanted])
             result.update(failed=dict(pulled.failed), records=list(pulled.records))
         except PullError as error:
             result.update(error=error.message, records=list(error.records))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake import space
-from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
@@ -100,10 +100,10 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
 
 
-def _download(file: LockedFile | LockedArchive, where: Mapping[str, str]) -> Wanted:
+def _download(file: LockedFile | LockedArchive, where: Mapping[str, str]) -> Download:
     if isinstance(file, LockedArchive):
-        return Wanted(file.url.rsplit("/", 1)[-1], file.url, file.sha256)
-    return Wanted(file.name, f"{where[file.repository]}/{file.path}", file.sha256, file.size)
+        return Download(file.url.rsplit("/", 1)[-1], file.url, file.sha256)
+    return Download(file.name, f"{where[file.repository]}/{file.path}", file.sha256, file.size)
 
 
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:

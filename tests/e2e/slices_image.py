@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from image_builder.bake.lock.apt import Apt, debian_sources
-from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.bake.lock.requirements import keyring
 from image_builder.lab import images, pause
 from image_builder.settings import Settings
@@ -51,7 +51,7 @@ def get_packages(settings: Settings, staging: Path) -> dict[str, Path]:
     apt.update()
     found = [*apt.install(PACKAGES), *apt.files([KUBECTL])]
     where = {source.id: source.uri for source in sources}
-    wanted = [Wanted(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in found]
+    wanted = [Download(p.name, f"{where[p.repository]}/{p.path}", p.sha256, p.size) for p in found]
     files = fetch(wanted, settings.store / "debs", staging)
     return {package.name: files[package.sha256] for package in found}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.bake.lock.apt import Apt, debian_sources
-from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.bake.lock.model import LockedPackage
 from image_builder.errors import FetchError, LockError
 from tests.faults.mirror import SUITE, Repository, serve, serve_counted
@@ -41,8 +41,8 @@ def _apt(tmp_path: Path, repository: Repository, mirror: str) -> Apt:
     return Apt(tmp_path / "apt", debian_sources(SUITE, ("main",), repository.keyring, mirror), "amd64")
 
 
-def _wanted(mirror: str, package: LockedPackage) -> Wanted:
-    return Wanted(package.name, f"{mirror}/{package.path}", package.sha256, package.size)
+def _wanted(mirror: str, package: LockedPackage) -> Download:
+    return Download(package.name, f"{mirror}/{package.path}", package.sha256, package.size)
 
 
 def test_a_sound_mirror_is_resolved_and_fetched(tmp_path: Path, repository: Repository, mirror: str) -> None:
@@ -137,7 +137,7 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     with serve_counted(tmp_path) as (mirror, asked):
-        wanted = [Wanted(f"gone{n}", f"{mirror}/pool/gone{n}.deb", f"{n}" * 64, 1) for n in range(3)]
+        wanted = [Download(f"gone{n}", f"{mirror}/pool/gone{n}.deb", f"{n}" * 64, 1) for n in range(3)]
         with pytest.raises(FetchError, match="(?s)3 of 3.*gone0.*gone1.*gone2"):
             fetch(wanted, cache, tmp_path)
     assert sorted(asked) == [f"/pool/gone{n}.deb" for n in range(3)], "a plain 404 is not retried"
@@ -170,7 +170,7 @@ def test_an_interrupt_ends_the_downloads_and_begins_no_other(tmp_path: Path) -> 
 
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless)) as server:
         wanted = [
-            Wanted(name, f"http://127.0.0.1:{server.server_port}/{name}", sha256)
+            Download(name, f"http://127.0.0.1:{server.server_port}/{name}", sha256)
             for name, sha256 in (("small", small), *((f"file{n}", f"{n:064}") for n in range(40)))
         ]
         started = time.monotonic()

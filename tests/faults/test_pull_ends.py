@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.bake.pull.puller import Wanted
+from image_builder.bake.pull.puller import Request
 from image_builder.lab.registry import HOST
 from image_builder.system import process
 from tests.builds import Workplace
@@ -61,7 +61,7 @@ def end_early(lab: Lab) -> Result:
         return {**found, "after": ended - acted[0]}
 
     with lab.running(state) as engine:
-        optional = [Wanted(stuck["optional"], required=False), Wanted(good["optional"])]
+        optional = [Request(stuck["optional"], required=False), Request(good["optional"])]
         result["optional"] = lab.pull(engine, optional, limits=HASTY, attempts=1)
         result["optional"]["has"] = [engine.has(w.image) for w in optional]
         required = [unknown(good["required"]), stuck["required"]]

@@ -16,7 +16,7 @@ import pytest
 from image_builder.bake.lock import apt_auth
 from image_builder.bake.lock import fetch as fetching
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
-from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.errors import FetchError, LockError
 from tests.faults.mirror import SUITE, Repository
 from tests.servers import running
@@ -109,7 +109,7 @@ def test_a_private_repository_opens_for_apt_and_for_what_is_fetched(
         apt = Apt(tmp_path / "apt", sources, "amd64")
         apt.update()
         (package,) = apt.install(["hello"])
-        wanted = Wanted(package.name, f"{uri}/{package.path}", package.sha256, package.size)
+        wanted = Download(package.name, f"{uri}/{package.path}", package.sha256, package.size)
         fetch([wanted], cache, tmp_path)
         auth.write_text("")
         (cache / package.sha256).unlink()
@@ -142,7 +142,7 @@ def test_a_mirror_that_drips_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
 
     (tmp_path / "cache").mkdir()
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping)) as server:
-        wanted = Wanted("x", f"http://user:canary@127.0.0.1:{server.server_port}/x", "0" * 64)
+        wanted = Download("x", f"http://user:canary@127.0.0.1:{server.server_port}/x", "0" * 64)
         started = time.monotonic()
         with pytest.raises(FetchError, match="too slow") as caught:
             fetch([wanted], tmp_path / "cache", tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from image_builder.bake.lock.apt import Apt, debian_sources
-from image_builder.bake.lock.fetch import Wanted, fetch
+from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.environment import environment
@@ -81,7 +81,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     addresses = {source.id: source.uri for source in apt.sources}
     packages = [package for package in apt.install(names) if package.name in names]
     assert {package.name for package in packages} == set(names)
-    wanted = [Wanted(p.name, f"{addresses[p.repository]}/{p.path}", p.sha256, p.size) for p in packages]
+    wanted = [Download(p.name, f"{addresses[p.repository]}/{p.path}", p.sha256, p.size) for p in packages]
     (work / "cache").mkdir()
     for path in fetch(wanted, work / "cache", work).values():
         process.run(["dpkg-deb", "--extract", path, work / "tree"])

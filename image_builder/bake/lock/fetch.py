@@ -40,8 +40,8 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A file to have: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known."""
+class Download:
+    """A file to download: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known."""
 
     name: str
     url: str
@@ -50,9 +50,9 @@ class Wanted:
 
 
 def fetch(
-    downloads: Iterable[Wanted], cache: Path, scratch: Path, progress: Progress | None = None
+    downloads: Iterable[Download], cache: Path, scratch: Path, progress: Progress | None = None
 ) -> dict[str, Path]:
-    """Make sure that every wanted file lies in ``cache`` and return {sha256: path}.
+    """Make sure that every file lies in ``cache`` and return {sha256: path}.
 
     A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
     parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
@@ -104,7 +104,7 @@ def _site(url: str) -> str:
 
 
 def _download(
-    connections: urllib3.PoolManager, item: Wanted, cache: Path, scratch: Path, stop: threading.Event
+    connections: urllib3.PoolManager, item: Download, cache: Path, scratch: Path, stop: threading.Event
 ) -> int:
     """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
     address, _ = split_credentials(item.url)

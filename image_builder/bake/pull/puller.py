@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """An image to pull; one that is not ``required`` may fail."""
 
     image: LockedImage
@@ -51,7 +51,7 @@ class Wanted:
 class _Job:
     """An image on its way. ``started`` and ``ended`` are seconds of the monotonic clock."""
 
-    request: Wanted
+    request: Request
     started: float = 0.0
     ended: float = 0.0
     attempt: Attempt | None = None
@@ -89,7 +89,7 @@ class Puller:
         self._stop = stop or threading.Event()
         self._over = threading.Event()
 
-    def pull(self, requests: Sequence[Wanted]) -> Pulled:
+    def pull(self, requests: Sequence[Request]) -> Pulled:
         """Pull all images. The first required image that can't be had ends the others.
 
         Raises PullError naming every required image that failed, its layer, what was last seen, and for how

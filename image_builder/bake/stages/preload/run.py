@@ -21,7 +21,7 @@ from typing import Any
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
-from image_builder.bake.pull.puller import Puller, Wanted
+from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.preload.images import Image
@@ -132,7 +132,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
     records: list[Mapping[str, JSON]] = []
     pulled = None
     try:
-        pulled = puller.pull([Wanted(image, required.get(image.ref, True)) for image in missing])
+        pulled = puller.pull([Request(image, required.get(image.ref, True)) for image in missing])
         records = list(pulled.records)
     except PullError as error:
         records = list(error.records)
