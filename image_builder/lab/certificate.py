@@ -1,4 +1,4 @@
-"""A certificate authority and a server certificate, made anew for every start of a server.
+"""A certificate authority and a server certificate, made for every start of a server.
 
 The authority's private key is never written: once the one certificate is signed, nobody has it any more.
 """

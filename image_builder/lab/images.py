@@ -304,14 +304,14 @@ def _find_data(stream: IO[bytes], deb: Path) -> str:
     A member of an ar archive has a header of 60 bytes (name 16, … size 10, end 2) and begins at an even offset.
     """
     if stream.read(8) != b"!<arch>\n":
-        raise ImageBuilderError(f"{deb} is no Debian package")
+        raise ImageBuilderError(f"{deb} is not a Debian package")
     while len(header := stream.read(60)) == 60:
         name = header[:16].decode("ascii", "replace").strip().rstrip("/")
         if name.startswith("data.tar"):
             return name
         size = int(header[48:58])
         stream.seek(size + size % 2, os.SEEK_CUR)
-    raise ImageBuilderError(f"{deb} is no Debian package: it has no data.tar")
+    raise ImageBuilderError(f"{deb} is not a Debian package: it has no data.tar")
 
 
 def _stored_gzip(data: bytes) -> bytes:

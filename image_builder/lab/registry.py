@@ -1,7 +1,7 @@
 """The lab's registry: Debian's ``docker-registry`` on a loopback address of its own, under its real name.
 
 It runs from the tools tree in a sandbox root, but in the host's network, with a certificate made for this one
-start. Clients reach it by its name: whoever pulls from it puts ``Registry.hosts_line`` in /etc/hosts and trusts
+start. Clients reach it by its name: a client puts ``Registry.hosts_line`` in /etc/hosts and trusts
 ``Registry.ca``. Nothing listens on 127.0.0.1, so many registries stand side by side, each on port 443.
 """
 
@@ -82,7 +82,7 @@ def serve(tools: Path, storage: Path, work: Path, *, writable: bool = False) -> 
     if not (tools / _PROGRAM).exists():
         raise HostError(f"{tools} holds no {_PROGRAM}: the tools tree lacks the package docker-registry")
     if not storage.is_dir():
-        raise HostError(f"{storage} is no directory: the registry has nothing to serve")
+        raise HostError(f"{storage} is not a directory: the registry has nothing to serve")
     address = _random_address()
     place = work / f"registry-{address}"
     place.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """The lab's registry as a service: one for a host, started by ``lab up``, ended by ``lab down``.
 
-What runs is told by one file below /run, so a reboot forgets it. It names the process by its id and its start
+What runs is recorded in one file below /run, so a reboot forgets it. It names the process by its id and its start
 time: a number that was given to another process since is not taken for it.
 """
 
@@ -32,7 +32,7 @@ from image_builder.system import process
 from image_builder.system.signals import listening
 
 _PLACE = Path("/run/image-builder-lab")
-# The server, in a PID namespace of its own, tells where it serves; who started it adds which process that is.
+# The server, in a PID namespace of its own, writes where it serves; its parent adds the process id.
 _SERVING, _STATE, _CA = _PLACE / "serving.json", _PLACE / "state.json", _PLACE / "ca.pem"
 _STARTING = _PLACE.with_suffix(".lock")  # beside it: the server removes its directory
 _START_SECONDS = 1800.0

@@ -100,7 +100,7 @@ def parse_size(text: str) -> int:
     """Return the bytes that a number with K, M, G or T (powers of 1024) means; raises UsageError."""
     size = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
     if size is None:
-        raise UsageError(f"{text} is no size of a disk", hint="write 16G, 512M or a number of bytes")
+        raise UsageError(f"not a disk size: {text}", hint="write 16G, 512M or a number of bytes")
     return int(size[1]) * _UNITS[size[2]]
 
 
@@ -166,12 +166,12 @@ def boot(
 
 
 def _specification(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
-    """Return what the image is meant to be; empty where nothing tells. Raises BootError where that is ``needed``."""
+    """Return the content of facts.json; empty without one. Raises BootError where it is ``needed``."""
     if facts.is_file():
         specification: dict[str, Any] = json.loads(facts.read_bytes())
         return specification
     if needed:
-        raise BootError(f"{facts} is missing: nothing tells what {disk.name} must be")
+        raise BootError(f"{facts} is missing: it says what {disk.name} must be")
     return {}
 
 

@@ -43,15 +43,13 @@ def verify(
         raise UsageError(f"no such file: {facts}")
     if is_remote(target):
         if facts is None:
-            raise UsageError(
-                "a machine doesn't tell what it must be: give --facts FILE (facts.json of its build)"
-            )
+            raise UsageError("for a machine, --facts FILE is required: the facts.json of its build")
         return _run(_address(target).url, facts, out_dir, settings, monitor)
     folder = Path(target).resolve()
     facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)
     if not folder.is_dir() or facts is None:
         raise UsageError(
-            f"{target} is no directory" if not folder.is_dir() else f"no {FACTS} in or beside {target}",
+            f"not a directory: {target}" if not folder.is_dir() else f"no {FACTS} in or beside {target}",
             hint="give the directory of a build, or of an unpacked image with --facts FILE",
         )
     store = Store(settings.store)

@@ -1,7 +1,7 @@
 """The outcome of one run of the verification suite (``image_builder/suite``).
 
 Two records of a run by pytest are read and must agree: its JUnit XML, and the JSON lines that the suite writes itself
-as each check ends; where it calls the checks itself, on the hosts of a pool, there are the lines alone. A check that
+as each check ends; where it calls the checks itself, on the hosts of a pool, there are only the lines. A check that
 is in one of two records, an outcome other than passed, failed or error, a run without an end or without a check: each
 makes the whole run worthless and raises VerifyError.
 """
@@ -173,7 +173,7 @@ def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
         except ValueError as error:
             raise VerifyError(f"line {number} of the suite's report is not JSON: {line[:80]!r}") from error
         if not isinstance(event, dict):
-            raise VerifyError(f"line {number} of the suite's report is no object: {line[:80]!r}")
+            raise VerifyError(f"line {number} of the suite's report is not an object: {line[:80]!r}")
         yield event
 
 
@@ -216,7 +216,7 @@ def _require_consistent(
     expected = 1 if result.not_passed else 0
     if statuses != (expected, expected):
         raise VerifyError(
-            f"pytest ended with status {statuses[1]} (and told {statuses[0]}) after: {result.summary()}"
+            f"pytest ended with status {statuses[1]} (and reported {statuses[0]}) after: {result.summary()}"
         )
 
 

@@ -37,7 +37,7 @@ def definition_facts(
 
     ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` are the items
     of ``image_preload`` that the lock has; others were left out. Of the variables only those that a role or the
-    builder owns are told, and nothing secret: the file is published.
+    builder owns are in it, and nothing secret: the file is published.
     """
     from image_builder.definition import published_variables
 

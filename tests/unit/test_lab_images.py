@@ -133,7 +133,7 @@ def test_same_packages_give_the_same_bytes_whoever_packed_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"no archive", "is no Debian package"),
+        (b"no archive", "is not a Debian package"),
         (b"!<arch>\n", "has no data.tar"),
         (b"!<arch>\n" + f"{'data.tar.zst':16}{0:<12}{0:<6}{0:<6}{'100644':8}{0:<10}`\n".encode(), "tar.zst"),
     ],

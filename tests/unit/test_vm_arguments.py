@@ -252,7 +252,7 @@ def test_local_disks_are_numbered_and_have_the_sizes_that_were_asked_for() -> No
 
 @pytest.mark.parametrize("size", ["", "0", "0G", "G", "1.5G", "16GB", "-1G", "16 G"])
 def test_size_that_is_none_is_refused(size: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="not a disk size"):
         local_disks([size])
 
 

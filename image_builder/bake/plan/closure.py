@@ -36,7 +36,7 @@ DECIDING = (
     "system/sandbox.py",
     "system/sparse.py",
 )
-# An import, alone on its lines; and a block that only a type checker reads.
+# An import on lines of its own; and a block that only a type checker reads.
 _IMPORT = re.compile(
     r"^[ ]*(?:from (?P<module>[\w.]+) import (?P<names>\([^)]*\)|[^\n]*)|import (?P<plain>[\w.]+)[^\n]*)$",
     re.MULTILINE,

@@ -1,4 +1,4 @@
-"""Tell why a stage will run: what differs from the last time its image was built."""
+"""Why a stage will run: what differs from the last time its image was built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def explain(
             continue
         changes = list(_changes(stage.parts, before))
         if changes:
-            # A stage below that changed is told by that stage; here it is only named when nothing else is.
+            # A stage below that changed is reported of that stage; here it is only named when nothing else is.
             own = [c for c in changes if not c.startswith("below: ")]
             reasons.append(Reason(stage.name, tuple(own or changes[:1])))
     return reasons

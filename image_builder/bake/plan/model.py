@@ -13,8 +13,8 @@ from image_builder.canonical import JSON, digest
 class StagePlan:
     """One stage to be.
 
-    ``name`` is unique in its plan and shown to people; ``kind`` names the module in ``image_builder/bake/stages``.
-    ``options`` is everything the stage is told, ``code`` maps each file that its result depends on to that
+    ``name`` is unique in its plan and shown to people; ``kind`` is the name of its ``StageKind``.
+    ``options`` are the values that the stage depends on, ``code`` maps each file that its result depends on to that
     file's SHA-256, ``lowers`` are the ids of the trees it is mounted on (topmost first), ``inputs`` names
     the other stages whose products it reads.
 

@@ -30,7 +30,7 @@ class StageContext:
     an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
     locked packages that this stage may install, ``files`` a directory of its other locked files: those of a source
     package by name, those with an address by SHA-256. ``shell``, when set, gives the terminal a shell in a root
-    in which something failed. ``endpoints`` tells where registries are reached that no DNS knows, ``mirrors`` who else
+    in which something failed. ``endpoints`` says where registries are reached that no DNS knows, ``mirrors`` who else
     has their images, ``previous`` is the product of the last finished stage of this kind that it may take over
     from, and ``stop`` is set when the build is to end.
     """

@@ -59,7 +59,7 @@ class StageKind:
     checkout that a run gets in other ways, and all that these import. ``plan`` yields the stages of this kind that an
     image has; the caller takes up each of them before it asks for the next one.
 
-    ``needs`` tells what has to be locked, ``space`` what a stage takes, ``files`` which locked files are linked into
+    ``needs`` is what has to be locked, ``space`` what a stage takes, ``files`` which locked files are linked into
     its directory. ``shared`` counts what a stage may take over from an earlier one, by the options of both.
 
     A stage that runs ``beside`` the layers waits for the network, and for nothing that a layer makes; one that
@@ -84,7 +84,7 @@ class StageKind:
 
 @dataclass(frozen=True)
 class Supplier:
-    """Images that no registry of the world has: a stage that makes them, which needs the tools tree alone, and a
+    """Images that no public registry has: a stage that makes them, which needs only the tools tree, and a
     registry under the name ``host``.
 
     ``serve`` takes the tools tree, the stage's product and a directory to work in, and serves while its block lasts.

@@ -1,7 +1,7 @@
 """Verify the sealed tree before any disk is made of it.
 
-Product: ``facts.json`` (what the suite is driven by), ``junit.xml``, ``verify.json``, and the verdict for whoever
-publishes.
+Product: ``facts.json`` (what the suite is driven by), ``junit.xml``, ``verify.json``, and the verdict that
+publishing reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The lab's cluster authority: certificates for servers and for whoever speaks to the API server.
+"""The lab's cluster authority: certificates for servers and for clients of the API server.
 
-Its key is in memory alone, unless somebody else signs as well; what it signs is written where its owner reads it.
+Its key is only in memory, unless somebody else signs as well; what it signs is written where its owner reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Signed:
 
 
 class Authority:
-    """One certificate authority, made anew. It says nothing of its key's usage, like those of old clusters."""
+    """One certificate authority, for one cluster. It says nothing of its key's usage, like those of old clusters."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())

@@ -1,4 +1,4 @@
-"""The plans of roots that are made from packages alone: the image's base, and those in which something is built."""
+"""The plans of roots that are made from packages only: the image's base, and those in which something is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A root from packages alone: a distribution's essential ones, apt, and the names in ``options.include``.
+"""A root from packages only: a distribution's essential ones, apt, and the names in ``options.include``.
 
 The image's base is one, and so is the root in which Debian sources are built.
 """
@@ -17,7 +17,7 @@ _TARGET = "/mnt"
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Make ``product/tree`` with the tools tree's mmdebstrap, from the locked packages alone."""
+    """Make ``product/tree`` with the tools tree's mmdebstrap, from the locked packages only."""
     assert ctx.repo is not None
     options = ctx.plan.options
     tree = ctx.product / "tree"

@@ -3,7 +3,7 @@
 systemd-repart writes the partition table into an empty file; mkfs.vfat, mcopy and mke2fs then fill the
 partitions in place, at their offsets. Nothing is mounted, no loop device is used, and the tree's bytes are
 written once: repart's own ``CopyFiles=`` would copy them twice more, takes them in directory order, and
-leaves out /boot. What mke2fs makes depends on the tree alone: it walks in name order, and times after
+leaves out /boot. What mke2fs makes depends only on the tree: it walks in name order, and times after
 SOURCE_DATE_EPOCH are set to it.
 
 Product: ``disk.raw``, sparse, a whole number of MiB.

@@ -121,7 +121,7 @@ def _build(ctx: StageContext, driver: str, kernel: str, epoch: int) -> tuple[str
         folder.mkdir()
         for file in sorted(built.glob("*.ko")):
             if file.is_symlink() or not file.is_file():
-                raise ImageBuilderError(f"what was built has a {file.name} that is no file")
+                raise ImageBuilderError(f"{file.name} was built, and is not a regular file")
             shutil.copyfile(file, folder / file.name)
     return package, folder
 
@@ -170,7 +170,7 @@ def _signing_files(certificate: str, work: Path) -> dict[str, Path]:
     key = Path(os.environ.get(KEY_VARIABLE) or "/nonexistent")
     if not key.is_file():
         raise HostError(
-            "modules are to be signed, and there is no private key",
+            "the modules must be signed, but there is no private key",
             hint=f"set {KEY_VARIABLE} to the file with the key of nvidia_certificate",
         )
     public = work / "module.pem"

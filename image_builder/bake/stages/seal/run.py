@@ -1,6 +1,6 @@
 """Seal: take away what must not be shared by the machines that boot an image, and give it its identity.
 
-The role ``image_seal`` removes what can be told by name. Afterwards this module removes what that play itself
+The role ``image_seal`` removes what is known by name. Afterwards this module removes what that play itself
 leaves, searches the bytes of the files that a bake makes for the names of this host, and writes the files that
 name the build.
 """
@@ -91,7 +91,7 @@ def _traces(ctx: StageContext) -> dict[str, str]:
 
 
 def _secrets(ctx: StageContext) -> dict[str, str]:
-    """Return what registries are told by the bake, as it may stand in a file, and what it is: never shown itself."""
+    """Return the credentials for registries as they may stand in a file, and what each is called where it is found."""
     secrets = {}
     for registry in {image.ref.partition("/")[0] for image in ctx.definition.preload}:
         if credentials := credentials_for(registry):

@@ -16,7 +16,7 @@ from image_builder.system.sandbox import open_overlay
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Make ``product/tree`` with the host's mmdebstrap, from the locked packages alone."""
+    """Make ``product/tree`` with the host's mmdebstrap, from the locked packages only."""
     assert ctx.repo is not None
     options = ctx.plan.options
     tree = ctx.product / "tree"
