@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,8 @@ import pytest
 from image_builder.bake import build as building
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.resolve import requirements, resolve
+from image_builder.bake.plan.resolve import requirements, resolve, supplier_plan
+from image_builder.bake.pull.registry import Endpoint
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
@@ -107,3 +111,36 @@ def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
 
 def _refuse(*_: object) -> bool:
     raise PermissionError
+
+
+def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None:
+    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
+    lock = _fitting(definition, "1")
+    settings = Settings(store=tmp_path / "store")
+    store = Store(settings.store)
+    store.prepare()
+    plan = supplier_plan(definition, lock, REPO_ROOT, EXTENSIONS)
+    assert [stage.name for stage in plan.stages] == ["tools", "lab_images"]
+    served: list[str] = []
+
+    @contextmanager
+    def serve(tools: Path, product: Path, work: Path) -> Iterator[Endpoint]:
+        assert tools == store.product(plan.stages[0].id) / "tree"
+        assert product == store.product(plan.stages[1].id)
+        served.append("begins")
+        yield Endpoint("registry.lab.internal", "127.1.2.3", 443, work / "ca.pem")
+        served.append("ends")
+
+    extensions = replace(EXTENSIONS, supplier=replace(EXTENSIONS.supplier, serve=serve))
+    with store.staging() as staging:
+        for stage in plan.stages:
+            (staging / stage.name / "product").mkdir(parents=True)
+            store.commit(stage, staging / stage.name, 1.0, {})
+        with building.Supply(definition, lock, settings, NullMonitor(), staging, extensions) as supply:
+            endpoints = supply.endpoints()
+            assert endpoints["registry.lab.internal"].address == "127.1.2.3"
+            assert supply.endpoints() is endpoints and served == ["begins"]
+        assert served == ["begins", "ends"]
+        minimal = _minimal(REPO_ROOT / "inventories/lab")
+        with building.Supply(minimal, lock, settings, NullMonitor(), staging, extensions) as supply:
+            assert supply.endpoints() == {} and served == ["begins", "ends"]
