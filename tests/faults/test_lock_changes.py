@@ -56,7 +56,7 @@ def _lock(
     staging.mkdir()
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     definition = _definition(repository.keyring)
-    needs = Requirements(groups, {}, {})
+    needs = Requirements(groups)
     return _resolve(definition, needs, settings, monitor or NullMonitor(), staging, known)
 
 
@@ -173,7 +173,7 @@ def test_a_mirror_that_serves_an_old_state_is_a_warning(
     made, mirror = repository
     definition = _definition(made.keyring)
     settings = Settings(store=tmp_path / "store", mirror=mirror)
-    needs = Requirements({"base": Group(SUITE, ("dbus",))}, {}, {})
+    needs = Requirements({"base": Group(SUITE, ("dbus",))})
     notes: list[str] = []
     monitor = NullMonitor()
     monkeypatch.setattr(monitor, "note", notes.append)

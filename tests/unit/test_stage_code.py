@@ -84,7 +84,7 @@ def test_the_neutral_list_has_what_stages_import_and_nothing_else() -> None:
         ("verify/runner.py", {"verify"}),
         ("verify/boot.py", set()),
         ("node/layout.py", PRELOADS),
-        ("node/gpu/nvml.py", {"rehearsal"}),
+        ("node/__main__.py", {"rehearsal"}),
     ],
 )
 def test_which_stages_a_file_reaches(file: str, reached: set[str]) -> None:

@@ -14,7 +14,7 @@ from image_builder.definition import ImageDefinition, Repository, resolved_varia
 
 @dataclass(frozen=True)
 class Group:
-    """The packages one stage asks apt for, of one suite, on top of the group ``after``.
+    """The packages one stage asks apt for, of one suite, on top of the group ``after``, and Debian source packages.
 
     ``alone``: these files are wanted and nothing is installed, so nothing that they depend on.
     """
@@ -25,6 +25,7 @@ class Group:
     after: str | None = None
     repositories: tuple[Repository, ...] = ()
     alone: bool = False
+    sources: tuple[str, ...] = ()
 
     @property
     def question(self) -> Question:
@@ -39,12 +40,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Requirements:
-    """``groups`` by stage name, each after the one that it is installed on; ``sources`` maps a Debian source
-    package to the suite it comes from, ``archives`` a layer to the files that its roles fetch by address,
-    ``preload`` are the references of the container images to preload."""
+    """``groups`` by stage name, each after the one that it is installed on; ``archives`` maps a layer to the files
+    that its roles fetch by address, ``preload`` are the references of the container images to preload."""
 
     groups: Mapping[str, Group] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
     archives: Mapping[str, tuple[LockedArchive, ...]] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
 
@@ -52,10 +51,14 @@ class Requirements:
         """Return the requirements of both."""
         return Requirements(
             {**self.groups, **other.groups},
-            {**self.sources, **other.sources},
             {**self.archives, **other.archives},
             (*self.preload, *other.preload),
         )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Return the suite that each Debian source package comes from."""
+        return {name: group.suite for group in self.groups.values() for name in group.sources}
 
     @property
     def all_archives(self) -> tuple[LockedArchive, ...]:

@@ -123,9 +123,7 @@ def _resolve(
     dates = dict(previous.release_dates) if previous else {}
     for chain in _chains(needs):
         first = needs.groups[chain[0]]
-        source_names = [
-            n for n, suite in needs.sources.items() if suite == first.suite and chain[0] == "build_root"
-        ]
+        source_names = first.sources
         reused = _reusable(chain, needs, previous)
         if previous and len(reused) == len(chain) and all(name in previous.sources for name in source_names):
             groups |= reused

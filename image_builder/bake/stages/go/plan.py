@@ -54,7 +54,7 @@ def _needs(definition: ImageDefinition) -> Requirements:
     suite = source_suite(definition)
     if not suite:
         return Requirements()
-    return Requirements({BUILD_ROOT: Group(suite, _PACKAGES)}, {SOURCE_PACKAGE: suite})
+    return Requirements({BUILD_ROOT: Group(suite, _PACKAGES, sources=(SOURCE_PACKAGE,))})
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
