@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess  # noqa: TID251 (the node's door, as image_builder.system.process is the bake's)
-import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,6 +197,8 @@ def watch(
     ``progress`` gets the process id and returns a value that changes as the program gets further, and a text for
     people. Raises ProgramError, also (status 124) where the value stayed the same for ``patience`` seconds.
     """
+    import tempfile  # only here: it takes as long to load as all the rest
+
     with tempfile.TemporaryFile() as output:
         try:
             child = Child(argv, stdout=output, stderr=subprocess.STDOUT)
