@@ -1,15 +1,9 @@
-"""Paths on a node, and the preload's settings. One place for both node and bake."""
+"""Paths on a node, and the engines. One place for both node and bake."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from image_builder.node import settings
-from image_builder.node.decode import absolute, decode
+from typing import Literal
 
 Engine = Literal["docker", "containerd"]
 ENGINES: tuple[Engine, ...] = ("docker", "containerd")
@@ -23,50 +17,6 @@ STORE_FILE = Path("/opt/preload/store.erofs")
 # Where the preload store is mounted: outside of any data root, whose engine unmounts what is below it.
 MOUNT_POINT = Path("/var/lib/preload")
 LAYERS = "layers"
-HEALTHZ = "http://127.0.0.1:10248/healthz"
-
-
-def _verity(value: Any, path: str) -> bool:
-    return decode(Literal["require", "off"], value, path) == "require"  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Preload:
-    """``preload.json``: the node's engine, its data root, and the local disk's mount point.
-
-    ``verity`` (``require`` or ``off``) False declares that the kernel can't check the store (dm-verity). ``pause`` is
-    the sandbox image, empty for none. ``namespace`` is containerd's. ``promote`` is decoded by the promotion: what is
-    wrong with it keeps no image from a node.
-    """
-
-    engine: Engine
-    data_root: Path
-    mount_point: Path
-    verity: bool = field(default=True, metadata={"read": _verity})
-    pause: str = ""
-    namespace: str = "k8s.io"
-    promote: Mapping[str, Any] = field(default_factory=dict)
-    kubelet_healthz: str = HEALTHZ
-
-    @property
-    def state(self) -> Path:
-        """Return the directory on the local disk that is the agent's own."""
-        return self.mount_point / ".node"
-
-    @property
-    def marker(self) -> Path:
-        """Return the file that says what the data root was seeded from; written last."""
-        return self.state / "seed" / f"{self.engine}.json"
-
-    def problems(self) -> Iterator[str]:
-        """Yield the rules that these settings break."""
-        for name in ("data_root", "mount_point"):
-            yield from absolute(name, os.fspath(getattr(self, name)))
-
-
-def preload_settings(directory: Path = settings.DIRECTORY) -> Preload:
-    """Return the preload's settings, as the role image_preload wrote them. Raises NodeError (``settings``)."""
-    return settings.parse(Preload, settings.load("preload", directory), "preload")
 
 
 def layer_path(diff_id: str, mount_point: Path = MOUNT_POINT) -> Path:

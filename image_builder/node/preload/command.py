@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import layout, settings, status
+from image_builder.node import layout, preload_settings, settings, status
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.preload import archive, images, outcome
 from image_builder.node.preload.containerd import Containerd
@@ -37,7 +37,7 @@ def run(places: Places | None = None) -> int:
     started = time.monotonic()
     engine = ""
     try:
-        chosen = layout.preload_settings(places.settings)
+        chosen = preload_settings.load(places.settings)
         engine = chosen.engine
         section = _work(places, chosen)
     except ProgramError as error:
@@ -56,7 +56,7 @@ def run(places: Places | None = None) -> int:
     return 1 if section["state"] == status.FAILED else 0
 
 
-def _work(places: Places, chosen: layout.Preload) -> dict[str, Any]:
+def _work(places: Places, chosen: preload_settings.Preload) -> dict[str, Any]:
     preload = images.read_list(places.list, chosen.pause)
     if preload.engine != chosen.engine:
         message = f"{places.list} is for {preload.engine}, this node has {chosen.engine}"

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import layout, settings, status
+from image_builder.node import layout, preload_settings, settings, status
 from image_builder.node.decode import DecodeError, at_least, decode, shown, within
 from image_builder.node.errors import NodeError
+from image_builder.node.preload_settings import Preload
 
 # Of a small OS disk's 200 MB/s this reads less than a tenth, the store being compressed: the rest is for containers.
 BYTES_PER_SECOND = 32 << 20
@@ -41,7 +42,7 @@ class Promotion:
 class Settings:
     """Those of the preload and of the promotion. ``kubelet_healthz`` empty: the kubelet isn't waited for."""
 
-    preload: layout.Preload
+    preload: Preload
     promotion: Promotion
 
     @property
@@ -63,7 +64,7 @@ class Places:
 
 def load(places: Places) -> Settings:
     """Return the settings. Raises NodeError (``settings``)."""
-    preload = layout.preload_settings(places.settings)
+    preload = preload_settings.load(places.settings)
     try:
         return Settings(preload, decode(Promotion, preload.promote, "promote"))
     except DecodeError as error:

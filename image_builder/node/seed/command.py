@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, layout, status
+from image_builder.node import files, layout, preload_settings, status
 from image_builder.node import settings as settings_files
 from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
-from image_builder.node.layout import Preload, layer_path, preload_settings
+from image_builder.node.layout import layer_path
+from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
@@ -40,7 +41,7 @@ def run(
     """
     started = time.monotonic()
     try:
-        settings = preload_settings(etc)
+        settings = preload_settings.load(etc)
     except NodeError as error:  # nothing is known of a data root, so nothing is done to any
         section: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:

@@ -16,13 +16,13 @@ from typing import Any
 
 sys.path.insert(0, "/usr/local/sbin/node-agent")
 
-from image_builder.node import layout, mounts, store
+from image_builder.node import layout, mounts, preload_settings, store
 
 AT = Path("/run/boot-matrix/store")
 
 
 def main() -> None:
-    settings, baked = layout.preload_settings(), store.read_manifest()
+    settings, baked = preload_settings.load(), store.read_manifest()
     there = mounts.at(layout.MOUNT_POINT) is not None
     if not there:  # promotion is through with it
         AT.mkdir(parents=True, exist_ok=True)

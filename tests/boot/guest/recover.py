@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, "/usr/local/sbin/node-agent")
 
-from image_builder.node import layout, store
+from image_builder.node import preload_settings, store
 from image_builder.node.disk import command, find
 from image_builder.node.disk.model import Places
 from image_builder.node.seed import command as seeding
@@ -47,7 +47,7 @@ def main() -> None:
 def seed_at(mount_point: Path, baked: store.Store) -> dict[str, Any]:
     mount_point.mkdir(exist_ok=True)
     (mount_point / ".node").mkdir(exist_ok=True)
-    real = layout.preload_settings()
+    real = preload_settings.load()
     made = dataclasses.replace(real, mount_point=mount_point, data_root=mount_point / "docker")
     return seeding.seed(made, baked)
 

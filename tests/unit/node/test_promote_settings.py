@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import preload_settings
 from image_builder.node.errors import NodeError
-from image_builder.node.layout import Preload, preload_settings
+from image_builder.node.preload_settings import Preload
 from image_builder.node.promote.settings import BYTES_PER_SECOND, Places, Promotion, Settings, load
 
 NODE = {"engine": "docker", "data_root": "/mnt/local/docker", "mount_point": "/mnt/local"}
@@ -88,4 +89,4 @@ def test_wrong_settings_are_refused(tmp_path: Path, value: Any, message: str) ->
 
 def test_the_preload_does_not_depend_on_the_promotions_settings(tmp_path: Path) -> None:
     (tmp_path / "preload.json").write_text(json.dumps({**NODE, "promote": {"workers": "many"}}))
-    assert preload_settings(tmp_path).engine == "docker"
+    assert preload_settings.load(tmp_path).engine == "docker"

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import mounts, status
+from image_builder.node import mounts, preload_settings, status
 from image_builder.node.errors import NodeError
-from image_builder.node.layout import MOUNT_POINT, Preload, preload_settings
+from image_builder.node.layout import MOUNT_POINT
+from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import copy, links
 from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
@@ -71,7 +72,7 @@ def test_a_program_that_is_gone_is_told(tmp_path: Path) -> None:
 def _settings(tmp_path: Path, engine: str = "docker") -> Preload:
     document = {"engine": engine, "data_root": str(tmp_path / engine), "mount_point": str(tmp_path)}
     (tmp_path / "preload.json").write_text(json.dumps(document))
-    return preload_settings(tmp_path)
+    return preload_settings.load(tmp_path)
 
 
 def test_the_store_is_checked_and_the_marker_lies_on_the_disk(tmp_path: Path) -> None:
