@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from image_builder.node.links import find
 from image_builder.node.promote import command
-from image_builder.node.promote.links import find
 from image_builder.node.promote.settings import Places
 from image_builder.settings import DEFAULT_STORE
 from image_builder.system import namespace

@@ -15,7 +15,7 @@ from typing import Any
 
 from image_builder.node import layout, settings, status
 from image_builder.node.errors import NodeError
-from image_builder.node.seed.docker import chain
+from image_builder.node.store import chain
 
 # Below a data root: a directory for each layer, and the name of its files in it.
 _LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {

@@ -10,10 +10,11 @@ damaged block is an I/O error and never a wrong byte, and nothing is hashed at b
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,15 @@ class StoredImage:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A layer in a chain. Both ids begin with ``sha256:``; ``parent`` is empty for the lowest."""
+
+    chain: str
+    diff_id: str
+    parent: str
+
+
+@dataclass(frozen=True)
 class BakedEngine:
     """The engine that unpacked the layers: its version, and the program by path and size in bytes."""
 
@@ -89,6 +99,16 @@ class Store:
     engines: Mapping[str, BakedEngine]
     images: tuple[StoredImage, ...]
     layers: Mapping[str, int]
+
+
+def chain(diff_ids: Iterable[str]) -> Iterator[Layer]:
+    """Yield an image's layers, the lowest first (OCI image specification, "Layer ChainID")."""
+    parent = ""
+    for diff_id in diff_ids:
+        digest = hashlib.sha256(f"{parent} {diff_id}".encode()).hexdigest()
+        this = f"sha256:{digest}" if parent else diff_id
+        yield Layer(this, diff_id, parent)
+        parent = this
 
 
 def read_manifest(path: Path = MANIFEST) -> Store:

@@ -1,7 +1,8 @@
-"""Read a kubeconfig with nothing but the standard library.
+"""A kubeconfig, read with only the standard library.
 
 The format is YAML, of which client-go and kubeadm write little: blocks of mappings and lists, plain and quoted
-scalars. That much is read here, and JSON, which is YAML too; anything else is refused, not guessed.
+scalars. That much is read here, and JSON, which is YAML too; anything else is refused, not guessed. An image without
+cloud-init has no python3-yaml.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from image_builder.node.errors import ProgramError
 from image_builder.node.preload.engine import PATIENCE, EngineState, together
 from image_builder.node.preload.images import Image
 from image_builder.node.report import scan
-from image_builder.node.seed.docker import chain
+from image_builder.node.store import chain
 
 MANAGED = "io.cri-containerd.image=managed"
 PINNED = "io.cri-containerd.pinned=pinned"

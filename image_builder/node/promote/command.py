@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from image_builder.node import files, mounts, status, store
+from image_builder.node import files, links, mounts, status, store
 from image_builder.node.errors import NodeError
-from image_builder.node.promote import batches, kubelet, links, plan, trash
+from image_builder.node.promote import batches, kubelet, plan, trash
 from image_builder.node.promote.batches import Progress
 from image_builder.node.promote.settings import Places, Settings, load
 from image_builder.node.promote.workers import ItemResult, disk_error

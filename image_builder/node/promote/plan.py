@@ -8,27 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from image_builder.node.links import Link
 from image_builder.node.store import StoredImage
 
 PAUSE, REQUIRED, READ, REST = range(4)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A name in the data root that leads into the store.
-
-    ``diff_id`` is empty where the name does not tell its layer. ``bytes`` is the size of a file, and of a directory
-    whose layer is in no manifest; else 0.
-    """
-
-    path: Path
-    target: Path
-    diff_id: str
-    directory: bool
-    bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, layout, preload_settings, status
+from image_builder.node import files, layout, links, preload_settings, status
 from image_builder.node import settings as settings_files
 from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import layer_path
 from image_builder.node.preload_settings import Preload
-from image_builder.node.promote import links
 from image_builder.node.seed import containerd, docker, lost, use
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
 

@@ -12,10 +12,9 @@ before what names them, and the names of images last.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,11 @@ from image_builder.node import files
 from image_builder.node.layout import MOUNT_POINT, layer_path
 from image_builder.node.seed import records as records_of
 from image_builder.node.seed.records import Records
-from image_builder.node.store import StoredImage, reading
+from image_builder.node.store import Layer, StoredImage, chain, reading
 from image_builder.node.store import copy as copy_file
 
 SOURCE = "docker"
 _IMAGE = Path("image/overlay2")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer in a chain. Both ids begin with ``sha256:``; ``parent`` is empty for the lowest."""
-
-    chain: str
-    diff_id: str
-    parent: str
 
 
 @dataclass(frozen=True)
@@ -47,16 +37,6 @@ class Filled:
     images: tuple[str, ...]
     layers: int
     files: int
-
-
-def chain(diff_ids: Iterable[str]) -> Iterator[Layer]:
-    """Yield an image's layers, the lowest first (OCI image specification, "Layer ChainID")."""
-    parent = ""
-    for diff_id in diff_ids:
-        digest = hashlib.sha256(f"{parent} {diff_id}".encode()).hexdigest()
-        this = f"sha256:{digest}" if parent else diff_id
-        yield Layer(this, diff_id, parent)
-        parent = this
 
 
 def fill(

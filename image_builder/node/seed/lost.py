@@ -14,7 +14,7 @@ from pathlib import Path
 
 from image_builder.node import files
 from image_builder.node.layout import MOUNT_POINT
-from image_builder.node.seed.docker import chain
+from image_builder.node.store import chain
 
 _RECORDS = Path("image/overlay2/layerdb/sha256")
 _IMAGES = Path("image/overlay2/imagedb")

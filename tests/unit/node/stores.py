@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node.seed import records
-from image_builder.node.seed.docker import chain
-from image_builder.node.store import StoredImage
+from image_builder.node.store import StoredImage, chain
 
 
 def digest(text: str) -> str:

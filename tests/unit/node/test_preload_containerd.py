@@ -18,7 +18,7 @@ from image_builder.node.errors import ProgramError
 from image_builder.node.preload import containerd
 from image_builder.node.preload.images import Image
 from image_builder.node.report import scan
-from image_builder.node.seed.docker import chain
+from image_builder.node.store import chain
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, PAUSE_MANIFEST, TWO
 
 ONE_TYPE = "application/vnd.docker.distribution.manifest.v2+json"

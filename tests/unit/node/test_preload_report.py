@@ -11,7 +11,7 @@ import pytest
 
 from image_builder.node import files, report
 from image_builder.node.report import Links
-from image_builder.node.seed.docker import chain
+from image_builder.node.store import chain
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 OK = {"state": "ok", "images": 1, "seeded": 1, "there": 0, "loaded": {}, "problems": [], "seconds": 0.07}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from image_builder.node import status
+from image_builder.node.links import Link
 from image_builder.node.promote import kubelet
 from image_builder.node.promote.command import _mark_damaged, run
-from image_builder.node.promote.plan import Item, Link
+from image_builder.node.promote.plan import Item
 from image_builder.node.promote.settings import Places, load
 from image_builder.node.promote.workers import ItemResult
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import links
 from image_builder.node.errors import NodeError
-from image_builder.node.promote import copy, kubelet, links, settings, workers
+from image_builder.node.links import Link
+from image_builder.node.promote import copy, kubelet, settings, workers
 from image_builder.node.promote.copy import SourceError
-from image_builder.node.promote.plan import Item, Link
+from image_builder.node.promote.plan import Item
 from image_builder.node.promote.shared import Shared
 from image_builder.node.promote.workers import Job, disk_error
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.node.links import Link
 from image_builder.node.promote.plan import (
     PAUSE,
     READ,
     REQUIRED,
     REST,
-    Link,
     Room,
     items,
     layers_left,

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import mounts, preload_settings, status
+from image_builder.node import links, mounts, preload_settings, status
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.preload_settings import Preload
-from image_builder.node.promote import copy, links
+from image_builder.node.promote import copy
 from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
 from image_builder.node.seed.command import _marker, check_version, describe, leave, run
-from image_builder.node.seed.docker import chain
 from image_builder.node.seed.use import _LOCKED, user
-from image_builder.node.store import Store, parse_manifest
+from image_builder.node.store import Store, chain, parse_manifest
 from tests.unit.node.stores import docker_store, manifest, stored
 
 

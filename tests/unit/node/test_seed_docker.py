@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.seed.docker import chain, fill, lacking
+from image_builder.node.seed.docker import fill, lacking
 from image_builder.node.seed.records import NAME
+from image_builder.node.store import chain
 from tests.unit.node.stores import digest, docker_store, edit_records, stored
 
 ONE, TWO = stored("one", "base", "a"), stored("two", "other", "base")

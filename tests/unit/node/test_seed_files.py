@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.node import files
-from image_builder.node.seed.docker import chain, fill
+from image_builder.node.seed.docker import fill
+from image_builder.node.store import chain
 from tests.unit.node.stores import docker_store, stored
 
 ONE = stored("one", "base", "a")

@@ -1,17 +1,32 @@
-"""Find the names in a data root that lead into the store. What is found is what promotion has left to do."""
+"""The names in a data root that lead into the store: the seed makes them, the promotion replaces them by copies."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.node.layout import LAYERS, MOUNT_POINT
-from image_builder.node.promote.plan import Link
 
 _SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
 _BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A name in the data root that leads into the store.
+
+    ``diff_id`` is empty where the name does not tell its layer. ``bytes`` is the size of a file, and of a directory
+    whose layer is in no manifest; else 0.
+    """
+
+    path: Path
+    target: Path
+    diff_id: str
+    directory: bool
+    bytes: int = 0
 
 
 def find(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[Link]:
