@@ -316,7 +316,7 @@ def test_an_interrupt_ends_the_workers() -> None:
 INTERPRETED = """
 import sys
 from dataclasses import replace
-from image_builder.node.gpu import bandwidth, memory, reference, worker
+from image_builder.node.gpu.smoke import bandwidth, memory, reference, worker
 from tests.unit.node.gpu_active import library
 uuid, drill = sys.argv[1], sys.argv[2]
 worker.SEEDS = memory._BLOCKS_PER_SM = bandwidth._BLOCKS_PER_SM = 1
