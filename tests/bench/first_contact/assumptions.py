@@ -60,7 +60,7 @@ class Contact:
 
     @cached_property
     def gpus(self) -> list[dict[str, Any]]:
-        """Return the GPUs as NVML told them at first."""
+        """Return the GPUs as NVML reported them first."""
         return list(self.result("readings").get("nvml", {}).get("gpus", []))
 
     @property
@@ -81,7 +81,7 @@ class Contact:
 
     @cached_property
     def expected(self) -> tuple[Size, GpuModel] | None:
-        """Return what the table says of this size; None where nobody knows the size."""
+        """Return the table's row of this size; None if the size is unknown."""
         return sizes.load().find(self.size)
 
     def measurements(self, step: str, key: str = "workers") -> Iterator[dict[str, Any]]:
@@ -103,9 +103,9 @@ class Contact:
         return runs
 
     def doubts(self) -> Iterator[str]:
-        """Yield why this machine is no example of a healthy one."""
+        """Yield why this machine is not an example of a healthy one."""
         if not self.size:
-            yield "nobody knows the machine's size: give --vm-size"
+            yield "the machine's size is unknown: give --vm-size"
         if self.summary.get("pace") != 1:
             yield f"the run was shortened (pace {self.summary.get('pace')})"
         wrong = sorted(
@@ -149,7 +149,7 @@ def table(contact: Contact) -> str:
     wrong = sum(row.holds is False for row in all_rows)
     unseen = sum(row.holds is None for row in all_rows)
     head = (
-        f"## {len(contact.gpus)} x {', '.join(names)}, {contact.size or 'a size that nobody knows'}\n\n"
+        f"## {len(contact.gpus)} x {', '.join(names)}, {contact.size or 'an unknown size'}\n\n"
         f"Driver {contact.driver or 'unknown'}, {contact.date}, program {contact.agent}. "
         f"{len(all_rows)} assumptions: {len(all_rows) - wrong - unseen} hold, **{wrong} don't**, "
         f"{unseen} were not seen.\n\n"

@@ -68,7 +68,7 @@ class Context:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty where there is none or it is no object."""
+    """Return a file's JSON object; empty if it is missing or not an object."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

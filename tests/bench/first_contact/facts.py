@@ -85,7 +85,7 @@ def _platform() -> Mapping[str, Any]:
 
 
 def _size(node: Machine) -> str:
-    """Return the size's name where the table has it; empty where nobody knows what this machine should be."""
+    """Return the size's name if the table has it; empty if unknown."""
     row = sizes.load().find(node.vm_size)
     return row[0].name if row else ""
 

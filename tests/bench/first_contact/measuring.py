@@ -33,7 +33,7 @@ def together(
         return {worker.gpu: worker for worker in running.wait()}
 
 
-def told(workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
+def as_documents(workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
     """Return workers as JSON has them."""
     return [as_json(worker) for worker in workers.values()]
 
@@ -47,7 +47,7 @@ def spread(context: Context) -> dict[str, Any]:
         {gpu: worker_argv(context, gpu, SEED + 100, "--mode", "repeat") for gpu in names},
         context.left() * (0.8 if links else 0.97),
     )
-    result = {"workers": told(alone), "spread": spreads(alone.values())}
+    result = {"workers": as_documents(alone), "spread": spreads(alone.values())}
     if links:
         others = {gpu: [*names[at + 1 :], *names[:at]] for at, gpu in enumerate(names)}
         linked = together(
@@ -59,7 +59,7 @@ def spread(context: Context) -> dict[str, Any]:
             context.left() * 0.9,
             others,
         )
-        result |= {"links": told(linked), "spread": [*result["spread"], *spreads(linked.values())]}
+        result |= {"links": as_documents(linked), "spread": [*result["spread"], *spreads(linked.values())]}
     return result
 
 
@@ -95,18 +95,18 @@ def copies(context: Context) -> dict[str, Any]:
     for number, gpu in enumerate(names):
         argv = worker_argv(context, gpu, SEED + number, "--mode", "copies")
         share = context.left() / (len(names) - number + 2)
-        result["alone"] += told(together(context, {gpu: argv}, share))
+        result["alone"] += as_documents(together(context, {gpu: argv}, share))
     count = ("--count", str(len(names)))
     if len(names) > 1:
         commands = {gpu: worker_argv(context, gpu, SEED + 50, "--mode", "copies", *count) for gpu in names}
-        result["together"] = told(together(context, commands, context.left() * 0.95))
+        result["together"] = as_documents(together(context, commands, context.left() * 0.95))
     return result
 
 
 def coverage(context: Context) -> dict[str, Any]:
     """Count the SMs that blocks are seen on."""
     commands = {gpu: worker_argv(context, gpu, SEED, "--mode", "cover") for gpu in gpus(context)}
-    return {"workers": told(together(context, commands, context.left() * 0.95))}
+    return {"workers": as_documents(together(context, commands, context.left() * 0.95))}
 
 
 def compiling(context: Context) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def compiling(context: Context) -> dict[str, Any]:
     workers = {}
     for name in _CACHE_MODES:
         more = {} if name == _CACHE_MODES[0] else {"CUDA_CACHE_DISABLE": "0", "CUDA_CACHE_PATH": str(cache)}
-        workers[name] = told(together(context, {gpu: argv}, context.left() / 2, environment=more))
+        workers[name] = as_documents(together(context, {gpu: argv}, context.left() / 2, environment=more))
     return {"gpu": gpu, "workers": workers, "cache_bytes": sum(p.stat().st_size for p in cache.rglob("*"))}
 
 

@@ -55,7 +55,7 @@ def step(context: Context) -> dict[str, Any]:
 
 
 def _watched(context: Context, path: Path) -> int | None:
-    """Run one calling process; return its status, None where it had to be killed as it said nothing any more."""
+    """Run one calling process; return its status, None if it stopped answering and was killed."""
     argv = [*program(), "nvml", "--out", str(path)]
     child = subprocess.Popen(argv, cwd=checkout(), stdin=subprocess.DEVNULL)
     size, since = -1, time.monotonic()
@@ -105,7 +105,7 @@ def _record(call: Call, gpu: int | None) -> dict[str, Any]:
 
 
 def key(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells one question from all others."""
+    """Return a question's identity."""
     return record["call"], record["gpu"], record.get("peer"), tuple(record["numbers"])
 
 

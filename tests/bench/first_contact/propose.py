@@ -80,7 +80,7 @@ def names_of(contact: Contact) -> Iterator[bytes]:
 
 
 def _nameless(value: Any, places: Mapping[str, int]) -> Any:
-    """Return JSON with each GPU's UUID replaced by one that tells its index alone."""
+    """Return JSON with each GPU's UUID replaced by one that has only its index."""
     text = _UUID.sub(lambda match: _NOBODY.format(places.get(match[0].lower(), 0xFF)), json.dumps(value))
     return json.loads(text)
 

@@ -105,7 +105,7 @@ def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[st
 
     ``share`` is the part of the usual deadlines that each step has.
     """
-    # Whoever started this may go away, as a session over SSH does; the rest of the ten minutes is worth more.
+    # The session that started this may end, as one over SSH does; the rest of the ten minutes is worth more.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupts: list[int] = []
     for ending in _ENDINGS:
@@ -150,7 +150,7 @@ def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) 
                 start_new_session=True,
             )
         except OSError as error:
-            return replace(outcome, state="failed", why=f"it could not be started: {error.strerror}")
+            return replace(outcome, state="failed", why=f"could not be started: {error.strerror}")
         try:
             status = _ended(child, began + seconds, interrupts)
         finally:
@@ -200,7 +200,7 @@ def _ending(context: Context, child: subprocess.Popen[bytes], status: int | None
 
 def _last_line(path: Path) -> str:
     lines = path.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "(no output)"
 
 
 def _now() -> str:
@@ -208,7 +208,7 @@ def _now() -> str:
 
 
 def teller(stream: Any) -> Callable[[str], None]:
-    """Return what says a line to people. That nobody listens any more is no reason to end."""
+    """Return a function that prints a line. A reader that is gone is no reason to stop."""
 
     def say(text: str) -> None:
         with suppress(OSError, ValueError):

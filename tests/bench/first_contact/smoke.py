@@ -47,7 +47,7 @@ def tested(context: Context, tier: Tier, mode: str, **more: Any) -> dict[str, An
 
 
 def settings(context: Context) -> dict[str, Any]:
-    """Return the smoke test's settings for this machine: its size, or what was counted where nobody knows that."""
+    """Return the smoke test's settings for this machine: its size, or the counted GPUs if the size is unknown."""
     contact = context.facts()
     defaults: dict[str, Any] = {
         "fabric_wait_seconds": _FABRIC_SECONDS * context.pace,
@@ -61,10 +61,10 @@ def settings(context: Context) -> dict[str, Any]:
 
 
 def gpus(context: Context) -> list[str]:
-    """Return the UUIDs of all GPUs, as NVML told them at first. Raises RuntimeError where it told none."""
+    """Return the UUIDs of all GPUs, as NVML reported them first. Raises RuntimeError if it reported none."""
     devices = context.result_of("readings").get("nvml", {}).get("gpus", [])
     if not devices:
-        raise RuntimeError("NVML named no GPU, so there is none to be tried")
+        raise RuntimeError("NVML reported no GPU to test")
     return [gpu["uuid"] for gpu in devices]
 
 

@@ -234,7 +234,7 @@ def _held(
 def _faulted(
     device: Device, options: argparse.Namespace, _: agent.Plan, __: list[Device]
 ) -> Iterator[Measurement]:
-    """Make a kernel of ours store where it must not; tell what the driver says of it."""
+    """Make a kernel of ours store where it must not; report the driver's answer."""
     shipped = cuda.text_of
     cuda.text_of = lambda module: FAULT if module == "fault" else shipped(module)
     kernel = device.kernel("fault", "store")
