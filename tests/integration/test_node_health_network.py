@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import reach
 from image_builder.node.errors import NodeError
 from image_builder.node.health import maintenance, network
 from image_builder.node.health.model import Outcome
 from image_builder.node.health.settings import Settings
+from image_builder.node.net import reach
 from tests.health_looks import found, look
 from tests.servers import running
 

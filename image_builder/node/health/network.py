@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from image_builder.node import reach
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.settings import Settings, endpoint
-from image_builder.node.net import kubeconfig
+from image_builder.node.net import kubeconfig, reach
 from image_builder.node.sysfs import number, text
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from image_builder.node import reach
 from image_builder.node import settings as settings_files
 from image_builder.node.decode import absolute, at_least, decode, shown, within
+from image_builder.node.net import reach
 
 CHECKS = (
     "filesystems", "arrays", "nvme", "kernel_log", "network", "clock", "maintenance", "gpu", "infiniband",

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from image_builder.node import reach
 from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import PHASES, JoinError
+from image_builder.node.net import reach
 
 # Azure's limit of user data, which is sent as base64 (three bytes as four characters).
 MOST_BYTES = 65536 // 4 * 3

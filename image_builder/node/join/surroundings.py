@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import reach, status
 from image_builder.node import settings as settings_files
+from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
+from image_builder.node.net import reach
 from image_builder.node.preflight import checks
 from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED

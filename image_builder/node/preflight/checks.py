@@ -7,8 +7,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from image_builder.node import child, reach, status
+from image_builder.node import child, status
 from image_builder.node.errors import ProgramError
+from image_builder.node.net import reach
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check
 from image_builder.node.preflight.settings import Settings
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import reach
 from image_builder.node.health import network
+from image_builder.node.net import reach
 from tests.unit.node.health_findings import SETTINGS, codes
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from image_builder.node import reach
+from image_builder.node.net import reach
 
 
 def test_tasks_run_at_once() -> None:
