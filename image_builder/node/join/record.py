@@ -13,7 +13,6 @@ while what the phase is about is the same.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,8 +125,4 @@ class Record:
 
 def read(directory: Path) -> dict[str, Any]:
     """Return the record, empty where there is none that can be read."""
-    try:
-        record: dict[str, Any] = json.loads((directory / FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return record
+    return files.read_json(directory / FILE)
