@@ -129,8 +129,8 @@ class Broker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.text += line
-            self.lines.put(said := json.loads(line))
-            self.stray_lines += said.get("code") == "path"
+            self.lines.put(entry := json.loads(line))
+            self.stray_lines += entry.get("code") == "path"
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ class Broker:
     def ask(self, node: str, vm_id: str = joins.VM_ID, *, ca: str = "", seconds: float = 30) -> Token:
         """Ask as a node does, by the node's own code."""
         ca = ca or self.world.authority.certificate
-        told = joins.document(
+        settings = joins.document(
             ca,
             credentials={**joins.BROKER, "url": f"https://127.0.0.1:{self.port}/token"},
             node={},
@@ -154,16 +154,16 @@ class Broker:
         who = {"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID}
         deadline = Deadline(time.monotonic() + seconds)
         imds = self.world.imds_of(vm_id)
-        found = credentials.from_broker(config.parse(json.dumps(told).encode()), imds, who, deadline)
-        self.given.add(found.text.partition(".")[2])
-        return found
+        token = credentials.from_broker(config.parse(json.dumps(settings).encode()), imds, who, deadline)
+        self.given.add(token.text.partition(".")[2])
+        return token
 
     def send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> tuple[int, str, str]:
         """Send a request as it is; return status, Retry-After and the code of the error."""
-        status, after, told = self.exchange(method, path, headers, body)
-        return status, after, told.get("error", "")
+        status, after, answer = self.exchange(method, path, headers, body)
+        return status, after, answer.get("error", "")
 
     def exchange(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
@@ -191,15 +191,15 @@ class Broker:
         proof = {"document": document} if document is not None else {}
         body = json.dumps({"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID, **proof}).encode()
         headers = {"Authorization": f"Bearer {self.world.identity}", "Content-Length": str(len(body))}
-        found = self.exchange("POST", "/token", headers, body)
-        self.given.update(filter(None, [found[2].get("token", "").partition(".")[2]]))
-        return found
+        answer = self.exchange("POST", "/token", headers, body)
+        self.given.update(filter(None, [answer[2].get("token", "").partition(".")[2]]))
+        return answer
 
     def document(self, node: str, vm_id: str = joins.VM_ID) -> str:
         """Return what a machine's metadata service signs of the nonce that it gets here."""
-        status, _, told = self.post(node, vm_id)
-        assert status == 200, told
-        return attested.document(attested.content(told["nonce"], vm_id))
+        status, _, answer = self.post(node, vm_id)
+        assert status == 200, answer
+        return attested.document(attested.content(answer["nonce"], vm_id))
 
 
 @contextmanager
@@ -227,19 +227,19 @@ def brokering(world: World, **parts: Any) -> Iterator[Broker]:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        found = Broker(world, process)
+        broker = Broker(world, process)
         try:
-            yield found
+            yield broker
         finally:
-            found.close()
+            broker.close()
 
 
 def whoami(world: World, token: str) -> dict[str, Any]:
     """Ask the API server who a token is: its name and groups, nothing for one that it does not take."""
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": token}}
-    told = world.cluster.admin.request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", review)
-    found: dict[str, Any] = told["status"]["user"] if told["status"].get("authenticated") else {}
-    return found
+    answer = world.cluster.admin.request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", review)
+    user: dict[str, Any] = answer["status"]["user"] if answer["status"].get("authenticated") else {}
+    return user
 
 
 def drain(broker: Broker) -> None:

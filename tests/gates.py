@@ -57,9 +57,9 @@ class Cluster:
         self._clients: list[Client] = []
         self.admin = self.client("lab:admin", ADMINISTRATORS)
 
-    def _ask(self, *words: str) -> Path:
+    def _ask(self, *arguments: str) -> Path:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.write(json.dumps(arguments) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the control plane ended"
@@ -101,7 +101,7 @@ class Cluster:
 
         A watch counts once.
         """
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for line in (self.work / "audit.log").read_text().splitlines():
             event = json.loads(line)
             # A watch is complete when it ends.
@@ -109,8 +109,8 @@ class Cluster:
             if event.get("userAgent") == agent and event["stage"] == stage:
                 target = event.get("objectRef", {})
                 resource = "/".join(target[k] for k in ("resource", "subresource") if target.get(k))
-                found[event["verb"], resource] += 1
-        return found
+                counts[event["verb"], resource] += 1
+        return counts
 
 
 @contextmanager
@@ -150,8 +150,8 @@ def child(store: str, work: str, programs: str = "") -> int:
         if programs:
             tree = obtain(lab_definition(), settings, NullMonitor(), programs=()).tree
             return today.Today(Path(programs), tree, Path(work), controllers=Path(programs))
-        made = obtain(lab_definition(), settings, NullMonitor())
-        return ControlPlane(made.programs, made.tree, Path(work))
+        built = obtain(lab_definition(), settings, NullMonitor())
+        return ControlPlane(built.programs, built.tree, Path(work))
 
     def serve() -> int:
         with planes(Settings(store=Path(store))) as plane:
@@ -166,13 +166,13 @@ def child(store: str, work: str, programs: str = "") -> int:
     return namespace.run_isolated(guarded)
 
 
-def _do(plane: ControlPlane, words: list[str]) -> str:
-    what, *more = words
-    if what == "kubeconfig":
+def _do(plane: ControlPlane, arguments: list[str]) -> str:
+    verb, *more = arguments
+    if verb == "kubeconfig":
         return os.fspath(plane.kubeconfig(more[0], *more[1:]))
-    if what == "stop":
+    if verb == "stop":
         plane.stop_api()
-    elif what == "start":
+    elif verb == "start":
         plane.start_api()
     return ""
 
@@ -244,10 +244,10 @@ def in_background(work: Callable[[threading.Event], object]) -> Iterator[threadi
     assert not thread.is_alive()
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 30) -> bool:
-    """Wait until ``what`` holds; return whether it does."""
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    """Wait until ``condition`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
-    while not (holds := what()) and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return holds
 
@@ -331,12 +331,12 @@ class Machine:
         self.directory.mkdir()
         self.boot = ""
 
-    def start(self, *, known: bool) -> None:
+    def start(self, *, is_known: bool) -> None:
         """Start the machine: a new boot id, and a kubelet that tells it."""
         self.boot = str(uuid.uuid4())
         (self.directory / "boot_id").write_text(f"{self.boot}\n")
         (self.directory / model.REPORTED).unlink(missing_ok=True)
-        if known:
+        if is_known:
             become_ready(self.kubelet, self.name, self.boot)
         else:
             register(self.kubelet, self.name, self.boot, machine=self.name)
@@ -370,8 +370,8 @@ class Machine:
         return self.cluster.is_out(self.name)
 
     def condition(self) -> dict[str, Any]:
-        found = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
-        return next((c for c in found if c["type"] == model.CONDITION), {})
+        conditions = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
+        return next((c for c in conditions if c["type"] == model.CONDITION), {})
 
 
 class _Healthy(http.server.BaseHTTPRequestHandler):

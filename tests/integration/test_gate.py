@@ -119,7 +119,7 @@ def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
 ) -> None:
     node = machine()
     with controlled(cluster):
-        node.start(known=False)
+        node.start(is_known=False)
         first = pod(cluster, node)
         assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, first)[1])
         assert scheduled(cluster, first)[0] == "" and node.is_out()
@@ -131,7 +131,7 @@ def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
         assert model.boot_of(node.condition()["message"]) == node.boot
 
         # Started again: the condition still says True, but of another boot.
-        node.start(known=True)
+        node.start(is_known=True)
         assert wait_until(node.is_out)
         second = pod(cluster, node)
         assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, second)[1])
@@ -147,8 +147,8 @@ def test_a_node_that_did_not_pass_stays_out(
 ) -> None:
     bad, good = machine(), machine()
     with controlled(cluster):
-        bad.start(known=False)
-        good.start(known=False)
+        bad.start(is_known=False)
+        good.start(is_known=False)
         bad.report(state, "gpu.kat.int", "replace")
         good.report(model.PASSED)
         # What was reported later was acted upon: so this is what becomes of the other one.
@@ -167,7 +167,7 @@ def test_a_known_node_that_fails_is_out_before_its_kubelet_starts(
 ) -> None:
     node = machine()
     with controlled(cluster):
-        node.start(known=False)
+        node.start(is_known=False)
         node.report(model.PASSED)
         assert wait_until(lambda: not node.is_out())
         # The next boot fails. Its kubelet has told nothing yet: the boot id is still the old one.
@@ -183,7 +183,7 @@ def test_a_known_node_that_fails_is_out_before_its_kubelet_starts(
 
 def test_a_report_is_sent_once(cluster: Cluster, machine: Callable[[], Machine]) -> None:
     node = machine()
-    node.start(known=False)
+    node.start(is_known=False)
     before = cluster.requests(agent="node-agent")
     assert node.report(model.PASSED) == 0
     assert node.report(model.PASSED) == 0
@@ -195,8 +195,8 @@ def test_a_node_can_neither_let_itself_in_nor_speak_for_another(
     cluster: Cluster, machine: Callable[[], Machine]
 ) -> None:
     one, other = machine(), machine()
-    one.start(known=False)
-    other.start(known=False)
+    one.start(is_known=False)
+    other.start(is_known=False)
     untaint = [{"op": "replace", "path": "/spec/taints", "value": []}]
     path = f"/api/v1/nodes/{one.name}"
     refused = refusal(lambda: one.kubelet.request("PATCH", path, untaint, JSON_PATCH))
@@ -212,7 +212,7 @@ def test_break_glass_lets_one_boot_in_without_the_controller(
     cluster: Cluster, machine: Callable[[], Machine]
 ) -> None:
     node, marker = machine(), machine()
-    node.start(known=False)
+    node.start(is_known=False)
     node.report(model.FAILED, "gpu.config", "config")
     admin = os.fspath(cluster.kubeconfig("lab:admin", "system:masters"))
     argv = [sys.executable, "-P", "-m", "image_builder.cli", "gate"]
@@ -238,11 +238,11 @@ def test_break_glass_lets_one_boot_in_without_the_controller(
     assert (record["by"], record["reason"], record["boot_id"]) == ("someone", "INC-1", node.boot)
     assert record["at"].endswith("+00:00")
     with controlled(cluster):
-        marker.start(known=False)
+        marker.start(is_known=False)
         marker.report(model.PASSED)
         assert wait_until(lambda: not marker.is_out())
         assert not node.is_out()  # the controller honours it
-        node.start(known=True)
+        node.start(is_known=True)
         assert wait_until(node.is_out)  # for that boot
     shown = subprocess.run(
         [*argv, "status", "--kubeconfig", admin, "--json"], env=env, capture_output=True, text=True
@@ -257,7 +257,7 @@ def test_without_the_controller_nodes_stay_out_and_its_start_settles_them(
 ) -> None:
     passed, failed = machine(), machine()
     for node in (passed, failed):
-        node.start(known=False)
+        node.start(is_known=False)
     passed.report(model.PASSED)
     failed.report(model.FAILED, "gpu.kat.int", "replace")
     assert passed.is_out() and failed.is_out()
@@ -272,11 +272,11 @@ def test_an_api_server_that_was_away_changes_nothing_in_the_end(
     nodes = [machine() for _ in range(4)]
     with controlled(cluster):
         for node in nodes[:2]:
-            node.start(known=False)
+            node.start(is_known=False)
             node.report(model.PASSED)
         assert wait_until(lambda: not any(node.is_out() for node in nodes[:2]))
         for node in nodes[2:]:
-            node.start(known=False)
+            node.start(is_known=False)
         reports = [
             threading.Thread(target=node.report, args=(model.PASSED,), daemon=True) for node in nodes[2:]
         ]
@@ -292,7 +292,7 @@ def test_an_api_server_that_was_away_changes_nothing_in_the_end(
             thread.join(120 + min(OUTAGE_SECONDS, LONGEST_WAIT))
         assert not any(thread.is_alive() for thread in reports)
         assert wait_until(lambda: not any(node.is_out() for node in nodes), seconds=90)
-        nodes[0].start(known=True)
+        nodes[0].start(is_known=True)
         assert wait_until(nodes[0].is_out, seconds=60)
 
 
@@ -314,13 +314,13 @@ def test_one_of_two_controllers_acts_and_the_other_takes_over(
         assert wait_until(lambda: one.election.leads)
         two = second.enter_context(_controller(cluster, "gate-two", said))
         node = machine()
-        node.start(known=False)
+        node.start(is_known=False)
         node.report(model.PASSED)
         assert wait_until(lambda: not node.is_out())
         assert not two.election.leads
         first.close()
         assert wait_until(lambda: two.election.leads)
-        node.start(known=True)
+        node.start(is_known=True)
         assert wait_until(node.is_out)
         patches = [cluster.requests(agent=f"gate-{n}")["patch", "nodes"] for n in ("one", "two")]
         assert patches == [1, 1]
@@ -336,7 +336,7 @@ def test_a_watch_from_a_forgotten_version_lists_again(
     informer._version = "1"  # of a time before this API server's
     with in_background(informer.run) as stop:
         node = machine()
-        node.start(known=False)
+        node.start(is_known=False)
         assert wait_until(lambda: node.name in seen)
         stop.set()
         informer.interrupt()

@@ -45,7 +45,7 @@ def machine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
         def make() -> Machine:
             found = Machine(cluster, directory, f"node-{uuid.uuid4().hex[:8]}", healthz)
-            found.start(known=False)
+            found.start(is_known=False)
             return found
 
         yield make
@@ -110,14 +110,14 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         assert "HELD" not in str(overview(cluster.admin, Rules()))
 
         for each in failing:
-            each.start(known=True)
+            each.start(is_known=True)
             each.report(model.PASSED)
         assert wait_until(lambda: held(cluster) == {})
         assert wait_until(lambda: not any(each.is_out() for each in failing))
 
     # Another controller goes on with what the last one held: a new one opens it once, and not again.
     for each in failing:
-        each.start(known=True)
+        each.start(is_known=True)
         each.report(FAILED, CODE, "replace")
     for _ in range(2):
         with controlled(cluster) as said:
@@ -140,7 +140,7 @@ def test_a_controller_that_advises_changes_nothing(cluster: Cluster, machine: Ca
     with controlled(cluster):
         assert wait_until(lambda: not again.is_out())
     cluster.admin.request("DELETE", hold.PATH)
-    again.start(known=True)
+    again.start(is_known=True)
     good, *failing = (machine() for _ in range(4))
     good.report(model.PASSED)
     for each in failing:

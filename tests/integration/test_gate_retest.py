@@ -54,7 +54,7 @@ class Node(Machine):
         super().__init__(cluster, directory, f"node-{uuid.uuid4().hex[:8]}", healthz)
         self.document = verdict
         self.was_out: list[bool] = []
-        self.start(known=False)
+        self.start(is_known=False)
         assert self.report(model.PASSED) == 0
         settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": healthz, "jitter_seconds": 0}
         (self.directory / "etc/preflight.json").write_text(json.dumps(settings))
@@ -148,7 +148,7 @@ def test_a_wrong_answer_keeps_the_node_out(cluster: Cluster, healthz: str, tmp_p
         assert node.retest() == 0
         assert wait_until(lambda: node.condition()["status"] == "False")
         # What comes later is acted upon: so this is what becomes of it.
-        other.start(known=True)
+        other.start(is_known=True)
         assert wait_until(other.is_out)
         assert node.is_out()
     assert node.condition()["reason"] == "KatInt" and "action: replace" in node.condition()["message"]

@@ -125,7 +125,7 @@ def tab(chromium: str, profile: Path) -> Iterator[Tab]:
     """Start a browser with a profile of its own; it is gone when the block ends."""
     commands, answers = os.pipe(), os.pipe()
     # Above 3 and 4, or the launcher would overwrite one with the other.
-    theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (commands[0], answers[1])]
+    inherited = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (commands[0], answers[1])]
     os.close(commands[0])
     os.close(answers[1])
     environment = {"PATH": os.environ["PATH"], "HOME": os.fspath(profile), "LANG": "C.UTF-8"}
@@ -133,15 +133,15 @@ def tab(chromium: str, profile: Path) -> Iterator[Tab]:
     try:
         with (profile / "stderr").open("wb") as stderr:
             browser = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, *map(str, theirs), *argv],
+                [sys.executable, "-c", _LAUNCH, *map(str, inherited), *argv],
                 env=environment,
-                pass_fds=theirs,
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
             )
     finally:
-        for fd in theirs:
+        for fd in inherited:
             os.close(fd)
     try:
         shown = Tab(commands[1], answers[0])

@@ -29,8 +29,8 @@ FAULTS: dict[int, Fault] = {
 @pytest.fixture(scope="module")
 def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Fourteen hosts: 0 and those from 11 on are sound, the others as FAULTS says. All have certificates."""
-    with fleet(minimal, tmp_path_factory.mktemp("pool"), 14, faults=FAULTS, signed=True) as made:
-        yield made
+    with fleet(minimal, tmp_path_factory.mktemp("pool"), 14, faults=FAULTS, signed=True) as hosts:
+        yield hosts
 
 
 @pytest.fixture

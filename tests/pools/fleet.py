@@ -69,7 +69,7 @@ SITE = "/opt/site"
 NETWORK, GATEWAY = "198.19", "198.19.255.254"
 # What sudo asks where it hangs, the line by which PAM does, and what lets it wait (see hosts.py).
 DIRECTORY, ANSWERED, HANGS = "/usr/local/sbin/directory", "/tmp/answered", "/run/hangs"
-ASKED = f"account required pam_exec.so {DIRECTORY}"
+ACCOUNT_RULE = f"account required pam_exec.so {DIRECTORY}"
 # A neighbour that is known, and never answers.
 NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
 _CLONE_NEWNET = 0x40000000
@@ -167,7 +167,7 @@ class Fleet:
 
     def hang_sudo(self, host: int, *, answers: bool) -> None:
         """Let sudo hang: ``answers`` once before that, so that a probe finds nothing."""
-        script = f"rm -rf {ANSWERED}; grep -q {DIRECTORY} $0 || sed -i '1i {ASKED}' $0"
+        script = f"rm -rf {ANSWERED}; grep -q {DIRECTORY} $0 || sed -i '1i {ACCOUNT_RULE}' $0"
         self.run(host, "sh", "-ec", script + ("" if answers else f"; mkdir {ANSWERED}"), "/etc/pam.d/sudo")
 
     def free_sudo(self, host: int) -> None:
@@ -176,12 +176,12 @@ class Fleet:
 
     def around(self) -> set[int]:
         """Return the processes in the hosts' network that are no host's."""
-        network, found = os.readlink("/proc/thread-self/ns/net"), set()
+        network, names = os.readlink("/proc/thread-self/ns/net"), set()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):  # it has ended
                 if entry.name.isdigit() and os.readlink(entry / "ns/net") == network:
-                    found.add(int(entry.name))
-        return found
+                    names.add(int(entry.name))
+        return names
 
     def processes(self) -> dict[int, list[str]]:
         """Return what runs on hosts besides their sshd: command lines, by the number of each that has any."""
@@ -218,9 +218,9 @@ class Fleet:
             assert time.monotonic() < deadline, "sshd didn't come back"
             time.sleep(0.05)
 
-    def _ask(self, words: Mapping[str, object]) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
@@ -332,15 +332,15 @@ def sign(authority: Path, public: Path, *options: str) -> Path:
 @contextmanager
 def _network_of(pid: int) -> Iterator[None]:
     """Put this thread into a process' network for as long."""
-    mine = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    own_network = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _enter(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY))
         try:
             yield
         finally:
-            _enter(os.dup(mine))
+            _enter(os.dup(own_network))
     finally:
-        os.close(mine)
+        os.close(own_network)
 
 
 def _enter(fd: int) -> None:

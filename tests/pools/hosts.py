@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from image_builder.bake.store import Store
 from image_builder.system import environment, namespace
 from tests.pools.fleet import (
+    ACCOUNT_RULE,
     ANSWERED,
-    ASKED,
     DIRECTORY,
     GATEWAY,
     HANGS,
@@ -63,7 +63,7 @@ _SLOW_SHELL = f'#!/bin/sh\nsleep {SLOW_SECONDS}\nexec /bin/sh "$@"\n'
 _DIRECTORY = f"#!/bin/sh\nmkdir {ANSWERED} 2>/dev/null || exec cat {HANGS}\n"
 _libc = ctypes.CDLL(None, use_errno=True)
 # What a server that says nothing has accepted.
-_kept: list[socket.socket] = []
+_SOCKETS: list[socket.socket] = []
 
 
 def serve(file: str) -> int:
@@ -117,23 +117,23 @@ def _serve(request: HostsRequest) -> None:
     _wait_until_ready([pid for pid, _ in children], request.faults)
     print("ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(_do(asked, root, [pid for pid, _ in children])), flush=True)
+        command = json.loads(line)
+        print(json.dumps(_do(command, root, [pid for pid, _ in children])), flush=True)
 
 
-def _do(asked: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str, Any]:
-    if asked["do"] == "link":
-        _ip(root, [f"link set host{asked['host']} {asked['state']}"])
+def _do(command: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str, Any]:
+    if command["do"] == "link":
+        _ip(root, [f"link set host{command['host']} {command['state']}"])
         return {}
-    if asked["do"] == "neigh":
-        _ip(root, [f"neigh {asked['state']} {host_of(asked['host']).address} {NOBODY} dev fleet"])
+    if command["do"] == "neigh":
+        _ip(root, [f"neigh {command['state']} {host_of(command['host']).address} {NOBODY} dev fleet"])
         return {}
-    if asked["do"] == "list":
+    if command["do"] == "list":
         return _processes(hosts)
-    pid = hosts[asked["host"]]
+    pid = hosts[command["host"]]
     entered = ["nsenter", "--target", str(pid), "--mount", "--net", "--pid", "--uts", "--root", "--wd"]
-    argv = [*entered, "--", *asked["argv"]]
-    done = subprocess.run(argv, input=asked["input"].encode(), capture_output=True, check=False)
+    argv = [*entered, "--", *command["argv"]]
+    done = subprocess.run(argv, input=command["input"].encode(), capture_output=True, check=False)
     streams = {"output": done.stdout, "error": done.stderr}
     return {"status": done.returncode} | {
         name: text.decode("utf-8", "replace") for name, text in streams.items()
@@ -143,7 +143,7 @@ def _do(asked: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[str,
 def _processes(hosts: Sequence[int]) -> dict[str, list[str]]:
     """Return the command lines of what runs on each host, by its number, besides what it was started with."""
     numbers = {os.readlink(f"/proc/{pid}/ns/net"): str(number) for number, pid in enumerate(hosts)}
-    found: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in hosts:
             continue
@@ -151,8 +151,8 @@ def _processes(hosts: Sequence[int]) -> dict[str, list[str]]:
             number = numbers.get(os.readlink(entry / "ns/net"))
             if number is not None:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                found.setdefault(number, []).append(line.decode("utf-8", "replace").strip())
-    return found
+                owners.setdefault(number, []).append(line.decode("utf-8", "replace").strip())
+    return owners
 
 
 def _ip(root: Path, lines: Sequence[str]) -> None:
@@ -230,7 +230,7 @@ def _be_host(request: HostsRequest, number: int) -> NoReturn:
     if fault == "slow banner":
         with socket.create_server((host_of(number).address, 22)) as server:
             while True:
-                _kept.append(server.accept()[0])
+                _SOCKETS.append(server.accept()[0])
     os.execve("/usr/sbin/sshd", ["/usr/sbin/sshd", "-D", "-E", "/var/log/sshd.log"], environment)
 
 
@@ -267,7 +267,7 @@ def _write_files(request: HostsRequest, number: int, root: Path) -> None:
     if fault == "sudo hangs":
         Path(f"{root}{ANSWERED}").mkdir()
         pam = root / "etc/pam.d/sudo"
-        pam.write_text(f"{ASKED}\n{pam.read_text()}")
+        pam.write_text(f"{ACCOUNT_RULE}\n{pam.read_text()}")
 
 
 def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:

@@ -109,27 +109,27 @@ class Hosts:
 
 def ended_as(classes: dict[int, str], report: dict[str, Any]) -> None:
     """Compare how the hosts ended with their classes."""
-    found = {int(n.rpartition("-")[2]): r["outcome"] for n, r in report["results"].items()}
-    assert found.keys() == classes.keys()
-    wrong = {n: outcome for n, outcome in found.items() if signature(outcome) != classes[n]}
+    outcomes = {int(n.rpartition("-")[2]): r["outcome"] for n, r in report["results"].items()}
+    assert outcomes.keys() == classes.keys()
+    wrong = {n: outcome for n, outcome in outcomes.items() if signature(outcome) != classes[n]}
     assert not wrong, f"ended otherwise: {wrong}"
 
 
-def told_once(made: Rollout, classes: dict[int, str], told: Collection[int] = ()) -> None:
+def told_once(rollout: Rollout, classes: dict[int, str], joined: Collection[int] = ()) -> None:
     """Compare what the hosts counted with their classes; ``told`` are those whose classes don't say it.
 
     Whose agent fails before the kubelet is told again where that was lost with a driver: it certainly didn't join.
     """
-    wanted = {n: int(n in told or kind in ("ok", "unknown", FAILING)) for n, kind in classes.items()}
-    joins = {n: min(times, 1) if classes[n] == FAILING else times for n, times in made.joins().items()}
-    wrong = {n: times for n, times in joins.items() if times != wanted[n]}
+    expected = {n: int(n in joined or kind in ("ok", "unknown", FAILING)) for n, kind in classes.items()}
+    joins = {n: min(times, 1) if classes[n] == FAILING else times for n, times in rollout.joins().items()}
+    wrong = {n: times for n, times in joins.items() if times != expected[n]}
     assert not wrong, f"told to join as often: {wrong}"
 
 
-def nothing_is_left(made: Rollout) -> None:
+def nothing_is_left(rollout: Rollout) -> None:
     """Look for it on this end."""
-    left = here(made.pool) + made.left()
-    assert not left, left
+    leftovers = here(rollout.pool) + rollout.left()
+    assert not leftovers, leftovers
 
 
 def undisturbed(hosts: Hosts, folder: Path) -> dict[int, str]:
@@ -137,8 +137,8 @@ def undisturbed(hosts: Hosts, folder: Path) -> dict[int, str]:
 
     Some of those come back, when everybody else has ended.
     """
-    made = hosts.plan(folder, "seconds=8\n", retries=4, retry_seconds=1, verify="100%")
-    sound = iter(n for n in made.last_wave if n in hosts.sound and n != CHECKED)
+    rollout = hosts.plan(folder, "seconds=8\n", retries=4, retry_seconds=1, verify="100%")
+    sound = iter(n for n in rollout.last_wave if n in hosts.sound and n != CHECKED)
     lost = {next(sound): moment for moment in MOMENTS}
     back = {next(sound): moment for moment in MOMENTS if moment != "sudo"}
     others = [n for n in hosts.sound if n not in lost | back]
@@ -147,29 +147,29 @@ def undisturbed(hosts: Hosts, folder: Path) -> dict[int, str]:
     )
     prepare(hosts.pool, lost | back)
     try:
-        with made.start() as child:
-            cut(made, lost | back, child)
-            wait(lambda: child.poll() is not None or _have_ended(made.records, others, back), 300)
+        with rollout.start() as child:
+            cut(rollout, lost | back, child)
+            wait(lambda: child.poll() is not None or _have_ended(rollout.records, others, back), 300)
             for number in back:
                 hosts.pool.mend(number)
             out, err = child.communicate(timeout=500)
         assert child.returncode == 0, err
-        nothing_is_left(made)
+        nothing_is_left(rollout)
     finally:
         undo(hosts.pool, lost | back)
     ended_as(classes, json.loads(out))
-    attempts = {n: sum(len(ended(made.records, n, step)) for step in STEPS) for n in others}
+    attempts = {n: sum(len(ended(rollout.records, n, step)) for step in STEPS) for n in others}
     assert set(attempts.values()) == {len(STEPS)}, f"more attempts than one: {attempts}"
     hosts.free()
-    told_once(made, classes, [CHECKED, *(n for n, moment in lost.items() if moment == "verified")])
+    told_once(rollout, classes, [CHECKED, *(n for n, moment in lost.items() if moment == "verified")])
     return classes
 
 
 def _have_ended(records: list[Record], others: Collection[int], back: Mapping[int, Moment]) -> bool:
     """Tell whether others have; and that it is known of those that will be back that they are lost."""
-    known = (n for n, moment in back.items() if moment != "verified")
+    unverified = (n for n, moment in back.items() if moment != "verified")
     return all(ended(records, n, "verify") for n in others) and all(
-        ended(records, n, "bootstrap") for n in known
+        ended(records, n, "bootstrap") for n in unverified
     )
 
 
@@ -182,13 +182,13 @@ def killed(hosts: Hosts, folder: Path, points: int, seed: int) -> list[list[Reco
             break
         work = folder / f"killed-{number}"
         work.mkdir()
-        made = hosts.plan(work, "seconds=2\n", verify="25%")
+        rollout = hosts.plan(work, "seconds=2\n", verify="25%")
         ended = False
         while not ended and len(killed_at) < points:
             step, most = drawn.choice(AFTER)
-            goal = results(made.records, step) + drawn.randrange(1, most)
-            with made.start(is_resumed=bool(made.records)) as child:
-                wait(lambda: child.poll() is not None or results(made.records, step) >= goal)  # noqa: B023  # of this round
+            goal = results(rollout.records, step) + drawn.randrange(1, most)
+            with rollout.start(is_resumed=bool(rollout.records)) as child:
+                wait(lambda: child.poll() is not None or results(rollout.records, step) >= goal)  # noqa: B023  # of this round
                 time.sleep(drawn.choice([0.0, 0.05, 0.3]))
                 ended = child.poll() is not None
                 child.kill()
@@ -196,12 +196,12 @@ def killed(hosts: Hosts, folder: Path, points: int, seed: int) -> list[list[Reco
             # What it began is gone at once, before anything else looks.
             wait(lambda: not here(hosts.pool))
             if not ended:
-                killed_at.append(made.records)
-        report = made.finish(is_resumed=bool(made.records))
+                killed_at.append(rollout.records)
+        report = rollout.finish(is_resumed=bool(rollout.records))
         ended_as(hosts.classes, report)
-        nothing_is_left(made)
+        nothing_is_left(rollout)
         hosts.free()
-        told_once(made, hosts.classes)
+        told_once(rollout, hosts.classes)
     return killed_at
 
 

@@ -82,11 +82,11 @@ def verify(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
             rounds.append(runs)
     ratios = [fmean(t.wall for t in runs[count]) / fmean(t.wall for t in runs[1]) for runs in rounds]
     middle = {hosts: _middle([took for runs in rounds for took in runs[hosts]]) for hosts in rounds[0]}
-    one, many = middle[1], middle[count]
+    single, many = middle[1], middle[count]
     return {
         "verify_hosts": count,
         "verify_checks": checks,
-        "verify_one_seconds": round(one.wall, 2),
+        "verify_one_seconds": round(single.wall, 2),
         "verify_many_seconds": round(many.wall, 2),
         "verify_ratio": round(median(ratios), 2),
         "verify_ratios": [round(ratio, 2) for ratio in ratios],
@@ -95,7 +95,7 @@ def verify(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
             for hosts, seconds in sorted(middle.items())
         },
         "verify_cpu_seconds_of_a_further_host": {
-            side: round((getattr(many, side) - getattr(one, side)) / max(1, count - 1), 3)
+            side: round((getattr(many, side) - getattr(single, side)) / max(1, count - 1), 3)
             for side in ("client", "hosts")
         },
     }
@@ -115,7 +115,7 @@ def _verify(pool: Fleet, facts: Path, work: Path, hosts: int) -> tuple[Took, int
     seconds = Took(wall, _of_children() - before[0], pool.cpu_seconds() - before[1])
     # Some checks fail on hosts that have not booted: the same on each.
     assert json.loads(done.stdout)["counts"]["failed"] == hosts, done.stderr
-    found = {
+    figures = {
         tuple(
             (check["name"], check["outcome"])
             for check in json.loads(file.read_text())["checks"]
@@ -123,8 +123,8 @@ def _verify(pool: Fleet, facts: Path, work: Path, hosts: int) -> tuple[Took, int
         )
         for file in (work / "r").glob("*/verify.json")
     }
-    assert len(found) == 1, "the hosts differ"
-    return seconds, len(found.pop())
+    assert len(figures) == 1, "the hosts differ"
+    return seconds, len(figures.pop())
 
 
 def _of_children() -> float:
@@ -146,16 +146,17 @@ def resume(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
         for name in ("whole", "killed"):
             work = folder / name
             work.mkdir()
-            made = make(pool, work, range(count), policy=policy, agent=agent, sound=range(count))
+            rollout = make(pool, work, range(count), policy=policy, agent=agent, sound=range(count))
             began = time.monotonic()
             if name == "killed":
-                with made.start() as child:
-                    wait(lambda: child.poll() is not None or results(made.records, "bootstrap") >= count // 2)  # noqa: B023
+                with rollout.start() as child:
+                    half = count // 2
+                    wait(lambda: child.poll() is not None or results(rollout.records, "bootstrap") >= half)  # noqa: B023
                     child.kill()
                     child.communicate()
-            report = made.finish(is_resumed=name == "killed")
+            report = rollout.finish(is_resumed=name == "killed")
             times.append(time.monotonic() - began)
-            assert report["state"] == "finished" and made.joins() == dict.fromkeys(range(count), 1)
+            assert report["state"] == "finished" and rollout.joins() == dict.fromkeys(range(count), 1)
     whole, killed = times
     return {
         "resume_hosts": count,
@@ -176,12 +177,12 @@ def bootstrap(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
     definition = pushed.define(place.image)
     with pushed.plain_hosts(place, folder / "pushed", count, definition) as pool:
         plain = pushed.push(pool, folder / "pushed", definition)
-        found = [pushed.what_is_there(pool, number) for number in range(count)]
+        states = [pushed.what_is_there(pool, number) for number in range(count)]
     # As the roles have left it: what sealing does to an image is nothing that they push.
     with fleet(place, folder / "baked", count, trees=place.trees("system")) as pool:
         baked = _roll_out(pool, folder / "baked", count)
         image = pushed.what_is_there(pool, 0)
-    differences = {line for host in found for line in host ^ image}
+    differences = {line for host in states for line in host ^ image}
     assert not differences, f"pushed hosts are not as the image: {sorted(differences)}"
     return {
         "bootstrap_hosts": count,
@@ -198,10 +199,10 @@ def _roll_out(pool: Fleet, folder: Path, count: int) -> float:
     # Each host a canary: one wave, and no host is waited for before the others may begin.
     policy = {"canaries": count}
     agent = f"seconds={_BAKED_JOIN_SECONDS}\n"
-    made = make(pool, folder, numbers, policy=policy, agent=agent, sound=numbers, check=JOINED)
+    rollout = make(pool, folder, numbers, policy=policy, agent=agent, sound=numbers, check=JOINED)
     began = time.monotonic()
-    report = made.finish()
+    report = rollout.finish()
     seconds = time.monotonic() - began
     assert {r["outcome"]["kind"] for r in report["results"].values()} == {"ok"}, report["results"]
-    assert made.joins() == dict.fromkeys(numbers, 1)
+    assert rollout.joins() == dict.fromkeys(numbers, 1)
     return seconds

@@ -42,17 +42,17 @@ def prepare(pool: Fleet, moments: Mapping[int, Moment]) -> None:
             pool.run(number, "sh", "-ec", f"rm -f {_MARKS[moment]}; {_PREPARED[moment]}")
 
 
-def cut(made: Rollout, moments: Mapping[int, Moment], child: subprocess.Popen[str]) -> None:
+def cut(rollout: Rollout, moments: Mapping[int, Moment], child: subprocess.Popen[str]) -> None:
     """Cut hosts off when their moments have come."""
-    left = {number: _MARKS[moment] for number, moment in moments.items() if moment != "sudo"}
+    marks = {number: _MARKS[moment] for number, moment in moments.items() if moment != "sudo"}
 
     def cut_what_is_due() -> bool:
         assert child.poll() is None, "it ended too soon"
-        for number, mark in list(left.items()):
-            if made.pool.run(number, "sh", "-c", 'test ! -e "$0" || echo there', mark):
-                made.pool.cut(number)
-                del left[number]
-        return not left
+        for number, mark in list(marks.items()):
+            if rollout.pool.run(number, "sh", "-c", 'test ! -e "$0" || echo there', mark):
+                rollout.pool.cut(number)
+                del marks[number]
+        return not marks
 
     wait(cut_what_is_due)
 

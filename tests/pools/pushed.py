@@ -58,9 +58,9 @@ systemctl list-unit-files --state=enabled,masked --no-legend
 
 def define(image: str) -> ImageDefinition:
     """Return the definition of an image of the lab that has the variables of all images and no others."""
-    found = load_inventory([_INVENTORY]).define(image)
-    assert found.variables["group_names"] == [_GROUP], "the hosts would lack the other groups' variables"
-    return found
+    definition = load_inventory([_INVENTORY]).define(image)
+    assert definition.variables["group_names"] == [_GROUP], "the hosts would lack the other groups' variables"
+    return definition
 
 
 @contextmanager

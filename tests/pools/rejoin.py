@@ -49,14 +49,14 @@ def measure(store: Path, folder: Path, runs: int) -> dict[str, Any]:
 
     def work() -> int:
         leave_the_network(_IMDS)
-        kept = Store(store)
-        with kept.in_use(), kept.staging() as staging:
+        artefacts = Store(store)
+        with artefacts.in_use(), artefacts.staging() as staging:
             out.write_text(json.dumps(_join(lowers, staging, runs)))
         return 0
 
     assert namespace.run_isolated(work) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    measured: dict[str, Any] = json.loads(out.read_text())
+    return measured
 
 
 def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
@@ -81,10 +81,10 @@ def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
             subprocess.run(root.argv(["touch", "/run/azure-pod-guard"]), check=True)
             bare = _files(world, work)
             first, joined = _run(root), _files(world, work)
-            asked = len(world.asked_api)
+            requests = len(world.asked_api)
             again, after = [_run(root) for _ in range(runs)], _files(world, work)
             # Each of them looked, at the API server too.
-            assert len(world.asked_api) >= asked + runs and world.record["state"] == "ok"
+            assert len(world.asked_api) >= requests + runs and world.record["state"] == "ok"
     return {
         "rejoin_runs": runs,
         "join_seconds": round(first.wall, 2),
@@ -105,8 +105,8 @@ def _boot(world: World) -> None:
     """Write what the units leave behind that a boot starts before the joining."""
     run, boot = world.directory / "run", status.boot_id()
     for section in ("disk", "preload"):
-        told = {"state": status.OK, "code": "", "reason": "as the bench says"}
-        status.update(section, told, directory=run, settings=world.directory / "etc")
+        verdict = {"state": status.OK, "code": "", "reason": "as the bench says"}
+        status.update(section, verdict, directory=run, settings=world.directory / "etc")
     verdict = {"boot_id": boot, "state": "passed", "code": "", "reason": "", "action": "none"}
     (run / "preflight.json").write_text(
         json.dumps({**verdict, "started": "2026-11-22T00:00:00+00:00", "seconds": 3.0})
@@ -123,9 +123,9 @@ def _run(root: Root) -> Ran:
     began = time.monotonic()
     with subprocess.Popen(root.argv(["node-agent", "join"]), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        said = process.stdout.read()
+        output = process.stdout.read()
         _, ended, usage = os.wait4(process.pid, 0)
         wall = time.monotonic() - began
         process.returncode = os.waitstatus_to_exitcode(ended)
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
     return Ran(wall, usage.ru_utime + usage.ru_stime)

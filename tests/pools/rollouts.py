@@ -163,8 +163,8 @@ class Rollout:
 
     def joins(self, numbers: Sequence[int] = ()) -> dict[int, int]:
         """Return how often each host was told to join; of these hosts, or all."""
-        asked = numbers or self.numbers
-        return {n: self.pool.run(n, "cat", "/var/joins", ok=False).count("told") for n in asked}
+        hosts = numbers or self.numbers
+        return {n: self.pool.run(n, "cat", "/var/joins", ok=False).count("told") for n in hosts}
 
     @property
     def _work(self) -> Path:
@@ -187,19 +187,20 @@ def _command(entry: Path) -> str:
     try:
         # Ansible's workers have no argument of ours, but all that is begun here has it in its environment.
         return " ".join(
-            (entry / name).read_bytes().replace(b"\0", b" ").decode(errors="replace") for name in _TOLD
+            (entry / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            for name in _SECRET_FILES
         )
     except OSError:
         return ""
 
 
-_TOLD = ("cmdline", "environ")
+_SECRET_FILES = ("cmdline", "environ")
 
 
 def command(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command for pools to its end."""
-    words = [sys.executable, "-m", "image_builder.cli", "pool", *(os.fspath(a) for a in argv)]
-    return subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-m", "image_builder.cli", "pool", *(os.fspath(a) for a in argv)]
+    return subprocess.run(arguments, cwd=REPO, capture_output=True, text=True, check=False)
 
 
 def make(

@@ -36,8 +36,8 @@ def answers(pool: Fleet) -> dict[str, Answer]:
     script = "id -u && echo 'a \"word\"' | cat > /var/tmp/asked && cat /var/tmp/asked"
     access = pool.access(connect_seconds=6, banner_seconds=6, sudo_seconds=6)
     with Reach(access) as reach:
-        asked = [reach.submit(host, ["sh", "-c", script], root=True, seconds=_LONG) for host in pool.hosts]
-    return {FAULTS.get(n, f"sound {n}"): future.result() for n, future in enumerate(asked)}
+        futures = [reach.submit(host, ["sh", "-c", script], root=True, seconds=_LONG) for host in pool.hosts]
+    return {FAULTS.get(n, f"sound {n}"): future.result() for n, future in enumerate(futures)}
 
 
 def ask(pool: Fleet, host: int, script: str, host_keys: HostKeys | None = None) -> Answer:
@@ -65,8 +65,8 @@ def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
 
 
 def test_every_host_ends_in_its_class(answers: dict[str, Answer]) -> None:
-    found = {name: answer.outcome.signature for name, answer in answers.items()}
-    assert found == {name: CLASSES[FAULTS[n]] if n in FAULTS else "ok" for n, name in enumerate(answers)}
+    signatures = {name: answer.outcome.signature for name, answer in answers.items()}
+    assert signatures == {name: CLASSES[FAULTS[n]] if n in FAULTS else "ok" for n, name in enumerate(answers)}
 
 
 def test_sound_hosts_ran_the_command_as_root(answers: dict[str, Answer]) -> None:
@@ -112,15 +112,15 @@ def test_changed_key_stops_a_host_before_it_knows_who_we_are(pool: Fleet, kind: 
     pool.change_key(host)
     before = pool.log(host)
     assert ask(pool, host, "true", keys).outcome.kind == "host key"
-    said = pool.log(host).removeprefix(before)
-    assert "Connection from" in said and _ATTEMPT not in said
+    logged = pool.log(host).removeprefix(before)
+    assert "Connection from" in logged and _ATTEMPT not in logged
 
 
 def test_first_key_is_learnt_once_and_kept(pool: Fleet, tmp_path: Path) -> None:
     keys = FirstUse(tmp_path / "learnt" / "known_hosts")
     with Reach(pool.access(keys)) as reach:
-        asked = [reach.submit(pool.hosts[n], ["true"], seconds=_LONG) for n in (0, 10, 0, 13)]
-        assert [a.result().outcome.kind for a in asked] == ["ok"] * 4
+        futures = [reach.submit(pool.hosts[n], ["true"], seconds=_LONG) for n in (0, 10, 0, 13)]
+        assert [a.result().outcome.kind for a in futures] == ["ok"] * 4
     learnt = keys.path.read_text()
     pinned = pool.pinned.path.read_text().splitlines()
     assert sorted(learnt.splitlines()) == [pinned[n].rsplit(" ", 1)[0] for n in (0, 10, 13)]
@@ -144,9 +144,9 @@ _CERTIFICATES = {
 }
 
 
-@pytest.mark.parametrize("what", _CERTIFICATES)
-def test_certificate_is_judged_as_openssh_judges_it(pool: Fleet, tmp_path: Path, what: str) -> None:
-    options, good = _CERTIFICATES[what]
+@pytest.mark.parametrize("case", _CERTIFICATES)
+def test_certificate_is_judged_as_openssh_judges_it(pool: Fleet, tmp_path: Path, case: str) -> None:
+    options, good = _CERTIFICATES[case]
     assert judged(pool, tmp_path, pool.folder / "authority", options) == (good, good)
 
 
@@ -183,10 +183,10 @@ def judged(
     """Give host 0 a certificate; return whether we and OpenSSH log in to it."""
     keys = keys or pool.authority
     names = {"NAME": pool.hosts[0].vm_id, "OTHER": pool.hosts[1].vm_id}
-    words = [w.replace("NAME", names["NAME"]).replace("OTHER", names["OTHER"]) for w in options]
+    arguments = [w.replace("NAME", names["NAME"]).replace("OTHER", names["OTHER"]) for w in options]
     public = folder / "host.pub"
     public.write_text((pool.folder / "host-0.pub").read_text())
-    pool.show(0, sign(authority, public, *words).read_text())
+    pool.show(0, sign(authority, public, *arguments).read_text())
     answer = ask(pool, 0, "true", keys)
     assert answer.outcome.kind in ("ok", "host key"), answer
     return answer.outcome.ok, openssh(pool, 0, keys)
@@ -194,11 +194,11 @@ def judged(
 
 def test_partition_in_mid_task_ends_as_dropped(pool: Fleet) -> None:
     with Reach(pool.access(keepalive_seconds=1)) as reach:
-        asked = reach.submit(pool.hosts[0], ["sh", "-c", "touch /tmp/begun; sleep 600"], seconds=_LONG)
+        future = reach.submit(pool.hosts[0], ["sh", "-c", "touch /tmp/begun; sleep 600"], seconds=_LONG)
         wait_for(pool, 0, "/tmp/begun")
         pool.cut(0)
         try:
-            assert asked.result().outcome.kind == "dropped", asked.result()
+            assert future.result().outcome.kind == "dropped", future.result()
         finally:
             pool.mend(0)
     assert ask(pool, 0, "true").outcome.ok
@@ -244,10 +244,10 @@ def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
         assert [pool.log(n).count(logins) for n in (0, 10)] == [before[0] + 1, before[1] + 2]
         assert [as_whom(0, root=root, keep=True) for root in (True, False, False)] == ["root", USER, USER]
         assert pool.log(0).count(logins) == before[0] + 3
-        kept = set(connections(pool, 0))
-        for pid in kept:
+        connected = set(connections(pool, 0))
+        for pid in connected:
             pool.run(0, "kill", "-KILL", pid, ok=False)  # one may have ended with the other
-        while set(connections(pool, 0)) & kept:
+        while set(connections(pool, 0)) & connected:
             time.sleep(0.05)
         assert as_whom(0, root=False, keep=True) == USER
         reach.release(pool.hosts[0])
@@ -269,17 +269,17 @@ def wait_until_none(pool: Fleet, host: int) -> None:
 def test_leaving_by_an_error_ends_what_runs(pool: Fleet) -> None:
     def interrupted() -> None:
         with Reach(pool.access(), at_once=1) as reach:
-            asked.append(
+            futures.append(
                 reach.submit(pool.hosts[0], ["sh", "-c", "touch /tmp/runs; sleep 600"], seconds=_LONG)
             )
-            asked.append(reach.submit(pool.hosts[0], ["true"], seconds=_LONG))
+            futures.append(reach.submit(pool.hosts[0], ["true"], seconds=_LONG))
             wait_for(pool, 0, "/tmp/runs")
             raise KeyboardInterrupt
 
-    asked: list[Future[Answer]] = []
+    futures: list[Future[Answer]] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    runs, waits = asked
+    runs, waits = futures
     assert runs.result().outcome.kind == "dropped"
     with pytest.raises(CancelledError):
         waits.result()
@@ -321,11 +321,11 @@ def test_what_is_no_ssh_server(pool: Fleet, behave: Callable[[socket.socket], No
 def test_of_hosts_that_are_done_with_nothing_is_left(minimal: Workplace, tmp_path: Path) -> None:
     def theirs() -> set[str]:
         """Return the processes that see a host's root among their mounts."""
-        found = set()
+        processes = set()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
-                found |= {process.name} if "/run/fleet/" in (process / "mountinfo").read_text() else set()
-        return found
+                processes |= {process.name} if "/run/fleet/" in (process / "mountinfo").read_text() else set()
+        return processes
 
     before, network = theirs(), os.readlink("/proc/thread-self/ns/net")
 

@@ -59,7 +59,7 @@ TARGET = """(() => {
   const box = document.querySelector(":target").getBoundingClientRect();
   return [box.top, box.bottom, innerHeight];
 })()"""
-FOUND = "document.querySelector('#found').textContent"
+COUNT_OF_MATCHES = "document.querySelector('#found').textContent"
 WIDER = "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > e.clientWidth)"
 SIGNS = (
     "[...new Set([...document.querySelectorAll('%s')].map((e) => getComputedStyle(e, '::before').content))]"
@@ -96,13 +96,13 @@ def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _complaints(tab: Tab) -> list[dict[str, Any]]:
     """Return what the browser has to say against a page: errors of its script, what its policy refused."""
-    said = (
+    shown = (
         "Log.entryAdded",
         "Runtime.exceptionThrown",
         "Runtime.consoleAPICalled",
         "Page.javascriptDialogOpening",
     )
-    return [parameters for method, parameters in tab.events if method in said]
+    return [parameters for method, parameters in tab.events if method in shown]
 
 
 def _requests(tab: Tab) -> set[str]:
@@ -119,13 +119,13 @@ def test_it_loads_nothing_else_and_has_no_errors(chromium: Tab, large: Path) -> 
 
 def test_7500_hosts_can_be_searched(chromium: Tab, large: Path) -> None:
     chromium.open(large)
-    assert chromium.run(FOUND) == "7500 of 7500 hosts, the first 500 are shown"
+    assert chromium.run(COUNT_OF_MATCHES) == "7500 of 7500 hosts, the first 500 are shown"
     assert len(chromium.run(SHOWN)) == 500
     chromium.run("document.querySelector('#words').focus()")
     chromium.send("Input.insertText", text="GPU-07-0007 disk")
     # Of gpu-07-000700 to 000799 each 70th failed.
     assert sorted(chromium.run(SHOWN)) == ["gpu-07-000700", "gpu-07-000770"]
-    assert chromium.run(FOUND) == "2 of 7500 hosts"
+    assert chromium.run(COUNT_OF_MATCHES) == "2 of 7500 hosts"
     chromium.run("document.querySelector('#words').value = ''")
     chromium.run(CHOOSE % "failed disk 31")
     assert len(chromium.run(SHOWN)) == 108
@@ -136,7 +136,7 @@ def test_7500_hosts_can_be_searched(chromium: Tab, large: Path) -> None:
     chromium.run(CHOOSE % "")
     assert chromium.run("document.querySelector('#more').offsetHeight") > 0
     chromium.run("document.querySelector('#more').click()")
-    assert len(chromium.run(SHOWN)) == 7500 and chromium.run(FOUND) == "7500 of 7500 hosts"
+    assert len(chromium.run(SHOWN)) == 7500 and chromium.run(COUNT_OF_MATCHES) == "7500 of 7500 hosts"
     assert chromium.run("document.querySelector('#more').offsetHeight") == 0
 
 
@@ -200,11 +200,11 @@ def test_every_text_has_contrast(chromium: Tab, bad_day: Path, scheme: str) -> N
         chromium.open(bad_day)
         paper = chromium.run("getComputedStyle(document.body).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-        found = chromium.run(CONTRASTS)
+        contrasts = chromium.run(CONTRASTS)
     finally:
         chromium.scheme("light")
-    assert len(found) > 1000
-    assert [(text, ratio) for text, ratio in found if ratio < 4.5] == []
+    assert len(contrasts) > 1000
+    assert [(text, ratio) for text, ratio in contrasts if ratio < 4.5] == []
 
 
 def test_states_are_told_by_signs_and_not_by_colour_alone(chromium: Tab, bad_day: Path) -> None:
@@ -221,17 +221,17 @@ def test_states_are_told_by_signs_and_not_by_colour_alone(chromium: Tab, bad_day
 def test_what_assistive_technology_is_told(chromium: Tab, bad_day: Path) -> None:
     chromium.open(bad_day)
     nodes = chromium.send("Accessibility.getFullAXTree")["nodes"]
-    told = [
+    warnings = [
         (n["role"]["value"], n.get("name", {}).get("value", ""))
         for n in nodes
         if "role" in n and not n["ignored"]
     ]
-    headings = [name for role, name in told if role == "heading"]
+    headings = [name for role, name in warnings if role == "heading"]
     assert headings[:4] == ["Rollout of gpu", "How 600 hosts ended", "What failed alike", "Waves"]
-    assert [name for role, name in told if role == "image"] == [
+    assert [name for role, name in warnings if role == "image"] == [
         "The waves along time; the table below says the same"
     ]
-    roles = {role for role, _ in told}
+    roles = {role for role, _ in warnings}
     assert {
         "banner",
         "main",
@@ -244,7 +244,7 @@ def test_what_assistive_technology_is_told(chromium: Tab, bad_day: Path) -> None
     } <= roles
     unnamed = [
         role
-        for role, name in told
+        for role, name in warnings
         if role in ("link", "button", "searchbox", "combobox", "region") and not name
     ]
     assert unnamed == []
@@ -272,4 +272,4 @@ def test_its_policy_lets_nothing_else_act(chromium: Tab, bad_day: Path, tmp_path
     chromium.open(broken)
     assert chromium.run("typeof window.hacked") == "undefined"
     assert len(_complaints(chromium)) >= 2
-    assert chromium.run(FOUND) == "600 of 600 hosts, the first 500 are shown"
+    assert chromium.run(COUNT_OF_MATCHES) == "600 of 600 hosts, the first 500 are shown"

@@ -28,25 +28,25 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin, POOL_RIGHTS)
-        yield found
+    with running() as server:
+        give_rights(server.admin, POOL_RIGHTS)
+        yield server
 
 
 def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollout]) -> None:
     """Who has joined by itself is up, who still joins is waited for, who does neither has failed."""
     deadlines = {"probe": 15, "bootstrap": 6, "verify": 60}
     policy = {"mode": "verify", "waves": ["100%"], "verify": "100%", "deadlines": deadlines}
-    made = rollout(0, 1, 2, policy=policy, agent="seconds=4\n")
-    made.pool.run(0, "sh", "-ec", f"mkdir /run/node; {JOIN}")
-    made.pool.run(1, "sh", "-ec", f"mkdir /run/node; setsid {JOIN} >/dev/null 2>&1 &")
-    report = made.finish()
-    found = {name: signature(result["outcome"]) for name, result in report["results"].items()}
-    assert found == {"host-0": "ok", "host-1": "ok", "host-2": "failed bootstrap 5"}, report["results"]
+    run = rollout(0, 1, 2, policy=policy, agent="seconds=4\n")
+    run.pool.run(0, "sh", "-ec", f"mkdir /run/node; {JOIN}")
+    run.pool.run(1, "sh", "-ec", f"mkdir /run/node; setsid {JOIN} >/dev/null 2>&1 &")
+    report = run.finish()
+    signatures = {name: signature(result["outcome"]) for name, result in report["results"].items()}
+    assert signatures == {"host-0": "ok", "host-1": "ok", "host-2": "failed bootstrap 5"}, report["results"]
     assert "its image was to make it a member" in report["results"]["host-2"]["outcome"]["detail"]
-    assert intents(made.records, "bootstrap") == 0
-    assert made.joins() == {0: 1, 1: 1, 2: 0}
-    assert made.left() == []
+    assert intents(run.records, "bootstrap") == 0
+    assert run.joins() == {0: 1, 1: 1, 2: 0}
+    assert run.left() == []
 
 
 def test_a_control_plane_that_falls_behind_holds_the_next_wave(
@@ -55,20 +55,20 @@ def test_a_control_plane_that_falls_behind_holds_the_next_wave(
     """A node's certificate request pends: after the policy's patience the run stops, and nobody else is touched."""
     kubeconfig = str(cluster.kubeconfig("pool-operator"))
     gate = {"csr_seconds": 1, "interval_seconds": 0.5, "patience_seconds": 3}
-    made = rollout(0, 1, 2, 3, policy={"waves": ["100%"], "gate": gate}, agent="seconds=3\n")
-    with made.start(kubeconfig=kubeconfig) as child:
-        wait(lambda: any(made.joins().values()))
+    run = rollout(0, 1, 2, 3, policy={"waves": ["100%"], "gate": gate}, agent="seconds=3\n")
+    with run.start(kubeconfig=kubeconfig) as child:
+        wait(lambda: any(run.joins().values()))
         path = request_certificate(cluster, "pool-pending", SIGNER)
         out, err = child.communicate(timeout=120)
     assert child.returncode == 1, err
     report = json.loads(out)
     assert report["state"] == "stopped" and "a certificate request pends for" in report["reason"]
-    (canary,) = (n for n, times in made.joins().items() if times)
+    (canary,) = (n for n, times in run.joins().items() if times)
     assert signature(report["results"][f"host-{canary}"]["outcome"]) == "ok"
-    assert intents(made.records, "probe") == 1
+    assert intents(run.records, "probe") == 1
 
     deny_certificate(cluster, path)
-    report = made.finish(is_resumed=True, kubeconfig=kubeconfig)
+    report = run.finish(is_resumed=True, kubeconfig=kubeconfig)
     assert report["counts"]["ok"] == 4
-    assert made.joins() == dict.fromkeys(range(4), 1)
-    assert made.left() == []
+    assert run.joins() == dict.fromkeys(range(4), 1)
+    assert run.left() == []

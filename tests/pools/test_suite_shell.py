@@ -33,17 +33,17 @@ def targets() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("machine"), 1) as made:
-        yield made
+    with fleet(minimal, tmp_path_factory.mktemp("machine"), 1) as hosts:
+        yield hosts
 
 
 @pytest.fixture
 def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
     """The suite's own connection."""
     host = machine.hosts[0]
-    known = tmp_path / "known_hosts"
-    known.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
-    url = SshAddress(USER, host.address, host.port, machine.key, known).url
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
+    url = SshAddress(USER, host.address, host.port, machine.key, known_hosts).url
     return targets.open_target(targets.parse_target(url)).backend
 
 

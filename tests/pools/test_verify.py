@@ -48,8 +48,8 @@ def test_fate(host):
 
 @pytest.fixture(scope="module")
 def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT, signed=True) as made:
-        yield made
+    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT, signed=True) as hosts:
+        yield hosts
 
 
 def suite_of(folder: Path, **files: str) -> Suite:
@@ -84,19 +84,19 @@ def wait_until_it_hangs(pool: Fleet, before: set[str]) -> None:
 def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp_path: Path) -> None:
     before = set(children())
     with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(COUNT) as threads:
-        asked = [threads.submit(run, runs, pool, n, 5 if n == HANGS else 300) for n in range(COUNT)]
-        found = [future.result() for future in asked]
+        futures = [threads.submit(run, runs, pool, n, 5 if n == HANGS else 300) for n in range(COUNT)]
+        outcomes = [future.result() for future in futures]
         assert len(set(children()) - before) == 1, "one process has collected the checks"
-    assert [(o.kind, o.code) for o in found] == [
+    assert [(o.kind, o.code) for o in outcomes] == [
         ("ok", 0),
         ("failed", NO_RESULT),
         ("failed", NO_RESULT),
         ("failed", CHECKS),
         ("ok", 0),
-    ], found
-    assert found[HANGS].detail == "the suite did not end within 5 s"
-    assert f"status {-signal.SIGKILL}" in found[CRASHES].detail
-    assert found[FAILS].detail == "test_fate.py::test_fate"
+    ], outcomes
+    assert outcomes[HANGS].detail == "the suite did not end within 5 s"
+    assert f"status {-signal.SIGKILL}" in outcomes[CRASHES].detail
+    assert outcomes[FAILS].detail == "test_fate.py::test_fate"
     assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["host-1", "host-2", "host-3"]
     assert set(children()) == before
 
@@ -143,31 +143,31 @@ def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("mark", "asks", "what"),
+    ("mark", "asks", "case"),
     [
         ("", "host, tmp_path", "tmp_path"),
         ("@pytest.mark.parametrize('n', [1])\n", "host, n", "n, parametrize"),
     ],
 )
 def test_checks_that_are_more_than_functions_of_a_host_are_refused(
-    pool: Fleet, tmp_path: Path, mark: str, asks: str, what: str
+    pool: Fleet, tmp_path: Path, mark: str, asks: str, case: str
 ) -> None:
     """No fixture or mark of theirs is heeded on a pool's hosts: none may be passed over in silence."""
     check = f"import pytest\n\n{mark}@pytest.mark.booted\ndef test_more({asks}):\n    pass\n"
     with runs_of(pool, suite_of(tmp_path, test_more=check)) as runs:
         outcome = run(runs, pool, 0)
     assert outcome.code == NO_RESULT
-    assert re.search(rf"test_more(\[1\])? is more than a function of its target: {what}", outcome.detail)
+    assert re.search(rf"test_more(\[1\])? is more than a function of its target: {case}", outcome.detail)
 
 
 def verify(
-    minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int], *known: str | Path
+    minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int], *host_keys: str | Path
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run ``pool verify`` on hosts; return how that ended, and its result."""
     plan = write_plan(pool, folder, numbers, POLICY)
     facts = minimal.artefact / "facts.json"
-    known = known or ("--known-hosts", pool.pinned.path)
-    login = ("--user", USER, "--key", pool.key, *known)
+    host_keys = host_keys or ("--known-hosts", pool.pinned.path)
+    login = ("--user", USER, "--key", pool.key, *host_keys)
     done = command("verify", plan, *login, "--facts", facts, "--reports", folder / "reports", "--json")
     return done, json.loads(done.stdout)
 

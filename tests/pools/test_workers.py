@@ -71,8 +71,8 @@ def _left(pool: Fleet, number: int) -> str:
         "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ] || continue;"
         " tr '\\0' ' ' <$p/cmdline | grep ansible; done; true"
     )
-    found = pool.run(number, "sh", "-c", script).splitlines()
-    return "\n".join(line for line in found if "for p in /proc" not in line and "grep ansible" not in line)
+    lines = pool.run(number, "sh", "-c", script).splitlines()
+    return "\n".join(line for line in lines if "for p in /proc" not in line and "grep ansible" not in line)
 
 
 def _kinds(report: dict[str, Any]) -> set[str]:
@@ -81,25 +81,25 @@ def _kinds(report: dict[str, Any]) -> set[str]:
 
 def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: Fleet) -> None:
     """Every host joins once, with its configuration; what ends is told as it ends; the worker is as it was."""
-    made = rollout(*HOSTS, policy=_workers(pool, WORKERS[0]))
-    (made.folder / "configs").mkdir()
+    run = rollout(*HOSTS, policy=_workers(pool, WORKERS[0]))
+    (run.folder / "configs").mkdir()
     for number in HOSTS:
-        (made.folder / f"configs/host-{number}.json").write_text(json.dumps(configuration(f"host-{number}")))
+        (run.folder / f"configs/host-{number}.json").write_text(json.dumps(configuration(f"host-{number}")))
     pool.run(HOSTS[-1], "sh", "-c", "cat >/etc/stand-in", input="seconds=6\n")
-    report = made.finish()
+    report = run.finish()
     assert _kinds(report) == {"ok"}, report["results"]
-    assert made.joins() == dict.fromkeys(HOSTS, 1)
+    assert run.joins() == dict.fromkeys(HOSTS, 1)
     for number in HOSTS:
         written = pool.run(number, "cat", "/etc/node-agent/node-config.json")
         assert json.loads(written) == configuration(f"host-{number}")
-    ends = {r.host: r.at for r in made.records if isinstance(r, Result) and r.step == "bootstrap"}
+    ends = {r.host: r.at for r in run.records if isinstance(r, Result) and r.step == "bootstrap"}
     # The others were not told at the end of the slice, which waits for the slow one.
     assert max(ends["host-0"], ends["host-1"]) + 2 < ends["host-2"]
-    assert _left(pool, WORKERS[0]) == "" and made.left() == []
-    seen = pool.run(WORKERS[0], "cat", "/var/log/sshd.log")
-    assert f"Accepted publickey for {USER}" in seen
+    assert _left(pool, WORKERS[0]) == "" and run.left() == []
+    log = pool.run(WORKERS[0], "cat", "/var/log/sshd.log")
+    assert f"Accepted publickey for {USER}" in log
     secret = pool.key.read_text().splitlines()[1]
-    for path in (p for p in made.folder.rglob("*") if p.is_file()):
+    for path in (p for p in run.folder.rglob("*") if p.is_file()):
         assert secret not in path.read_text(errors="replace"), path
 
 
@@ -108,18 +108,18 @@ def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
 ) -> None:
     """The first slice finds nobody; the second one's worker dies in the middle, as a slice does that dies here."""
     policy = _workers(pool, DEAD, WORKERS[0], WORKERS[1]) | {"retries": 3}
-    made = rollout(*HOSTS, policy=policy, agent="seconds=10\n")
-    with made.start() as child:
-        wait(lambda: child.poll() is not None or any(made.joins().values()))
+    run = rollout(*HOSTS, policy=policy, agent="seconds=10\n")
+    with run.start() as child:
+        wait(lambda: child.poll() is not None or any(run.joins().values()))
         # All at once, and what is in memory, as when its power fails. No other host has such processes.
         pool.run(WORKERS[0], "sh", "-c", _KILL, ok=False)
         out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     assert _kinds(json.loads(out)) == {"ok"}, out
-    assert made.joins() == dict.fromkeys(HOSTS, 1)
-    lost = {(r.outcome.kind, r.joined) for r in made.records if isinstance(r, Result) and not r.outcome.ok}
+    assert run.joins() == dict.fromkeys(HOSTS, 1)
+    lost = {(r.outcome.kind, r.joined) for r in run.records if isinstance(r, Result) and not r.outcome.ok}
     assert ("dropped", "unknown") in lost and lost <= {("dropped", "unknown"), ("unknown", "unknown")}
-    assert made.left() == []
+    assert run.left() == []
 
 
 _KILL = (
@@ -136,20 +136,20 @@ _JOINED = (
 )
 
 
-def _is_intended(made: Rollout, host: str) -> bool:
+def _is_intended(run: Rollout, host: str) -> bool:
     """Tell whether a host is to be told: it was asked, and answered."""
-    return any(isinstance(r, Intent) and r.step == "bootstrap" and host in r.hosts for r in made.records)
+    return any(isinstance(r, Intent) and r.step == "bootstrap" and host in r.hosts for r in run.records)
 
 
 def test_a_killed_driver_leaves_nothing_on_the_worker(rollout: Callable[..., Rollout], pool: Fleet) -> None:
-    made = rollout(*HOSTS, policy=_workers(pool, WORKERS[1]), agent="seconds=12\n")
-    with made.start() as child:
-        wait(lambda: child.poll() is not None or any(made.joins().values()))
+    run = rollout(*HOSTS, policy=_workers(pool, WORKERS[1]), agent="seconds=12\n")
+    with run.start() as child:
+        wait(lambda: child.poll() is not None or any(run.joins().values()))
         assert "ansible" in _left(pool, WORKERS[1])
         child.kill()
         child.communicate()
     wait(lambda: _left(pool, WORKERS[1]) == "")
-    wait(lambda: not made.running())
+    wait(lambda: not run.running())
 
 
 def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice(
@@ -162,14 +162,14 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
     """
     lost, parted = WORKERS
     more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 5}
-    made = rollout(*HOSTS, policy=_workers(pool, *WORKERS) | more)
-    told = (0, 2)
-    for number in told:
+    run = rollout(*HOSTS, policy=_workers(pool, *WORKERS) | more)
+    joined = (0, 2)
+    for number in joined:
         put(pool, number, "/etc/stand-in", "seconds=infinity\n")
-    with made.start() as child, ExitStack() as mending:
-        wait(lambda: child.poll() is not None or _is_intended(made, "host-1"))
+    with run.start() as child, ExitStack() as mending:
+        wait(lambda: child.poll() is not None or _is_intended(run, "host-1"))
         pool.cut(1)  # so that it is not told
-        wait(lambda: child.poll() is not None or made.joins() == {0: 1, 1: 0, 2: 1})
+        wait(lambda: child.poll() is not None or run.joins() == {0: 1, 1: 0, 2: 1})
         assert all("ansible" in _left(pool, worker) for worker in WORKERS)
         pool.cut(lost)
         mending.callback(pool.mend, lost)
@@ -177,23 +177,23 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
         mending.callback(pool.unite, parted)
         wait(lambda: not any(_left(pool, worker) for worker in WORKERS))
         # The slices did not come to their own end: their hosts are still joining, and may be done only now.
-        for number in told:
+        for number in joined:
             assert pool.run(number, "sh", "-c", _JOINED).splitlines() == ["joining"]
         pool.mend(1)
-        wait(lambda: child.poll() is not None or results(made.records, "bootstrap") > 0)
+        wait(lambda: child.poll() is not None or results(run.records, "bootstrap") > 0)
         assert [_left(pool, worker) for worker in WORKERS] == ["", ""]
         out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
-    ends = [r for r in made.records if isinstance(r, Result) and r.step == "bootstrap"]
+    ends = [r for r in run.records if isinstance(r, Result) and r.step == "bootstrap"]
     assert sorted(r.host for r in ends) == [f"host-{n}" for n in HOSTS]
     assert {(r.outcome.kind, r.joined) for r in ends} <= {("dropped", "unknown"), ("unknown", "unknown")}
-    found = {name: result["outcome"]["kind"] for name, result in json.loads(out)["results"].items()}
-    assert found == {"host-0": "ok", "host-1": found["host-1"], "host-2": "ok"}, out
-    assert found["host-1"] in ("dropped", "unknown"), out
-    assert made.left() == [] and made.joins() == {0: 1, 1: 0, 2: 1}
-    report = made.finish(is_resumed=True, retry=True)
+    kinds = {name: result["outcome"]["kind"] for name, result in json.loads(out)["results"].items()}
+    assert kinds == {"host-0": "ok", "host-1": kinds["host-1"], "host-2": "ok"}, out
+    assert kinds["host-1"] in ("dropped", "unknown"), out
+    assert run.left() == [] and run.joins() == {0: 1, 1: 0, 2: 1}
+    report = run.finish(is_resumed=True, retry=True)
     assert _kinds(report) == {"ok"}, report["results"]
-    assert made.joins() == dict.fromkeys(HOSTS, 1)
+    assert run.joins() == dict.fromkeys(HOSTS, 1)
 
 
 def test_nothing_runs_on_for_those_who_are_silent(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_nothing_runs_on_for_those_who_are_silent(tmp_path: Path) -> None:
         f'#!/bin/sh\necho "$3"\ncat >{tmp_path}/got\nsetsid sleep 600 &\necho $! >{tmp_path}/pid\nwait\n'
     )
     runner.chmod(0o755)
-    words = [sys.executable, "-c", Path(worker_guard.__file__).read_text(), os.fspath(runner), "600", "1"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
+    argv = [sys.executable, "-c", Path(worker_guard.__file__).read_text(), os.fspath(runner), "600", "1"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         assert guard.stdin and guard.stdout
         guard.stdin.write(b"5\nslice")
         guard.stdin.flush()
@@ -234,9 +234,9 @@ def test_the_stream_goes_from_file_to_file(pool: Fleet, tmp_path: Path) -> None:
         (["worker", "--private-data-dir", os.fspath(tmp_path / "there")], "sent", "told"),
         (["process", os.fspath(tmp_path / "here")], "told", "shown"),
     ]
-    for words, given, kept in steps:
-        with (tmp_path / given).open("rb") as source, (tmp_path / kept).open("wb") as target:
-            subprocess.run([*command, *words], stdin=source, stdout=target, env=environment, check=True)
+    for argv, source_name, target_name in steps:
+        with (tmp_path / source_name).open("rb") as source, (tmp_path / target_name).open("wb") as target:
+            subprocess.run([*command, *argv], stdin=source, stdout=target, env=environment, check=True)
     shown = (tmp_path / "shown").read_text()
     assert '"state": "ok"' in shown or "ok=2" in shown, shown
     assert pool.run(0, "cat", "/var/joins") == "told\n"

@@ -26,12 +26,12 @@ def wait_until_hosts_are_bare(pool: Fleet) -> None:
 
 
 def _processes(pool: Fleet) -> list[str]:
-    found = []
+    traces = []
     for pid in pool.around() - pool.bystanders:
         with suppress(OSError):  # it has ended
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            found.append(f"process {pid}: {line}")
-    return found
+            traces.append(f"process {pid}: {line}")
+    return traces
 
 
 def _named_sockets() -> list[str]:

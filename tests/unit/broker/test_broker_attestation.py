@@ -69,8 +69,8 @@ def test_a_certificate_that_leads_elsewhere_is_nobodys(rules: Rules) -> None:
 
 
 def test_what_was_not_signed_is_not_believed(rules: Rules) -> None:
-    theirs = document(content(NONCE), signature=b"\0" * 256)
-    assert refused(theirs, rules) == "document.signature"
+    forged = document(content(NONCE), signature=b"\0" * 256)
+    assert refused(forged, rules) == "document.signature"
     good = base64.b64decode(document(content(NONCE)))
     changed = good.replace(VM_ID.encode(), b"11111111-2222-4333-8444-555555555555")
     assert changed != good

@@ -30,14 +30,18 @@ def read(tmp_path: Path, value: Any) -> Config:
 
 
 def test_what_may_be_left_out(tmp_path: Path) -> None:
-    found = read(tmp_path, LEAST)
-    assert found.identity.jwks == f"https://login.microsoftonline.com/{TENANT}/discovery/v2.0/keys"
-    assert found.identity.believed == (
+    settings = read(tmp_path, LEAST)
+    assert settings.identity.jwks == f"https://login.microsoftonline.com/{TENANT}/discovery/v2.0/keys"
+    assert settings.identity.believed == (
         f"https://sts.windows.net/{TENANT}/",
         f"https://login.microsoftonline.com/{TENANT}/v2.0",
     )
-    assert found.attestation.names == ("metadata.azure.com",)
-    assert (found.listen.port, found.tokens.seconds, found.tokens.namespace) == (8443, 1800, "kube-system")
+    assert settings.attestation.names == ("metadata.azure.com",)
+    assert (settings.listen.port, settings.tokens.seconds, settings.tokens.namespace) == (
+        8443,
+        1800,
+        "kube-system",
+    )
 
 
 def pool(**parts: Any) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def test_clocks_may_be_a_minute_apart() -> None:
 
 
 def test_only_strong_keys_for_rs256_are_taken() -> None:
-    found = {
+    document = {
         "keys": [
             ids.jwk("one"),
             ids.jwk("weak", bits=1024),
@@ -185,7 +185,7 @@ def test_only_strong_keys_for_rs256_are_taken() -> None:
             "no key",
         ]
     }
-    assert set(keys.parse_keys(json.dumps(found).encode())) == {"one"}
+    assert set(keys.parse_keys(json.dumps(document).encode())) == {"one"}
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"keys": {}}', b"<html>"])
@@ -197,16 +197,16 @@ def test_what_is_no_jwks(data: bytes) -> None:
 @pytest.mark.parametrize(("bits", "is_taken"), [(2047, False), (2048, True), (8192, True), (8193, False)])
 def test_a_key_has_a_size_that_is_worth_its_arithmetic(bits: int, is_taken: bool) -> None:
     modulus = (1 << bits - 1) + 1
-    made = {**ids.jwk("one"), "n": ids.segment(modulus.to_bytes((bits + 7) // 8))}
-    assert bool(keys.parse_keys(json.dumps({"keys": [made]}).encode())) == is_taken
+    entry = {**ids.jwk("one"), "n": ids.segment(modulus.to_bytes((bits + 7) // 8))}
+    assert bool(keys.parse_keys(json.dumps({"keys": [entry]}).encode())) == is_taken
 
 
 @pytest.mark.parametrize(("key_id", "is_looked_up"), [("", False), ("k" * 256, True), ("k" * 257, False)])
 def test_only_the_name_of_a_key_is_looked_up(key_id: str, is_looked_up: bool) -> None:
-    asked: list[str] = []
+    key_ids: list[str] = []
     with pytest.raises(RefusedError, match="key"):
-        identity.verify(ids.token(ids.claims(NOW), header={"kid": key_id}), asked.append, RULES, NOW)
-    assert asked == ([key_id] if is_looked_up else [])
+        identity.verify(ids.token(ids.claims(NOW), header={"kid": key_id}), key_ids.append, RULES, NOW)
+    assert key_ids == ([key_id] if is_looked_up else [])
 
 
 def test_times_and_texts_have_their_limits() -> None:

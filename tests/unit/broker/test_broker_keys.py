@@ -57,23 +57,23 @@ def test_an_unknown_key_is_asked_for_once_a_minute(provider: Provider) -> None:
 
 
 def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provider) -> None:
-    asked, answer = threading.Event(), threading.Event()
+    requested, answer = threading.Event(), threading.Event()
 
     def fetch() -> bytes:
-        asked.set()
+        requested.set()
         assert answer.wait(10)
         return identities.jwks("one")
 
     keys = Keys(fetch, 1000, tell=provider.told.append, clock=lambda: provider.now)
     answer.set()
     assert keys.find("one")
-    asked.clear()
+    requested.clear()
     answer.clear()
     provider.now = 1001
     slow = threading.Thread(target=keys.find, args=("one",))
     slow.start()
     try:
-        assert asked.wait(10)
+        assert requested.wait(10)
         began = time.monotonic()
         assert keys.find("one") and time.monotonic() - began < 5
     finally:
@@ -83,24 +83,24 @@ def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provide
 
 def test_an_unknown_key_waits_for_nobody(provider: Provider) -> None:
     """While one thread asks the provider, all others answer at once: later, and whom they know."""
-    asked, answer = threading.Event(), threading.Event()
+    requested, answer = threading.Event(), threading.Event()
     names = ["one"]
 
     def fetch() -> bytes:
-        asked.set()
+        requested.set()
         assert answer.wait(10)
         return identities.jwks(*names)
 
     keys = Keys(fetch, 1000, tell=provider.told.append, clock=lambda: provider.now)
     answer.set()
     assert keys.find("one")
-    asked.clear()
+    requested.clear()
     answer.clear()
     provider.now, names = PAUSE, ["one", "two"]
     slow = threading.Thread(target=keys.find, args=("two",))
     slow.start()
     try:
-        assert asked.wait(10)
+        assert requested.wait(10)
         with pytest.raises(RefusedError) as caught:
             keys.find("two")
         assert (caught.value.status, caught.value.retry_after) == (503, BUSY_PAUSE)
@@ -148,13 +148,13 @@ def test_without_any_keys_nobody_is_proven_and_nobody_is_refused(provider: Provi
 
 
 def test_keys_of_a_file(tmp_path: Path) -> None:
-    path, told = tmp_path / "jwks.json", list[str]()
+    path, lines = tmp_path / "jwks.json", list[str]()
     now = 0.0
-    keys = Keys(source(str(path), None), 1000, tell=told.append, clock=lambda: now)
-    assert not keys.is_ready() and "No such file" in told[0]
+    keys = Keys(source(str(path), None), 1000, tell=lines.append, clock=lambda: now)
+    assert not keys.is_ready() and "No such file" in lines[0]
     path.write_text("<html>")
     now = FIRST_PAUSE
-    assert not keys.is_ready() and len(told) == 2
+    assert not keys.is_ready() and len(lines) == 2
     path.write_bytes(identities.jwks("one"))
     now = 2 * FIRST_PAUSE
     assert keys.is_ready() and keys.find("one")

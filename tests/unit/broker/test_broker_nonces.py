@@ -8,26 +8,26 @@ from image_builder.cluster.broker.nonces import SECONDS, Nonces, until_next
 from tests.joins import VM_ID
 
 NODE, NOW = "vmss-h100-a000017", 1_800_000_000.0
-MINE = Nonces(lambda: b"the key of the certificate")
+NONCES = Nonces(lambda: b"the key of the certificate")
 
 
 def test_a_nonce_is_ten_digits_of_one_machine_node_and_minute() -> None:
-    nonce = MINE.current(VM_ID, NODE, NOW)
+    nonce = NONCES.current(VM_ID, NODE, NOW)
     assert re.fullmatch("[0-9]{10}", nonce)
-    assert MINE.current(VM_ID, NODE, NOW + SECONDS - 1) == nonce
+    assert NONCES.current(VM_ID, NODE, NOW + SECONDS - 1) == nonce
     others = [
-        MINE.current(VM_ID, NODE, NOW + SECONDS),
-        MINE.current(VM_ID[::-1], NODE, NOW),
-        MINE.current(VM_ID, NODE + "8", NOW),
+        NONCES.current(VM_ID, NODE, NOW + SECONDS),
+        NONCES.current(VM_ID[::-1], NODE, NOW),
+        NONCES.current(VM_ID, NODE + "8", NOW),
         Nonces(lambda: b"another key").current(VM_ID, NODE, NOW),
     ]
     assert len({nonce, *others}) == 5
     # They are spread, whatever they are made of.
-    assert len({MINE.current(VM_ID, f"node-{number}", NOW) for number in range(1000)}) == 1000
+    assert len({NONCES.current(VM_ID, f"node-{number}", NOW) for number in range(1000)}) == 1000
 
 
 def test_it_is_taken_for_a_minute_or_two_by_each_replica() -> None:
-    nonce = MINE.current(VM_ID, NODE, NOW + SECONDS - 1)
+    nonce = NONCES.current(VM_ID, NODE, NOW + SECONDS - 1)
     replica = Nonces(lambda: b"the key of the certificate")
     assert replica.is_valid(nonce, VM_ID, NODE, NOW)
     assert replica.is_valid(nonce, VM_ID, NODE, NOW + 2 * SECONDS - 1)

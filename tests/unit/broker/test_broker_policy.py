@@ -118,6 +118,6 @@ def test_buckets_that_are_full_again_are_forgotten() -> None:
     assert limiter.take("busy", 3.0) == 0 and limiter.take("busy", 3.0) == 0.5
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.001, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
-def test_retry_after_is_never_too_early(seconds: float, told: int) -> None:
-    assert whole_seconds(seconds) == told
+@pytest.mark.parametrize(("seconds", "header"), [(0.001, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
+def test_retry_after_is_never_too_early(seconds: float, header: int) -> None:
+    assert whole_seconds(seconds) == header

@@ -35,14 +35,14 @@ class Api:
 
 
 def test_a_secret_is_what_kubernetes_takes_for_a_token() -> None:
-    made = secret(GRANT, "s3cr3ts3cr3ts3cr", ENDS)
-    assert (made["type"], made["metadata"]["name"]) == (TYPE, f"bootstrap-token-{GRANT.id}")
-    assert made["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", GRANT.id)
-    data = made["stringData"]
+    document = secret(GRANT, "s3cr3ts3cr3ts3cr", ENDS)
+    assert (document["type"], document["metadata"]["name"]) == (TYPE, f"bootstrap-token-{GRANT.id}")
+    assert document["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", GRANT.id)
+    data = document["stringData"]
     assert data["expiration"] == "2027-01-15T08:00:00Z"
     # No annotation, label or description has the secret part.
     assert [name for name, text in data.items() if "s3cr3t" in text] == ["token-secret"]
-    assert "s3cr3t" not in repr(made["metadata"])
+    assert "s3cr3t" not in repr(document["metadata"])
 
 
 def test_a_token_is_bound_to_its_machine_and_its_node() -> None:
@@ -72,7 +72,7 @@ def test_a_document_is_worth_one_token() -> None:
         Grant(GRANT.node, "11111111-2222-4333-8444-555555555555", NONCE, "h100", (), 1800),
         Grant(GRANT.node, VM_ID, "0123456780", "h100", (), 1800),
     ]
-    assert len({issue(api, one, ENDS).id for one in others} | {first.id}) == 4
+    assert len({issue(api, grant, ENDS).id for grant in others} | {first.id}) == 4
 
 
 def test_a_cluster_that_fails_is_no_used_document() -> None:

@@ -23,8 +23,8 @@ REPLACE = Verdict(FAILED, "gpu.kat.int", "mismatch in SM 7", "replace")
 
 
 def message(verdict: Verdict, boot: str = BOOT) -> str:
-    told = model.document(verdict, [], boot_id=boot, image_build="b", started="now", seconds=41)
-    return model.message(told)
+    report = model.document(verdict, [], boot_id=boot, image_build="b", started="now", seconds=41)
+    return model.message(report)
 
 
 def node(number: int, verdict: Verdict = REPLACE, *, age: float = 60, pool: str = "a") -> Node:
@@ -39,8 +39,8 @@ def node(number: int, verdict: Verdict = REPLACE, *, age: float = 60, pool: str 
     )
 
 
-def step(nodes: list[Node], known: dict[str, Hold], now: float, limits: Limits) -> dict[str, Hold]:
-    return breaker.step(nodes, known, now, limits, LABEL)
+def step(nodes: list[Node], current: dict[str, Hold], now: float, limits: Limits) -> dict[str, Hold]:
+    return breaker.step(nodes, current, now, limits, LABEL)
 
 
 def held(failed: int, of: int, pool: str = "a", code: str = "gpu.kat.int") -> dict[str, Hold]:
@@ -57,15 +57,15 @@ def pool(failed: int, of: int, name: str = "a", *, age: float = 60) -> list[Node
     [(2, 2, False), (3, 3, True), (3, 60, False), (3, 59, True), (50, 1000, False), (51, 1000, True)],
 )
 def test_it_opens_above_a_share_of_the_pool_and_not_for_a_few(failed: int, of: int, is_open: bool) -> None:
-    found = step(pool(failed, of), {}, NOW, LIMITS)
-    assert found == (held(failed, of) if is_open else {})
+    holds = step(pool(failed, of), {}, NOW, LIMITS)
+    assert holds == (held(failed, of) if is_open else {})
 
 
 def test_each_pool_counts_by_itself() -> None:
     assert step([*pool(2, 30), *pool(2, 30, "b")], {}, NOW, LIMITS) == {}
-    found = step([*pool(2, 1000), *pool(3, 30, "b")], {}, NOW, LIMITS)
-    assert found == held(3, 30, "b")
-    both = step([*pool(3, 30), *pool(3, 30, "b")], found, NOW, LIMITS)
+    holds = step([*pool(2, 1000), *pool(3, 30, "b")], {}, NOW, LIMITS)
+    assert holds == held(3, 30, "b")
+    both = step([*pool(3, 30), *pool(3, 30, "b")], holds, NOW, LIMITS)
     assert both == held(3, 30) | held(3, 30, "b")
     # One node of the first pool goes on failing: that says nothing of the second.
     assert step([*pool(1, 30), *pool(0, 30, "b")], both, NOW, LIMITS) == held(3, 30)
@@ -85,24 +85,25 @@ def test_only_the_last_hour_opens_it() -> None:
 
 
 def test_it_stays_open_while_a_node_fails_and_closes_then() -> None:
-    known = step(pool(30, 100), {}, NOW, LIMITS)
-    assert step(pool(1, 100, age=9999), known, NOW + 9999, LIMITS) == known
-    assert step(pool(0, 100), known, NOW + 9999, LIMITS) == {}
+    holds = step(pool(30, 100), {}, NOW, LIMITS)
+    assert step(pool(1, 100, age=9999), holds, NOW + 9999, LIMITS) == holds
+    assert step(pool(0, 100), holds, NOW + 9999, LIMITS) == {}
 
 
 def test_a_node_that_starts_itself_again_counts_while_its_report_is_new() -> None:
     """The kubelet of the boot that it ended never ran, so the Node object has the boot id before."""
     rebooting = [replace(node(n, replace(REPLACE, action="reboot")), boot_id=OTHER) for n in range(3)]
-    known = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
-    assert known == held(3, 10)
-    assert step(rebooting, known, NOW + 3000, LIMITS) == known
-    assert step(rebooting, known, NOW + 3601, LIMITS) == {}
-    assert step([replace(one, admitted_boot=BOOT) for one in rebooting], {}, NOW, LIMITS) == {}
+    holds = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
+    assert holds == held(3, 10)
+    assert step(rebooting, holds, NOW + 3000, LIMITS) == holds
+    assert step(rebooting, holds, NOW + 3601, LIMITS) == {}
+    assert step([replace(node, admitted_boot=BOOT) for node in rebooting], {}, NOW, LIMITS) == {}
 
 
 def test_what_a_person_released_is_not_held_again_while_the_nodes_fail() -> None:
     released = {
-        key: replace(one, state=hold.RELEASED, by="me", reason="a rack") for key, one in held(30, 100).items()
+        key: replace(opened, state=hold.RELEASED, by="me", reason="a rack")
+        for key, opened in held(30, 100).items()
     }
     assert step(pool(30, 100), released, NOW, LIMITS) == released
     assert step(pool(0, 100), released, NOW, LIMITS) == {}
@@ -141,9 +142,9 @@ def test_what_is_no_failure_of_this_boot(changed: Node) -> None:
 
 
 def test_a_pool_is_named_by_a_label() -> None:
-    found = {"metadata": {"name": "n", "labels": {"agentpool": "h100"}}}
-    assert node_from(found, Rules(pool="agentpool")).pool == "h100"
-    assert node_from(found, Rules()).pool == ""
+    document = {"metadata": {"name": "n", "labels": {"agentpool": "h100"}}}
+    assert node_from(document, Rules(pool="agentpool")).pool == "h100"
+    assert node_from(document, Rules()).pool == ""
 
 
 # -- the node's side -------------------------------------------------------------------------------------------
@@ -155,11 +156,11 @@ OWN = {LABEL: "h100", "kubernetes.io/arch": "amd64"}
 
 @pytest.mark.parametrize("action", ["reboot", "replace"])
 def test_a_held_code_neither_reboots_nor_condemns(action: str) -> None:
-    found = hold.applied(replace(REPLACE, action=action, reboot=action == "reboot"), OWN, HOLDS)
-    assert (found.state, found.action, found.reboot) == (FAILED, "none", False)
-    assert found.reason == f"mismatch in SM 7; {action} is held: 12 of 40 nodes of pool h100 failed alike"
+    applied = hold.applied(replace(REPLACE, action=action, reboot=action == "reboot"), OWN, HOLDS)
+    assert (applied.state, applied.action, applied.reboot) == (FAILED, "none", False)
+    assert applied.reason == f"mismatch in SM 7; {action} is held: 12 of 40 nodes of pool h100 failed alike"
     # It counts on, or the breaker would close on its own effect.
-    assert code_of(replace(FAILS, message=message(found))) == "gpu.kat.int"
+    assert code_of(replace(FAILS, message=message(applied))) == "gpu.kat.int"
 
 
 @pytest.mark.parametrize(
@@ -187,11 +188,11 @@ def test_other_pools_are_not_held(labels: dict[str, str]) -> None:
 def test_status_says_held_for_nodes_of_the_pool_that_is() -> None:
     def why(labels: dict[str, str]) -> str:
         condition = {"type": model.CONDITION, "status": "False", "message": message(REPLACE)}
-        found = {
+        document = {
             "metadata": {"name": "n", "labels": labels},
             "status": {"nodeInfo": {"bootID": BOOT}, "conditions": [condition]},
         }
-        return status_line(found, Rules(), HOLDS)["why"]
+        return status_line(document, Rules(), HOLDS)["why"]
 
     assert why(OWN).startswith("HELD, 12 of 40 nodes of pool h100 failed alike: don't replace it: boot=")
     assert why({LABEL: "a100"}).startswith("boot=")

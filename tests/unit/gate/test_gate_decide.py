@@ -15,7 +15,7 @@ from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.node.preflight.model import CONDITION
 
 RULES = Rules()
-ONE, TWO = (f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}" for digit in "12")
+FIRST, SECOND = (f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}" for digit in "12")
 OURS = {"key": RULES.taint, "value": "pending", "effect": "NoSchedule"}
 OTHER = {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}
 
@@ -23,16 +23,16 @@ OTHER = {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}
 @pytest.mark.parametrize(
     ("boot", "status", "tested", "admitted", "works"),
     [
-        pytest.param(ONE, "True", ONE, "", True, id="this boot passed"),
-        pytest.param(TWO, "True", ONE, "", False, id="another boot passed"),
-        pytest.param(ONE, "False", ONE, "", False, id="it failed"),
-        pytest.param(ONE, "Unknown", ONE, "", False, id="it was not settled"),
-        pytest.param(ONE, "", "", "", False, id="nothing was reported"),
-        pytest.param(ONE, "True", "", "", False, id="a condition of no boot"),
+        pytest.param(FIRST, "True", FIRST, "", True, id="this boot passed"),
+        pytest.param(SECOND, "True", FIRST, "", False, id="another boot passed"),
+        pytest.param(FIRST, "False", FIRST, "", False, id="it failed"),
+        pytest.param(FIRST, "Unknown", FIRST, "", False, id="it was not settled"),
+        pytest.param(FIRST, "", "", "", False, id="nothing was reported"),
+        pytest.param(FIRST, "True", "", "", False, id="a condition of no boot"),
         pytest.param("", "True", "", "", False, id="no boot is known"),
-        pytest.param("", "True", ONE, "", False, id="the kubelet has not spoken"),
-        pytest.param(ONE, "False", ONE, ONE, True, id="let in by hand"),
-        pytest.param(TWO, "False", TWO, ONE, False, id="another boot was let in"),
+        pytest.param("", "True", FIRST, "", False, id="the kubelet has not spoken"),
+        pytest.param(FIRST, "False", FIRST, FIRST, True, id="let in by hand"),
+        pytest.param(SECOND, "False", SECOND, FIRST, False, id="another boot was let in"),
         pytest.param("", "", "", "", False, id="nothing at all"),
     ],
 )
@@ -46,15 +46,15 @@ def test_table(boot: str, status: str, tested: str, admitted: str, works: bool) 
 
 def test_only_the_gates_own_taint_counts() -> None:
     no_execute = {**OURS, "effect": "NoExecute"}
-    assert decide(Node("n", ONE, "True", ONE, taints=(OTHER, no_execute)), RULES) is Action.NONE
+    assert decide(Node("n", FIRST, "True", FIRST, taints=(OTHER, no_execute)), RULES) is Action.NONE
 
 
-def apply(changes: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any] | None:
+def apply(changes: list[dict[str, Any]], document: dict[str, Any]) -> dict[str, Any] | None:
     """Apply a patch of the two operations that are used; None where a test fails (RFC 6902)."""
-    made = copy.deepcopy(found)
+    patched = copy.deepcopy(document)
     for change in changes:
         *folders, name = change["path"].split("/")[1:]
-        place = made
+        place = patched
         for folder in folders:
             place = place[folder]
         if change["op"] == "test":
@@ -62,7 +62,7 @@ def apply(changes: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any
                 return None
         else:
             place[name] = change["value"]
-    return made
+    return patched
 
 
 def made(boot: str, taints: list[dict[str, str]], status: str = "", tested: str = "") -> dict[str, Any]:
@@ -80,16 +80,16 @@ _TAINTS = st.lists(
 )
 
 
-@given(_TAINTS, st.sampled_from(["", "True", "False"]), st.sampled_from([ONE, TWO]))
+@given(_TAINTS, st.sampled_from(["", "True", "False"]), st.sampled_from([FIRST, SECOND]))
 def test_what_is_done_settles_it_and_touches_no_other_taint(
     taints: list[dict[str, str]], status: str, tested: str
 ) -> None:
-    found = made(ONE, taints, status, tested)
-    node = node_from(found, RULES)
+    document = made(FIRST, taints, status, tested)
+    node = node_from(document, RULES)
     action = decide(node, RULES)
     if action is Action.NONE:
         return
-    after = apply(patch(node, action, RULES), found)
+    after = apply(patch(node, action, RULES), document)
     assert after is not None
     assert decide(node_from(after, RULES), RULES) is Action.NONE
     assert [t for t in after["spec"]["taints"] if t["key"] != RULES.taint] == [
@@ -99,26 +99,30 @@ def test_what_is_done_settles_it_and_touches_no_other_taint(
 
 @pytest.mark.parametrize(
     "changed",
-    [made(TWO, [OURS], "True", ONE), made(ONE, [OURS, OTHER], "True", ONE), made(ONE, [], "True", ONE)],
+    [
+        made(SECOND, [OURS], "True", FIRST),
+        made(FIRST, [OURS, OTHER], "True", FIRST),
+        made(FIRST, [], "True", FIRST),
+    ],
 )
 def test_what_was_decided_from_is_tested(changed: dict[str, Any]) -> None:
-    node = node_from(made(ONE, [OURS], "True", ONE), RULES)
+    node = node_from(made(FIRST, [OURS], "True", FIRST), RULES)
     assert apply(patch(node, Action.ADMIT, RULES), changed) is None
 
 
 def test_a_gated_node_says_whether_it_failed() -> None:
     for status, value in (("False", "failed"), ("True", "pending"), ("", "pending")):
-        changes = patch(Node("n", ONE, status, TWO), Action.GATE, RULES)
+        changes = patch(Node("n", FIRST, status, SECOND), Action.GATE, RULES)
         assert changes[-1]["value"] == [{**OURS, "value": value}]
 
 
 @pytest.mark.parametrize("annotation", ["", "x", "[]", "{}", '{"boot_id": null}'])
 def test_an_annotation_that_names_no_boot_lets_nobody_in(annotation: str) -> None:
-    found = made(ONE, [OURS])
-    found["metadata"]["annotations"] = {ADMITTED: annotation}
-    assert not may_work(node_from(found, RULES))
-    found["metadata"]["annotations"] = {ADMITTED: json.dumps({"boot_id": ONE})}
-    assert may_work(node_from(found, RULES))
+    document = made(FIRST, [OURS])
+    document["metadata"]["annotations"] = {ADMITTED: annotation}
+    assert not may_work(node_from(document, RULES))
+    document["metadata"]["annotations"] = {ADMITTED: json.dumps({"boot_id": FIRST})}
+    assert may_work(node_from(document, RULES))
 
 
 def test_a_bare_node_is_understood() -> None:

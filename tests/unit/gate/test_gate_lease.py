@@ -44,7 +44,7 @@ def test_who_loses_the_lease_between_two_nodes_stops_there() -> None:
     api = Api()
     wishes = [Wish(BOOT, f"nonce-{n}", 0.0, NOW + 3600, "text") for n in range(5)]
     nodes = [Node(f"n{n}", BOOT, "True", BOOT, wish=wish) for n, wish in enumerate(wishes)]
-    told: list[str] = []
-    retester = Retester(cast("Client", api), Rules(), Limits(share=0.0), told.append)
-    retester.turn(nodes, NOW, lambda: len(told) < 2)
-    assert len(api.puts) == len(told) == 2
+    lines: list[str] = []
+    retester = Retester(cast("Client", api), Rules(), Limits(share=0.0), lines.append)
+    retester.turn(nodes, NOW, lambda: len(lines) < 2)
+    assert len(api.puts) == len(lines) == 2

@@ -33,13 +33,13 @@ def test_breaker(outcomes: list[tuple[float, bool]], opened: bool) -> None:
 
 
 def test_the_longest_untested_of_the_idle_come_first() -> None:
-    found = [
+    granted = [
         Candidate("busy", 0, False),
         Candidate("new", NOW - 99, True),
         Candidate("old", 10, True),
         Candidate("older", 5, True),
     ]
-    fleet = found + [Candidate(f"n{n}", NOW, True) for n in range(96)]
+    fleet = granted + [Candidate(f"n{n}", NOW, True) for n in range(96)]
     assert grant(fleet, [], NOW, LIMITS) == ["older", "old"]
     assert grant(fleet, [Outcome(NOW, False)] * 5, NOW, LIMITS) == []
 

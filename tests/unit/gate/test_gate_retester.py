@@ -65,18 +65,18 @@ FLEET = [node(f"other-{n}") for n in range(99)]
 
 
 def steps(*nodes: Node, limits: Limits = LIMITS) -> list[tuple[str, Step]]:
-    return [(found.name, step) for found, step in plan([*nodes, *FLEET], NOW, limits)]
+    return [(item.name, step) for item, step in plan([*nodes, *FLEET], NOW, limits)]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "1", "NaN", "9" * 400, '"x"', "null"])
 def test_an_annotation_that_is_no_sense_is_that_nodes_own_business(text: str) -> None:
     wish = '{"boot_id": "b", "nonce": "n", "tested": %s, "until": 0}'
     answer = '{"boot_id": "b", "nonce": "n", "state": "held", "at": %s}'
-    found = annotated({WISH: text, ANSWER: text, ADMITTED: text})
-    assert (found.wish, found.answer, found.admitted_boot) == (None, None, "")
+    subject = annotated({WISH: text, ANSWER: text, ADMITTED: text})
+    assert (subject.wish, subject.answer, subject.admitted_boot) == (None, None, "")
     # As a time of one, a number is sense.
-    found, is_sense = annotated({WISH: wish % text, ANSWER: answer % text}), text == "1"
-    assert (found.wish is not None, found.answer is not None) == (is_sense, is_sense)
+    subject, is_sense = annotated({WISH: wish % text, ANSWER: answer % text}), text == "1"
+    assert (subject.wish is not None, subject.answer is not None) == (is_sense, is_sense)
 
 
 def test_a_node_is_held_then_told() -> None:
@@ -92,18 +92,18 @@ def test_a_node_is_held_then_told() -> None:
     ("status", "action"), [("True", Action.ADMIT), ("False", Action.NONE), ("Unknown", Action.NONE)]
 )
 def test_its_report_lets_it_in_or_keeps_it_out(status: str, action: Action) -> None:
-    told = node(wish={}, answer={"state": GRANTED}, retest=NONCE, status=status, taints=("retest",))
-    assert not told.is_under_test
-    assert decide(told, RULES) is action
-    assert is_away(told) is (status != "True")
-    assert steps(told) == []
+    subject = node(wish={}, answer={"state": GRANTED}, retest=NONCE, status=status, taints=("retest",))
+    assert not subject.is_under_test
+    assert decide(subject, RULES) is action
+    assert is_away(subject) is (status != "True")
+    assert steps(subject) == []
 
 
 @pytest.mark.parametrize("state", [REFUSED, WITHDRAWN])
 def test_no_answer_but_a_yes_keeps_a_node_out(state: str) -> None:
-    found = node(wish={}, answer={"state": state}, taints=("retest",))
-    assert decide(found, RULES) is Action.ADMIT
-    assert steps(found) == []
+    subject = node(wish={}, answer={"state": state}, taints=("retest",))
+    assert decide(subject, RULES) is Action.ADMIT
+    assert steps(subject) == []
 
 
 def test_what_is_of_another_boot_counts_for_nothing() -> None:
@@ -113,7 +113,7 @@ def test_what_is_of_another_boot_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "subject",
     [
         node(wish={}, status="False"),
         node(wish={}, retest=NONCE),
@@ -131,8 +131,8 @@ def test_what_is_of_another_boot_counts_for_nothing() -> None:
         "asks nothing",
     ],
 )
-def test_who_is_not_tested(found: Node) -> None:
-    assert steps(found) == []
+def test_who_is_not_tested(subject: Node) -> None:
+    assert steps(subject) == []
 
 
 def test_a_node_that_asks_too_soon_is_told_no() -> None:
@@ -158,7 +158,7 @@ def test_the_breaker_is_read_from_the_nodes() -> None:
     silent = [replace(node(f"s-{n}", wish={}, answer={"state": WITHDRAWN}), wish=None) for n in range(2)]
     old = node("old", retest=NONCE, status="False", reported="2023-11-14T22:00:00Z")
     asking = node("asks", wish={})
-    assert sorted(one.passed for one in outcomes([*tested, *silent, old])) == [False] * 3 + [True] * 4
+    assert sorted(outcome.passed for outcome in outcomes([*tested, *silent, old])) == [False] * 3 + [True] * 4
     assert steps(*tested, asking) == [("asks", Step.HOLD)]
     # Two of six in the window, and none more is taken out; one that is held goes on, or it would stay out for long.
     held = node("held", wish={}, answer={"state": HELD})

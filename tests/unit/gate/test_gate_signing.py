@@ -44,10 +44,10 @@ def pem(
         *(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units),
         *(x509.NameAttribute(NameOID.COMMON_NAME, name) for name in common),
     ]
-    made = x509.CertificateSigningRequestBuilder().subject_name(x509.Name(names))
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name(names))
     if extension:
-        made = made.add_extension(extension, critical=False)
-    return made.sign(ec.generate_private_key(ec.SECP256R1()), SHA256()).public_bytes(Encoding.PEM)
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(ec.generate_private_key(ec.SECP256R1()), SHA256()).public_bytes(Encoding.PEM)
 
 
 def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_a_node_that_asks_for_itself_is_meant() -> None:
     patch = approval(pending, BOUND, "2026-11-23T00:00:00Z")
     # What was looked at, and nothing that came after it.
     assert patch["metadata"] == {"resourceVersion": "7"}
-    assert [one["type"] for one in patch["status"]["conditions"]] == ["Approved"]
+    assert [condition["type"] for condition in patch["status"]["conditions"]] == ["Approved"]
 
 
 def test_what_is_decided_is_left_alone() -> None:
@@ -81,7 +81,7 @@ def test_what_is_decided_is_left_alone() -> None:
 
 OTHER_NODE, OTHER_MACHINE = binding.of_node("vmss-h100-a000018"), binding.of_machine("0" * 36)
 SAN = x509.SubjectAlternativeName([x509.DNSName("kubernetes.default.svc")])
-LEFT: dict[str, tuple[dict[str, Any], str]] = {
+PENDING: dict[str, tuple[dict[str, Any], str]] = {
     "another signer": (request(signerName="kubernetes.io/kube-apiserver-client"), "signer"),
     "a serving certificate": (request(signerName="kubernetes.io/kubelet-serving"), "signer"),
     "a node that renews": (request(username=f"system:node:{NODE}"), "not a bootstrap token"),
@@ -115,9 +115,9 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("found", "reason"), LEFT.values(), ids=LEFT)
-def test_everything_else_stays_pending(found: dict[str, Any], reason: str) -> None:
-    pending = pending_from(found)
+@pytest.mark.parametrize(("changes", "reason"), PENDING.values(), ids=PENDING)
+def test_everything_else_stays_pending(changes: dict[str, Any], reason: str) -> None:
+    pending = pending_from(changes)
     assert pending
     with pytest.raises(UnboundError, match=reason):
         check(pending)

@@ -49,10 +49,10 @@ FAULTS: tuple[Outcome, ...] = (
 
 def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> list[Host]:
     """Return hosts in scale sets of 100, as InfiniBand has them, over VM size x zone x image."""
-    found = []
+    hosts = []
     for n in range(number_of_hosts):
         number = n // scale_set
-        found.append(
+        hosts.append(
             Host(
                 name=f"gpu-{number:02}-{n:06}",
                 address=f"10.{n // 65536}.{n // 256 % 256}.{n % 256}",
@@ -63,7 +63,7 @@ def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> li
                 image=f"image-{number % 4 // 2}",
             )
         )
-    return found
+    return hosts
 
 
 def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str] = ("gpu",)) -> Plan:
@@ -72,7 +72,7 @@ def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str
     sets = Counter(host.scale_set for host in hosts)
     pool_of = dict(zip(sets, cycle(pools), strict=False))
     hosts = [host.model_copy(update={"pool": pool_of[host.scale_set]}) for host in hosts]
-    made = [
+    described = [
         Pool(
             name=pool,
             scale_sets=tuple(
@@ -81,7 +81,7 @@ def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str
         )
         for pool in pools
     ]
-    return make_plan(PlannedFrom(paths=("hosts.yml",), digest="d"), made, hosts, policy or Policy())
+    return make_plan(PlannedFrom(paths=("hosts.yml",), digest="d"), described, hosts, policy or Policy())
 
 
 @dataclass
@@ -147,14 +147,14 @@ class World:
             self.time = max(self.time, until)
             return ()
         self.time = max(self.time, self.events[0][0])
-        found = []
+        events = []
         while self.events and self.events[0][0] <= self.time:
             event = heapq.heappop(self.events)[2]
             if event.outcome.ok and (event.step == "verify" or self._joined_unsampled(event)):
                 self.fine.add(event.host)
             self.at_work[event.step] -= 1
-            found.append(event)
-        return found
+            events.append(event)
+        return events
 
     @cached_property
     def sample(self) -> frozenset[str]:

@@ -57,5 +57,5 @@ def test_the_arithmetic_is_that_of_pen_and_paper(table: list[tuple[str, str]]) -
 
 
 def test_the_page_has_the_table_as_it_is_printed(table: list[tuple[str, str]]) -> None:
-    printed = "".join(f"  {what:<42}{value}\n" for what, value in table)
+    printed = "".join(f"  {label:<42}{value}\n" for label, value in table)
     assert f"{HOSTS} hosts, by arithmetic\n{printed}\n" in PAGE.read_text(encoding="utf-8")

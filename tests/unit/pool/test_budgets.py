@@ -21,11 +21,11 @@ BROKEN = Outcome(kind="failed", phase="disk", code=31)
 @pytest.fixture
 def plan() -> Plan:
     """Two waves of 100 hosts, without canaries: 8 may fail in each, 10 in all; 6 alike in a wave, 9 in all."""
-    made = make(
+    planned = make(
         200, Policy(waves=("100", "100"), canaries=1, budget="5%", same_share="4.5%", straggler_factor=2.0)
     )
-    names = [host.name for host in made.hosts]
-    first = made.waves[0]
+    names = [host.name for host in planned.hosts]
+    first = planned.waves[0]
     waves = tuple(
         first.model_copy(
             update={
@@ -38,16 +38,16 @@ def plan() -> Plan:
         )
         for n, part in enumerate((names[:100], names[100:]), 1)
     )
-    return made.model_copy(update={"waves": waves})
+    return planned.model_copy(update={"waves": waves})
 
 
 @pytest.fixture
 def progress(plan: Plan) -> Progress:
     """The first wave has begun, and its hosts were reached at 0."""
-    made = begin(plan)
-    made.began = 1
-    made.waves[0].began = 0.0
-    return made
+    progress = begin(plan)
+    progress.began = 1
+    progress.waves[0].began = 0.0
+    return progress
 
 
 def move(progress: Progress, names: Sequence[str], state: State, *, seconds: float | None = None) -> None:
@@ -69,11 +69,16 @@ def wave(progress: Progress, number: int = 0) -> list[str]:
 
 
 def slow(
-    progress: Progress, left: int, *, durations: Sequence[float], seconds: float, state: State = "joining"
+    progress: Progress,
+    unfinished: int,
+    *,
+    durations: Sequence[float],
+    seconds: float,
+    state: State = "joining",
 ) -> list[str]:
     """End all hosts of the first wave but some, which are in a state for so long; return their names."""
     names = wave(progress)
-    done, rest = names[: len(names) - left], names[len(names) - left :]
+    done, rest = names[: len(names) - unfinished], names[len(names) - unfinished :]
     for number, name in enumerate(done):
         move(progress, [name], "ended", seconds=durations[number % len(durations)])
     move(progress, rest, "joining", seconds=seconds)

@@ -36,11 +36,11 @@ POLICY = Policy(
 class Silent(World):
     """A fleet whose control plane answers once."""
 
-    asked: Sequence[float] = ()
+    requests: Sequence[float] = ()
 
     def gate(self) -> Reading | None:  # type: ignore[override]
-        self.asked = (*self.asked, self.time)
-        return super().gate() if len(self.asked) == 1 else None
+        self.requests = (*self.requests, self.time)
+        return super().gate() if len(self.requests) == 1 else None
 
 
 def test_a_gate_that_does_not_answer_holds_up_neither_starts_nor_deadlines() -> None:

@@ -37,10 +37,10 @@ def setup(tmp_path: Path) -> Setup:
 
 def only(fleet: Fleet) -> Event:
     """Return the one event that there is soon."""
-    found: list[Event] = []
-    while not found:
-        found += fleet.wait(fleet.now() + 10)
-    (event,) = found
+    events: list[Event] = []
+    while not events:
+        events += fleet.wait(fleet.now() + 10)
+    (event,) = events
     return event
 
 

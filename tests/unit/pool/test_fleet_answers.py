@@ -26,14 +26,14 @@ def record(state: str, phase: str = "", code: int = 0, reason: str = "") -> str:
         {"name": "identity", "state": "ok", "seconds": 0.25, "code": 0, "reason": ""},
         {"name": "disk", "state": "skipped", "seconds": 0.0, "code": 0, "reason": "none"},
     ]
-    told = {"format": 1, "state": state, "phase": phase, "code": code, "reason": reason, "phases": phases}
-    return json.dumps(told | {"seconds": 3.0, "boot_id": "b"})
+    document = {"format": 1, "state": state, "phase": phase, "code": code, "reason": reason, "phases": phases}
+    return json.dumps(document | {"seconds": 3.0, "boot_id": "b"})
 
 
 def test_a_host_that_joined() -> None:
-    told = provision.read(0, record("ok").encode())
-    assert told == JoinStatus(OK, "yes", (("identity", 0.25),))
-    assert provision.after_join(0, record("ok")) == told
+    status = provision.read(0, record("ok").encode())
+    assert status == JoinStatus(OK, "yes", (("identity", 0.25),))
+    assert provision.after_join(0, record("ok")) == status
 
 
 def test_a_host_that_was_never_told() -> None:
@@ -44,8 +44,8 @@ def test_a_host_that_was_never_told() -> None:
 @pytest.mark.parametrize("answer", [(0, provision.BUSY), (1, record("running", "network"))])
 def test_a_host_that_still_tries_is_neither(answer: tuple[int, str]) -> None:
     status, out = answer
-    told = provision.read(status, f"{out}\n".encode())
-    assert told.busy and told.joined == "unknown"
+    current = provision.read(status, f"{out}\n".encode())
+    assert current.busy and current.joined == "unknown"
     assert provision.after_join(status, out) == provision.after_join(provision.STILL_HELD, "")
     assert provision.after_join(status, out).outcome.kind == "unknown"
 
@@ -55,9 +55,9 @@ def test_a_host_that_still_tries_is_neither(answer: tuple[int, str]) -> None:
     [("disk", "no"), ("credentials", "no"), ("join", "no"), ("kubelet", "unknown"), ("ready", "unknown")],
 )
 def test_a_phase_that_failed_is_told_by_the_host(phase: str, joined: str) -> None:
-    told = provision.read(1, record("failed", phase, 31, "it is broken"))
-    assert (told.outcome, told.joined) == (failed(phase, 31, "it is broken"), joined)
-    assert provision.after_join(1, record("failed", phase, 31, "it is broken")) == told
+    status = provision.read(1, record("failed", phase, 31, "it is broken"))
+    assert (status.outcome, status.joined) == (failed(phase, 31, "it is broken"), joined)
+    assert provision.after_join(1, record("failed", phase, 31, "it is broken")) == status
 
 
 @pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}"])
@@ -68,19 +68,19 @@ def test_what_is_no_duration_is_left_out(seconds: str) -> None:
 
 def test_a_host_that_tells_of_thousands_of_phases_fills_no_journal() -> None:
     phases = [{"name": f"p{n}", "state": "ok", "seconds": 1} for n in range(20000)]
-    told = provision.read(0, json.dumps({"state": "ok", "phases": phases}))
-    assert (told.outcome, len(told.phases)) == (OK, 64)
+    status = provision.read(0, json.dumps({"state": "ok", "phases": phases}))
+    assert (status.outcome, len(status.phases)) == (OK, 64)
 
 
 def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
     half = "\\ud800"
     phases = f'[{{"name": "{half}", "state": "ok", "seconds": 1}}]'
     for code in ("true", "-1", "9" * 400, '"31"', "31"):
-        said = f'{{"state": "failed", "phase": "{half}", "code": {code}, "reason": "{half}", "phases": {phases}}}'
-        told = provision.read(1, said)
-        assert (told.outcome.kind, told.outcome.phase) == ("failed", "?")
+        text = f'{{"state": "failed", "phase": "{half}", "code": {code}, "reason": "{half}", "phases": {phases}}}'
+        status = provision.read(1, text)
+        assert (status.outcome.kind, status.outcome.phase) == ("failed", "?")
         result = Result(
-            at=1, host="a", step="probe", attempt=1, outcome=told.outcome, phases=dict(told.phases)
+            at=1, host="a", step="probe", attempt=1, outcome=status.outcome, phases=dict(status.phases)
         )
         line = f'{{"n":1,{result.model_dump_json()[1:]}\n'
         assert parse(line.encode(), "here")[0] == [result]
@@ -89,9 +89,9 @@ def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
 
 
 def test_a_host_without_the_agent_is_not_told() -> None:
-    told = provision.read(127, b"", b"sh: 1: exec: node-agent: not found")
-    assert told.joined == "no" and told.outcome.signature == f"failed bootstrap {provision.NO_AGENT}"
-    assert "node-agent: not found" in told.outcome.detail
+    status = provision.read(127, b"", b"sh: 1: exec: node-agent: not found")
+    assert status.joined == "no" and status.outcome.signature == f"failed bootstrap {provision.NO_AGENT}"
+    assert "node-agent: not found" in status.outcome.detail
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_host_without_the_agent_is_not_told() -> None:
     ],
 )
 def test_an_answer_that_is_not_understood_is_no_verdict(status: int, out: str) -> None:
-    told = provision.read(status, out)
-    assert not told.outcome.ok and told.joined == "unknown"
+    answer = provision.read(status, out)
+    assert not answer.outcome.ok and answer.joined == "unknown"
 
 
 def test_a_reason_of_any_length_fits() -> None:
@@ -157,14 +157,14 @@ def test_a_host_that_was_told_has_not_gone_before_it_was_reached() -> None:
 class Ends(dict[str, JoinStatus]):
     """How hosts ended; none ends twice."""
 
-    def end(self, name: str, told: JoinStatus) -> None:
+    def end(self, name: str, status: JoinStatus) -> None:
         assert name not in self
-        self[name] = told
+        self[name] = status
 
 
-def line(host: str, task: str, what: str, **result: object) -> str:
+def line(host: str, task: str, end: str, **result: object) -> str:
     return json.dumps(
-        {"host": host, "task": task, "what": what, "result": {k: str(v) for k, v in result.items()}}
+        {"host": host, "task": task, "what": end, "result": {k: str(v) for k, v in result.items()}}
     )
 
 
@@ -187,8 +187,8 @@ def test_each_host_of_a_slice_gets_one_end() -> None:
     ):
         results.line(text)
     results.over("its Ansible process ended")
-    found = {name: (told.outcome.signature, told.joined) for name, told in ends.items()}
-    assert found == {
+    classes = {name: (status.outcome.signature, status.joined) for name, status in ends.items()}
+    assert classes == {
         "a": ("ok", "yes"),
         "b": ("dropped", "unknown"),
         "c": ("auth", "no"),
@@ -206,8 +206,11 @@ def test_hosts_of_which_the_process_said_nothing_are_not_lost() -> None:
     results.line(line("told", START, "ok", rc=0))
     assert results.line("Traceback (most recent call last):") == "Traceback (most recent call last):"
     results.over("killed")
-    assert {name: told.outcome.kind for name, told in ends.items()} == {"told": "unknown", "not": "dropped"}
-    assert {told.joined for told in ends.values()} == {"unknown"} and results.unfinished == ()
+    assert {name: status.outcome.kind for name, status in ends.items()} == {
+        "told": "unknown",
+        "not": "dropped",
+    }
+    assert {status.joined for status in ends.values()} == {"unknown"} and results.unfinished == ()
 
 
 def test_the_playbook_has_the_tasks_that_results_are_told_apart_by() -> None:
@@ -246,11 +249,11 @@ def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> 
         "env/envvars",
     }
     assert not any(b"CANARY" in path.read_bytes() for path in files)
-    told = json.loads((folder / "inventory/hosts.json").read_text())["all"]
-    assert list(told["hosts"]) == ["h1", "h0"], "who joins first is waited for first"
-    assert told["hosts"]["h0"]["pool_join_delay"] == 2.0
-    words = told["hosts"]["h0"]["ansible_ssh_common_args"]
-    assert "HostKeyAlias=vm-0" in words and "StrictHostKeyChecking=yes" in words
+    inventory = json.loads((folder / "inventory/hosts.json").read_text())["all"]
+    assert list(inventory["hosts"]) == ["h1", "h0"], "who joins first is waited for first"
+    assert inventory["hosts"]["h0"]["pool_join_delay"] == 2.0
+    arguments = inventory["hosts"]["h0"]["ansible_ssh_common_args"]
+    assert "HostKeyAlias=vm-0" in arguments and "StrictHostKeyChecking=yes" in arguments
     settings = json.loads((folder / "env/envvars").read_text())
     assert settings["ANSIBLE_FORKS"] == "2" and settings["ANSIBLE_PIPELINING"] == "true"
     assert "ControlPersist=60s" in settings["ANSIBLE_SSH_ARGS"]

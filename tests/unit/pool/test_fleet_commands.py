@@ -71,10 +71,10 @@ class Place:
 
     def run(self, *more: str) -> tuple[int, list[str], str]:
         """Run it; return the status, the problems in short, and standard error."""
-        words = ("run", str(self.plan), "-i", str(self.hosts), *self.access(), *more)
-        status, out, err = call(*words, "--json")
-        found = json.loads(out)["error"].get("problems", []) if out else []
-        return status, [f"{p['path']}: {p['what']}" for p in found], err
+        arguments = ("run", str(self.plan), "-i", str(self.hosts), *self.access(), *more)
+        status, out, err = call(*arguments, "--json")
+        problems = json.loads(out)["error"].get("problems", []) if out else []
+        return status, [f"{p['path']}: {p['what']}" for p in problems], err
 
 
 def call(*argv: str) -> tuple[int, str, str]:
@@ -97,7 +97,7 @@ def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) 
     place.known.write_text("cpu-0 ssh-ed25519 !\n")
     status, problems, _ = place.run("--kubeconfig", str(tmp_path / "none"), "--node-configs", str(tmp_path))
     assert status == errors.DefinitionError.exit_code
-    for words in (
+    for text in (
         "plan: is older than the inventory: 1 replaced",
         "--key: " + f"{place.key}: others can read it",
         "host keys: " + f"{place.known}:1: not a key",
@@ -105,7 +105,7 @@ def test_everything_that_is_wrong_is_told_at_once(place: Place, tmp_path: Path) 
         "--facts: no facts for hosts of worker",
         "--node-configs: " + f"{tmp_path} has no file for cpu-0, cpu-1",
     ):
-        assert any(problem.startswith(words) for problem in problems), (words, problems)
+        assert any(problem.startswith(text) for problem in problems), (text, problems)
     assert not journal_of(place.plan).exists()
 
 
@@ -141,8 +141,8 @@ def test_what_goes_on_may_be_older_than_an_inventory_with_a_fault(place: Place) 
     status, out, _ = call("resume", str(place.plan), "-i", str(place.hosts), *place.access(), "--json")
     problems = [problem["what"] for problem in json.loads(out)["error"]["problems"]]
     assert status == errors.DefinitionError.exit_code
-    assert any("2 of 3 hosts" in what for what in problems)
-    assert not any("is older than" in what for what in problems)
+    assert any("2 of 3 hosts" in problem for problem in problems)
+    assert not any("is older than" in problem for problem in problems)
 
 
 def test_a_plan_that_was_edited_is_refused(place: Place) -> None:
@@ -161,15 +161,15 @@ def test_what_hosts_there_are_is_not_needed_to_tell_the_rest(place: Place, tmp_p
     place.hosts.write_text(HOSTS.format(capacity=3))
     kubeconfig = ("--kubeconfig", str(tmp_path / "kubeconfig"))
     run = ("run", str(place.plan), "-i", str(place.hosts), *kubeconfig)
-    for words, more in (
+    for arguments, more in (
         (run, ("was changed after it was made", "--kubeconfig: ")),
         (("verify", str(place.plan)), ("was changed after it was made",)),
         (("verify", "-i", str(place.hosts), "--pool", "cpu"), ("2 of 3 hosts",)),
     ):
-        status, _, err = call(*words, *access)
-        assert status == errors.DefinitionError.exit_code, words
-        for told in (*more, "--key: ", "not a private key", "host keys: ", "No such file"):
-            assert told in err, (words, told, err)
+        status, _, err = call(*arguments, *access)
+        assert status == errors.DefinitionError.exit_code, arguments
+        for message in (*more, "--key: ", "not a private key", "host keys: ", "No such file"):
+            assert message in err, (arguments, message, err)
 
 
 def test_who_is_off_is_named_before_the_others_are_touched(place: Place) -> None:
@@ -179,8 +179,8 @@ def test_who_is_off_is_named_before_the_others_are_touched(place: Place) -> None
     facts = ("--facts", str(place.facts))
     verify = ("verify", "-i", str(place.hosts), "--pool", "cpu")
     assert call("plan", "-i", str(place.hosts), "cpu", "--out", str(place.plan))[0] == 0
-    for words in (("run", str(place.plan), "-i", str(place.hosts)), verify):
-        _, _, err = call(*words, *place.access(), *facts)
+    for arguments in (("run", str(place.plan), "-i", str(place.hosts)), verify):
+        _, _, err = call(*arguments, *place.access(), *facts)
         assert err.startswith("skipped: deallocated: cpu-1\n"), err
         assert "hosts are touched" in err and "name='cpu-1'" not in err
 
@@ -204,16 +204,16 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "text"),
     [
         (["--key", "k"], "give exactly one of --host-ca, --known-hosts and --trust-first-use"),
         (["--key", "k", "--host-ca", "a", "--known-hosts", "b"], "give exactly one of"),
         (["--known-hosts", "b"], "give the private key with --key"),
     ],
 )
-def test_a_choice_that_is_missing_or_double(place: Place, argv: list[str], words: str) -> None:
+def test_a_choice_that_is_missing_or_double(place: Place, argv: list[str], text: str) -> None:
     status, _, err = call("run", str(place.plan), "-i", str(place.hosts), *argv)
-    assert status == errors.UsageError.exit_code and words in err
+    assert status == errors.UsageError.exit_code and text in err
 
 
 def test_an_inventory_is_mandatory(place: Place) -> None:
@@ -227,8 +227,8 @@ def test_verification_needs_facts_of_each_image(place: Place) -> None:
     facts = ("--facts", f"worker={place.facts}")
     both = call("verify", str(place.plan), "--pool", "cpu", *place.access(), *facts)
     assert both[0] == errors.UsageError.exit_code and "--pool is for an inventory" in both[2]
-    for which in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
-        assert "hosts are touched" in call("verify", *which, *place.access(), *facts)[2]
+    for hosts in ((str(place.plan),), ("-i", str(place.hosts), "--pool", "cpu")):
+        assert "hosts are touched" in call("verify", *hosts, *place.access(), *facts)[2]
 
 
 def test_facts_of_another_image_are_not_taken(place: Place) -> None:
@@ -245,16 +245,16 @@ def test_facts_of_another_image_are_not_taken(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [("", "not JSON"), ("[]", "lacks image"), ('{"image": "worker", "artefacts": []}', "lacks build_id")],
     ids=["empty", "list", "manifest"],
 )
 def test_facts_that_the_suite_would_refuse_on_each_host_are_refused(
-    place: Place, text: str, words: str
+    place: Place, text: str, message: str
 ) -> None:
     place.facts.write_text(text)
     (problem,) = place.run("--facts", str(place.facts))[1]
-    assert problem.startswith(f"--facts: {place.facts}: ") and words in problem
+    assert problem.startswith(f"--facts: {place.facts}: ") and message in problem
 
 
 def test_a_build_writes_such_facts() -> None:

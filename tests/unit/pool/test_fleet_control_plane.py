@@ -115,7 +115,7 @@ def test_nodes_that_just_join_are_no_alarm() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "answer",
     [
         {"kind": "NodeList", "items": []},
         {},
@@ -129,10 +129,10 @@ def test_nodes_that_just_join_are_no_alarm() -> None:
     ],
 )
 def test_what_is_no_table_of_nodes_is_no_reading(
-    found: Any, plane: Kubernetes, monkeypatch: pytest.MonkeyPatch
+    answer: Any, plane: Kubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = '{"metadata":{"resourceVersion":"1"},"items":[]}'
-    answers = {"/metrics": METRICS, REQUESTS: requests, SHOWN_NODES: json.dumps(found)}
+    answers = {"/metrics": METRICS, REQUESTS: requests, SHOWN_NODES: json.dumps(answer)}
     monkeypatch.setattr(kube.Client, "text", lambda _, path, *_accept: answers[path])
     assert "not understood" in plane.read().unread
     answers[SHOWN_NODES] = json.dumps(table(("NotReady", "9m")))

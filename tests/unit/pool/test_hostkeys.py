@@ -58,8 +58,8 @@ def builder() -> forms.SSHCertificateBuilder:
     )
 
 
-def certificate(made: forms.SSHCertificateBuilder) -> bytes:
-    return blob(made.sign(AUTHORITY).public_bytes().decode())
+def certificate(builder: forms.SSHCertificateBuilder) -> bytes:
+    return blob(builder.sign(AUTHORITY).public_bytes().decode())
 
 
 GOOD = certificate(builder().valid_principals([b"another", NAME.encode()]))
@@ -87,7 +87,7 @@ def test_certificate_that_is_cut_short_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("builder", "why"),
     [
         (builder().valid_principals([b"host-2"]), "for host-2, not for host-1"),
         (builder().valid_principals([b"host-*"]), "not for host-1"),
@@ -99,13 +99,15 @@ def test_certificate_that_is_cut_short_is_refused(length: int) -> None:
     ],
     ids=["another", "pattern", "none", "option"],
 )
-def test_certificate_that_says_something_else_is_refused(made: forms.SSHCertificateBuilder, why: str) -> None:
+def test_certificate_that_says_something_else_is_refused(
+    builder: forms.SSHCertificateBuilder, why: str
+) -> None:
     with pytest.raises(HostKeyError, match=why):
-        check_certificate(certificate(made), MAY_SIGN, NAME, NOW)
+        check_certificate(certificate(builder), MAY_SIGN, NAME, NOW)
 
 
 def test_certificate_of_a_user_is_refused() -> None:
-    made = (
+    builder = (
         forms.SSHCertificateBuilder()
         .public_key(KEY)
         .type(forms.SSHCertificateType.USER)
@@ -114,7 +116,7 @@ def test_certificate_of_a_user_is_refused() -> None:
         .valid_before(NOW + 60)
     )
     with pytest.raises(HostKeyError, match="user's certificate"):
-        check_certificate(certificate(made), MAY_SIGN, NAME, NOW)
+        check_certificate(certificate(builder), MAY_SIGN, NAME, NOW)
 
 
 @pytest.mark.parametrize(("now", "valid"), [(-61, False), (-60, True), (59, True), (60, False)])
@@ -152,7 +154,7 @@ def test_all_lines_that_are_wrong_are_told_at_once() -> None:
     )
     with pytest.raises(UsageError) as caught:
         parse(text, "keys")
-    assert [told.split(": ")[0] for told in caught.value.message.split("\n")] == [
+    assert [problem.split(": ")[0] for problem in caught.value.message.split("\n")] == [
         f"keys:{n}" for n in range(3, 10)
     ]
 
@@ -225,12 +227,12 @@ def test_first_key_is_in_the_file_when_it_is_accepted_and_no_other_after_it(tmp_
 
 
 def test_what_another_process_learnt_meanwhile_holds(tmp_path: Path) -> None:
-    one, other = (Verifier(FirstUse(tmp_path / "keys")) for _ in range(2))
-    one.check(host(), blob(line(KEY)))
+    first, other = (Verifier(FirstUse(tmp_path / "keys")) for _ in range(2))
+    first.check(host(), blob(line(KEY)))
     with pytest.raises(HostKeyError, match="known is"):
         other.check(host(), blob(line(OTHER)))
     other.check(host("host-2"), blob(line(OTHER)))
-    one.check(host("host-2"), blob(line(OTHER)))
+    first.check(host("host-2"), blob(line(OTHER)))
     assert (tmp_path / "keys").read_text() == f"host-1 {line(KEY)}\nhost-2 {line(OTHER)}\n"
 
 

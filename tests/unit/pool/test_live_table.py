@@ -72,8 +72,8 @@ def test_quantiles_are_those_of_the_wave() -> None:
     plan = make(400, WIDE)
     progress, _, records = simulate(plan, Faults())
     for number, status in enumerate(progress.waves):
-        mine = set(plan.waves[number].hosts)
-        results = [r for r in records if isinstance(r, Result) and r.host in mine]
+        names = set(plan.waves[number].hosts)
+        results = [r for r in records if isinstance(r, Result) and r.host in names]
         for step in STEPS:
             seconds = [r.seconds for r in results if r.step == step]
             expected = (quantile(seconds, 0.5), quantile(seconds, 0.95))
@@ -168,17 +168,17 @@ def test_a_plain_log_tells_each_wave_once_and_every_kind_of_failure() -> None:
 
         progress = _drive(FAULTS, changed)
     assert isinstance(console.file, io.StringIO)
-    told = [line[9:] for line in console.file.getvalue().splitlines()]
+    texts = [line[9:] for line in console.file.getvalue().splitlines()]
     names = [wave.wave.name for wave in progress.waves]
-    assert [line.split(":")[0] for line in told if ": began" in line] == names
-    assert [line.split(":")[0] for line in told if ": over" in line] == names
-    seen = [line.partition(" x ")[2] for line in told if line.startswith("1 x ")]
-    assert len(seen) == len(set(seen)) and set(progress.signatures) <= set(seen)
-    assert told[0] == f"400 hosts in {len(names)} waves, 20 may fail, running"
-    assert told[-1].startswith(f"finished; {progress.failed} of 20 failed")
-    assert any(line.startswith("gate: hold: ") and "429" in line for line in told)
+    assert [line.split(":")[0] for line in texts if ": began" in line] == names
+    assert [line.split(":")[0] for line in texts if ": over" in line] == names
+    signatures = [line.partition(" x ")[2] for line in texts if line.startswith("1 x ")]
+    assert len(signatures) == len(set(signatures)) and set(progress.signatures) <= set(signatures)
+    assert texts[0] == f"400 hosts in {len(names)} waves, 20 may fail, running"
+    assert texts[-1].startswith(f"finished; {progress.failed} of 20 failed")
+    assert any(line.startswith("gate: hold: ") and "429" in line for line in texts)
     # Fifteen minutes of soak are no silence, and no flood either.
-    soak = [line for line in told if line.startswith(f"{names[0]}: ") and "next wave in" in line]
+    soak = [line for line in texts if line.startswith(f"{names[0]}: ") and "next wave in" in line]
     assert 10 <= len(soak) <= 20
 
 
@@ -187,9 +187,9 @@ def test_a_run_taken_up_again_is_not_told_from_its_beginning() -> None:
     records = simulate(plan, Faults())[2]
     second = next(n for n, r in enumerate(records) if isinstance(r, Began) and r.wave == 2)
     progress = replay(plan, [*records[: second + 40], Opened(at=records[-1].at, plan=plan.digest)])
-    told = list(lines(None, look(progress)))
-    assert [line for line in told if "began" in line] == ["wave 2: began, 20 hosts, 1 may fail"]
-    assert not any(line.startswith(("canaries", "wave 1")) for line in told)
+    texts = list(lines(None, look(progress)))
+    assert [line for line in texts if "began" in line] == ["wave 2: began, 20 hosts, 1 may fail"]
+    assert not any(line.startswith(("canaries", "wave 1")) for line in texts)
 
 
 def test_a_stop_is_told_with_its_reason() -> None:
@@ -301,8 +301,7 @@ def test_what_a_host_says_cannot_steer_the_terminal() -> None:
         table.changed(progress)
         shown = _drawn(table, 150)
     assert isinstance(table.console.file, io.StringIO)
-    told = table.console.file.getvalue()
-    for text in (shown, told):
+    for text in (shown, table.console.file.getvalue()):
         assert "[2J[red]" in text and "\x1b" not in text and "\x07" not in text
 
 

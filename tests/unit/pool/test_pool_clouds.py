@@ -17,8 +17,8 @@ def test_people_are_told_what_the_sdk_looks_at(monkeypatch: pytest.MonkeyPatch) 
     assert name
     assert name in CliRunner().invoke(app, ["pool", "snapshot", "--help"]).stdout
     how_to = (REPO_ROOT / "docs" / "how-to" / "snapshot-a-pool.md").read_text()
-    told = re.search(rf"`{name}` \(([^)]*)\)", how_to)
-    assert told
-    for value in re.findall(r"`(\w+)`", told[1]):
+    match = re.search(rf"`{name}` \(([^)]*)\)", how_to)
+    assert match
+    for value in re.findall(r"`(\w+)`", match[1]):
         monkeypatch.setenv(name, value)
         assert settings.azure_cloud().name == value

@@ -39,10 +39,10 @@ def hosts(tmp_path: Path) -> Path:
 
 def test_a_plan_is_written_and_told(hosts: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    status, told, _ = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--json")
+    status, answer, _ = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--json")
     assert status == 0
     plan = plans.load(out)
-    answer = json.loads(told)
+    answer = json.loads(answer)
     assert answer["digest"] == plan.digest and answer["pools"] == {"cpu": 3}
     assert [w["name"] for w in answer["waves"]] == ["canaries", "wave 1", "wave 2"]
     before = out.read_bytes()
@@ -55,31 +55,31 @@ def test_a_plan_says_who_is_skipped(hosts: Path, tmp_path: Path) -> None:
     off = "ansible_host: 10.0.0.3, pool_power_state: deallocated"
     hosts.write_text(HOSTS.replace("ansible_host: 10.0.0.3", off))
     out = tmp_path / "p.json"
-    words = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
-    status, told, _ = _run(*words)
-    assert status == 0 and told.splitlines()[0].startswith("skipped: deallocated: ")
+    arguments = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
+    status, answer, _ = _run(*arguments)
+    assert status == 0 and answer.splitlines()[0].startswith("skipped: deallocated: ")
     plan = plans.load(out)
-    (skipped,) = json.loads(_run(*words, "--json")[1])["skipped"]["deallocated"]
+    (skipped,) = json.loads(_run(*arguments, "--json")[1])["skipped"]["deallocated"]
     assert len(plan.hosts) == 2 and skipped not in plan.host
 
 
 def test_the_plan_of_a_run_that_has_begun_is_not_replaced(hosts: Path, tmp_path: Path) -> None:
     """Only with it the run can be taken up again."""
     out = tmp_path / "p.json"
-    words = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
-    assert _run(*words)[0] == 0
+    arguments = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
+    assert _run(*arguments)[0] == 0
     before = plans.load(out)
     with open_journal(journal_of(out)) as journal:
         journal.append(Opened(at=1.0, plan=before.digest))
-    assert _run(*words)[0] == 0, "the same plan is no other one"
+    assert _run(*arguments)[0] == 0, "the same plan is no other one"
     hosts.write_text(HOSTS.replace("10.0.0.3", "10.0.0.4"))
-    status, _, err = _run(*words)
+    status, _, err = _run(*arguments)
     assert status == errors.UsageError.exit_code and "has begun" in err and "another file" in err
     assert plans.load(out) == before
     journal_of(out).write_text("damaged\n" * 2)
-    assert _run(*words)[0] == errors.UsageError.exit_code and plans.load(out) == before
+    assert _run(*arguments)[0] == errors.UsageError.exit_code and plans.load(out) == before
     journal_of(out).write_text("")
-    assert _run(*words)[0] == 0 and plans.load(out) != before, "nothing was begun"
+    assert _run(*arguments)[0] == 0 and plans.load(out) != before, "nothing was begun"
 
 
 def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     policy.write_text("waves: ['100%']\nmax_unavailable: '100%'\ndeadlines: {bootstrap: 60.0}\n")
     status, _, _ = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == 0
-    made = plans.load(out)
-    assert [len(wave.hosts) for wave in made.waves] == [1, 2] and made.policy.deadlines.bootstrap == 60
+    plan = plans.load(out)
+    assert [len(wave.hosts) for wave in plan.waves] == [1, 2] and plan.policy.deadlines.bootstrap == 60
     policy.write_text("waves: []\nspeed: 9\nbudget: 2\n")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code
@@ -113,21 +113,21 @@ def test_a_policy_comes_from_a_file(hosts: Path, tmp_path: Path) -> None:
     policy.write_bytes(b"waves: \xff")
     status, _, err = _run("plan", "-i", str(hosts), "cpu", "--out", str(out), "--policy", str(policy))
     assert status == errors.DefinitionError.exit_code and "can't decode" in err
-    assert plans.load(out) == made
+    assert plans.load(out) == plan
 
 
 def test_a_place_that_cannot_be_written_is_a_mistake_and_no_bug(hosts: Path, tmp_path: Path) -> None:
     plan = ("plan", "-i", str(hosts), "cpu", "--out")
     assert _run(*plan, str(tmp_path / "p.json"))[0] == 0
     slices = ("slice", str(tmp_path / "p.json"), "--wave", "canaries", "--known-hosts", str(hosts), "--out")
-    for words, place in (
+    for arguments, place in (
         (plan, tmp_path / "none" / "p.json"),
         (plan, hosts / "p.json"),
         (plan, tmp_path),
         (slices, tmp_path),
         (slices, hosts / "slices"),
     ):
-        status, _, err = _run(*words, str(place))
+        status, _, err = _run(*arguments, str(place))
         assert status == errors.UsageError.exit_code and f"can't write {place}" in err
 
 
@@ -138,9 +138,9 @@ def test_without_an_inventory_nothing_is_planned(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_is_not_there_leaves_no_plan(hosts: Path, tmp_path: Path) -> None:
-    status, told, _ = _run("plan", "-i", str(hosts), "cpus", "--out", str(tmp_path / "p.json"), "--json")
+    status, answer, _ = _run("plan", "-i", str(hosts), "cpus", "--out", str(tmp_path / "p.json"), "--json")
     assert status == errors.DefinitionError.exit_code
-    assert "did you mean `cpu`" in json.loads(told)["error"]["problems"][0]["what"]
+    assert "did you mean `cpu`" in json.loads(answer)["error"]["problems"][0]["what"]
     assert not (tmp_path / "p.json").exists()
 
 
@@ -149,26 +149,26 @@ def _ran(folder: Path, faults: Faults, records: slice = slice(None)) -> Path:
     plan = make(60)
     path = folder / "p.json"
     plans.save(plan, path)
-    told: list[Record] = simulate(plan, faults)[2][records]
+    history: list[Record] = simulate(plan, faults)[2][records]
     with open_journal(journal_of(path)) as journal:
-        for record in told:
+        for record in history:
             journal.append(record)
     return path
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     plans.save(make(60), tmp_path / "p.json")
-    status, told, _ = _run("status", str(tmp_path / "p.json"), "--json")
+    status, answer, _ = _run("status", str(tmp_path / "p.json"), "--json")
     assert status == 0
-    answer = json.loads(told)
+    answer = json.loads(answer)
     assert answer["state"] == "not started" and answer["counts"]["not started"] == 60
     assert not journal_of(tmp_path / "p.json").exists()
 
 
 def test_a_finished_run_is_reported_host_by_host(tmp_path: Path) -> None:
     path = _ran(tmp_path, Faults())
-    status, told, _ = _run("report", str(path), "--json")
-    answer = json.loads(told)
+    status, report, _ = _run("report", str(path), "--json")
+    answer = json.loads(report)
     assert status == 0 and answer["state"] == "finished"
     assert answer["counts"]["ok"] == 60 == len(answer["results"])
     assert set(answer["counts"]) == {*CLASSES, "not started", "in work"}
@@ -193,11 +193,11 @@ def test_a_stopped_run_says_why_and_what_failed(tmp_path: Path) -> None:
 
 def test_a_killed_run_is_interrupted_and_a_living_one_runs(tmp_path: Path) -> None:
     path = _ran(tmp_path, Faults(), slice(0, 30))
-    status, told, _ = _run("status", str(path), "--json")
-    assert status == 1 and json.loads(told)["state"] == "interrupted"
+    status, answer, _ = _run("status", str(path), "--json")
+    assert status == 1 and json.loads(answer)["state"] == "interrupted"
     with open_journal(journal_of(path)):
-        status, told, _ = _run("status", str(path), "--json")
-        assert status == 0 and json.loads(told)["state"] == "running"
+        status, answer, _ = _run("status", str(path), "--json")
+        assert status == 0 and json.loads(answer)["state"] == "running"
 
 
 def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:

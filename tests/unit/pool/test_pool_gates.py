@@ -13,7 +13,7 @@ LIMITS = GateLimits()
 
 
 @pytest.mark.parametrize(
-    ("seen", "verdict", "words"),
+    ("reading", "verdict", "text"),
     [
         ({"requests": 10_000}, "go", ""),
         ({}, "go", ""),
@@ -36,10 +36,10 @@ LIMITS = GateLimits()
         ({"unread": "x", "not_ready": 999}, "hold", "can't be read"),
     ],
 )
-def test_a_reading_is_judged(seen: dict[str, Any], verdict: str, words: str) -> None:
-    found, reasons = judge(Reading(**seen), LIMITS, not_ready_before=5, hosts=7500)
-    assert found == verdict
-    assert words in "; ".join(reasons) and bool(reasons) == (found != "go")
+def test_a_reading_is_judged(reading: dict[str, Any], verdict: str, text: str) -> None:
+    judged, reasons = judge(Reading(**reading), LIMITS, not_ready_before=5, hosts=7500)
+    assert judged == verdict
+    assert text in "; ".join(reasons) and bool(reasons) == (judged != "go")
 
 
 def test_every_reason_is_told() -> None:

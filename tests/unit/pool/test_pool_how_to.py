@@ -30,10 +30,10 @@ def _where_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_its_commands_are_refused_for_what_is_not_there_alone() -> None:
     """No key, no facts, no journal: each is a problem of the definition. A word that isn't known would be another."""
     commands = [shlex.split(block.replace("\\\n", " ")) for block in _blocks("sh")]
-    assert [words[:3] for words in commands] == [
+    assert [argv[:3] for argv in commands] == [
         ["image-builder", "pool", name] for name in ("plan", "run", "resume", "verify")
     ]
-    ended = [CliRunner().invoke(app, words[1:]) for words in commands]
+    ended = [CliRunner().invoke(app, argv[1:]) for argv in commands]
     missing = errors.DefinitionError.exit_code
     assert [done.exit_code for done in ended] == [0, missing, missing, missing]
     for done in ended[1:]:
@@ -49,11 +49,11 @@ def test_its_policy_brings_few_hosts_up() -> None:
     Path("hosts.yml").write_text(
         f"all: {{children: {{few: {{vars: {{pool_image: w, pool_vm_size: D16}}, hosts: {{{hosts}}}}}}}}}"
     )
-    for words, sizes, budget in (
+    for cells, sizes, budget in (
         ([], [1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 1], 0),
         (["--policy", "few.yml"], [1, 5, 14], 2),
     ):
-        done = CliRunner().invoke(app, ["pool", "plan", "-i", "hosts.yml", "few", "--out", "p.json", *words])
+        done = CliRunner().invoke(app, ["pool", "plan", "-i", "hosts.yml", "few", "--out", "p.json", *cells])
         assert done.exit_code == 0, done.stderr
-        made = plans.load(Path("p.json"))
-        assert ([len(wave.hosts) for wave in made.waves], made.budget) == (sizes, budget)
+        plan = plans.load(Path("p.json"))
+        assert ([len(wave.hosts) for wave in plan.waves], plan.budget) == (sizes, budget)

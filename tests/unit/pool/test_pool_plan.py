@@ -29,7 +29,7 @@ def test_it_lies_on_the_disk_as_it_was_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "reason"),
     [
         ('"budget": "2%"', '"budget": "90%"', "was changed after it was made"),
         ('"address": "10.0.0.7"', '"address": "10.0.0.8"', "was changed after it was made"),
@@ -38,21 +38,21 @@ def test_it_lies_on_the_disk_as_it_was_made(tmp_path: Path) -> None:
         ('"join_rate": 5.0', '"join_rate": 5.0, "speed": 1', "policy.speed: Extra inputs are not permitted"),
     ],
 )
-def test_a_plan_that_was_edited_is_refused(old: str, new: str, words: str) -> None:
+def test_a_plan_that_was_edited_is_refused(old: str, new: str, reason: str) -> None:
     text = plans.render(make(20)).decode()
     assert old in text
-    with pytest.raises(DefinitionError, match=words):
+    with pytest.raises(DefinitionError, match=reason):
         plans.parse(text.replace(old, new, 1).encode(), "p.json")
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    told = json.loads(plans.render(make(20)))
-    told["waves"][1]["slices"][0][0] = told["waves"][0]["slices"][0][0]
+    document = json.loads(plans.render(make(20)))
+    document["waves"][1]["slices"][0][0] = document["waves"][0]["slices"][0][0]
     with pytest.raises(DefinitionError) as refused:
-        plans.parse(json.dumps(told).encode(), "p.json")
+        plans.parse(json.dumps(document).encode(), "p.json")
     assert len(refused.value.problems) == 3
-    for words in ("more than one wave", "or the other way round", "its digest"):
-        assert words in str(refused.value)
+    for text in ("more than one wave", "or the other way round", "its digest"):
+        assert text in str(refused.value)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'{"format": 1}'])
@@ -76,18 +76,18 @@ def test_an_inventory_that_moved_on_makes_a_plan_stale() -> None:
 
 
 def test_another_machine_under_a_known_name_is_told_from_a_moved_one() -> None:
-    one, two, three, four = make_hosts(4)
+    first, two, three, four = make_hosts(4)
     named = two.model_copy(update={"vm_id": "b"})
-    before = [one, named, three]
+    before = [first, named, three]
     now = [
-        one.model_copy(update={"address": "10.9.9.9"}),
+        first.model_copy(update={"address": "10.9.9.9"}),
         named.model_copy(update={"address": "10.9.9.8"}),
         three.model_copy(update={"zone": "9"}),
         four,
     ]
-    found = compare(before, now)
-    assert found.replaced == (one.name,)
-    assert found.changed == (two.name, three.name)
-    assert found.new == (four.name,) and found.gone == ()
+    difference = compare(before, now)
+    assert difference.replaced == (first.name,)
+    assert difference.changed == (two.name, three.name)
+    assert difference.new == (four.name,) and difference.gone == ()
     assert compare([named], [named.model_copy(update={"vm_id": "c"})]).replaced == (two.name,)
     assert not any(compare(before, before))

@@ -196,20 +196,20 @@ def test_taken_up_after_a_kill_what_was_in_work_is_looked_at_anew(
 def test_nobody_is_asked_while_a_worker_may_still_tell_hosts(workers: tuple[str, ...], waits: float) -> None:
     """Nor when the run is taken up again meanwhile; and not for longer where the clock was set back."""
     plan = make(9, Policy(workers=workers, worker_silent_seconds=30))
-    one, other = plan.hosts[0].name, plan.hosts[1].name
+    first, other = plan.hosts[0].name, plan.hosts[1].name
     records: list[Record] = [
         Opened(at=100, plan=plan.digest),
         Began(at=100, wave=0),
         Intent(at=100, step="probe", hosts=(other,)),
-        Intent(at=100, step="bootstrap", hosts=(one,)),
+        Intent(at=100, step="bootstrap", hosts=(first,)),
         Opened(at=200, plan=plan.digest),
     ]
     progress = replay(plan, records)
-    assert progress.hosts[one].not_before == 200 + waits and progress.hosts[other].not_before == 0
+    assert progress.hosts[first].not_before == 200 + waits and progress.hosts[other].not_before == 0
     apply(progress, Opened(at=210, plan=plan.digest))
-    assert progress.hosts[one].not_before == 200 + waits
+    assert progress.hosts[first].not_before == 200 + waits
     apply(progress, Opened(at=50, plan=plan.digest))
-    assert progress.hosts[one].not_before == 50 + waits
+    assert progress.hosts[first].not_before == 50 + waits
 
 
 def test_unknown_is_looked_at_anew_and_failed_only_when_asked_for(story: Story) -> None:
@@ -240,9 +240,9 @@ def test_vanished_hosts_are_dropped_and_new_ones_get_waves() -> None:
     placed = Counter(name for wave in progress.waves for name in wave.names("waiting", "ended"))
     assert placed == Counter(h.name for h in hosts if h.name not in gone)
     assert reconcile(progress, [h for h in hosts if h.name not in gone], at=2.0) is None
-    told = report.report(progress, [])
-    assert sum(told["counts"].values()) == len(hosts) - len(gone)
-    assert sum(sum(wave["counts"].values()) for wave in told["waves"]) == len(hosts) - len(gone)
+    result = report.report(progress, [])
+    assert sum(result["counts"].values()) == len(hosts) - len(gone)
+    assert sum(sum(wave["counts"].values()) for wave in result["waves"]) == len(hosts) - len(gone)
 
 
 def test_a_new_kind_of_host_gets_a_canary_in_a_resumed_run() -> None:

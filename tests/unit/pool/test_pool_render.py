@@ -53,27 +53,27 @@ def _problems(tmp_path: Path, text: str, *names: str) -> list[str]:
 
 
 def _document(rendered: Rendered) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(rendered.text)
-    return found
+    document: dict[str, Any] = json.loads(rendered.text)
+    return document
 
 
 def test_what_is_rendered_is_what_a_node_takes(tmp_path: Path) -> None:
-    made = render(_inventory(tmp_path, GOOD), ["pool_a", "b-0", "a-0"])
-    assert [one.host for one in made] == ["a-0", "a-1", "b-0"]
-    read = [parse(one.text.encode()) for one in made]
-    assert [one.labels["node.example/pool"] for one in read] == ["a", "a", "b"]
+    rendered = render(_inventory(tmp_path, GOOD), ["pool_a", "b-0", "a-0"])
+    assert [configuration.host for configuration in rendered] == ["a-0", "a-1", "b-0"]
+    read = [parse(configuration.text.encode()) for configuration in rendered]
+    assert [configuration.labels["node.example/pool"] for configuration in read] == ["a", "a", "b"]
     assert (read[0].max_pods, read[0].hosts, read[2].hosts, read[1].name) == (31, 600, 1, "first")
-    assert _document(made[0])["cluster"]["ca"] == CA
-    assert made[0].user_data_bytes % 4 == 0
+    assert _document(rendered[0])["cluster"]["ca"] == CA
+    assert rendered[0].user_data_bytes % 4 == 0
 
 
 def test_the_example_for_azure_is_what_its_nodes_take() -> None:
     """The how-to's command, on the inventory that it names; and its images have what takes it."""
     example = REPO_ROOT / "inventories/azure_vmss"
-    made = render([example], ["vmss_h100_a", "vmss_cpu"])
-    read = [parse(one.text.encode()) for one in made]
-    assert [one.labels["node.example/pool"] for one in read] == ["worker_h100"] * 2 + ["worker_cpu"] * 2
-    assert all(one.dns == ("10.0.0.10",) and one.credentials.kind == "broker" for one in read)
+    rendered = render([example], ["vmss_h100_a", "vmss_cpu"])
+    read = [parse(configuration.text.encode()) for configuration in rendered]
+    assert [c.labels["node.example/pool"] for c in read] == ["worker_h100"] * 2 + ["worker_cpu"] * 2
+    assert all(c.dns == ("10.0.0.10",) and c.credentials.kind == "broker" for c in read)
     images = load_inventory([example])
     assert all(images.define(image).layers[-1] == "join" for image in images.images)
 
@@ -91,14 +91,14 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("join_generation: 3", "join_generation: 0\n    join_lables: {}").replace(
         "{pool_name: b}", '{pool_name: b, join_taints: [{key: a}], join_rate: "{{ nothing }}"}'
     )
-    said = _problems(tmp_path, text)
-    assert "join_generation: must be 1 or more: a-0, a-1, b-0" in said
-    assert "join_lables: unknown variable, did you mean `join_labels`?: a-0, a-1, b-0" in said
-    assert "join_taints[0].effect: is missing: b-0" in said
+    problems = _problems(tmp_path, text)
+    assert "join_generation: must be 1 or more: a-0, a-1, b-0" in problems
+    assert "join_lables: unknown variable, did you mean `join_labels`?: a-0, a-1, b-0" in problems
+    assert "join_taints[0].effect: is missing: b-0" in problems
     assert any(
-        line.startswith("join_rate: ") and "nothing" in line and line.endswith(": b-0") for line in said
+        line.startswith("join_rate: ") and "nothing" in line and line.endswith(": b-0") for line in problems
     )
-    assert len(said) == 4
+    assert len(problems) == 4
 
 
 def test_what_belongs_to_one_node_is_refused_for_several(tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_what_belongs_to_one_node_is_refused_for_several(tmp_path: Path) -> None
 
 
 def test_a_host_whose_file_would_lie_elsewhere_is_refused(tmp_path: Path) -> None:
-    said = _problems(tmp_path, GOOD.replace("{b-0: }", '{"../b-0": }'), "pool_b")
-    assert said == ["inventory_hostname: can't be the name of a file: ../b-0"]
+    problems = _problems(tmp_path, GOOD.replace("{b-0: }", '{"../b-0": }'), "pool_b")
+    assert problems == ["inventory_hostname: can't be the name of a file: ../b-0"]
 
 
 def test_what_is_missing_is_named_by_its_variable(tmp_path: Path) -> None:
-    said = _problems(tmp_path, "all: {hosts: {a: }}")
-    assert said == [
+    problems = _problems(tmp_path, "all: {hosts: {a: }}")
+    assert problems == [
         "join_ca: is missing: a",
         "join_credentials: is missing: a",
         "join_generation: is missing: a",
@@ -129,13 +129,13 @@ def test_what_is_missing_is_named_by_its_variable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("secret", "what"),
+    ("secret", "kind"),
     [(joins.TOKEN, "a bootstrap token"), ("Bearer abcdefgh12345678", "credentials of HTTP")],
 )
-def test_a_secret_is_refused_and_not_told(tmp_path: Path, secret: str, what: str) -> None:
-    said = _problems(tmp_path, GOOD.replace("{pool_name: b}", f"{{pool_name: {secret}}}"))
-    assert f"join_labels.node.example/pool: {what} must not be in user data: b-0" in said
-    assert not any(secret in line for line in said)
+def test_a_secret_is_refused_and_not_told(tmp_path: Path, secret: str, kind: str) -> None:
+    problems = _problems(tmp_path, GOOD.replace("{pool_name: b}", f"{{pool_name: {secret}}}"))
+    assert f"join_labels.node.example/pool: {kind} must not be in user data: b-0" in problems
+    assert not any(secret in line for line in problems)
 
 
 def test_a_vaulted_value_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.unit.pool.simulation import make
 
 
 @pytest.mark.parametrize(
-    ("url", "what"),
+    ("url", "message"),
     [
         ("10.0.0.9", "ssh://user@host"),
         ("ssh://runner@10.0.0.9", "needs a key and known_hosts"),
@@ -28,24 +28,24 @@ from tests.unit.pool.simulation import make
         ("ssh://runner@10.0.0.9?key=KEY&known_hosts=/none", "no such file: /none"),
     ],
 )
-def test_a_worker_is_known_and_its_key_is_there(tmp_path: Path, url: str, what: str) -> None:
+def test_a_worker_is_known_and_its_key_is_there(tmp_path: Path, url: str, message: str) -> None:
     key = tmp_path / "key"
     key.touch()
     with pytest.raises(UsageError) as refused:
         remote_slice.workers([url.replace("KEY", os.fspath(key))], "ansible-runner", 20)
-    assert what in f"{refused.value.message} {refused.value.hint}"
+    assert message in f"{refused.value.message} {refused.value.hint}"
 
 
 def test_a_worker_is_reached_by_its_key_and_known_by_its_own(tmp_path: Path) -> None:
-    key, known = tmp_path / "key", tmp_path / "known"
+    key, known_hosts = tmp_path / "key", tmp_path / "known"
     key.write_text("a secret")
-    known.touch()
-    url = f"ssh://runner@10.0.0.9:2222?key={key}&known_hosts={known}"
+    known_hosts.touch()
+    url = f"ssh://runner@10.0.0.9:2222?key={key}&known_hosts={known_hosts}"
     (worker,) = remote_slice.workers([url], "/opt/runner/bin/ansible-runner", 20)
-    words = " ".join(worker.login)
-    assert words.startswith("ssh -F none -T -p 2222") and words.endswith("runner@10.0.0.9 --")
-    for option in ("StrictHostKeyChecking=yes", "IdentityAgent=none", "BatchMode=yes", f'"{known}"'):
-        assert option in words
+    login = " ".join(worker.login)
+    assert login.startswith("ssh -F none -T -p 2222") and login.endswith("runner@10.0.0.9 --")
+    for option in ("StrictHostKeyChecking=yes", "IdentityAgent=none", "BatchMode=yes", f'"{known_hosts}"'):
+        assert option in login
     assert "a secret" not in remote_slice.describe(worker, key)
 
 
@@ -55,8 +55,8 @@ def test_a_worker_has_ended_its_slice_when_it_is_given_up(tmp_path: Path, silent
         (tmp_path / name).touch()
     url = f"ssh://runner@10.0.0.9?key={tmp_path / 'key'}&known_hosts={tmp_path / 'known'}"
     (worker,) = remote_slice.workers([url], "ansible-runner", silent)
-    told = dict(word.split("=", 1) for word in worker.login if word.startswith("ServerAlive"))
-    interval, count = (int(told[f"ServerAlive{name}"]) for name in ("Interval", "CountMax"))
+    options = dict(word.split("=", 1) for word in worker.login if word.startswith("ServerAlive"))
+    interval, count = (int(options[f"ServerAlive{name}"]) for name in ("Interval", "CountMax"))
     assert silent + 4 <= interval * count <= silent + 7
 
 
@@ -86,30 +86,33 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.Mon
     for name, document in documents.items():
         (configs / f"{name}.json").write_text(json.dumps(document))
     wave = plan.waves[-1]
-    words = [str(file), "--wave", wave.name, "--user", "admin", "--known-hosts", str(keys)]
-    words += ["--node-configs", str(configs), "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(app, ["pool", "slice", *words])
+    arguments = [str(file), "--wave", wave.name, "--user", "admin", "--known-hosts", str(keys)]
+    arguments += ["--node-configs", str(configs), "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, ["pool", "slice", *arguments])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["hosts"] == len(wave.hosts)
-    found: dict[str, dict[str, float]] = {}
+    hosts: dict[str, dict[str, float]] = {}
     for folder in sorted((tmp_path / "out").iterdir()):
-        told = json.loads((folder / "inventory/hosts.json").read_text())["all"]
-        found |= told["hosts"]
-        assert "ansible_ssh_private_key_file" not in told["vars"] and told["vars"]["ansible_user"] == "admin"
+        inventory = json.loads((folder / "inventory/hosts.json").read_text())["all"]
+        hosts |= inventory["hosts"]
+        assert (
+            "ansible_ssh_private_key_file" not in inventory["vars"]
+            and inventory["vars"]["ansible_user"] == "admin"
+        )
         for path in (p for p in folder.rglob("*") if p.is_file()):
             assert os.fspath(tmp_path) not in path.read_text(), path
-        for name, variables in told["hosts"].items():
+        for name, variables in inventory["hosts"].items():
             config = variables["pool_node_config"].replace("{{ inventory_dir }}", f"{folder}/inventory")
             assert json.loads(Path(config).read_text()) == documents[name]
-            (known,) = re.findall(r'UserKnownHostsFile="\{\{ inventory_dir \}\}/(\S+)"', str(variables))
-            assert (folder / "inventory" / known).read_bytes() == keys.read_bytes()
-    assert found.keys() == set(wave.hosts)
-    delays = sorted(variables["pool_join_delay"] for variables in found.values())
+            (known_hosts,) = re.findall(r'UserKnownHostsFile="\{\{ inventory_dir \}\}/(\S+)"', str(variables))
+            assert (folder / "inventory" / known_hosts).read_bytes() == keys.read_bytes()
+    assert hosts.keys() == set(wave.hosts)
+    delays = sorted(variables["pool_join_delay"] for variables in hosts.values())
     assert delays == [round(n / plan.policy.join_rate, 3) for n in range(len(wave.hosts))]
 
     (configs / f"{wave.hosts[0]}.json").write_text("{}")
-    words[-2] = str(tmp_path / "refused")
-    done = CliRunner().invoke(app, ["pool", "slice", *words])
+    arguments[-2] = str(tmp_path / "refused")
+    done = CliRunner().invoke(app, ["pool", "slice", *arguments])
     assert done.exit_code == 3 and not (tmp_path / "refused").exists()
     (problem,) = json.loads(done.stdout)["error"]["problems"]
     assert f"{wave.hosts[0]}: format: is missing" in problem["what"]
@@ -118,8 +121,8 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_wave_must_be_one_of_the_plan(tmp_path: Path) -> None:
     plans.save(make(3), tmp_path / "p.json")
     (tmp_path / "keys").touch()
-    words = ["pool", "slice", str(tmp_path / "p.json"), "--wave", "canary"]
-    words += ["--known-hosts", str(tmp_path / "keys"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, words)
+    arguments = ["pool", "slice", str(tmp_path / "p.json"), "--wave", "canary"]
+    arguments += ["--known-hosts", str(tmp_path / "keys"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2 and "no wave `canary`" in done.output
     assert not (tmp_path / "out").exists()

@@ -66,8 +66,8 @@ def test_canaries_come_first_and_cover_every_size_zone_and_image(hosts: list[Hos
     canaries = [wave for wave in waves if wave.name.startswith("canaries")]
     assert tuple(canaries) == waves[: len(canaries)]
     covered = Counter(cell[name] for wave in canaries for name in wave.hosts)
-    there = Counter(cell.values())
-    assert covered == {c: min(policy.canaries, count) for c, count in there.items()}
+    sizes = Counter(cell.values())
+    assert covered == {c: min(policy.canaries, count) for c, count in sizes.items()}
     assert all(set(wave.verify) == set(wave.hosts) for wave in canaries)
 
 

@@ -107,19 +107,21 @@ def test_failed_hosts_come_first(bad_day: tuple[Progress, list[Record]], parsed:
 
 
 def test_its_figures_are_those_of_the_report(bad_day: tuple[Progress, list[Record]], parsed: _Page) -> None:
-    told = report(*bad_day)
+    document = report(*bad_day)
     cells = parsed.all("td")
-    for kind, count in told["counts"].items():
+    for kind, count in document["counts"].items():
         assert (kind in parsed.all("th", scope="row")) == bool(count)
         if count:
             assert str(count) in cells and (kind not in MEANINGS or MEANINGS[kind] in cells)
     groups = [text.split(" \u00d7 ") for text in parsed.all("summary")]
-    assert groups == [[str(alike["count"]), alike["signature"]] for alike in told["failures"]]
-    assert [name for name in parsed.all("th", scope="row") if name in {w["name"] for w in told["waves"]}] == [
-        wave["name"] for wave in told["waves"]
-    ]
+    assert groups == [[str(alike["count"]), alike["signature"]] for alike in document["failures"]]
+    assert [
+        name for name in parsed.all("th", scope="row") if name in {w["name"] for w in document["waves"]}
+    ] == [wave["name"] for wave in document["waves"]]
     assert f"{bad_day[0].failed} of 75 allowed" in parsed.all("dd")
-    assert len(told["slowest"]) == 20 and {slow["host"] for slow in told["slowest"]} <= set(parsed.all("a"))
+    assert len(document["slowest"]) == 20 and {slow["host"] for slow in document["slowest"]} <= set(
+        parsed.all("a")
+    )
 
 
 def test_every_class_has_a_meaning() -> None:
@@ -185,10 +187,10 @@ def _channel(value: int) -> float:
     return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
 
 
-def _contrast(one: str, other: str) -> float:
+def _contrast(first: str, other: str) -> float:
     """Return the contrast of two colours as https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio defines it."""
     bright = []
-    for colour in (one, other):
+    for colour in (first, other):
         digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
         red, green, blue = (_channel(int(digits[n : n + 2], 16)) for n in (0, 2, 4))
         bright.append(0.2126 * red + 0.7152 * green + 0.0722 * blue)
@@ -285,20 +287,22 @@ def test_a_clock_that_was_set_back_draws_nothing_outside() -> None:
 def test_a_run_that_has_not_begun_has_a_page() -> None:
     progress = begin(make(60))
     text = _page(progress, [])
-    told = _Page(text)
-    assert "not started" in told.all("p", **{"class": "state not-started"})[0] and "<svg viewBox" not in text
-    assert told.all("th", scope="row")[0] == "not started"
+    parsed = _Page(text)
+    assert (
+        "not started" in parsed.all("p", **{"class": "state not-started"})[0] and "<svg viewBox" not in text
+    )
+    assert parsed.all("th", scope="row")[0] == "not started"
 
 
 def test_a_stopped_run_says_why() -> None:
     plan = make(60)
     first = plan.waves[0].hosts[0]
     progress, _, records = simulate(plan, Faults(fates={first: failed("gpu", 61, "no device")}))
-    told = _Page(_page(progress, records))
-    assert told.all("p", **{"class": "state stopped"}) == [
+    parsed = _Page(_page(progress, records))
+    assert parsed.all("p", **{"class": "state stopped"}) == [
         "✗ stopped: 1 host of canaries failed, its budget is 0"
     ]
-    assert told.all("code") == ["no device"]
+    assert parsed.all("code") == ["no device"]
 
 
 def test_the_command_writes_both_files_and_still_tells_the_report(tmp_path: Path) -> None:

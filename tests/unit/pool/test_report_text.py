@@ -8,8 +8,8 @@ from tests.unit.pool.report_runs import hostile_run
 
 def test_names_and_phases_lose_what_steers_a_terminal() -> None:
     progress, records = hostile_run(("\x1b[2Jgone", "two\nlines", "bell\x07"))
-    told = text(report(progress, records, running=False))
-    assert "3 hosts: 3 failed" in told and "phase \ufffd[2Jgone" in told
-    assert all(c.isprintable() or c == "\n" for c in told)
+    shown = text(report(progress, records, running=False))
+    assert "3 hosts: 3 failed" in shown and "phase \ufffd[2Jgone" in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
     # Of one name's line no second one was made.
-    assert not any(line.startswith("lines") for line in told.splitlines())
+    assert not any(line.startswith("lines") for line in shown.splitlines())

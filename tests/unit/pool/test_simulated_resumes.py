@@ -80,11 +80,11 @@ def test_a_run_on_workers_is_taken_up_as_soon_as_none_can_be_at_work_any_more() 
     plan = make(100, Policy(workers=("ssh://worker",)))
     world = World(plan, Faults())
     records = killed_when_first_told(world)
-    told, killed = set(world.touched), len(records)
+    joined, killed = set(world.touched), len(records)
     began = world.time
     again = taken_up(plan, world, records)
-    asked = [r.at for r in records[killed:] if isinstance(r, Intent) and told & set(r.hosts)]
-    assert again.finished and asked[0] == began + plan.policy.worker_gone_seconds == began + 24
+    moments = [r.at for r in records[killed:] if isinstance(r, Intent) and joined & set(r.hosts)]
+    assert again.finished and moments[0] == began + plan.policy.worker_gone_seconds == began + 24
     assert world.joins == Counter(dict.fromkeys(again.hosts, 1))
 
 

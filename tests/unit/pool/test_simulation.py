@@ -116,10 +116,10 @@ def test_a_wave_begins_after_the_one_before_it_was_decided_and_soaked(
     bad_day: tuple[Progress, World, list[Record]],
 ) -> None:
     progress = bad_day[0]
-    for one, other in pairwise(progress.waves):
-        assert one.passed is not None and one.began is not None and other.began is not None
-        assert other.began >= one.passed + one.wave.soak_seconds
-        assert other.began >= one.began + one.wave.cadence_seconds
+    for earlier, other in pairwise(progress.waves):
+        assert earlier.passed is not None and earlier.began is not None and other.began is not None
+        assert other.began >= earlier.passed + earlier.wave.soak_seconds
+        assert other.began >= earlier.began + earlier.wave.cadence_seconds
 
 
 def test_hosts_that_hang_hold_up_nobody(bad_day: tuple[Progress, World, list[Record]]) -> None:
@@ -145,9 +145,9 @@ def test_what_is_unavailable_is_never_more_than_allowed(
     at_once: set[int] = set()
 
     def check() -> None:
-        left = world.touched - world.fine
-        assert len(left) <= plan.max_unavailable
-        at_once.add(len({pool_of[name] for name in left}))
+        missing = world.touched - world.fine
+        assert len(missing) <= plan.max_unavailable
+        at_once.add(len({pool_of[name] for name in missing}))
 
     pool_of = {host.name: host.pool for host in plan.hosts}
     world.check = check
