@@ -58,40 +58,40 @@ class Strict(BaseModel):
 
 
 class Listen(Strict):
-    """Where it is served, and the certificate that nodes prove it by; both files may be replaced while it runs."""
+    """The address, and the certificate that nodes check; both files may be replaced while the broker runs."""
 
     address: str = "0.0.0.0"  # noqa: S104  # a pod's port, behind a service
     port: int = Field(default=8443, ge=0, le=65535)
     certificate: File
     key: File
-    connections: int = Field(default=64, ge=1, le=1024, description="Served at once; more wait.")
-    share: int = Field(default=16, ge=1, le=1024, description="Of those, for one source address.")
-    seconds: float = Field(default=30.0, gt=0, le=300, description="All that a connection gets.")
+    connections: int = Field(default=64, ge=1, le=1024, description="Connections served at once; more wait.")
+    share: int = Field(default=16, ge=1, le=1024, description="The most of those from one source address.")
+    seconds: float = Field(default=30.0, gt=0, le=300, description="Time limit of a connection.")
 
 
 class Identity(Strict):
-    """Whose tokens are believed."""
+    """The identity provider whose tokens are accepted."""
 
     tenant: Guid
     audience: str = Field(min_length=1, description="`credentials.resource` of the node configuration.")
     keys: Annotated[str, AfterValidator(_source)] | None = Field(
-        default=None, description="JWKS, as address or file; Entra ID's of the tenant if none."
+        default=None, description="JWKS, as address or file; by default Entra ID's of the tenant."
     )
     authority: File | None = Field(
-        default=None, description="What proves that address; the system's CAs if none."
+        default=None, description="CA of that address; by default the system's CAs."
     )
     issuers: tuple[str, ...] = Field(default=(), description="Empty: Entra ID's two of the tenant.")
-    refresh_seconds: float = Field(default=21600.0, ge=60, description="How old the keys may become.")
-    leeway_seconds: float = Field(default=60.0, ge=0, le=300, description="How far clocks may be apart.")
+    refresh_seconds: float = Field(default=21600.0, ge=60, description="Maximum age of the keys.")
+    leeway_seconds: float = Field(default=60.0, ge=0, le=300, description="Tolerated difference of clocks.")
 
     @property
     def jwks(self) -> str:
-        """Return where the keys are."""
+        """Return the address or file of the keys."""
         return self.keys or f"https://login.microsoftonline.com/{self.tenant}/discovery/v2.0/keys"
 
     @property
     def believed(self) -> tuple[str, ...]:
-        """Return the issuers whose tokens are believed."""
+        """Return the issuers whose tokens are accepted."""
         return self.issuers or tuple(issuer.format(self.tenant) for issuer in _ISSUERS)
 
 
@@ -99,29 +99,31 @@ class Attestation(Strict):
     """The attested documents that prove machines."""
 
     authorities: File = Field(
-        description="PEM: who signs the documents' certificates, intermediate CAs too. Read at the start."
+        description="PEM: the CAs of the documents' certificates, intermediate ones too. Read at the start."
     )
-    subscriptions: tuple[Guid, ...] = Field(min_length=1, description="Whose machines may join.")
+    subscriptions: tuple[Guid, ...] = Field(
+        min_length=1, description="Subscriptions whose machines may join."
+    )
     names: tuple[str, ...] = Field(
         default=("metadata.azure.com",),
         min_length=1,
-        description="Whom the documents' certificates name; each region has one below it.",
+        description="Names in the documents' certificates; each region has one below it.",
     )
 
 
 class Pool(Strict):
-    """Who may have a token of a pool, and for which nodes. An identity is one of the two lists, or of both."""
+    """The identities that get tokens of a pool, and its nodes. An identity is in one of the two lists, or in both."""
 
     name: str = Field(min_length=1, max_length=63)
     nodes: Annotated[str, Field(min_length=1), AfterValidator(_pattern)] = Field(
-        description="What a node of this pool is called: a regular expression for the whole name."
+        description="Names of the pool's nodes: a regular expression for the whole name."
     )
     resources: tuple[ResourceId, ...] = Field(
         default=(), description="`xms_mirid`: scale sets, or user-assigned identities, by resource id."
     )
     objects: tuple[Guid, ...] = Field(default=(), description="`oid`: identities by their object ids.")
     groups: tuple[Annotated[str, Field(pattern=_GROUP), AfterValidator(_unbound)], ...] = Field(
-        default=(), description="Beside system:bootstrappers, whose member each token is."
+        default=(), description="Further groups of the tokens, beside system:bootstrappers."
     )
 
     @model_validator(mode="after")
@@ -169,5 +171,5 @@ class Config(Strict):
 
 
 def load(path: Path) -> Config:
-    """Return the configuration of a file; raises DefinitionError with everything that is wrong."""
+    """Return the configuration in a file; raises DefinitionError with every problem."""
     return settings_file.load(path, Config, "broker")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from image_builder.cluster.broker import attestation
 from image_builder.cluster.broker.attestation import Machine, Rules
 from image_builder.cluster.broker.refusal import RefusedError
 from tests import attested
-from tests.attested import SUBSCRIPTION, content, document, signer
+from tests.attested import SUBSCRIPTION, document, signer
 from tests.joins import VM_ID
 
 NONCE = "0123456789"
 NOW = time.time()
+# A run of all tests takes minutes, and documents are valid only around the moment that they were made at.
+content = partial(attested.content, now=NOW)
 
 
 @pytest.fixture
