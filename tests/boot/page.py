@@ -13,27 +13,27 @@ PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
 
 _HEAD = """# Boot matrix
 
-What happens to a node's local disk from its first boot on, and what must come of it. Each row boots the image
+What happens to a node's local disk from its first boot on, and the required result. Each row boots the image
 `worker` in QEMU, with NVMe disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh
-OS disk with a used local disk a reimaging; a power cut kills QEMU (SIGKILL), which honours the guest's flushes, and
-takes the guest's cache along. What QEMU had acknowledged is kept: a disk that loses that is not part of this.
+OS disk with a used local disk a reimage; a power cut kills QEMU (SIGKILL), which honors the guest's flushes, and
+loses the guest's cache. Writes that QEMU acknowledged are kept: disks that lose those aren't covered.
 
 ```sh
 .venv/bin/python -m tests.boot.matrix [--row NAME ...] [--update-docs]
 ```
 
-On the host it needs `xfsprogs` beside what the builder installs: some disks with foreign data are made there.
+The host needs `xfsprogs` in addition to the builder's packages: some disks with foreign data are made there.
 
-Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no link that
-leads nowhere; `images run` means that a container of every preloaded image was started.
+Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no broken
+links; `images run` means that a container of every preloaded image was started.
 
 CI runs `tests/boot/test_boot_worker.py` (a first boot with the whole booted suite, promotion to its end, every check's
 mutation) and `tests/boot/test_local_disk.py`: {ci}.
 
 ## Last results
 
-On {machine}; seconds are of the whole row, boots included. *Earlier* code: what decides the result has changed since,
-and the row was not run again.
+On {machine}; seconds are for the whole row, boots included. *Earlier* code: the code that decides the result has
+changed since, and the row was not run again.
 """
 
 
