@@ -41,7 +41,7 @@ _IMPORT = re.compile(
     r"^[ ]*(?:from (?P<module>[\w.]+) import (?P<names>\([^)]*\)|[^\n]*)|import (?P<plain>[\w.]+)[^\n]*)$",
     re.MULTILINE,
 )
-_FOR_TYPES = re.compile(r"^([ ]*)if TYPE_CHECKING:\n(?:\1[ ]+[^\n]*\n|\n)*", re.MULTILINE)
+_FOR_TYPES = re.compile(r"^([ ]*)if TYPE_CHECKING:[^\n]*\n(?:\1[ ]+[^\n]*\n|\n)*", re.MULTILINE)
 
 
 def is_neutral(name: str) -> bool:
