@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The fixtures ``host`` and ``tree``: the tests of the suite itself have others.
     kind = config.stash[TARGET].kind
     config.pluginmanager.import_plugin(
-        f"tests.suite.{kind}_fixtures" if kind in ("mutant", "broken") else "fixtures"
+        f"tests.suite.{kind}_fixtures" if kind in ("mutant", "broken") else "target_fixtures"
     )
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
