@@ -103,7 +103,7 @@ class ImageDisk(_Strict):
         MIN_ESP_MIB, ge=MIN_ESP_MIB, description="Size of the EFI system partition in MiB."
     )
     root_size_mib: Annotated[int, Field(ge=MIN_ROOT_MIB)] | Literal["auto"] = Field(
-        "auto", description="Size of the root partition in MiB; `auto` is what the tree needs plus a margin."
+        "auto", description="Size of the root partition in MiB; `auto` is the tree's size plus a margin."
     )
     filesystem: Literal["ext4"] = Field("ext4", description="The root filesystem.")
 
@@ -123,7 +123,7 @@ class PreloadedImage(_Strict):
         max_length=255,
         description="Registry, name and tag: `registry.k8s.io/pause:3.10`. The lock pins its digest.",
     )
-    pin: bool = Field(False, description="Keep the kubelet's garbage collection away from it.")
+    pin: bool = Field(False, description="Protect it from the kubelet's garbage collection.")
     required: bool = Field(
         True, description="The build fails without it; if false, it is left out with a warning."
     )
@@ -145,9 +145,9 @@ class PreloadedImage(_Strict):
 
 
 class ImagePull(_Strict):
-    """How container images are pulled during a bake."""
+    """Limits of pulling container images during a bake."""
 
-    parallel: int = Field(10, ge=1, le=64, description="Images pulled at once.")
+    parallel: int = Field(10, ge=1, le=64, description="Images pulled in parallel.")
     progress_seconds: float = Field(
         1800, gt=0, description="A pull that downloads or extracts no new byte for this long is aborted."
     )
@@ -172,9 +172,9 @@ class BuilderVariables(_Strict):
     image_disk: ImageDisk = Field(
         default_factory=lambda: ImageDisk.model_validate({}), description="The disk's partitions."
     )
-    image_formats: tuple[Format, ...] = Field(("raw",), min_length=1, description="Artefacts to publish.")
+    image_formats: tuple[Format, ...] = Field(("raw",), min_length=1, description="Artifacts to publish.")
     image_kernel_args: tuple[KernelArg, ...] = Field(
-        (), description="Arguments added to the kernel's command line; `root=` is the builder's own."
+        (), description="Arguments added to the kernel command line; the builder sets `root=`."
     )
     image_secure_boot: bool = Field(
         False,
@@ -182,7 +182,7 @@ class BuilderVariables(_Strict):
     )
     image_preload: tuple[PreloadedImage, ...] = Field(
         (),
-        description="Container images that are pulled during the bake and are on a node at its first boot.",
+        description="Container images to pull during the bake; a node has them at its first boot.",
     )
     image_preload_mode: PreloadMode = Field(
         "reference",
