@@ -33,12 +33,13 @@ ENVIRONMENT = {
 }
 
 Output = int | IO[bytes]
+PIPE = subprocess.PIPE
 
 
 class Child:
     """A running program. As a context manager it is ended, if need be by force, when the block is left.
 
-    ``stdout`` and ``stderr`` are files or ``subprocess.PIPE``; the environment is made from nothing. ``own_group``: the
+    ``stdout`` and ``stderr`` are files or ``PIPE``; the environment is made from nothing. ``own_group``: the
     program leads a process group, and what it has started is killed with it. Raises OSError where it can't be started.
     """
 

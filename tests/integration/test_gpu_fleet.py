@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import zipapp
+from image_builder.node import child, zipapp
 from image_builder.node.gpu.model import Tier, Worker
 from image_builder.node.gpu.smoke import fleet
 from image_builder.settings import REPO_ROOT
@@ -104,8 +104,8 @@ def _run(
 def _nothing_is_left() -> Iterator[None]:
     before = _children()
     yield
-    abandoned = list(fleet._abandoned)
-    fleet._abandoned.clear()
+    abandoned = list(child._abandoned)
+    child._abandoned.clear()
     for process in abandoned:
         process.kill()
         process.wait(10)
@@ -227,8 +227,8 @@ time.sleep(600)
         assert outcomes[GPUS[1]].ended == "hung: unkillable"
         assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
         assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
-    assert len(fleet._abandoned) == 1
-    process = fleet._abandoned.pop()
+    assert len(child._abandoned) == 1
+    process = child._abandoned.pop()
     assert process.wait(10) == -signal.SIGKILL
 
 

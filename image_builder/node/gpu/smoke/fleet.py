@@ -10,8 +10,6 @@ import json
 import math
 import os
 import selectors
-import signal
-import subprocess  # noqa: TID251 (programs.run waits for one program; these run side by side and are watched)
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, TypeVar
 
+from image_builder.node.child import PIPE, Child
 from image_builder.node.decode import decode
 from image_builder.node.gpu.model import Measurement, Tier, Worker
 from image_builder.node.gpu.smoke import program
@@ -31,9 +30,6 @@ LINKS_SECONDS = 15.0
 TICK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _EXCERPT = 300  # characters of standard error in an outcome
-_abandoned: list[
-    subprocess.Popen[bytes]
-] = []  # processes that can't be killed, and aren't waited for any more
 
 _Line = TypeVar("_Line", Measurement, Worker)
 Argv = Callable[[str, Tier, int, Sequence[str]], list[str]]
@@ -111,11 +107,11 @@ def _finite(word: str) -> float:
 
 
 @dataclass
-class _Child:
-    """A worker's process while it runs. ``output`` and ``errors`` are what came from its two pipes so far."""
+class _Running:
+    """A worker while it runs. ``output`` and ``errors`` are what came from its two pipes so far."""
 
     uuid: str
-    process: subprocess.Popen[bytes]
+    process: Child
     end: float
     output: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
@@ -143,11 +139,10 @@ class _Child:
         return len(data)
 
     def kill(self, now: float) -> None:
-        """End the process and all that it started; it is the leader of its own group."""
+        """Kill the process and all that it started, once."""
         if self.killed_at is None:
             self.killed_at = now
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
 
 
 class Fleet:
@@ -156,34 +151,30 @@ class Fleet:
     def __init__(self, reap_seconds: float = REAP_SECONDS) -> None:
         self._reap_seconds = reap_seconds
         self._selector = selectors.DefaultSelector()
-        self._running: dict[str, _Child] = {}
+        self._running: dict[str, _Running] = {}
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in list(self._running.values()):
-            child.kill(time.monotonic())
-            with suppress(subprocess.TimeoutExpired):
-                child.process.wait(self._reap_seconds)
-            self._settle(child)
+        for worker in list(self._running.values()):
+            self._settle(worker, self._reap_seconds)
         self._selector.close()
 
     def start(self, uuid: str, argv: Sequence[str], environment: Mapping[str, str], end: float) -> None:
         """Start one GPU's process, to be killed at that time of the monotonic clock. Raises OSError."""
-        process = subprocess.Popen(
+        process = Child(
             argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            cwd=program.checkout(),
-            start_new_session=True,
+            stdout=PIPE,
+            stderr=PIPE,
+            environment=environment,
+            directory=program.checkout(),
+            own_group=True,
         )
-        child = self._running[uuid] = _Child(uuid, process, end)
-        for pipe in child.pipes():
+        worker = self._running[uuid] = _Running(uuid, process, end)
+        for pipe in worker.pipes():
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, child)
+            self._selector.register(pipe, selectors.EVENT_READ, worker)
 
     def wait(self) -> Iterator[Worker]:
         """Yield the outcome of each process as they end. Never waits longer than a deadline plus the reaping."""
@@ -192,41 +183,32 @@ class Fleet:
                 if key.data.take(key.fileobj) == 0:
                     self._selector.unregister(key.fileobj)
             now = time.monotonic()
-            for child in list(self._running.values()):
-                if _has_ended(child.process.pid) or self._is_given_up(child, now):
-                    yield self._settle(child)
-                elif child.flooded:
-                    child.kill(now)
-                elif now >= child.end:
-                    child.late = True
-                    child.kill(now)
+            for worker in list(self._running.values()):
+                if worker.process.has_ended() or self._is_given_up(worker, now):
+                    yield self._settle(worker, 0)
+                elif worker.flooded:
+                    worker.kill(now)
+                elif now >= worker.end:
+                    worker.late = True
+                    worker.kill(now)
 
-    def _is_given_up(self, child: _Child, now: float) -> bool:
-        return child.killed_at is not None and now >= child.killed_at + self._reap_seconds
+    def _is_given_up(self, worker: _Running, now: float) -> bool:
+        return worker.killed_at is not None and now >= worker.killed_at + self._reap_seconds
 
-    def _settle(self, child: _Child) -> Worker:
-        """Release a process that has ended or is abandoned; return its outcome."""
-        del self._running[child.uuid]
-        if child.process.returncode is None:
-            # What it left behind goes too, while its number is still its own: until it is reaped.
-            with suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signal.SIGKILL)
-        if child.process.poll() is None:
-            _abandoned.append(child.process)
-        for pipe in child.pipes():
+    def _settle(self, worker: _Running, seconds: float) -> Worker:
+        """Reap a process within that time, or abandon it; return its outcome."""
+        del self._running[worker.uuid]
+        # What it left behind goes too, while its number is still its own: until it is reaped.
+        worker.process.kill()
+        for pipe in worker.pipes():
             # What lies in it, and no more: a process that it left behind may still hold the other end.
-            while not child.flooded and child.take(pipe):
+            while not worker.flooded and worker.take(pipe):
                 pass
             with suppress(KeyError):
                 self._selector.unregister(pipe)
-            pipe.close()
-        ended = Ended(child.process.returncode, child.late, child.flooded)
-        return judge(child.uuid, bytes(child.output), bytes(child.errors), ended)
-
-
-def _has_ended(pid: int) -> bool:
-    """Tell whether a child has ended; it isn't reaped by that."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        worker.process.end(seconds)
+        ended = Ended(worker.process.status, worker.late, worker.flooded)
+        return judge(worker.uuid, bytes(worker.output), bytes(worker.errors), ended)
 
 
 # -- the whole -------------------------------------------------------------------------------------------------
