@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child, settings
+from image_builder.node import child, files, settings
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Port, Xid
@@ -210,21 +210,16 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
     """Return the platform's answer, asked once a boot; empty where it gives none."""
     cache = places.run / "imds.json"
     boot = boot_id(places.proc)
-    try:
-        answers: dict[str, Any] = json.loads(cache.read_bytes())
-        if answers.get("boot_id") == boot and isinstance(answers.get("compute"), dict):
-            return dict(answers["compute"])
-    except (OSError, ValueError, AttributeError):
-        pass
+    answers = files.read_json(cache)
+    if answers.get("boot_id") == boot and isinstance(answers.get("compute"), dict):
+        return dict(answers["compute"])
     try:
         answer = (ask or ask_imds)()
     except (OSError, ValueError):
         return {}
     few = {key: answer[key] for key in ("vmSize", "vmId", "zone") if isinstance(answer.get(key), str)}
     cache.parent.mkdir(parents=True, exist_ok=True)
-    draft = cache.with_name(".imds.json.new")
-    draft.write_text(json.dumps({"boot_id": boot, "compute": few}) + "\n", encoding="utf-8")
-    draft.replace(cache)
+    files.write_json(cache, {"boot_id": boot, "compute": few}, durable=False)
     return few
 
 

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from image_builder.node import settings as files
+from image_builder.node import files
+from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import document, machine, nvml, readings, sizes, verdict, xids
 from image_builder.node.gpu import settings as gpu_settings
@@ -77,7 +78,7 @@ class System:
     """The doors to the machine; tests have doors of their own."""
 
     places: machine.Places = field(default_factory=machine.Places)
-    directory: Path = files.DIRECTORY
+    directory: Path = settings_files.DIRECTORY
     library: Callable[[], AbstractContextManager[Library]] = nvml.opened
     load: Load = fleet.run
     read_xids: Callable[[str], tuple[Xid, ...]] = machine.read_xids
@@ -104,7 +105,8 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
     def report(body: dict[str, Any]) -> int:
         body["duration_s"] = round(time.monotonic() - clock, 3)
         try:
-            _write(result, body)
+            result.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(result, body, durable=False)
         except OSError as error:
             sys.stderr.write(f"node-agent: can't write {result}: {error.strerror}\n")
             # A pass that isn't written can't be seen to be of this boot.
@@ -325,10 +327,3 @@ def _named(answers: Nvml, system: System) -> Nvml:
         )
 
     return replace(answers, gpus=tuple(named(gpu) for gpu in answers.gpus))
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
