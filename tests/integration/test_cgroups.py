@@ -24,7 +24,7 @@ def test_another_builds_start_takes_no_empty_group_away() -> None:
                 groups.append(group)
         assert groups
         subprocess.run(
-            [sys.executable, "-c", "from image_builder import cgroups; cgroups.reap()"], check=True
+            [sys.executable, "-c", "from image_builder.system import cgroups; cgroups.reap()"], check=True
         )
         assert [group for group in groups if not group.is_dir()] == []
     assert [group for group in groups if group.parent.exists()] == []

@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 _SETUP = """
 import contextlib, json, os, signal, socket, sys, time
 from pathlib import Path
-from image_builder import namespace, process, sandbox
+from image_builder.system import namespace, process, sandbox
 from image_builder.errors import ImageBuilderError
 from image_builder.lab import images, pause, registry
 from image_builder.node import mounts

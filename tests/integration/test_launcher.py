@@ -76,11 +76,12 @@ def checkout(tmp_path: Path, python: Path) -> Checkout:
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)  # pytest's own are closed to others
     path = tmp_path / "check out"  # a space on purpose
-    (path / "image_builder").mkdir(parents=True)
+    (path / "image_builder/cli").mkdir(parents=True)
     shutil.copy(REPO_ROOT / "image-builder", path)
     (path / "requirements.lock").write_text("# nothing\n")
     (path / "image_builder/__init__.py").touch()
-    (path / "image_builder/cli/main.py").write_text(
+    (path / "image_builder/cli/__init__.py").touch()
+    (path / "image_builder/cli/__main__.py").write_text(
         "import os, sys\nprint('cli', os.geteuid(), *sys.argv[1:], '|', sys.prefix)\n"
     )
     programs = tmp_path / "bin"
@@ -348,7 +349,7 @@ def test_a_store_on_an_overlay_or_a_full_disk_is_refused_first(checkout: Checkou
 
 def test_help_is_quick_and_brings_in_nothing_heavy() -> None:
     code = (
-        "import sys; from image_builder import cli\n"
+        "import sys; from image_builder.cli import main as cli\n"
         "try: cli.app(['--help'])\nexcept SystemExit: pass\n"
         "print([m for m in ('ansible', 'pydantic', 'paramiko', 'docker', 'rich') if m in sys.modules], file=sys.stderr)"
     )

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.root, pytest.mark.process]
 REPO = Path(__file__).resolve().parents[2]
 _WORK = """
 import os, subprocess, sys, time
-from image_builder import namespace
+from image_builder.system import namespace
 def work():
     namespace.mount("tmpfs", "tmpfs", sys.argv[1])
     open(sys.argv[1] + "/inside", "w").close()
@@ -76,13 +76,15 @@ def test_no_process_and_no_mount_is_left(tmp_path: Path, number: int, status: in
 
 
 def test_the_status_of_the_work_is_passed_on() -> None:
-    code = "import sys; from image_builder import namespace; sys.exit(namespace.run_isolated(lambda: 12))"
+    code = (
+        "import sys; from image_builder.system import namespace; sys.exit(namespace.run_isolated(lambda: 12))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 12
 
 
 def test_the_hosts_devices_are_out_of_reach() -> None:
     code = (
-        "import os, sys; from image_builder import namespace\n"
+        "import os, sys; from image_builder.system import namespace\n"
         "def work():\n"
         "    print(sorted(os.listdir('/dev')))\n"
         "    os.unlink('/dev/null')\n"
@@ -99,7 +101,7 @@ def test_the_hosts_devices_are_out_of_reach() -> None:
 
 _SIGNALLED_AT_ONCE = """
 import os, signal, sys, time
-from image_builder import namespace
+from image_builder.system import namespace
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 def work():
     os.kill(os.getppid(), signal.SIGTERM)
@@ -119,7 +121,7 @@ def test_a_signal_is_passed_on_from_the_first_moment() -> None:
 
 _INTERRUPTED = """
 import sys, time
-from image_builder import namespace
+from image_builder.system import namespace
 def work():
     try:
         print("ready", flush=True)
@@ -154,7 +156,7 @@ _BESIDE = """
 import hashlib, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from image_builder import namespace, process
+from image_builder.system import namespace, process
 from image_builder.errors import CommandError
 folder = Path(sys.argv[1])
 namespace._GRACE_SECONDS = float(sys.argv[3])

@@ -111,7 +111,7 @@ def test_parts_run_in_order_and_stop_at_a_failure(
 def test_a_command_ends_on_signals(repo_root: Path, tmp_path: Path, number: int, status: int) -> None:
     """The work is in a namespace of its own; the signal reaches it, and what it began is cleared away."""
     code = (
-        "import sys, time; from image_builder import command, cli\n"
+        "import sys, time; from image_builder.cli import command, main as cli\n"
         "import typer\n"
         "app = typer.Typer()\n"
         "@command.register(app, isolated=True)\n"

@@ -16,7 +16,8 @@ REPO = Path(__file__).resolve().parents[2]
 _SETUP = """
 import os, sys, json
 from pathlib import Path
-from image_builder import namespace, sandbox, store
+
+from image_builder.system import namespace, sandbox, trees
 from image_builder.node import mounts
 base = Path(sys.argv[1])
 HOST = {f"/{d}": Path(f"/{d}") for d in ("usr", "etc")}
@@ -132,7 +133,7 @@ def test_a_play_makes_no_devices(tmp_path: Path) -> None:
     )
     out = _run(
         tmp_path,
-        "from image_builder import ansible, errors\n"
+        "from image_builder import errors; from image_builder.bake import ansible\n"
         "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
         "    try:\n"
         "        ansible.play(base / 'play.yml', 'mine', inventories=[base / 'hosts.yml'], root=root.path,\n"
@@ -217,7 +218,7 @@ def test_a_tree_that_holds_a_mount_is_not_deleted(tmp_path: Path, kind: str) -> 
         "if kind == 'tmpfs': namespace.mount('tmpfs', 'tmpfs', where)\n"
         "else: namespace.bind(os.fspath(base / 'canary'), where, read_only=False)\n"
         "try:\n"
-        "    store.remove_tree(tree)\n"
+        "    trees.remove_tree(tree)\n"
         "except StoreError as error:\n"
         "    assert where in str(error)\n"
         "else:\n"

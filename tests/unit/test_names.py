@@ -31,7 +31,7 @@ VAGUE = frozenset(
     }
 )
 # The share of all bindings that may be vague.
-MOST = 0.077
+MOST = 0.005
 
 
 def bindings(tree: ast.AST) -> Iterator[str]:
