@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,19 @@ def write(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -
     ``durable`` False is for a memory filesystem, and where the caller syncs: a power cut may halve the file.
     """
     draft = path.with_name(f".{path.name}.new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "wb") as file:
-        os.fchmod(fd, mode)
-        file.write(data)
-        file.flush()
-        if durable:
-            os.fsync(fd)
-    draft.replace(path)
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(fd)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
     if durable:
         sync_directory(path.parent)
 

@@ -218,7 +218,9 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     text = launcher.read_text()
     # This host may lack what a build needs, which is not the question here.
     launcher.write_text(
-        text[: text.index("packages='")] + "packages=''\n" + text[text.index("# What sudo") :]
+        text[: text.index("packages='")]
+        + "packages=''\n"
+        + text[text.index("# The variables that sudo keeps") :]
     )
     done = checkout.start("verify", "--store", "/a b", "/tree", uid=NOBODY, path=str(checkout.bin))
     assert done.returncode == 0, done.stderr

@@ -53,6 +53,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "before"
 
 
+def test_a_write_that_fails_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        files.write(tmp_path / "file", b"after")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_directory_and_a_link_change_places(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy/file").touch()
