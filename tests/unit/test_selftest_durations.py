@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.selftest import ceilings, durations
-from tests.selftest.ceilings import CEILINGS
+from tests.selftest.ceilings import CEILINGS, WHOLE
 
 CASES = '<testcase file="a.py" time="1.5"/><testcase file="b.py" time="9"/>'
 ONE = f"<testsuites><testsuite>{CASES}</testsuite></testsuites>"
@@ -31,9 +31,9 @@ def test_the_seconds_of_each_file_are_those_of_all_lanes_the_longest_first(tmp_p
         (QUICK, 20.0, 10.0, "empty", []),
         (QUICK | {"bake": CEILINGS["bake"] * 1.19}, 20.0, 10.0, "empty", []),
         (QUICK | {"bake": CEILINGS["bake"] * 1.21}, 20.0, 10.0, "empty", ["bake"]),
-        (QUICK, 24.0, 10.0, "filled", ["all, filled store"]),
-        (QUICK, 24.0, 10.0, "empty", []),
-        (QUICK, 31.0, 31.0, "empty", ["all, empty store", "disk"]),
+        (QUICK, WHOLE["filled"] * 1.21, 10.0, "filled", ["all, filled store"]),
+        (QUICK, WHOLE["empty"] * 1.19, 10.0, "empty", []),
+        (QUICK, WHOLE["empty"] * 1.21, 31.0, "empty", ["all, empty store", "disk"]),
         # Of a quick run neither the whole nor the disk is told.
         ({"fast": 1.0}, 99.0, 99.0, "empty", []),
         ({"fast": 2.5}, 2.5, 1.0, "empty", ["fast"]),
@@ -72,7 +72,7 @@ def test_the_page_shows_what_is_recorded(tmp_path: Path) -> None:
     content = durations.table(_record(tmp_path / "record.json", empty=_run()))
     assert (
         "| part | minutes, empty store | ceiling |" in content
-        and "| all | 20.0 | 25 empty, 18 filled |" in content
+        and f"| all | 20.0 | {WHOLE['empty']:g} empty, {WHOLE['filled']:g} filled |" in content
     )
     page = durations.in_page("before\n<!-- ci-durations -->\nold\n<!-- /ci-durations -->\nafter\n", content)
     assert page == f"before\n<!-- ci-durations -->\n{content}<!-- /ci-durations -->\nafter\n"
