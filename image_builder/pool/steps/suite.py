@@ -8,6 +8,7 @@ message of JSON; the reply is a message with the status, and one for each stream
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -40,9 +41,13 @@ _NAMED = 5
 _SPARE_SECONDS = 60.0
 # Of each stream of a command: the listing of a whole system is some megabytes.
 _MOST_BYTES = 1 << 27
-# Hundreds of hosts: no line for each check, no log, no comparison of long values. `image-builder verify` on one host
-# shows all of it. Without capturing, standard input stays the socket.
-_TERSE = ("-s", "-q", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
+# Hundreds of hosts: no line for each check, no log, no traceback, no comparison of long values. `image-builder verify`
+# on one host shows all of it. Without capturing, standard input stays the socket.
+_TERSE = ("-s", "-q", "--tb=line", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
+# The checks are compiled once for all hosts.
+_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    name: os.environ[name] for name in ("PYTHONPYCACHEPREFIX",) if name in os.environ
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Runs:
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as stack:
             child = stack.enter_context(
-                process.conversation(argv, stdin=theirs.fileno(), log=log, env=ENVIRONMENT)
+                process.conversation(argv, stdin=theirs.fileno(), log=log, env=_ENVIRONMENT)
             )
             requests = stack.enter_context(Connection(ours.detach()))
             theirs.close()
