@@ -126,14 +126,14 @@ def from_json(data: dict[str, Any]) -> SuiteResult:
 
 def read_run(
     lines: Iterable[str],
-    recorded: Outcomes | None,
+    recorded: Outcomes,
     exit_status: int,
     *,
     target: str,
     marker: str,
     seconds: float,
 ) -> SuiteResult:
-    """Return the result of a run from the suite's lines, what pytest ``recorded`` if it ran it, and its exit status.
+    """Return the result of a run from the suite's lines, what pytest ``recorded`` itself, and its exit status.
 
     Failed checks are part of a result; what makes the result untrustworthy raises VerifyError.
     """
@@ -200,7 +200,7 @@ def _known_outcome(name: str, outcome: str) -> Outcome:
 
 
 def _require_consistent(
-    result: SuiteResult, selected: Sequence[str], recorded: Outcomes | None, statuses: tuple[int, int]
+    result: SuiteResult, selected: Sequence[str], recorded: Outcomes, statuses: tuple[int, int]
 ) -> None:
     """Raise VerifyError unless selection, reported checks, pytest's record and exit statuses tell the same story."""
     if not selected:
@@ -211,8 +211,7 @@ def _require_consistent(
         raise VerifyError(f"{len(missing)} selected checks gave no result, the first is {missing[0]}")
     if set(ran) - set(selected):
         raise VerifyError(f"a check ran that was not selected: {min(set(ran) - set(selected))}")
-    if recorded is not None:
-        _require_same(ran, recorded)
+    _require_same(ran, recorded)
     expected = 1 if result.not_passed else 0
     if statuses != (expected, expected):
         raise VerifyError(

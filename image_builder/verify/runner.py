@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
 SUITE = REPO_ROOT / "image_builder" / "suite"
+_JUNIT, _REPORT = "junit.xml", "suite.jsonl"
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Any end of pytest is judged here, also by a signal.
 _ANY_STATUS = range(-64, 256)
@@ -126,13 +127,10 @@ def observe_suite(
     VerifyError for a run that proves nothing.
     """
     out_dir = out_dir.resolve()
-    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
-    for stale in (junit, report):
-        stale.unlink(missing_ok=True)
-    options = (f"--junitxml={junit}", f"--report={report}", f"--target={target}")
+    clear_records(out_dir)
     argv: list[process.Arg] = [
         *("nice", "-n", str(niceness)),
-        *suite_argv(python, suite, facts, marker, *options),
+        *suite_argv(python, suite, facts, out_dir, target, marker),
         *([suite / name for name in select] or [suite]),
     ]
     started = time.monotonic()
@@ -148,12 +146,19 @@ def observe_suite(
     )
 
 
+def clear_records(out_dir: Path) -> None:
+    """Remove the records of an earlier run: they must not pass for those of the next one."""
+    for name in (_JUNIT, _REPORT):
+        (out_dir / name).unlink(missing_ok=True)
+
+
 def suite_argv(
-    python: Path, suite: Path, facts: Path, marker: str, *options: process.Arg
+    python: Path, suite: Path, facts: Path, out_dir: Path, target: str, marker: str, *options: process.Arg
 ) -> list[process.Arg]:
-    """Return how pytest is run with the suite; the checks' files are to follow."""
+    """Return how pytest is run with the suite; the checks' files are to follow. Its records go to ``out_dir``."""
     return [
         *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker, *options),
+        *(f"--junitxml={out_dir / _JUNIT}", f"--report={out_dir / _REPORT}", f"--target={target}"),
         *(f"--facts={facts.resolve()}", f"--rootdir={suite}", "-c", suite / "pytest.ini"),
     ]
 
@@ -167,20 +172,18 @@ def read_results(
     seconds: float,
     output: str,
     log: Path,
-    by_pytest: bool = True,
 ) -> SuiteResult:
-    """Return what a run found that ended with ``status``, by its records; write ``verify.json``.
+    """Return what a run found that ended with ``status``, by its records in ``out_dir``; write ``verify.json``.
 
-    ``said`` is its output, which is in ``log`` too; a run ``by_pytest`` has recorded itself in ``junit.xml`` as well.
-    Raises VerifyError for a run that proves nothing.
+    ``output`` is what pytest printed, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
     """
-    junit, report = out_dir / "junit.xml", out_dir / "suite.jsonl"
-    if not report.exists() or (by_pytest and not junit.exists()):
+    junit, report = out_dir / _JUNIT, out_dir / _REPORT
+    if not report.exists() or not junit.exists():
         raise VerifyError(f"pytest ended with status {status} and no results:\n{_tail(output)}")
     try:
         result = read_run(
             report.read_text(encoding="utf-8").splitlines(),
-            junit_outcomes(junit.read_text(encoding="utf-8")) if by_pytest else None,
+            junit_outcomes(junit.read_text(encoding="utf-8")),
             status,
             target=_shown(target),
             marker=marker,

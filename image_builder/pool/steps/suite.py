@@ -30,7 +30,7 @@ from image_builder.system import process
 from image_builder.system.process import Arg, Child
 from image_builder.system.trees import remove_tree
 from image_builder.verify.result import SuiteResult
-from image_builder.verify.runner import ENVIRONMENT, SUITE, read_results, suite_argv
+from image_builder.verify.runner import ENVIRONMENT, SUITE, clear_records, read_results, suite_argv
 
 # What a facts.json has; the suite refuses one without, host by host (image_builder/suite/suite.py).
 FACTS = ("image", "build_id", "variables", "packages")
@@ -99,16 +99,14 @@ class Runs:
         return judge(result)
 
     def _observe(self, host: Host, out: Path, seconds: float) -> SuiteResult:
-        suite, log, report = self._suite, out / "suite.log", out / "suite.jsonl"
-        for stale in (report, log):
-            stale.unlink(missing_ok=True)
-        options = (f"--report={report}", "--target=stdin:", *_TERSE)
-        argv = suite_argv(
-            suite.python, suite.folder, suite.facts[host.image], "booted", *options, suite.folder
-        )
+        suite, log = self._suite, out / "suite.log"
+        log.unlink(missing_ok=True)
+        clear_records(out)
+        facts = suite.facts[host.image]
+        argv = suite_argv(suite.python, suite.folder, facts, out.absolute(), "stdin:", "booted", *_TERSE)
         started = time.monotonic()
         with self._reach.session(host, root=True, seconds=seconds + _SPARE_SECONDS) as session:
-            status = self._run(argv, log, session, seconds)
+            status = self._run([*argv, suite.folder], log, session, seconds)
         return read_results(
             out,
             status,
@@ -117,7 +115,6 @@ class Runs:
             seconds=time.monotonic() - started,
             output=process.tail(log),
             log=log,
-            by_pytest=False,
         )
 
     def _run(self, argv: Sequence[Arg], log: Path, session: Session, seconds: float) -> int:
