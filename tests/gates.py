@@ -34,9 +34,9 @@ from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
 from image_builder.system import namespace
-from tests import servers, today
+from tests import servers
 from tests.builds import REPO
-from tests.support.control_plane.programs import lab_definition, obtain
+from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPlane
 
 _CHILD = "import sys; from tests import gates; sys.exit(gates.child(*sys.argv[1:]))"
@@ -114,8 +114,8 @@ class Cluster:
 
 
 @contextmanager
-def running(*, programs: Path | None = None) -> Iterator[Cluster]:
-    """Run a control plane, made first where the store lacks it: the lab's, or that of tests/today.py."""
+def running(*, controllers: bool = False) -> Iterator[Cluster]:
+    """Run a control plane, made first where the store lacks it, on request with its controllers."""
     store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
     work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
     work.mkdir(mode=0o700)
@@ -123,7 +123,7 @@ def running(*, programs: Path | None = None) -> Iterator[Cluster]:
         with (
             (work / "lab.log").open("w") as log,
             subprocess.Popen(
-                [sys.executable, "-c", _CHILD, store, work, *([programs] if programs else [])],
+                [sys.executable, "-c", _CHILD, store, work, *(["controllers"] if controllers else [])],
                 cwd=REPO,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -143,18 +143,13 @@ def running(*, programs: Path | None = None) -> Iterator[Cluster]:
         subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
 
 
-def child(store: str, work: str, programs: str = "") -> int:
+def child(store: str, work: str, *options: str) -> int:
     """Be the process that has the control plane; it ends with its standard input."""
-
-    def planes(settings: Settings) -> ControlPlane:
-        if programs:
-            tree = obtain(lab_definition(), settings, NullMonitor(), programs=()).tree
-            return today.Today(Path(programs), tree, Path(work), controllers=Path(programs))
-        built = obtain(lab_definition(), settings, NullMonitor())
-        return ControlPlane(built.programs, built.tree, Path(work))
+    controllers = "controllers" in options
 
     def serve() -> int:
-        with planes(Settings(store=Path(store))) as plane:
+        parts = obtain(Settings(store=Path(store)), NullMonitor(), controllers=controllers)
+        with ControlPlane(parts, Path(work), controllers=controllers) as plane:
             print(json.dumps(plane.server), flush=True)
             for line in sys.stdin:
                 print(json.dumps(_do(plane, json.loads(line))), flush=True)

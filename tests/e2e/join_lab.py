@@ -29,8 +29,7 @@ from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
 from tests import gates, joins
 from tests.pulls import NETWORK, have_addresses, leave_the_network
-from tests.support.control_plane.programs import CONTROLLERS, lab_definition, obtain
-from tests.support.control_plane.programs import ControlPlane as Programs
+from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, ControlPlane
 
 # Where Azure's metadata service is, and what QEMU gives its machine.
@@ -82,12 +81,6 @@ def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
     return (out / "worker-join.json").read_bytes()
 
 
-def programs(settings: Settings) -> tuple[Programs, Programs]:
-    """Return what a control plane is made of, and its controllers; the first time they are compiled."""
-    definition, monitor = lab_definition(), NullMonitor()
-    return obtain(definition, settings, monitor), obtain(definition, settings, monitor, CONTROLLERS)
-
-
 class JoinLab:
     """A context manager: everything serves inside the block.
 
@@ -112,15 +105,11 @@ class JoinLab:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        made, controllers = programs(self.settings)
+        parts = obtain(self.settings, NullMonitor(), controllers=True)
         # The machine's own one as well, for a relay to it: the API server asks nodes where they say that they are.
         (have_addresses if self.is_apart else leave_the_network)(IMDS, MACHINE)
         with ExitStack() as stack:
-            self.plane = stack.enter_context(
-                ControlPlane(
-                    made.programs, made.tree, self.work, controllers=controllers.programs, address=SERVER
-                )
-            )
+            self.plane = stack.enter_context(ControlPlane(parts, self.work, controllers=True, address=SERVER))
             self.admin = stack.enter_context(self.client("lab:admin", ADMINISTRATORS))
             gates.give_rights(self.admin)
             gates.give_rights(self.admin, BINDINGS)

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from image_builder.events import NullMonitor
 from image_builder.machine.accelerator import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
@@ -26,10 +27,11 @@ from tests.builds import Workplace
 from tests.e2e import command, slices_image, slices_page, slices_run
 from tests.e2e.command import say
 from tests.e2e.join import IMAGE, keep_logs
-from tests.e2e.join_lab import JoinLab, programs
+from tests.e2e.join_lab import JoinLab
 from tests.e2e.slices_facts import broken
 from tests.pools.fleet import fleet
 from tests.pools.rollouts import install
+from tests.support.control_plane.programs import obtain
 
 RECORD = REPO_ROOT / "tests/e2e/slices.json"
 
@@ -39,7 +41,7 @@ def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
     places = {name: staging / name for name in ("image", "hosts", "plane", "machine", "work")}
     for place in places.values():
         place.mkdir()
-    programs(settings)
+    obtain(settings, NullMonitor(), controllers=True)
     say("an image with ansible-runner")
     debs = slices_image.get_packages(settings, places["image"])
     kubectl = slices_image.unpack_kubectl(debs.pop(slices_image.KUBECTL), places["image"] / "kubectl")

@@ -121,7 +121,7 @@ def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
     with controlled(cluster):
         node.start(is_known=False)
         first = pod(cluster, node)
-        assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, first)[1])
+        assert wait_until(lambda: "taint" in scheduled(cluster, first)[1])
         assert scheduled(cluster, first)[0] == "" and node.is_out()
 
         assert node.report(model.PASSED) == 0
@@ -134,7 +134,7 @@ def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
         node.start(is_known=True)
         assert wait_until(node.is_out)
         second = pod(cluster, node)
-        assert wait_until(lambda: "image-builder/preflight" in scheduled(cluster, second)[1])
+        assert wait_until(lambda: "taint" in scheduled(cluster, second)[1])
         assert scheduled(cluster, second)[0] == ""
 
         assert node.report(model.PASSED) == 0

@@ -1,12 +1,14 @@
-"""Get the lab's control plane: Kubernetes' own programs, compiled once, and a tree with Debian's etcd.
+"""Get the lab's control plane: Kubernetes' own programs, and a tree with Debian's etcd.
 
-Both are stages like those of an image, kept in the store by content. What is locked for an image whose kubelet is
-built from source is locked for them too; etcd's packages are asked for once and remembered beside.
+The programs are today's where IMAGE_BUILDER_PROGRAMS names a directory of them; elsewhere those of Debian's Kubernetes,
+compiled once. What is compiled, and the tree, are stages like those of an image, kept in the store by content. What is
+locked for an image whose kubelet is built from source is locked for them too; etcd's packages are asked for once and
+remembered beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,6 @@ from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.draft import Draft
-from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages.base import plan as base
 from image_builder.bake.stages.go import plan as go
@@ -29,15 +30,15 @@ from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
+from tests.support import programs
 
 # The tree that the control plane runs in, its lock, and what it has beside the essential packages.
 CONTROL_PLANE = "control_plane"
 _PACKAGES = ("etcd-server",)
-_BUILD = "control_plane_build"
-# What it is made of at least.
-PROGRAMS = ("kube-apiserver", "kube-scheduler")
-# What a cluster has beside them, for which a stage of its own compiles the same source: what only looks at nodes needs
-# none of it.
+_BUILD, _CONTROLLERS_BUILD = "control_plane_build", "controllers_build"
+# Without controllers nothing acts by itself, which is enough where nodes are only looked at. Compiled, they are a
+# stage of their own: five minutes more.
+SERVERS = ("kube-apiserver", "kube-scheduler")
 CONTROLLERS = ("kube-controller-manager",)
 # What the kubelet needs as well: the same bytes, so the same stages.
 _SHARED = (tools.TOOLS, go.BUILD_ROOT)
@@ -45,9 +46,9 @@ _SHARED = (tools.TOOLS, go.BUILD_ROOT)
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """``programs`` holds what was asked for, ``tree`` is a root with etcd. Both are in the store."""
+    """``programs`` are the directories with Kubernetes' programs, ``tree`` is a root with etcd."""
 
-    programs: Path
+    programs: tuple[Path, ...]
     tree: Path
 
 
@@ -63,39 +64,45 @@ def lab_definition(inventory: Path = REPO_ROOT / "inventories/lab") -> ImageDefi
     )
 
 
-def obtain(
-    definition: ImageDefinition, settings: Settings, monitor: Monitor, programs: Sequence[str] = PROGRAMS
-) -> ControlPlane:
+def obtain(settings: Settings, monitor: Monitor, *, controllers: bool = False) -> ControlPlane:
     """Return the control plane, made first where the store lacks it; runs in the namespace.
 
-    Takes some 10 minutes of a processor the first time, and for CONTROLLERS five. Without ``programs`` only the tree
-    with etcd is made, in a minute, for a caller that has an API server of its own. Raises what a build raises.
+    Programs that aren't at hand take some 10 minutes of a processor the first time, and controllers five more; the
+    tree with etcd takes one. Raises what a build raises.
     """
+    definition = lab_definition()
+    if directory := programs.directory():
+        version = programs.control_plane_version(directory)
+        place = settings.store.parent / f"{settings.store.name}-programs"
+        unpacked = programs.unpack(directory, version, programs.CONTROL_PLANE, place)
+        *_, tree = _make(definition, settings, monitor, {})
+        return ControlPlane((unpacked,), tree / "tree")
+    builds = {_BUILD: SERVERS} | ({_CONTROLLERS_BUILD: CONTROLLERS} if controllers else {})
+    *built, tree = _make(definition, settings, monitor, builds)
+    return ControlPlane(tuple(built), tree / "tree")
+
+
+def _make(
+    definition: ImageDefinition, settings: Settings, monitor: Monitor, builds: Mapping[str, Sequence[str]]
+) -> list[Path]:
+    """Make the stages that the store lacks; return the products of ``builds`` (names, programs) and of the tree."""
     store = Store(settings.store)
     store.prepare()
     shared = obtain_lock(definition, settings, monitor, EXTENSIONS)
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
-        plan = _plan(definition, lock, settings.repo_root, programs)
-        goals = [_BUILD, CONTROL_PLANE] if programs else [CONTROL_PLANE]
+        draft = Draft(definition, lock, settings.repo_root, kinds())
+        draft.add(*tools.KIND.plan(draft))
+        for name, names in builds.items():
+            root, build = go.programs(draft, name, names)
+            draft.add(*([build] if root in draft.stages else [root, build]))
+        draft.add(base.root(draft, CONTROL_PLANE, _PACKAGES))
+        plan = draft.plan()
+        goals = [*builds, CONTROL_PLANE]
         work = Build(definition, lock, plan, settings, store, monitor, staging, kinds())
         make(work, missing(plan, store, goals))
         store.record(CONTROL_PLANE, [s.id for s in plan.stages if store.has(s.id)])
-    return _places(plan, store)
-
-
-def _plan(definition: ImageDefinition, lock: Lock, repo_root: Path, programs: Sequence[str]) -> Plan:
-    """Return the stages of the control plane: its own programs, and a tree with Debian's etcd."""
-    draft = Draft(definition, lock, repo_root, kinds())
-    draft.add(*tools.KIND.plan(draft))
-    draft.add(*go.programs(draft, _BUILD, programs))
-    draft.add(base.root(draft, CONTROL_PLANE, _PACKAGES))
-    return draft.plan()
-
-
-def _places(plan: Plan, store: Store) -> ControlPlane:
-    *_, build, tree = plan.stages
-    return ControlPlane(store.product(build.id), store.product(tree.id) / "tree")
+    return [store.product(plan.stage(goal).id) for goal in goals]
 
 
 def _lock(definition: ImageDefinition, shared: Lock, settings: Settings, staging: Path) -> Lock:

@@ -1,4 +1,4 @@
-"""A control plane for the lab: Debian's etcd, and the API server and scheduler of the lab's Kubernetes.
+"""A control plane for the lab: Debian's etcd, and the API server and scheduler of some Kubernetes.
 
 What decides about nodes is as in a real cluster: authorization by Node and RBAC, NodeRestriction, client certificates.
 Without controllers what needs them is left out: service accounts, the taint that a node controller takes away,
@@ -28,12 +28,14 @@ from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.sandbox import Root, open_root
 from tests.support.control_plane.pki import Authority, private_pem
+from tests.support.control_plane.programs import ControlPlane as Parts
+from tests.support.programs import VERSION_FILE
 
 API_PORT, ETCD_PORT, PEER_PORT = 6443, 2379, 2380
 ADMINISTRATORS = "system:masters"
 NODES = "system:nodes"
 _START_SECONDS = 120.0
-_HOME, _PROGRAMS, _CONTROLLERS = "/run/control-plane", "/run/programs", "/run/controllers"
+_HOME, _PROGRAMS = "/run/control-plane", "/run/programs"
 # Every request once, when it was answered; a watch when it began, too. Health checks are nobody's load.
 _AUDIT = """\
 {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [
@@ -45,15 +47,12 @@ _AUDIT = """\
 class ControlPlane:
     """Serves from ``__enter__`` on. Callers are in a private mount namespace (``namespace.run_isolated``).
 
-    ``programs`` and ``tree`` are what ``tests.support.control_plane.programs.obtain`` gives; ``work`` gets logs,
-    ``audit.log``, and kubeconfigs. ``controllers`` has kube-controller-manager; ``work`` then gets
-    the authority's key as well.
-    ``address`` is one of this host. Raises CommandError with the end of a log for what doesn't come up.
+    ``parts`` are what ``tests.support.control_plane.programs.obtain`` gives; ``work`` gets logs, ``audit.log``, and
+    kubeconfigs. With ``controllers`` there is kube-controller-manager too; ``work`` then gets the authority's key as
+    well. ``address`` is one of this host. Raises CommandError with the end of a log for what doesn't come up.
     """
 
-    def __init__(
-        self, programs: Path, tree: Path, work: Path, *, controllers: Path | None = None, address: str = ""
-    ) -> None:
+    def __init__(self, parts: Parts, work: Path, *, controllers: bool = False, address: str = "") -> None:
         self.work = work
         self.address = address or (
             f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
@@ -61,7 +60,9 @@ class ControlPlane:
         self.server = f"https://{self.address}:{API_PORT}"
         self.authority = Authority()
         self.audit = work / "audit.log"
-        self._programs, self._tree, self._controllers = programs, tree, controllers
+        self._parts, self._controllers = parts, controllers
+        version = (parts.programs[0] / VERSION_FILE).read_text(encoding="utf-8")
+        self._minor = int(version.split(".")[1])
         self._stack, self._api = ExitStack(), ExitStack()
         self._root: Root | None = None
 
@@ -69,7 +70,7 @@ class ControlPlane:
         with ExitStack() as stack:
             self._root = stack.enter_context(
                 open_root(
-                    [self._tree],
+                    [self._parts.tree],
                     self.work / "sandbox",
                     binds=self._binds(),
                     writable_binds={_HOME: self.work},
@@ -106,8 +107,12 @@ class ControlPlane:
         return path
 
     def _binds(self) -> dict[str, Path]:
-        more = {_CONTROLLERS: self._controllers} if self._controllers else {}
-        return {_PROGRAMS: self._programs, **more}
+        return {f"{_PROGRAMS}/{number}": path for number, path in enumerate(self._parts.programs)}
+
+    def _program(self, name: str) -> str:
+        """Return where a program is in the root."""
+        numbers = [n for n, path in enumerate(self._parts.programs) if (path / name).exists()]
+        return f"{_PROGRAMS}/{numbers[0]}/{name}"
 
     def _clients(self) -> list[tuple[str, list[str]]]:
         """Return what speaks to the API server from this side: its name, and its command."""
@@ -154,7 +159,7 @@ class ControlPlane:
 
     def _api_server(self) -> list[str]:
         return [
-            f"{_PROGRAMS}/kube-apiserver",
+            self._program("kube-apiserver"),
             f"--bind-address={self.address}",
             f"--advertise-address={self.address}",
             f"--secure-port={API_PORT}",
@@ -189,10 +194,10 @@ class ControlPlane:
 
     def _controller_manager(self) -> list[str]:
         return [
-            f"{_CONTROLLERS}/kube-controller-manager",
+            self._program("kube-controller-manager"),
             f"--kubeconfig={_HOME}/system-kube-controller-manager.conf",
             "--leader-elect=false",
-            "--port=0",
+            *self._unsecured(),
             "--secure-port=0",
             # Those that are off by themselves; kubeadm has them on.
             "--controllers=*,bootstrapsigner,tokencleaner",
@@ -205,12 +210,16 @@ class ControlPlane:
 
     def _scheduler(self) -> list[str]:
         return [
-            f"{_PROGRAMS}/kube-scheduler",
+            self._program("kube-scheduler"),
             f"--kubeconfig={_HOME}/system-kube-scheduler.conf",
             "--leader-elect=false",
-            "--port=0",
+            *self._unsecured(),
             "--secure-port=0",
         ]
+
+    def _unsecured(self) -> list[str]:
+        """Return the flag that closes the port without TLS, which Kubernetes 1.24 has removed."""
+        return ["--port=0"] if self._minor < 24 else []
 
     def _await(self, child: Popen[bytes], argv: Sequence[str]) -> None:
         context = ssl.create_default_context(cafile=os.fspath(self.work / "ca.pem"))
