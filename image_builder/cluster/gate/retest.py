@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.cluster.gate.decide import answered, may_work
-from image_builder.cluster.gate.model import Node, Rules, path_of
+from image_builder.cluster.gate.model import Node, Rules
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import JSON_PATCH, Client
+from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
 
 # Seconds: a grant that nobody has answered for so long is withdrawn; a wish is granted only while its node still looks
@@ -190,7 +190,7 @@ class Retester:
         subject = node.answer if node.is_under_test else node.wish
         assert subject is not None  # plan() has no step for another node
         patch = answered(node, subject.nonce, step.value, now, self._rules)
-        self._client.request("PATCH", path_of(node.name), patch, JSON_PATCH)
+        self._client.request("PATCH", path_of_node(node.name), patch, JSON_PATCH)
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
     def _is_busy(self, name: str) -> bool:
