@@ -48,17 +48,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A node of the fleet. ``tested`` is when it was tested last, in seconds since 1970; ``under_test``: it is out
-    because of a re-test, one that goes on or one that it failed."""
-
-    name: str
-    tested: float
-    idle: bool
-    under_test: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A re-test that ended."""
 
@@ -76,22 +65,6 @@ def is_open(outcomes: Iterable[Outcome], now: float, limits: Limits) -> bool:
 def cap(fleet: int, limits: Limits) -> int:
     """Return how many of ``fleet`` nodes may be under test at once."""
     return min(fleet, max(1, int(fleet * limits.share))) if limits.share else 0
-
-
-def grant(
-    candidates: Sequence[Candidate], outcomes: Iterable[Outcome], now: float, limits: Limits
-) -> list[str]:
-    """Return the names of the nodes to test now: idle ones whose time has come, the longest untested first."""
-    if is_open(outcomes, now, limits):
-        return []
-    free = cap(len(candidates), limits) - sum(candidate.under_test for candidate in candidates)
-    due = [
-        candidate
-        for candidate in candidates
-        if candidate.idle and not candidate.under_test and now - candidate.tested >= limits.period
-    ]
-    due.sort(key=lambda candidate: (candidate.tested, candidate.name))
-    return [candidate.name for candidate in due[: max(0, free)]]
 
 
 class Step(enum.Enum):
@@ -129,7 +102,10 @@ def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
 
 
 def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, Step]]:
-    """Return what to do now, in this order. Nodes that are under test come first, then those that ask."""
+    """Return what to do now, in this order. Nodes that are under test come first, then those that ask.
+
+    Of those whose time has come as many are held as may still be out, the longest untested first.
+    """
     steps = []
     for node in nodes:
         if node.is_under_test and node.answer:
@@ -137,17 +113,13 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
                 steps.append((node, Step.WITHDRAW))
             elif node.answer.state == HELD:
                 steps.append((node, Step.GRANT))
-    asking = {node.name: node for node in nodes if asks(node, now)}
-    history = outcomes(nodes)
-    if not limits.share or is_open(history, now, limits):
-        return [*steps, *((node, Step.REFUSE) for node in asking.values())]
-    early = [node for node in asking.values() if node.wish and now - node.wish.tested < limits.period]
-    steps += [(node, Step.REFUSE) for node in early]
-    candidates = [
-        Candidate(node.name, node.wish.tested if node.wish else now, node.name in asking, is_away(node))
-        for node in nodes
-    ]
-    return [*steps, *((asking[name], Step.HOLD) for name in grant(candidates, history, now, limits))]
+    asking = [(node, node.wish.tested) for node in nodes if node.wish and asks(node, now)]
+    if not limits.share or is_open(outcomes(nodes), now, limits):
+        return [*steps, *((node, Step.REFUSE) for node, _ in asking)]
+    steps += [(node, Step.REFUSE) for node, tested in asking if now - tested < limits.period]
+    due = sorted((tested, node.name, node) for node, tested in asking if now - tested >= limits.period)
+    free = cap(len(nodes), limits) - sum(map(is_away, nodes))
+    return [*steps, *((node, Step.HOLD) for _, _, node in due[: max(0, free)])]
 
 
 def uses_gpus(pod: Mapping[str, Any]) -> bool:
