@@ -18,9 +18,9 @@ from image_builder.cluster.gate.decide import Action, decide, patch
 from image_builder.cluster.gate.lease import Election
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Node, Rules
-from image_builder.cluster.gate.queue import Queue
 from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.cluster.gate.watcher import watch_nodes
+from image_builder.cluster.limits import Queue
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, backoff, path_of_node
 
