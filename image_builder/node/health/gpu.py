@@ -7,6 +7,7 @@ are loaded only where there are GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from image_builder.node import sysfs
@@ -30,14 +31,14 @@ _RECOVERY: Mapping[str, Action] = {
 
 def read_nvml() -> dict[str, Any]:
     """Return NVML's answers as JSON; what keeps it from answering is an answer, too."""
-    from image_builder.node.gpu import model, nvml, readings
+    from image_builder.node.gpu import nvml, readings
 
     try:
         with nvml.opened() as library:
             reading = readings.look(library)
     except (OSError, nvml.NvmlError) as error:
         reading = nvml.refused(error)
-    return model.as_json(reading)
+    return asdict(reading)
 
 
 def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outcome:

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.model import Measurement, Worker, as_json
+from image_builder.node.gpu.model import Measurement, Worker
 from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, reference, tensor
 from image_builder.node.gpu.smoke import worker as agent
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         device, options, plan, [_of(devices, peer) for peer in options.peer]
     ):
         _say(measurement)
-    print(json.dumps(as_json(Worker(device.uuid, "done", sms=device.sms))), flush=True)
+    print(json.dumps(asdict(Worker(device.uuid, "done", sms=device.sms))), flush=True)
     return 0
 
 
@@ -109,7 +109,7 @@ def _of(devices: Sequence[Device], uuid: str) -> Device:
 
 
 def _say(measurement: Measurement) -> None:
-    print(json.dumps(as_json(measurement)), flush=True)
+    print(json.dumps(asdict(measurement)), flush=True)
 
 
 Mode = Callable[[Device, argparse.Namespace, agent.Plan, list[Device]], Iterator[Measurement]]

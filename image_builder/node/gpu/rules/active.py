@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from image_builder.node.gpu.evidence import NOT_RUN, Evidence, absent, bad, broken, doubtful, good, not_made
+from image_builder.node.gpu.evidence import (
+    Evidence,
+    absent,
+    bad,
+    broken,
+    compared,
+    doubtful,
+    good,
+    not_made,
+    not_run,
+)
 from image_builder.node.gpu.model import Check, Gpu, Measurement, Tier
+from image_builder.node.gpu.rules.gpu import Judge
 from image_builder.node.gpu.sizes import Floor
 
-Judge = Callable[[Evidence, Gpu], Iterator[Check]]
 # From so many GPUs on, the node's median says what a healthy one reaches.
 _MEDIAN_OF = 4
 _HBM_OF_MEDIAN, _MMA_OF_MEDIAN, _MMA_OF_REFERENCE = 0.92, 0.90, 0.85
@@ -22,7 +32,7 @@ _FREE_PERCENT = 95.0
 def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     worker = evidence.worker(gpu.uuid)
     if evidence.after is None:
-        yield not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+        yield not_run(evidence, gpu)
     elif worker is None:
         yield broken("worker.absent", "no worker tested this GPU", gpu.uuid)
     elif worker.ended == "done":
@@ -70,22 +80,20 @@ def floor(id: str, key: str) -> Judge:
         if size and least is None:
             yield absent("this size has none", gpu.uuid)
             return
-        results = _measured(evidence, id, gpu)
-        if isinstance(results, Check):
-            yield results
+        slowest = _slowest(evidence, id, gpu)
+        if isinstance(slowest, Check):
+            yield slowest
             return
-        slowest = min(results, key=lambda result: result.measured or 0.0)
-        if slowest.measured is None:
-            yield broken("worker.error", "the test finished without a result", gpu.uuid)
-        elif not least:
+        result, speed = slowest
+        if not least:
             detail = "an unknown size has no floor"
-            yield doubtful("floor.unknown", detail, gpu.uuid, **_numbers(slowest, slowest.measured, None, ""))
-        elif slowest.measured < least.value:
-            detail = f"{slowest.measured:.4g} {slowest.unit}, the floor is {least.value:g} ({least.source})"
-            numbers = _numbers(slowest, slowest.measured, least.value, ">=")
-            yield bad("replace", "bandwidth.low", f"{detail} {slowest.detail}".rstrip(), gpu.uuid, **numbers)
+            yield doubtful("floor.unknown", detail, gpu.uuid, **_numbers(result, speed, None, ""))
+        elif speed < least.value:
+            detail = f"{speed:.4g} {result.unit}, the floor is {least.value:g} ({least.source})"
+            numbers = _numbers(result, speed, least.value, ">=")
+            yield bad("replace", "bandwidth.low", f"{detail} {result.detail}".rstrip(), gpu.uuid, **numbers)
         else:
-            yield good(gpu.uuid, **_numbers(slowest, slowest.measured, least.value, ">="))
+            yield good(gpu.uuid, **_numbers(result, speed, least.value, ">="))
 
     return judge
 
@@ -98,21 +106,16 @@ def hbm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    results = _measured(evidence, "perf.mma", gpu)
-    if isinstance(results, Check):
-        yield results
+    slowest = _slowest(evidence, "perf.mma", gpu)
+    if isinstance(slowest, Check):
+        yield slowest
         return
-    slowest = min(results, key=lambda result: result.measured or 0.0)
-    if slowest.measured is None:
-        yield broken("worker.error", "the test finished without a result", gpu.uuid)
-        return
+    result, speed = slowest
     reference = evidence.expected.gpu.mma_reference_tflops if evidence.expected.gpu else None
     least = _MMA_OF_REFERENCE * reference.value if reference else None
-    numbers = _numbers(slowest, slowest.measured, least, ">=" if reference else "")
-    if reference and least is not None and slowest.measured < least:
-        detail = (
-            f"{slowest.measured:.4g} TFLOP/s, 0.85 of {reference.value:g} is required ({reference.source})"
-        )
+    numbers = _numbers(result, speed, least, ">=" if reference else "")
+    if reference and least is not None and speed < least:
+        detail = f"{speed:.4g} TFLOP/s, 0.85 of {reference.value:g} is required ({reference.source})"
         yield bad("replace", "compute.slow", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, "" if reference else "this model has no reference yet", **numbers)
@@ -134,7 +137,7 @@ def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Chec
     if has >= least:
         return
     unit = evidence.measurements(id, gpu.uuid)[0].unit
-    numbers: dict[str, Any] = {"measured": has, "threshold": round(least, 2), "op": ">=", "unit": unit}
+    numbers = compared(has, ">=", round(least, 2), unit)
     detail = f"{has:.4g} {unit}, {part:g} of the node's median {middle:.4g} is required"
     if len(values) >= _MEDIAN_OF:
         yield bad("replace", "below.median", detail, gpu.uuid, **numbers)
@@ -145,14 +148,9 @@ def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Chec
 def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     worker = evidence.worker(gpu.uuid)
     if worker is None or not worker.sms:
-        yield not_made(NOT_RUN, evidence.idle_why or "no worker reported the number of SMs", gpu.uuid)
+        yield not_run(evidence, gpu, "no worker reported the number of SMs")
         return
-    numbers: dict[str, Any] = {
-        "measured": worker.sms_seen,
-        "threshold": worker.sms,
-        "op": "==",
-        "unit": "SMs",
-    }
+    numbers = compared(worker.sms_seen, "==", worker.sms, "SMs")
     if worker.sms_seen < worker.sms:
         detail = f"{worker.sms_seen} of {worker.sms} SMs did work"
         yield broken("coverage.sms", detail, gpu.uuid, **numbers)
@@ -163,24 +161,19 @@ def every_sm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     worker = evidence.worker(gpu.uuid)
     if worker is None or not worker.memory_bytes:
-        yield not_made(NOT_RUN, evidence.idle_why or "no worker reported the free memory", gpu.uuid)
+        yield not_run(evidence, gpu, "no worker reported the free memory")
         return
     total = gpu.memory_total_bytes or 0
     reserved = gpu.memory_reserved_bytes or 0
     usable = max(total - reserved, 1)
     free = 100 * worker.memory_bytes / usable
     if total and free < _FREE_PERCENT:
-        numbers: dict[str, Any] = {
-            "measured": round(free, 1),
-            "threshold": _FREE_PERCENT,
-            "op": ">=",
-            "unit": "%",
-        }
+        numbers = compared(round(free, 1), ">=", _FREE_PERCENT, "%")
         yield broken("coverage.free", f"{free:.1f} % of the GPU's memory was free", gpu.uuid, **numbers)
         return
     tested = 100 * worker.memory_tested_bytes / worker.memory_bytes
     least = TESTED_PERCENT[evidence.tier]
-    numbers = {"measured": round(tested, 1), "threshold": least, "op": ">=", "unit": "%"}
+    numbers = compared(round(tested, 1), ">=", least, "%")
     # Chunks don't fill the last percent of memory exactly.
     if tested < least - 0.5:
         yield broken("coverage.memory", f"{tested:.1f} % of the free memory was tested", gpu.uuid, **numbers)
@@ -192,7 +185,7 @@ def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Chec
     """Return the measurements of a test that was done, or the check that says why not, or its failure."""
     results = evidence.measurements(id, gpu.uuid)
     if evidence.after is None:
-        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+        return not_run(evidence, gpu)
     for result in results:
         if result.status == "failed":
             more = (
@@ -213,12 +206,16 @@ def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Chec
     return done
 
 
+def _slowest(evidence: Evidence, id: str, gpu: Gpu) -> tuple[Measurement, float] | Check:
+    """Return the slowest of a test's measurements with its speed, or the check that says why there is none."""
+    results = _measured(evidence, id, gpu)
+    if isinstance(results, Check):
+        return results
+    slowest = min(results, key=lambda result: result.measured or 0.0)
+    if slowest.measured is None:
+        return broken("worker.error", "the test finished without a result", gpu.uuid)
+    return slowest, slowest.measured
+
+
 def _numbers(result: Measurement, measured: float | None, threshold: float | None, op: str) -> dict[str, Any]:
-    return {
-        "measured": measured,
-        "threshold": threshold,
-        "op": op,
-        "unit": result.unit,
-        "seed": result.seed,
-        "seconds": result.seconds,
-    }
+    return {**compared(measured, op, threshold, result.unit), "seed": result.seed, "seconds": result.seconds}

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from image_builder.node.gpu.evidence import NOT_RUN, Evidence, absent, bad, broken, doubtful, good, not_made
+from image_builder.node.gpu.evidence import (
+    Evidence,
+    absent,
+    bad,
+    broken,
+    compared,
+    doubtful,
+    good,
+    not_made,
+    not_run,
+)
 from image_builder.node.gpu.model import Check, Gpu, Sample
 
 # nvmlClocksEventReasons: those that are faults. A power cap by software (0x4) is how a busy GPU keeps its limit.
@@ -28,7 +37,7 @@ def _samples(evidence: Evidence, gpu: Gpu) -> list[Sample] | Check:
     if samples:
         return samples
     if evidence.after is None:
-        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+        return not_run(evidence, gpu)
     return broken("load.unseen", "the GPU was not sampled under load", gpu.uuid)
 
 
@@ -46,12 +55,7 @@ def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         bits |= (sample.throttle or 0) & _MASK
     names = ", ".join(name for bit, name in THROTTLES.items() if bits & bit)
     longest = sustained(readings, _MASK)
-    numbers: dict[str, Any] = {
-        "measured": round(longest, 1),
-        "threshold": _SUSTAINED_SECONDS,
-        "op": "<=",
-        "unit": "s",
-    }
+    numbers = compared(round(longest, 1), "<=", _SUSTAINED_SECONDS, "s")
     if longest > _SUSTAINED_SECONDS:
         yield bad("replace", "throttle.sustained", f"{names}, for {longest:.1f} s", gpu.uuid, **numbers)
     elif bits:
@@ -90,7 +94,7 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         )
         return
     least = min(margins)
-    numbers: dict[str, Any] = {"measured": least, "threshold": _MARGIN_FAIL_C, "op": ">=", "unit": "°C"}
+    numbers = compared(least, ">=", _MARGIN_FAIL_C, "°C")
     detail = f"{least} °C below slowdown"
     if least < _MARGIN_FAIL_C:
         yield bad("replace", "temp.margin", detail, gpu.uuid, **numbers)
@@ -122,7 +126,7 @@ def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     width = max((sample.pcie_width or 0 for sample in samples), default=0)
     generation = max((sample.pcie_generation or 0 for sample in samples), default=0)
     measured, threshold = f"{generation}x{width}", f"{model.pcie_generation}x{size.pcie_width}"
-    numbers: dict[str, Any] = {"measured": measured, "threshold": threshold, "op": ">="}
+    numbers = compared(measured, ">=", threshold)
     if not width or not generation:
         yield doubtful("pcie.hidden", "the platform hides the link", gpu.uuid, **numbers)
     elif width < size.pcie_width:

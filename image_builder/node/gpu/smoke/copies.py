@@ -7,52 +7,34 @@ take turns, and are made from each NUMA node; the best counts, as the floors com
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from image_builder.node import status
+from image_builder.node import files, status
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement
 
 LOCK = status.DIRECTORY / "gpu-copies.lock"
 # A turn takes a tenth of a second to a second. Longer means waiting for a worker that hangs.
 TURN_SECONDS = 20.0
-_POLL_SECONDS = 0.01
 _NODES = Path("/sys/devices/system/node")
 
 
 @contextmanager
 def turn() -> Iterator[None]:
     """Wait until no other GPU of this machine copies. Raises NodeError (``gpu.turn``): timed out."""
-    try:
-        LOCK.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise NodeError("gpu.turn", f"{LOCK}: {error.strerror}") from error
-    try:
-        end = time.monotonic() + TURN_SECONDS
-        while not _is_taken(fd):
-            if time.monotonic() >= end:
-                raise NodeError(
-                    "gpu.turn", f"timed out: another GPU's copies took more than {TURN_SECONDS:g} s"
-                )
-            time.sleep(_POLL_SECONDS)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(files.lock(LOCK, TURN_SECONDS))
+        except TimeoutError as error:
+            message = f"timed out: another GPU's copies took more than {TURN_SECONDS:g} s"
+            raise NodeError("gpu.turn", message) from error
+        except OSError as error:
+            raise NodeError("gpu.turn", f"{LOCK}: {error.strerror}") from error
         yield
-    finally:
-        os.close(fd)
-
-
-def _is_taken(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def from_each_node(measure: Callable[[], Measurement], nodes: Mapping[int, set[int]]) -> Measurement:

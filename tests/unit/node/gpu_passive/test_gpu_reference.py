@@ -110,6 +110,8 @@ def codes() -> Iterator[str]:
             actions.setdefault(code, set()).add(action)
         for kind, code in re.findall(r'\b(doubtful|broken|not_made)\(\s*"([\w.-]+)"', text):
             actions.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
+        for code in re.findall(r'= _growth\(\s*"\w+",\s*"([\w.-]+)"', text):
+            actions[code] = {"replace", "warns"}
     actions["answer.common"] = actions["worker.common"] = {"not made"}
     actions["gpu.recovery-action"] = {"as the driver says"}
     actions["not-run"] = {"not made"}
