@@ -100,6 +100,12 @@ def patiently(
         attempt += 1
 
 
+def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tuple[Client, str]:
+    """Return a client with a kubelet's kubeconfig, and the node's name there. Raises NodeError (``kube.config``)."""
+    access = kubeconfig.load(path)
+    return Client(access, timeout=timeout), node_name or access.node or os.uname().nodename.lower()
+
+
 def condition(
     kind: str, status: str, reason: str, message: str, now: datetime | None = None
 ) -> dict[str, str]:
