@@ -17,7 +17,7 @@ from pathlib import Path
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Measurement, Worker
-from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, reference, tensor
+from image_builder.node.gpu.smoke import bandwidth, cuda, known_answer, reference, tensor
 from image_builder.node.gpu.smoke import worker as agent
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
 
@@ -65,7 +65,7 @@ def parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(options: argparse.Namespace) -> int:
     """Do what one GPU's worker is asked for; return 0. Raises NodeError."""
     options.scratch.mkdir(parents=True, exist_ok=True)
-    copies.LOCK = options.scratch / "copies.lock"  # the agent's own place needs root
+    bandwidth.LOCK = options.scratch / "copies.lock"  # the agent's own place needs root
     plan = paced(agent.PLANS[options.tier], options.pace)
     agent.PLANS = {**agent.PLANS, options.tier: plan}
     if options.pace < 1:
@@ -132,7 +132,7 @@ def _copied(
     device: Device, options: argparse.Namespace, plan: agent.Plan, _: list[Device]
 ) -> Iterator[Measurement]:
     """Copy both ways from each NUMA node, alone or at the same time as others."""
-    nodes = copies.numa_nodes() or {0: set()}
+    nodes = bandwidth.numa_nodes() or {0: set()}
     ways: list[tuple[str, Callable[..., Measurement]]] = [
         ("h2d", bandwidth.to_device),
         ("d2h", bandwidth.to_host),
@@ -144,7 +144,7 @@ def _copied(
 
             def measure(copy: Callable[..., Measurement] = copy, key: str = key) -> Measurement:
                 count = _OVERLAPPING if together else 20
-                turn = lambda: _barrier(options, device.uuid, key) if together else copies.turn()  # noqa: E731
+                turn = lambda: _barrier(options, device.uuid, key) if together else bandwidth.turn()  # noqa: E731
                 return copy(device, options.seed, count, size=plan.link_bytes, tile=plan.tile, turn=turn)
 
             measurement = agent.tried(

@@ -19,7 +19,7 @@ from typing import Any
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker
-from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, memory, reference, tensor
+from image_builder.node.gpu.smoke import bandwidth, cuda, known_answer, memory, reference, tensor
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device, Driver
 from image_builder.node.gpu.smoke.reference import Case
 
@@ -183,9 +183,9 @@ def _patterns(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
 def _copied(
     copy: Callable[..., Measurement], device: Device, plan: Plan, seed: int, *, corrupt: bool
 ) -> Measurement:
-    link: dict[str, Any] = {"size": plan.link_bytes, "tile": plan.tile, "turn": copies.turn}
-    return copies.from_each_node(
-        lambda: copy(device, seed, plan.copies, corrupt=corrupt, **link), copies.numa_nodes()
+    link: dict[str, Any] = {"size": plan.link_bytes, "tile": plan.tile, "turn": bandwidth.turn}
+    return bandwidth.from_each_node(
+        lambda: copy(device, seed, plan.copies, corrupt=corrupt, **link), bandwidth.numa_nodes()
     )
 
 

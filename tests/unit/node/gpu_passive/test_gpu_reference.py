@@ -104,7 +104,7 @@ def codes() -> Iterator[str]:
     """Yield every reason that the rules can give, by the function that gives it."""
     yield "## Reasons\n\n| reason | action |\n|---|---|"
     actions: dict[str, set[str]] = {}
-    for name in ("active", "gpu", "load", "node"):
+    for name in ("active", "gpu", "node"):
         text = (Path(rules.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         for action, code in re.findall(r'\bbad\(\s*"(\w+)",\s*"([\w.-]+)"', text):
             actions.setdefault(code, set()).add(action)
