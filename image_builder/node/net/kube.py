@@ -356,7 +356,7 @@ def tls(access: Access) -> ssl.SSLContext:
 
 
 def path_of_node(name: str) -> str:
-    """Return where the API server has a node."""
+    """Return where the API has a node."""
     return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 

@@ -11,6 +11,7 @@ import json
 import random
 import secrets
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -130,7 +131,7 @@ def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
     An API server that refuses the wish is asked again tomorrow: there is no hurry.
     """
     client, name = report.connect(settings, kube.TIMEOUT)
-    path = kube.path_of_node(name)
+    path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
     with client:
         annotation = {"metadata": {"annotations": {model.WISH: json.dumps(wish)}}}
         try:
