@@ -170,10 +170,10 @@ def release(
 
         image-builder gate release gpu.lost --reason "INC-1234: a rack lost its power" --kubeconfig admin.conf
     """
-    from image_builder.cluster.gate import holder
+    from image_builder.cluster.gate import breaker
 
     try:
-        held = holder.release(_connect(kubeconfig), code, pool, who=who or _user(), reason=reason)
+        held = breaker.release(_connect(kubeconfig), code, pool, who=who or _user(), reason=reason)
     except NodeError as error:
         raise _failed(error) from error
     show(

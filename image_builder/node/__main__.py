@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
             return health(as_json=options.json)
         case "health-endpoint":
-            from image_builder.node.health.endpoint import run as health_endpoint
+            from image_builder.node.health.application import run as health_endpoint
 
             return health_endpoint()
         case "gpu-smoke":

@@ -11,6 +11,7 @@ of a field: ``port must be at most 65535, not 70000``. Below are the rules that 
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
@@ -102,7 +103,7 @@ def _dataclass(kind: Any, value: Any, path: str) -> Any:
     problems = [f"{_join(path, key)} is not a known key" for key in value if key not in keys]
     absent = [key for key, field in keys.items() if key not in value and _is_required(field)]
     problems += [f"{_join(path, key)} is missing" for key in absent]
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     values: dict[str, Any] = {}
     wrong = []
     for key in keys.keys() & value.keys():
@@ -125,6 +126,11 @@ def _dataclass(kind: Any, value: Any, path: str) -> Any:
     if problems:
         raise DecodeError(sorted(problems))
     return result
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _is_required(field: Field[Any]) -> bool:

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from image_builder.cluster.gate import breaker, holder
+from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.admit import overview
 from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
-from image_builder.cluster.gate.model import Rules, path_of
-from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError
+from image_builder.cluster.gate.model import Rules
+from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError, path_of_node
 from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, Verdict
@@ -68,7 +68,7 @@ def controlled(cluster: Cluster, user: str = GATE, *, advises: bool = False) -> 
 
 
 def held(cluster: Cluster) -> dict[str, Hold]:
-    return holder.read(cluster.admin) or {}
+    return breaker.read(cluster.admin) or {}
 
 
 def asked(machine: Machine) -> Verdict:
@@ -97,14 +97,14 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         assert "replace is held: 3 of 4 nodes failed alike" in verdict.reason
         elsewhere = machine()
         cluster.admin.request(
-            "PATCH", path_of(elsewhere.name), {"metadata": {"labels": {"pool": "b"}}}, MERGE_PATCH
+            "PATCH", path_of_node(elsewhere.name), {"metadata": {"labels": {"pool": "b"}}}, MERGE_PATCH
         )
         assert asked(elsewhere) == REPLACE, "of another pool"
         told = {line["node"]: line["why"] for line in overview(cluster.admin, Rules())}
         assert all(told[each.name].startswith("HELD, 3 of 4 nodes") for each in failing)
         assert "HELD" not in told[good.name]
 
-        released = holder.release(cluster.admin, CODE, None, who="me", reason="a rack lost its power")
+        released = breaker.release(cluster.admin, CODE, None, who="me", reason="a rack lost its power")
         assert released.failed == 3
         assert asked(good) == REPLACE
         assert "HELD" not in str(overview(cluster.admin, Rules()))

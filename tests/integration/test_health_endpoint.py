@@ -33,10 +33,10 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from image_builder.node.errors import NodeError
-from image_builder.node.health import endpoint
+from image_builder.node.health import application
 here = Path(sys.argv[2])
 try:
-    endpoint.run(endpoint.Places(
+    application.run(application.Places(
         run=here / "run", etc=here / "etc", sys=here / "sys", boot_id=here / "boot_id", listed=here / "none",
     ))
 except NodeError as error:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 from image_builder.node import mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import nvml
-from image_builder.node.gpu.model import as_json
 from image_builder.node.health import apart, clock, gpu, kernel_log, storage
 from image_builder.node.health.model import Outcome, Places
 from image_builder.node.health.settings import Settings
@@ -139,7 +139,7 @@ def without_driver() -> dict[str, Any]:
         with nvml.opened("libnvidia-ml.so.none"):
             raise AssertionError("there is such a library")
     except OSError as error:
-        return as_json(nvml.refused(error))
+        return asdict(nvml.refused(error))
 
 
 def test_gpu_without_a_driver(bus: Places) -> None:

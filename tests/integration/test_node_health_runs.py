@@ -22,7 +22,7 @@ import pytest
 
 from image_builder.lab import certificate
 from image_builder.node import mounts, zipapp
-from image_builder.node.health import metrics
+from image_builder.node.health import report
 from image_builder.system.namespace import run_isolated
 from tests.servers import running
 
@@ -110,8 +110,8 @@ def test_a_look_leaves_whole_files_and_nothing_else(node: Node) -> None:
     assert {name: one["error"] for name, one in known["checks"].items() if one["error"]} == {}
     assert written['node_health_state{state="ok"}'] == 1
     assert abs(written["node_health_run_timestamp_seconds"] - time.time()) < 60
-    names = {name.partition("{")[0].removeprefix(metrics.PREFIX) for name in written}
-    assert names <= set(metrics.HELP)
+    names = {name.partition("{")[0].removeprefix(report.PREFIX) for name in written}
+    assert names <= set(report.HELP)
 
 
 def test_capabilities_of_the_unit_are_enough(node: Node) -> None:
@@ -174,7 +174,7 @@ def test_damaged_state_is_told_and_made_anew(node: Node) -> None:
     for damaged in (b"", b"{", whole[: len(whole) // 2], b"\0" * 100, b'{"format": 1}'):
         state.write_bytes(damaged)
         assert "is damaged, starting over" in node.look()
-        assert json.loads(state.read_bytes())["format"] == 1 and node.look() == ""
+        assert json.loads(state.read_bytes())["format"] == 2 and node.look() == ""
 
 
 def test_wrong_settings_are_an_error(node: Node) -> None:
@@ -209,7 +209,7 @@ def test_killed_at_any_time_leaves_no_half_file(node: Node) -> None:
         killed += process.wait() == -signal.SIGKILL
         process.communicate()
         assert node.known()["format"] == 1
-        assert json.loads((node.base / "run/health-state.json").read_bytes())["format"] == 1
+        assert json.loads((node.base / "run/health-state.json").read_bytes())["format"] == 2
         assert "node_health_run_timestamp_seconds" in node.metrics()
     assert killed >= 5
     # Drafts have names that no collector reads, and the next run takes them away.
@@ -305,12 +305,12 @@ def test_api_server_that_refuses_is_left_alone_as_long_as_it_asks(node: Node, tm
         node.configure(kubeconfig=str(kubeconfig), disabled=["network"])
         assert "could not be set" in node.look()
         state = json.loads((node.base / "run/health-state.json").read_bytes())
-        assert state["told"]["failures"] == 1 and state["told"]["not_before"] > time.monotonic() + 1
+        assert state["reported"]["failures"] == 1 and state["reported"]["not_before"] > time.monotonic() + 1
         assert node.metrics()["node_health_condition_failures"] == 1
         node.look()
         assert len(api.asked) == 1
         # As if that time had passed.
-        state["told"]["not_before"] = 0
+        state["reported"]["not_before"] = 0
         (node.base / "run/health-state.json").write_text(json.dumps(state))
         assert "NodeHealthy is True" in node.look()
         assert len(api.asked) == 2 and node.metrics()["node_health_condition_failures"] == 0

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from image_builder.cluster.gate.signing import SIGNER
+from image_builder.cluster.gate.approver import SIGNER
 from image_builder.node.join import binding
 from image_builder.node.net import kubeconfig
 from image_builder.node.net.kube import Client, KubeError

@@ -2,14 +2,18 @@
 
 https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service#attested-data. Every process of a machine
 can have such a document of that machine, and of no other one. Pure but for the arithmetic of certificates.
+
+The nonce is another one for each machine, node and minute. None is kept: it follows from a key that all replicas have.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +35,9 @@ _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _TIME = "%m/%d/%y %H:%M:%S %z"
 # Documents were seen that end at the very second that they are stamped with. How fresh one is says our own nonce.
 _GRACE = 300.0
+# How long a nonce is given out; it is taken as long again.
+NONCE_SECONDS = 60.0
+_NONCE_DIGITS = 10  # what the metadata service takes
 
 
 @dataclass(frozen=True)
@@ -134,3 +141,33 @@ def _check_content(content: bytes, rules: Rules, now: float) -> Machine:
 
 def _moment(stamps: Mapping[str, Any], name: str) -> float:
     return datetime.strptime(str(stamps[name]), _TIME).astimezone(UTC).timestamp()
+
+
+# -- nonces ----------------------------------------------------------------------------------------------------
+
+
+class Nonces:
+    """``key`` returns a secret that all replicas share. Raises what that raises."""
+
+    def __init__(self, key: Callable[[], bytes]) -> None:
+        self._key = key
+
+    def current(self, vm_id: str, node: str, now: float) -> str:
+        """Return the number that is given out now (Unix time)."""
+        return self._of(vm_id, node, int(now // NONCE_SECONDS))
+
+    def is_valid(self, nonce: str, vm_id: str, node: str, now: float) -> bool:
+        """Tell whether a number was given out for this machine and node, a minute or two ago at most."""
+        turn = int(now // NONCE_SECONDS)
+        current = [self._of(vm_id, node, at) for at in (turn, turn - 1)]
+        return any(hmac.compare_digest(nonce.encode(), number.encode()) for number in current)
+
+    def _of(self, vm_id: str, node: str, turn: int) -> str:
+        message = f"image-builder nonce\n{turn}\n{vm_id}\n{node}".encode()
+        value = int.from_bytes(hmac.new(self._key(), message, hashlib.sha256).digest()[:16])
+        return f"{value % 10**_NONCE_DIGITS:0{_NONCE_DIGITS}d}"
+
+
+def until_next(now: float) -> float:
+    """Return the seconds until another number is given out."""
+    return NONCE_SECONDS - now % NONCE_SECONDS

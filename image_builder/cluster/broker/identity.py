@@ -15,6 +15,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 from jwt import InvalidSignatureError, InvalidTokenError, PyJWS
 
+from image_builder.cluster.broker.config import Identity
 from image_builder.cluster.broker.refusal import unproven
 from image_builder.node.join import schema
 
@@ -28,16 +29,6 @@ FindKey = Callable[[str], rsa.RSAPublicKey | None]
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Who must have issued a token, and for whom. ``leeway`` is how far clocks may be apart, in seconds."""
-
-    issuers: tuple[str, ...]
-    audience: str
-    tenant: str
-    leeway: float
-
-
-@dataclass(frozen=True)
 class Caller:
     """The identity's object id, and the resource that it belongs to (``xms_mirid``), in lower case."""
 
@@ -45,7 +36,7 @@ class Caller:
     resource: str
 
 
-def verify(token: str, find_key: FindKey, rules: Rules, now: float) -> Caller:
+def verify(token: str, find_key: FindKey, rules: Identity, now: float) -> Caller:
     """Return whose identity a token proves. Raises RefusedError (401). ``now`` is Unix time."""
     if len(token) > MOST_BYTES:
         raise unproven("token.malformed", "the token is too long")
@@ -85,17 +76,17 @@ def _json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _check(claims: Mapping[str, Any], rules: Rules, now: float) -> None:
-    if claims.get("iss") not in rules.issuers:
+def _check(claims: Mapping[str, Any], rules: Identity, now: float) -> None:
+    if claims.get("iss") not in rules.believed:
         raise unproven("token.issuer", "the token is from another issuer")
     if claims.get("aud") != rules.audience:
         raise unproven("token.audience", "the token is for another audience")
     if claims.get("tid") != rules.tenant:
         raise unproven("token.tenant", "the token is from another tenant")
     begins, issued, ends = (_moment(claims, name) for name in ("nbf", "iat", "exp"))
-    if now > ends + rules.leeway:
+    if now > ends + rules.leeway_seconds:
         raise unproven("token.expired", f"the token expired {now - ends:.0f} s ago by this clock")
-    if now < max(begins, issued) - rules.leeway:
+    if now < max(begins, issued) - rules.leeway_seconds:
         early = max(begins, issued) - now
         raise unproven(
             "token.early", f"the token begins in {early:.0f} s by this clock: one of the clocks is off"

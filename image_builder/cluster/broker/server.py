@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_builder.cluster.broker import attestation, identity, nonces, policy, tokens
+from image_builder.cluster.broker import attestation, identity, policy, tokens
 from image_builder.cluster.broker.config import Config, Pool
 from image_builder.cluster.broker.keys import Keys
-from image_builder.cluster.broker.limits import Limiter, whole_seconds
 from image_builder.cluster.broker.policy import Request
 from image_builder.cluster.broker.refusal import RefusedError, forbidden, unproven
+from image_builder.cluster.limits import Limiter, whole_seconds
 from image_builder.errors import HostError
 from image_builder.node.errors import NodeError
 from image_builder.node.net import serving
@@ -97,20 +97,16 @@ class Broker:
     """Decides about requests. For several threads."""
 
     def __init__(self, config: Config, keys: Keys, clients: Clients) -> None:
-        provider = config.identity
         self.keys = keys
         self._config, self._clients = config, clients
-        self._rules = identity.Rules(
-            provider.believed, provider.audience, provider.tenant, provider.leeway_seconds
-        )
         self._documents = attestation.Rules(
             attestation.load_authorities(Path(config.attestation.authorities)),
             config.attestation.names,
             config.attestation.subscriptions,
-            provider.leeway_seconds,
+            config.identity.leeway_seconds,
         )
         # All replicas serve with one key, and nobody else has it.
-        self._nonces = nonces.Nonces(Path(config.listen.key).read_bytes)
+        self._nonces = attestation.Nonces(Path(config.listen.key).read_bytes)
         self._machines = Limiter(config.limits.node.burst, config.limits.node.per_second)
         self._pools = Limiter(config.limits.pool.burst, config.limits.pool.per_second)
 
@@ -122,7 +118,7 @@ class Broker:
         kind, _, proof = authorization.partition(" ")
         if kind.lower() != "bearer" or not proof:
             raise unproven("token.none", "no bearer token")
-        caller = identity.verify(proof.strip(), self.keys.find, self._rules, time.time())
+        caller = identity.verify(proof.strip(), self.keys.find, self._config.identity, time.time())
         entry.update(oid=caller.object_id, mirid=caller.resource)
         request = policy.parse(body)
         entry.update(node=request.node, vm_id=request.vm_id, boot_id=request.boot_id)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.cluster.broker import nonces
+from image_builder.cluster.broker import attestation
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node.join import binding
 from image_builder.node.net.kube import Client, KubeError
@@ -74,7 +74,7 @@ def issue(client: Client, grant: Grant, now: float) -> Issued:
         if error.status != 409:
             raise
         raise RefusedError(
-            409, "document.used", "a token was given for this document already", nonces.until_next(now)
+            409, "document.used", "a token was given for this document already", attestation.until_next(now)
         ) from error
     return Issued(f"{grant.id}.{text}", expires)
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.cluster.gate import holder
-from image_builder.cluster.gate.breaker import code_of
+from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch, pointer_of
-from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from, path_of
+from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.errors import UsageError
-from image_builder.node.net.kube import JSON_PATCH, Client
+from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
 
 
@@ -23,8 +22,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     Works without the controller, which honours the annotation until the node is started again. Raises KubeError, and
     UsageError for a node that has not reported its boot id.
     """
-    path = path_of(name)
-    document = client.request("GET", path)
+    document = client.node(name)
     node = node_from(document, rules)
     if not node.boot_id:
         raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
@@ -37,7 +35,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     changes = _annotate(document, json.dumps(record))
     if is_tainted(node, rules):
         changes = [*patch(node, Action.ADMIT, rules), *changes]
-    client.request("PATCH", path, changes, JSON_PATCH)
+    client.request("PATCH", path_of_node(name), changes, JSON_PATCH)
     return node
 
 
@@ -51,13 +49,13 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
     """Return what the gate knows of each node; two requests."""
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
     listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
-    holds = holder.read(client) or {}
+    holds = breaker.read(client) or {}
     return [_line(item, rules, holds) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
 
 
 def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
     node = node_from(document, rules)
-    held = of_node(code_of(node), document["metadata"].get("labels") or {}, holds)
+    held = of_node(breaker.code_of(node), document["metadata"].get("labels") or {}, holds)
     notice = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
     return {
         "node": node.name,

@@ -1,41 +1,203 @@
 """The gate's approver: the certificate of a node's first kubelet, for a token that is bound to this very node.
 
 It approves; the controller manager signs. It reads no secret, and denies nothing: what it may not approve is left to
-whoever else decides about signing requests.
+whoever else decides about signing requests. What a request says of itself (its subject) is compared with what the API
+server wrote into it: whose token it was, and what that token is bound to, here without any I/O.
+https://kubernetes.io/docs/reference/access-authn-authz/certificate-signing-requests/.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from image_builder.cluster.gate.model import path_of as node_path
-from image_builder.cluster.gate.signing import (
-    SIGNER,
-    Bound,
-    Member,
-    Pending,
-    UnboundError,
-    approval,
-    check,
-    member_from,
-    path_of,
-    pending_from,
-    reason_to_wait,
-)
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
 from image_builder.cluster.gate.watcher import Watcher
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError
+from image_builder.node.join import binding
+from image_builder.node.net.kube import CONFLICT, MERGE_PATCH, NOT_FOUND, Client, KubeError, path_of_node
 
+SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
+# The kubelet's, with RSA keys and with others.
+_USAGES = (
+    frozenset({"digital signature", "key encipherment", "client auth"}),
+    frozenset({"digital signature", "client auth"}),
+)
+_USER = re.compile(r"system:bootstrap:[a-z0-9]{6}")
+_GROUPS = frozenset({"system:bootstrappers", "system:authenticated"})
+_NODES, _NODE = "system:nodes", "system:node:"
+_PATH = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 # Until a request is looked at again that waits for a node to go, or that the API server would not have approved.
 _PAUSE = 5.0
 _IDLE = 0.5
-_NOT_FOUND, _CONFLICT = 404, 409
 
 Connect = Callable[[], Client]
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An undecided request. ``groups`` and ``user`` are what the API server wrote."""
+
+    name: str
+    version: str
+    signer: str
+    user: str
+    groups: frozenset[str]
+    usages: tuple[str, ...]
+    request: bytes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A request that may be approved: for this node, and the machine (as a group of ``binding``)."""
+
+    node: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A Node object: its name, whether it is Ready, and the machine, in each way in which firmware writes its id."""
+
+    name: str
+    is_ready: bool
+    machines: frozenset[str]
+
+
+class UnboundError(Exception):
+    """A request is not one that the gate may approve. It stays as it is: another approver may decide about it."""
+
+
+def pending_from(document: Mapping[str, Any]) -> Pending | None:
+    """Return what counts of a CertificateSigningRequest; None for one that is decided about."""
+    spec, status = document.get("spec") or {}, document.get("status") or {}
+    if status.get("conditions") or status.get("certificate"):
+        return None
+    try:
+        request = base64.b64decode(spec.get("request") or "", validate=True)
+    except binascii.Error:
+        request = b""
+    return Pending(
+        document["metadata"]["name"],
+        str(document["metadata"].get("resourceVersion", "")),
+        str(spec.get("signerName", "")),
+        str(spec.get("username", "")),
+        frozenset(map(str, spec.get("groups") or ())),
+        tuple(map(str, spec.get("usages") or ())),
+        request,
+    )
+
+
+def member_from(document: Mapping[str, Any]) -> Member:
+    """Return what counts of a Node object."""
+    status = document.get("status") or {}
+    is_ready = any(
+        c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or []
+    )
+    return Member(
+        document["metadata"]["name"],
+        is_ready,
+        _machines(str((status.get("nodeInfo") or {}).get("systemUUID", ""))),
+    )
+
+
+def _machines(system_uuid: str) -> frozenset[str]:
+    """Return the groups of a machine's tokens. Older firmware has the id's first three parts the other way round."""
+    try:
+        machine_id = uuid.UUID(system_uuid)
+    except ValueError:
+        return frozenset()
+    return frozenset(
+        binding.of_machine(str(form)) for form in (machine_id, uuid.UUID(bytes=machine_id.bytes_le))
+    )
+
+
+def check(pending: Pending) -> Bound:
+    """Return whom a request is for. Raises UnboundError with the reason why it is not the gate's to approve."""
+    if pending.signer != SIGNER:
+        raise UnboundError(f"it is for the signer {pending.signer}")
+    if not _USER.fullmatch(pending.user) or not pending.groups >= _GROUPS:
+        raise UnboundError(f"{pending.user} is not a bootstrap token")
+    machines, nodes = (
+        [group for group in pending.groups if group.startswith(prefix)]
+        for prefix in (binding.MACHINE, binding.NODE)
+    )
+    if len(machines) != 1 or len(nodes) != 1:
+        raise UnboundError("its token is not bound to one machine and one node")
+    if len(set(pending.usages)) != len(pending.usages) or frozenset(pending.usages) not in _USAGES:
+        raise UnboundError(f"its usages are not a kubelet's: {', '.join(pending.usages)}")
+    name = _subject(pending.request)
+    if binding.of_node(name) != nodes[0]:
+        raise UnboundError(f"its token is not for the node {name}")
+    return Bound(name, machines[0])
+
+
+def _subject(request: bytes) -> str:
+    """Return the node that a request (PEM) names. Raises UnboundError."""
+    try:
+        csr = x509.load_pem_x509_csr(request)
+        is_signed, extensions = csr.is_signature_valid, list(csr.extensions)
+        subject = [(attribute.oid, attribute.value) for attribute in csr.subject]
+    except (ValueError, TypeError, x509.DuplicateExtension) as error:
+        raise UnboundError("it is not a certificate request") from error
+    if not is_signed:
+        raise UnboundError("it is not signed with its own key")
+    # Further names are extensions; a kubelet asks for none at all.
+    if extensions:
+        raise UnboundError("it asks for extensions")
+    named = [value for oid, value in subject if oid == NameOID.COMMON_NAME]
+    groups = [value for oid, value in subject if oid == NameOID.ORGANIZATION_NAME]
+    if len(subject) != 2 or groups != [_NODES] or len(named) != 1:
+        raise UnboundError("its subject is not a node's")
+    name = str(named[0])
+    if not name.startswith(_NODE) or name == _NODE:
+        raise UnboundError("its subject is not a node's")
+    return name.removeprefix(_NODE)
+
+
+def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
+    """Return why a request can't be approved as long as these nodes are there; empty where it can."""
+    for member in members:
+        if member.name == bound.node and member.is_ready:
+            return f"the node {bound.node} is Ready"
+        if member.name != bound.node and bound.machine in member.machines:
+            return f"its machine is the node {member.name}"
+    return ""
+
+
+def path_of(name: str = "") -> str:
+    """Return where the API server has signing requests, or the approval of one of them."""
+    return f"{_PATH}/{name}/approval" if name else _PATH
+
+
+def approval(pending: Pending, bound: Bound, now: str) -> dict[str, Any]:
+    """Return the merge patch that approves a request, provided that it still is what was looked at."""
+    condition = {
+        "type": "Approved",
+        "status": "True",
+        "reason": "BoundToken",
+        "message": f"{pending.user} is bound to the node {bound.node} and its machine",
+        "lastUpdateTime": now,
+        "lastTransitionTime": now,
+    }
+    return {
+        "metadata": {"resourceVersion": pending.version},
+        "status": {"conditions": [condition]},
+    }
+
+
+# -- approving -------------------------------------------------------------------------------------------------
 
 
 class Approver:
@@ -114,7 +276,7 @@ class Approver:
                 "PATCH", path_of(pending.name), approval(pending, bound, _now()), MERGE_PATCH
             )
         except NodeError as error:
-            if not isinstance(error, KubeError) or error.status not in (_NOT_FOUND, _CONFLICT):
+            if not isinstance(error, KubeError) or error.status not in (NOT_FOUND, CONFLICT):
                 self._say(pending, f"not approved: {error.message}")
             self._later(pending)
             return
@@ -123,12 +285,8 @@ class Approver:
     def _nodes(self, bound: Bound) -> list[Member]:
         """Return all nodes, the one of that name as it is at this moment. Raises KubeError."""
         others = [member for name, member in list(self._members.objects.items()) if name != bound.node]
-        try:
-            return [member_from(self._client.request("GET", node_path(bound.node))), *others]
-        except KubeError as error:
-            if error.status != _NOT_FOUND:
-                raise
-            return others
+        document = self._client.find(path_of_node(bound.node))
+        return [member_from(document), *others] if document else others
 
     def _later(self, pending: Pending) -> None:
         with self._lock:

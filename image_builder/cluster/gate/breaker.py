@@ -1,17 +1,21 @@
 """The breaker: where many boots of a pool fail by one code, rather the test or the image is wrong than the machines.
 
-Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it.
-Nothing here does anything.
+Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it. What
+is held stands in one ConfigMap, which nodes and people read; a new leader goes on with it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from image_builder.cluster.gate.model import Node
+from image_builder.errors import UsageError
+from image_builder.node.errors import NodeError
+from image_builder.node.net.kube import MERGE_PATCH, Client
+from image_builder.node.preflight import hold
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import failure_of
 
@@ -62,15 +66,95 @@ def step(
         if code := _counted(node, now, limits.window):
             failing.setdefault((node.pool, code), []).append(node)
     sizes = Counter(node.pool for node in nodes)
-    holds = {key: hold for key, hold in current.items() if (hold.pool, hold.code) in failing}
+    holds = {key: held for key, held in current.items() if (held.pool, held.code) in failing}
     for (pool, code), failed in failing.items():
         count = sum(_is_recent(node, now, limits.window) for node in failed)
-        hold = Hold(code, label, pool, count, sizes[pool], int(now))
-        if hold.key not in holds and count >= limits.least and count > limits.share * sizes[pool]:
-            holds[hold.key] = hold
+        new = Hold(code, label, pool, count, sizes[pool], int(now))
+        if new.key not in holds and count >= limits.least and count > limits.share * sizes[pool]:
+            holds[new.key] = new
     return holds
 
 
 def _is_recent(node: Node, now: float, window: float) -> bool:
     """Tell whether a node reported within the last ``window`` seconds; its clock may be ahead of ours."""
     return now - node.reported <= window
+
+
+# -- the ConfigMap ---------------------------------------------------------------------------------------------
+
+
+def read(client: Client) -> dict[str, Hold] | None:
+    """Return the holds by key, None where there is no ConfigMap yet. Raises NodeError."""
+    config_map = client.find(hold.PATH)
+    return None if config_map is None else hold.parse(config_map)
+
+
+def release(client: Client, code: str, pool: str | None, *, who: str, reason: str) -> Hold:
+    """Let nodes of a pool that fail by this code be started again and replaced; return what was held.
+
+    Raises UsageError: it isn't held, or for several pools and none is named. Raises KubeError.
+    """
+    held = chosen((read(client) or {}).values(), code, pool)
+    released = replace(held, state=hold.RELEASED, by=who, reason=reason)
+    client.request("PATCH", hold.PATH, {"data": {held.key: released.text()}}, MERGE_PATCH)
+    return held
+
+
+def chosen(holds: Collection[Hold], code: str, pool: str | None) -> Hold:
+    """Return the one hold of a code, in a pool where one is named. Raises UsageError."""
+    matches = [candidate for candidate in holds if candidate.code == code and pool in (None, candidate.pool)]
+    if not matches:
+        names = ", ".join(sorted(candidate.name for candidate in holds)) or "none"
+        raise UsageError(f"{code} is not held{f' for pool {pool}' if pool else ''}; held are: {names}")
+    if len(matches) > 1:
+        pools = ", ".join(sorted(repr(candidate.pool) for candidate in matches))
+        raise UsageError(f"{code} is held for several pools: {pools}", hint="--pool POOL names one")
+    return matches[0]
+
+
+class Holder:
+    """Carries out ``step``. ``label`` names the pools. ``advises``: it only says what it would hold."""
+
+    def __init__(
+        self, client: Client, limits: Limits, label: str, tell: Callable[[str], None], *, advises: bool
+    ) -> None:
+        self._client, self._limits, self._label = client, limits, label
+        self._tell, self._advises = tell, advises
+        self._reported: dict[str, Hold] = {}
+
+    def turn(self, nodes: Sequence[Node], now: float) -> None:
+        """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
+        try:
+            current = self._reported if self._advises else read(self._client)
+            holds = step(nodes, current or {}, now, self._limits, self._label)
+            if not self._advises:
+                self._write(current, holds)
+        except NodeError as error:
+            self._tell(f"the breaker: {error.message}")
+            return
+        self._say(current or {}, holds)
+        self._reported = holds
+
+    def _write(self, current: Mapping[str, Hold] | None, holds: Mapping[str, Hold]) -> None:
+        changed: dict[str, str | None] = dict.fromkeys((current or {}).keys() - holds.keys())
+        changed |= {key: added.text() for key, added in holds.items() if key not in (current or {})}
+        if not changed:
+            return
+        if current is None:
+            document = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": hold.NAME},
+                "data": changed,
+            }
+            self._client.request("POST", hold.COLLECTION, document)
+        else:
+            self._client.request("PATCH", hold.PATH, {"data": changed}, MERGE_PATCH)
+
+    def _say(self, current: Mapping[str, Hold], holds: Mapping[str, Hold]) -> None:
+        would = "would be " if self._advises else ""
+        for key in holds.keys() - current.keys():
+            opened = holds[key]
+            self._tell(f"BREAKER OPEN: {opened.code}: {opened.words}: reboots and replacements {would}held")
+        for key in current.keys() - holds.keys():
+            self._tell(f"breaker closed: {current[key].name}: no node fails by it any more")

@@ -13,18 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from image_builder.cluster.gate import breaker
+from image_builder.cluster.gate.breaker import Holder
 from image_builder.cluster.gate.decide import Action, decide, patch
-from image_builder.cluster.gate.holder import Holder
 from image_builder.cluster.gate.lease import Election
 from image_builder.cluster.gate.lease import Settings as LeaseSettings
-from image_builder.cluster.gate.model import Node, Rules, path_of
-from image_builder.cluster.gate.queue import Queue
+from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.cluster.gate.watcher import watch_nodes
+from image_builder.cluster.limits import Queue
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import JSON_PATCH, Client, KubeError, backoff
+from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, backoff, path_of_node
 
-_NOT_FOUND = 404
 # Answers that speak of one node's change; all others speak of the API server.
 _OF_THE_NODE = frozenset({400, 403, 409, 422})
 _LONGEST_PAUSE = 60.0
@@ -169,7 +168,7 @@ class Controller:
             return 0.0
         changes = patch(node, action, self.settings.rules)
         try:
-            self._client.request("PATCH", path_of(node.name), changes, JSON_PATCH)
+            self._client.request("PATCH", path_of_node(node.name), changes, JSON_PATCH)
         except NodeError as error:
             return self._put_back(node, error)
         self._failures = 0
@@ -201,14 +200,14 @@ class Controller:
         status = error.status if isinstance(error, KubeError) else 0
         retry_after = error.retry_after if isinstance(error, KubeError) else None
         with self._lock:
-            if status == _NOT_FOUND:
+            if status == NOT_FOUND:
                 self._queue.drop(node.name)
             elif status in _OF_THE_NODE:
                 self._queue.failed(node.name, time.monotonic())
             else:
                 self._queue.add(node.name, time.monotonic())
         self._tell(f"{node.name}: not done: {error.message}")
-        if status == _NOT_FOUND or status in _OF_THE_NODE:
+        if status == NOT_FOUND or status in _OF_THE_NODE:
             return 0.0
         self._failures += 1
         return backoff(self._failures, retry_after=retry_after, cap=_LONGEST_PAUSE)

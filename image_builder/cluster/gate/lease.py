@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.node.net.kube import Client, KubeError
-
-_CONFLICT, _NOT_FOUND = 409, 404
+from image_builder.node.net.kube import CONFLICT, Client, KubeError
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,8 @@ class Election:
     def attempt(self) -> None:
         """Take or renew the lease where that is ours to do. Raises KubeError."""
         now = self._clock()
-        try:
-            lease = self._client.request("GET", self._path)
-        except KubeError as error:
-            if error.status != _NOT_FOUND:
-                raise
+        lease = self._client.find(self._path)
+        if lease is None:
             self._write("POST", self._collection, {"metadata": self._meta}, now)
             return
         spec = lease.get("spec") or {}
@@ -97,7 +92,7 @@ class Election:
             # With the resourceVersion that was read: of two that take it at once, one is refused.
             self._client.request(method, path, body)
         except KubeError as error:
-            if error.status != _CONFLICT:
+            if error.status != CONFLICT:
                 raise
             return
         # From before the request was sent: the server counts from later.

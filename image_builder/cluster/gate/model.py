@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -80,11 +79,6 @@ class Node:
         answer = self.answer
         is_open = answer is not None and answer.state in (HELD, GRANTED) and answer.boot_id == self.boot_id
         return is_open and answer is not None and answer.nonce != self.retested
-
-
-def path_of(name: str) -> str:
-    """Return where the API server has a node."""
-    return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 
 def node_from(document: Mapping[str, Any], rules: Rules) -> Node:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.cluster.gate.decide import answered, may_work
-from image_builder.cluster.gate.model import Node, Rules, path_of
+from image_builder.cluster.gate.model import Node, Rules
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import JSON_PATCH, Client
+from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
 
 # Seconds: a grant that nobody has answered for so long is withdrawn; a wish is granted only while its node still looks
@@ -48,17 +48,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A node of the fleet. ``tested`` is when it was tested last, in seconds since 1970; ``under_test``: it is out
-    because of a re-test, one that goes on or one that it failed."""
-
-    name: str
-    tested: float
-    idle: bool
-    under_test: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A re-test that ended."""
 
@@ -76,22 +65,6 @@ def is_open(outcomes: Iterable[Outcome], now: float, limits: Limits) -> bool:
 def cap(fleet: int, limits: Limits) -> int:
     """Return how many of ``fleet`` nodes may be under test at once."""
     return min(fleet, max(1, int(fleet * limits.share))) if limits.share else 0
-
-
-def grant(
-    candidates: Sequence[Candidate], outcomes: Iterable[Outcome], now: float, limits: Limits
-) -> list[str]:
-    """Return the names of the nodes to test now: idle ones whose time has come, the longest untested first."""
-    if is_open(outcomes, now, limits):
-        return []
-    free = cap(len(candidates), limits) - sum(candidate.under_test for candidate in candidates)
-    due = [
-        candidate
-        for candidate in candidates
-        if candidate.idle and not candidate.under_test and now - candidate.tested >= limits.period
-    ]
-    due.sort(key=lambda candidate: (candidate.tested, candidate.name))
-    return [candidate.name for candidate in due[: max(0, free)]]
 
 
 class Step(enum.Enum):
@@ -129,7 +102,10 @@ def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
 
 
 def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, Step]]:
-    """Return what to do now, in this order. Nodes that are under test come first, then those that ask."""
+    """Return what to do now, in this order. Nodes that are under test come first, then those that ask.
+
+    Of those whose time has come as many are held as may still be out, the longest untested first.
+    """
     steps = []
     for node in nodes:
         if node.is_under_test and node.answer:
@@ -137,17 +113,13 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
                 steps.append((node, Step.WITHDRAW))
             elif node.answer.state == HELD:
                 steps.append((node, Step.GRANT))
-    asking = {node.name: node for node in nodes if asks(node, now)}
-    history = outcomes(nodes)
-    if not limits.share or is_open(history, now, limits):
-        return [*steps, *((node, Step.REFUSE) for node in asking.values())]
-    early = [node for node in asking.values() if node.wish and now - node.wish.tested < limits.period]
-    steps += [(node, Step.REFUSE) for node in early]
-    candidates = [
-        Candidate(node.name, node.wish.tested if node.wish else now, node.name in asking, is_away(node))
-        for node in nodes
-    ]
-    return [*steps, *((asking[name], Step.HOLD) for name in grant(candidates, history, now, limits))]
+    asking = [(node, node.wish.tested) for node in nodes if node.wish and asks(node, now)]
+    if not limits.share or is_open(outcomes(nodes), now, limits):
+        return [*steps, *((node, Step.REFUSE) for node, _ in asking)]
+    steps += [(node, Step.REFUSE) for node, tested in asking if now - tested < limits.period]
+    due = sorted((tested, node.name, node) for node, tested in asking if now - tested >= limits.period)
+    free = cap(len(nodes), limits) - sum(map(is_away, nodes))
+    return [*steps, *((node, Step.HOLD) for _, _, node in due[: max(0, free)])]
 
 
 def uses_gpus(pod: Mapping[str, Any]) -> bool:
@@ -190,7 +162,7 @@ class Retester:
         subject = node.answer if node.is_under_test else node.wish
         assert subject is not None  # plan() has no step for another node
         patch = answered(node, subject.nonce, step.value, now, self._rules)
-        self._client.request("PATCH", path_of(node.name), patch, JSON_PATCH)
+        self._client.request("PATCH", path_of_node(node.name), patch, JSON_PATCH)
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
     def _is_busy(self, name: str) -> bool:

@@ -7,6 +7,6 @@ nvml, readings      the driver's library, and what the GPUs answer through it
 sizes, xids         the tables: VM sizes with their floors, NVIDIA's catalogue of Xids
 evidence            everything that a rule may judge                        (pure)
 rules/              every check                                             (pure)
-verdict, document   what follows from the checks, and the result's JSON     (pure)
+document            what follows from the checks, and the result's JSON     (pure)
 smoke/              the test itself: ``gpu-smoke``, and ``gpu-worker`` for each GPU
 """

@@ -1,4 +1,4 @@
-"""The result: one JSON document (docs/reference/gpu-smoke.schema.json), or text. Pure."""
+"""The result: a verdict of all checks, and one JSON document (docs/reference/gpu-smoke.schema.json), or text. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,67 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from image_builder.node.finding import Action
 from image_builder.node.gpu import xids
-from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
-from image_builder.node.gpu.model import Check, Gpu, Seen, Tier, Verdict, Worker, Xid
+from image_builder.node.gpu.evidence import NOT_APPLICABLE, NOT_RUN, Evidence
+from image_builder.node.gpu.model import (
+    CONFIGURATION,
+    ENDINGS,
+    HARDWARE,
+    IMAGE,
+    INCONCLUSIVE,
+    PASS,
+    REBOOT,
+    Check,
+    Gpu,
+    Seen,
+    Tier,
+    Verdict,
+    Worker,
+    Xid,
+)
+from image_builder.node.gpu.rules.checks import missing
 
 SCHEMA_VERSION = "1.0"
 _REPORTED = ("fail", "error", "warn", "skip")
+# The worst first: where driver or image are defective, what they say of the hardware is in doubt.
+_ORDER = (IMAGE, HARDWARE, REBOOT, CONFIGURATION)
+_SUMMARY_CHARACTERS = 200
+
+
+def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
+    """Return the verdict: the worst failure, then what could not be checked, then a pass."""
+    failed = [check for check in checks if check.status == "fail"]
+    for exit_code in _ORDER:
+        action = ENDINGS[exit_code].action
+        worst = [check for check in failed if check.action == action]
+        if worst:
+            return _about(worst, exit_code, action, len(failed))
+    if failed:  # a failure without an action is still one
+        return _about(failed, HARDWARE, "replace", len(failed))
+    # What a check needed first, then what was not run because of it.
+    gaps = sorted(missing(checks, tier), key=lambda check: check.code == NOT_RUN)
+    if gaps:
+        # A test that is in doubt itself is the image's matter, and comes before what only could not be made.
+        gaps.sort(key=lambda check: check.action != "reimage")
+        return _about(gaps, INCONCLUSIVE, gaps[0].action, len(gaps))
+    if not checks:
+        return Verdict(INCONCLUSIVE, "none", "nothing was checked", "not-run")
+    warned = sum(check.status == "warn" for check in checks)
+    summary = f"{len(checks)} checks" + (f", {warned} of them warn" if warned else "")
+    return Verdict(PASS, "none", summary)
+
+
+def _about(checks: Sequence[Check], exit_code: int, action: Action, count: int) -> Verdict:
+    """Return the verdict whose summary is about the first of these checks; ``count`` is how many there are in all."""
+    first = checks[0]
+    where = f" {first.gpu}" if first.gpu else ""
+    others = f" (and {count - 1} more)" if count > 1 else ""
+    text = f"{first.id}{where}: {first.detail or first.code}"
+    return Verdict(exit_code, action, text[: _SUMMARY_CHARACTERS - len(others)] + others, first.code)
+
+
+# -- the document ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,7 +83,7 @@ class Run:
 def document(run: Run, evidence: Evidence, checks: Sequence[Check], verdict: Verdict) -> dict[str, Any]:
     """Return the whole document."""
     return {
-        **_head(run, evidence.before.machine.boot_id),
+        **bare(run, evidence.before.machine.boot_id, verdict),
         "node": _node(evidence),
         "driver": _driver(evidence),
         "expect": {
@@ -44,26 +99,11 @@ def document(run: Run, evidence: Evidence, checks: Sequence[Check], verdict: Ver
         "checks": [_check(check) for check in checks],
         "xids": _xids(evidence, evidence.latest),
         "coverage": _coverage(evidence.workers),
-        "verdict": _verdict(verdict),
     }
 
 
 def bare(run: Run, boot_id: str, verdict: Verdict) -> dict[str, Any]:
     """Return the document of a run that has no evidence: bad settings, or it didn't end."""
-    return {
-        **_head(run, boot_id),
-        "node": {},
-        "driver": {},
-        "expect": {},
-        "gpus": [],
-        "checks": [],
-        "xids": [],
-        "coverage": _coverage(()),
-        "verdict": _verdict(verdict),
-    }
-
-
-def _head(run: Run, boot_id: str) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tool_version": run.tool_version,
@@ -72,6 +112,14 @@ def _head(run: Run, boot_id: str) -> dict[str, Any]:
         "boot_id": boot_id,
         "started": run.started,
         "duration_s": round(run.seconds, 3),
+        "node": {},
+        "driver": {},
+        "expect": {},
+        "gpus": [],
+        "checks": [],
+        "xids": [],
+        "coverage": _coverage(()),
+        "verdict": _verdict(verdict),
     }
 
 
@@ -123,7 +171,7 @@ def _check(check: Check) -> dict[str, Any]:
         "threshold": check.threshold,
         "op": check.op,
         "unit": check.unit,
-        "severity": check.severity,
+        "severity": "warn" if check.status == "warn" else "fail",
         "action": check.action,
         "reason_code": check.code,
         "detail": check.detail,

@@ -62,7 +62,6 @@ class Evidence:
     began_us: int | None = None
     idle_why: str = ""
     idle_by_policy: bool = False
-    own_pids: tuple[int, ...] = ()
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -105,7 +104,7 @@ def bad(action: Action, code: str, detail: str, gpu: str = "", **more: Any) -> C
 
 def doubtful(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
     """Return a check that warns."""
-    return Check("", gpu, "warn", severity="warn", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
+    return Check("", gpu, "warn", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
 
 
 def absent(detail: str, gpu: str = "") -> Check:
@@ -121,6 +120,18 @@ def not_made(code: str, detail: str, gpu: str = "") -> Check:
 def broken(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
     """Return a check that failed to be made."""
     return Check("", gpu, "error", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
+
+
+def compared(
+    measured: float | str | None, op: str, threshold: float | str | None, unit: str = ""
+) -> dict[str, Any]:
+    """Return fields of Check: what was measured, and what it must be."""
+    return {"measured": measured, "threshold": threshold, "op": op, "unit": unit}
+
+
+def not_run(evidence: Evidence, gpu: Gpu, why: str = "nothing was put under load") -> Check:
+    """Return the check of a GPU that was not put under load; ``why`` where the evidence doesn't say."""
+    return not_made(NOT_RUN, evidence.idle_why or why, gpu.uuid)
 
 
 def unanswered(gpu: Gpu, *names: str) -> Check | None:

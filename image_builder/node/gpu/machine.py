@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child, files, settings
+from image_builder.node import child, files, settings, sysfs
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
-from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Port, Xid
+from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Xid
 from image_builder.node.net import imds
+from image_builder.node.sysfs import text
 
-# NVIDIA's GPUs without and with an output for displays (PCI class codes).
-_GPU_CLASSES = ("0x0300", "0x0302")
-_VENDOR = "0x10de"
 MODULES = (
     "nvidia",
     "nvidia_uvm",
@@ -59,7 +57,7 @@ def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
     What can't be found is empty: the checks decide what that means.
     """
     compute = _platform(places, ask) if not vm_size else {}
-    loaded, flavour = driver_version(_text(places.proc / "driver/nvidia/version"))
+    loaded, flavour = driver_version(text(places.proc / "driver/nvidia/version"))
     libraries = {name: library_version(places.root, file) for name, file in LIBRARIES.items()}
     manager = _fabric_manager_version(places.root)
     return Machine(
@@ -81,15 +79,15 @@ def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
         nodes=tuple(sorted(path.name for path in places.dev.glob("nvidia*"))),
         cdi_gpus=cdi_gpus(places.cdi),
         fabric_manager=_unit_state("nvidia-fabricmanager.service") if manager else "",
-        ports=ports(places.sys),
+        ports=sysfs.ports(places.sys),
         local_nvme=local_nvme(places.sys),
-        memory_bytes=memory_bytes(_text(places.proc / "meminfo")),
+        memory_bytes=memory_bytes(text(places.proc / "meminfo")),
     )
 
 
-def driver_version(text: str) -> tuple[str, str]:
+def driver_version(lines: str) -> tuple[str, str]:
     """Return version and flavour of the loaded driver, from /proc/driver/nvidia/version; empty where it has none."""
-    line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
+    line = next((line for line in lines.splitlines() if line.startswith("NVRM version:")), "")
     version = _VERSION.search(line)
     if not version:
         return "", ""
@@ -98,23 +96,22 @@ def driver_version(text: str) -> tuple[str, str]:
 
 def boot_id(proc: Path) -> str:
     """Return this boot's id, as the kernel writes it."""
-    return _text(proc / "sys/kernel/random/boot_id")
+    return text(proc / "sys/kernel/random/boot_id")
 
 
 def modules(sys: Path) -> dict[str, str]:
     """Return the loaded modules that matter and their versions, empty for one without."""
     return {
-        name: _text(sys / "module" / name / "version") for name in MODULES if (sys / "module" / name).is_dir()
+        name: text(sys / "module" / name / "version") for name in MODULES if (sys / "module" / name).is_dir()
     }
 
 
 def pci_gpus(sys: Path) -> tuple[PciGpu, ...]:
     """Return NVIDIA's GPUs on the PCI bus, whether a driver has them or not."""
     gpus = []
-    for path in sorted((sys / "bus/pci/devices").glob("*")):
-        if _text(path / "vendor") == _VENDOR and _text(path / "class")[:6] in _GPU_CLASSES:
-            driver = (path / "driver").resolve().name if (path / "driver").exists() else ""
-            gpus.append(PciGpu(path.name, _text(path / "device").removeprefix("0x"), driver))
+    for path in sysfs.nvidia_gpus(sys):
+        driver = (path / "driver").resolve().name if (path / "driver").exists() else ""
+        gpus.append(PciGpu(path.name, text(path / "device").removeprefix("0x"), driver))
     return tuple(gpus)
 
 
@@ -157,32 +154,14 @@ def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
     names = {
         n
         for path in specs
-        for n in re.findall(r"""\bname["']?:\s*["']?(\d+)["']?,?\s*$""", _text(path), re.MULTILINE)
+        for n in re.findall(r"""\bname["']?:\s*["']?(\d+)["']?,?\s*$""", text(path), re.MULTILINE)
     }
     return len(names)
 
 
-def ports(sys: Path) -> tuple[Port, ...]:
-    """Return the ports of InfiniBand devices, those of their Ethernet kind too (see ``layer``)."""
-    ports = []
-    for path in sorted((sys / "class/infiniband").glob("*/ports/*")):
-        rate = re.match(r"\d+", _text(path / "rate"))
-        ports.append(
-            Port(
-                device=path.parent.parent.name,
-                number=int(path.name),
-                state=_text(path / "state").partition(": ")[2],
-                physical=_text(path / "phys_state").partition(": ")[2],
-                rate_gbit=int(rate[0]) if rate else 0,
-                layer=_text(path / "link_layer"),
-            )
-        )
-    return tuple(ports)
-
-
 def local_nvme(sys: Path) -> int:
     """Return how many local NVMe disks the platform has given; remote ones go by another model."""
-    return sum(_text(path).startswith(_LOCAL_NVME) for path in (sys / "class/nvme").glob("*/model"))
+    return sum(text(path).startswith(_LOCAL_NVME) for path in (sys / "class/nvme").glob("*/model"))
 
 
 def memory_bytes(meminfo: str) -> int:
@@ -193,8 +172,8 @@ def memory_bytes(meminfo: str) -> int:
 
 def process_name(proc: Path, pid: int) -> str:
     """Return a process' name, from its command line if possible; empty if it is gone."""
-    argv = _text(proc / str(pid) / "cmdline").split("\0")
-    return Path(argv[0]).name if argv[0] else _text(proc / str(pid) / "comm")
+    argv = text(proc / str(pid) / "cmdline").split("\0")
+    return Path(argv[0]).name if argv[0] else text(proc / str(pid) / "comm")
 
 
 def read_xids(boot: str) -> tuple[Xid, ...]:
@@ -229,10 +208,3 @@ def ask_imds() -> Mapping[str, Any]:
     if not isinstance(answer, dict):
         raise ValueError("the metadata service must answer with an object")
     return answer
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip().strip("\0")
-    except OSError:
-        return ""

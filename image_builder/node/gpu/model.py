@@ -1,15 +1,16 @@
 """The values of the GPU test: readings, measurements, checks and the verdict.
 
-Every dataclass has a JSON form (``as_json``, and ``node.decode`` back): a worker prints it, a recording holds it.
+Every dataclass has a JSON form (``asdict``, and ``node.decode`` back): a worker prints it, a recording holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from image_builder.node.finding import Action
+from image_builder.node.sysfs import Port
 
 Tier = Literal["boot-quick", "boot-full", "periodic"]
 TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
@@ -186,22 +187,6 @@ class PciGpu:
 
 
 @dataclass(frozen=True)
-class Port:
-    """A port of an InfiniBand device, as /sys has it. ``layer``: a device of that kind may be of Ethernet."""
-
-    device: str
-    number: int
-    state: str = ""
-    physical: str = ""
-    rate_gbit: int = 0
-    layer: str = ""
-
-    @property
-    def is_up(self) -> bool:
-        return (self.state, self.physical) == ("ACTIVE", "LinkUp")
-
-
-@dataclass(frozen=True)
 class Machine:
     """The node's readings without NVML. An empty string is an unknown.
 
@@ -260,7 +245,6 @@ class Check:
     threshold: float | str | None = None
     op: str = ""
     unit: str = ""
-    severity: Literal["fail", "warn"] = "fail"
     action: Action = "none"
     code: str = ""
     detail: str = ""
@@ -325,8 +309,3 @@ class Verdict:
     def retry_after_reboot(self) -> bool:
         """Tell whether to test again after a reboot. A wrong answer isn't: the next may be right by chance."""
         return self.exit_code == REBOOT
-
-
-def as_json(value: Any) -> dict[str, Any]:
-    """Return a dataclass of this module as what ``json.dumps`` takes."""
-    return asdict(value)

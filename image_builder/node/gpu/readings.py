@@ -73,6 +73,8 @@ _VALUES: Mapping[int, str] = {
 }
 
 Reader = Callable[[Library, c_void_p], dict[str, Any]]
+Entry = tuple[tuple[str, ...], Reader]
+"""The fields that a reader fills, and the reader."""
 
 
 def look(library: Library) -> Nvml:
@@ -130,16 +132,22 @@ def _pci(library: Library, handle: c_void_p) -> dict[str, Any]:
     return {"pci": info.busId.decode("ascii", "replace")}
 
 
-def _text(key: str, function: str, size: int = 96) -> Reader:
-    return lambda library, handle: {key: library.text(function, handle, size=size)}
+def _text(key: str, function: str, size: int = 96) -> Entry:
+    return (key,), lambda library, handle: {key: library.text(function, handle, size=size)}
 
 
-def _number(key: str, function: str, *arguments: int, kind: type[Any] = c_uint) -> Reader:
-    return lambda library, handle: {key: library.number(function, handle, *map(c_uint, arguments), kind=kind)}
+def _number(key: str, function: str, *arguments: int, kind: type[Any] = c_uint) -> Entry:
+    return (key,), lambda library, handle: {
+        key: library.number(function, handle, *map(c_uint, arguments), kind=kind)
+    }
 
 
-def _truth(key: str, function: str) -> Reader:
-    return lambda library, handle: {key: library.number(function, handle) != 0}
+def _count(key: str, function: str, *arguments: int) -> Entry:
+    return _number(key, function, *arguments, kind=c_ulonglong)
+
+
+def _truth(key: str, function: str) -> Entry:
+    return (key,), lambda library, handle: {key: library.number(function, handle) != 0}
 
 
 def _compute_capability(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -160,13 +168,13 @@ def _memory(library: Library, handle: c_void_p) -> dict[str, Any]:
         return {"memory_total_bytes": int(old.total), "memory_used_bytes": int(old.used)}
 
 
-def _pair(current_key: str, pending_key: str, function: str) -> Reader:
+def _pair(current_key: str, pending_key: str, function: str) -> Entry:
     def read(library: Library, handle: c_void_p) -> dict[str, Any]:
         current, pending = c_uint(), c_uint()
         library.call(function, handle, byref(current), byref(pending))
         return {current_key: current.value != 0, pending_key: pending.value != 0}
 
-    return read
+    return (current_key, pending_key), read
 
 
 def _sram(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -325,26 +333,21 @@ _ECC = "nvmlDeviceGetTotalEccErrors"
 _ECC_AT = "nvmlDeviceGetMemoryErrorCounter"
 
 
-def _count(key: str, function: str, *arguments: int) -> tuple[tuple[str, ...], Reader]:
-    return (key,), _number(key, function, *arguments, kind=c_ulonglong)
-
-
-UNDER_LOAD: tuple[tuple[tuple[str, ...], Reader], ...] = (
+UNDER_LOAD: tuple[Entry, ...] = (
     (("throttle",), _throttle),
-    (("temperature_c",), _number("temperature_c", "nvmlDeviceGetTemperature", SENSOR_GPU)),
+    _number("temperature_c", "nvmlDeviceGetTemperature", SENSOR_GPU),
     (("temperature_margin_c",), _margin),
-    (("pcie_generation",), _number("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration")),
-    (("pcie_width",), _number("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth")),
+    _number("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
+    _number("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth"),
     (("utilization_percent",), _utilization),
 )
-# The fields that a reader fills, and the reader.
-READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
-    (("name",), _text("name", "nvmlDeviceGetName")),
-    (("serial",), _text("serial", "nvmlDeviceGetSerial", 30)),
-    (("vbios",), _text("vbios", "nvmlDeviceGetVbiosVersion", 32)),
+READERS: tuple[Entry, ...] = (
+    _text("name", "nvmlDeviceGetName"),
+    _text("serial", "nvmlDeviceGetSerial", 30),
+    _text("vbios", "nvmlDeviceGetVbiosVersion", 32),
     (("compute_capability",), _compute_capability),
     (("memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"), _memory),
-    (("ecc_current", "ecc_pending"), _pair("ecc_current", "ecc_pending", "nvmlDeviceGetEccMode")),
+    _pair("ecc_current", "ecc_pending", "nvmlDeviceGetEccMode"),
     _count("ecc_volatile_uncorrected", _ECC, UNCORRECTED, VOLATILE),
     _count("ecc_volatile_corrected", _ECC, CORRECTED, VOLATILE),
     _count("ecc_aggregate_uncorrected", _ECC, UNCORRECTED, AGGREGATE),
@@ -358,15 +361,15 @@ READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("remap_histogram",), _histogram),
     (("unrepairable_memory",), _unrepairable),
     (("inforom_valid",), _inforom),
-    (("persistence",), _truth("persistence", "nvmlDeviceGetPersistenceMode")),
-    (("mig_current", "mig_pending"), _pair("mig_current", "mig_pending", "nvmlDeviceGetMigMode")),
-    (("pcie_generation_max",), _number("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration")),
-    (("pcie_width_max",), _number("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth")),
-    (("pcie_replays",), _number("pcie_replays", "nvmlDeviceGetPcieReplayCounter")),
+    _truth("persistence", "nvmlDeviceGetPersistenceMode"),
+    _pair("mig_current", "mig_pending", "nvmlDeviceGetMigMode"),
+    _number("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
+    _number("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
+    _number("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
     (("nvlinks",), _links),
     (LINK_ERRORS, _link_errors),
     (("fabric_state", "fabric_status"), _fabric),
-    (("temperature_slowdown_c",), _number("temperature_slowdown_c", "nvmlDeviceGetTemperatureThreshold", 1)),
+    _number("temperature_slowdown_c", "nvmlDeviceGetTemperatureThreshold", 1),
     (("processes",), _processes),
     *UNDER_LOAD[:-1],
 )

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from image_builder.node.decode import DecodeError, decode, one_of, shown, within
+from image_builder.node import settings
+from image_builder.node.decode import one_of, shown, within
 from image_builder.node.errors import NodeError
 
 FORMAT = 1
@@ -194,10 +195,7 @@ def load() -> Table:
 
 def parse(document: Any) -> Table:
     """Return a table; raises NodeError (``gpu.sizes``) with all that is wrong with it at once."""
-    try:
-        table = decode(Table, document)
-    except DecodeError as error:
-        raise NodeError("gpu.sizes", f"sizes.json: {error}") from error
+    table = settings.parse(Table, document, "sizes", code="gpu.sizes")
     return replace(
         table, sizes={name.lower(): replace(size, name=name) for name, size in table.sizes.items()}
     )

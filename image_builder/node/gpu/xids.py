@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from image_builder.node.decode import DecodeError, decode
-from image_builder.node.errors import NodeError
+from image_builder.node import settings
 from image_builder.node.finding import Action
 from image_builder.node.gpu.model import Xid
 
@@ -73,10 +72,7 @@ def load() -> Catalogue:
 
 def parse_catalogue(document: Any) -> Catalogue:
     """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, an unknown level."""
-    try:
-        catalogue = decode(Catalogue, document)
-    except DecodeError as error:
-        raise NodeError("gpu.xids", f"xids.json: {error}") from error
+    catalogue = settings.parse(Catalogue, document, "xids", code="gpu.xids")
     classes = {name: replace(xid_class, name=name) for name, xid_class in catalogue.classes.items()}
     return replace(catalogue, classes=classes)
 

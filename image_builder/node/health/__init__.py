@@ -9,12 +9,10 @@ clock            the kernel's clock
 maintenance      the platform's plans for this machine
 gpu              GPUs, by NVML
 alarms           when a finding counts, and when it is over              (pure)
-condition        the condition in Kubernetes, and when it is set         (pure)
-metrics          the text that node-exporter collects                    (pure)
+report           the condition in Kubernetes, and the metrics            (pure)
 memory           what a look leaves for the next
 command          one look
-application      Azure's Application Health extension: the node's state  (pure)
-endpoint         the address that the extension asks
+application      the node's state for Azure's Application Health extension
 
 Each check reads facts and gives them to a rule, a function without I/O. Nothing is written to a disk but the
 metrics.

@@ -8,9 +8,9 @@ not look has found neither good nor bad.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from image_builder.node.health.model import Finding, Key
 from image_builder.node.health.settings import Settings
@@ -40,27 +40,28 @@ class Alarm:
 
 
 def step(
-    alarms: Mapping[Key, Alarm],
+    alarms: Iterable[Alarm],
     looked: Mapping[str, tuple[Finding, ...]],
     now: float,
     unix: float,
     settings: Settings,
-) -> dict[Key, Alarm]:
+) -> tuple[Alarm, ...]:
     """Return the alarms after a look. ``looked`` has what each check found that could look this time."""
     current: dict[Key, tuple[str, Finding]] = {}
     for check, findings in looked.items():
         for finding in findings:
             if weighed := weigh(finding, settings):
                 current[finding.key] = (check, weighed)
+    before = {alarm.finding.key: alarm for alarm in alarms}
     after: dict[Key, Alarm] = {}
-    for key, alarm in alarms.items():
+    for key, alarm in before.items():
         if key in current or alarm.check in settings.disabled:
             continue
         if remaining := _absent(alarm, now, settings) if alarm.check in looked else alarm:
             after[key] = remaining
     for key, (check, finding) in current.items():
-        after[key] = _present(alarms.get(key), check, finding, now, unix, settings)
-    return after
+        after[key] = _present(before.get(key), check, finding, now, unix, settings)
+    return tuple(after.values())
 
 
 def weigh(finding: Finding, settings: Settings) -> Finding | None:
@@ -94,27 +95,13 @@ def _absent(alarm: Alarm, now: float, settings: Settings) -> Alarm | None:
     return replace(alarm, looks=0, raised=recent, since=0.0) if recent else None
 
 
-def counting(alarms: Mapping[Key, Alarm]) -> list[Alarm]:
+def counting(alarms: Iterable[Alarm]) -> list[Alarm]:
     """Return the alarms that count, the worst first, then by name."""
-    active = [alarm for alarm in alarms.values() if alarm.counts]
+    active = [alarm for alarm in alarms if alarm.counts]
     return sorted(active, key=lambda alarm: (alarm.finding.severity != "fail", *alarm.finding.key))
 
 
-def state(alarms: Mapping[Key, Alarm]) -> State:
+def state(alarms: Iterable[Alarm]) -> State:
     """Return what the node is: failed with anything that fails it, degraded with a warning."""
     severities = {alarm.finding.severity for alarm in counting(alarms)}
     return "failed" if "fail" in severities else "degraded" if severities else "ok"
-
-
-def as_json(alarms: Mapping[Key, Alarm]) -> list[dict[str, Any]]:
-    """Return alarms as JSON."""
-    return [asdict(alarm) for alarm in alarms.values()]
-
-
-def from_json(document: Any) -> dict[Key, Alarm]:
-    """Return alarms from JSON; raises TypeError, ValueError, KeyError for what isn't."""
-    alarms = [
-        Alarm(**{**item, "finding": Finding(**item["finding"]), "raised": tuple(item["raised"])})
-        for item in document
-    ]
-    return {alarm.finding.key: alarm for alarm in alarms}

@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,21 @@ def started(pid: int, proc: Path = Path("/proc")) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def run(work: Callable[[], Any], task: str, seconds: float) -> Any:
+def run(
+    work: Callable[[], Any],
+    task: str,
+    seconds: float,
+    *,
+    hung: Sequence[Any] | None = None,
+    proc: Path = Path("/proc"),
+) -> Any:
     """Return what ``work`` returns, which must be JSON. Raises NodeError (``health.failed``), HungError.
 
-    No thread may run: this forks.
+    ``hung`` is the process of an earlier HungError: none is started beside it while it is there. No thread may run:
+    this forks.
     """
+    if hung and hung[1] and started(hung[0], proc) == hung[1]:
+        raise HungError(task, (hung[0], hung[1]))
     readable, writable = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, get_args
 
 from image_builder.node import files, status
 from image_builder.node import settings as settings_files
@@ -20,13 +18,12 @@ from image_builder.node.errors import NodeError
 from image_builder.node.health import (
     alarms,
     clock,
-    condition,
     gpu,
     kernel_log,
     maintenance,
     memory,
-    metrics,
     network,
+    report,
     storage,
 )
 from image_builder.node.health.model import Finding, Look, Outcome, Places, Sample
@@ -37,18 +34,6 @@ LOCK_SECONDS = 20.0
 # A timer is never exact: a check that is almost due is due.
 _SLACK_SECONDS = 5.0
 Check = Callable[[Look], Outcome]
-
-
-class Client(Protocol):
-    """Sets a node's condition in Kubernetes; raises NodeError. Its user closes it."""
-
-    def patch_condition(self, node: str, type: str, status: str, reason: str, message: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Connect = Callable[[Settings], tuple[Client, str]]
-"""Returns the API server, and the node's name there; raises NodeError."""
 
 
 def checks() -> dict[str, Check]:
@@ -69,22 +54,11 @@ def checks() -> dict[str, Check]:
     }
 
 
-def connect(settings: Settings) -> tuple[Client, str]:
-    """Be the kubelet; raises NodeError (``kube.config``)."""
-    from image_builder.node.net import kube  # only at a change: TLS takes as long to load as all else
-
-    client = kube.Client.from_kubeconfig(Path(settings.kubeconfig))
-    return client, settings.node_name or client.access.node or os.uname().nodename.lower()
-
-
 def run(
     *,
     as_json: bool = False,
     places: Places = Places(),  # noqa: B008 (frozen)
     directory: Path = settings_files.DIRECTORY,
-    release: Path = settings_files.RELEASE,
-    looks: Mapping[str, Check] | None = None,
-    api: Connect = connect,
 ) -> int:
     """Look, report what changed, and write the result; print it with ``as_json``.
 
@@ -99,25 +73,21 @@ def run(
         before, trouble = memory.load(path, boot_id)
         if trouble:
             status.tell(f"health: {trouble}")
-        after = look_at_all(before, checks() if looks is None else looks, settings, places)
+        after = look_at_all(before, checks(), settings, places)
         _report_changes(before, after)
-        image = settings_files.build_id(release)
-        node_condition = condition.from_alarms(alarms.counting(after.alarms), boot_id, image)
-        report = document(after, settings, node_condition, image)
-        files.write_json(places.run / "health.json", report, durable=False)
-        _save(path, after)
-        reported = report_condition(after.reported, node_condition, settings, api)
+        image = settings_files.build_id()
+        node_condition = report.condition(alarms.counting(after.alarms), boot_id, image)
+        results = document(after, settings, node_condition, image)
+        files.write_json(places.run / "health.json", results, durable=False)
+        files.write_json(path, memory.as_json(after), durable=False)
+        reported = report_condition(after.reported, node_condition, settings)
         if reported != after.reported:
             after = replace(after, reported=reported)
-            _save(path, after)
+            files.write_json(path, memory.as_json(after), durable=False)
         done = write_metrics(after, settings)
     if as_json:
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        sys.stdout.write(json.dumps(results, indent=1) + "\n")
     return 0 if done else 1
-
-
-def _save(path: Path, latest: memory.Memory) -> None:
-    files.write(path, json.dumps(memory.as_json(latest)).encode(), durable=False)
 
 
 def look_at_all(
@@ -179,7 +149,7 @@ def _report_changes(before: memory.Memory, after: memory.Memory) -> None:
 
 
 def document(
-    latest: memory.Memory, settings: Settings, node_condition: condition.Condition, image: str
+    latest: memory.Memory, settings: Settings, node_condition: report.Condition, image: str
 ) -> dict[str, Any]:
     """Return ``health.json``."""
     return {
@@ -205,40 +175,40 @@ def document(
 
 
 def report_condition(
-    reported: condition.Reported, node_condition: condition.Condition, settings: Settings, api: Connect
-) -> condition.Reported:
+    reported: report.Reported, node_condition: report.Condition, settings: Settings
+) -> report.Reported:
     """Set the node's condition where it changed; return what is remembered of that."""
     now = time.monotonic()
     # No kubeconfig: the node has not joined yet, which is no failure.
-    if not settings.condition or not condition.due(reported, node_condition, now):
+    if not settings.condition or not report.due(reported, node_condition, now):
         return reported
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return reported
+    from image_builder.node.net import kube  # only at a change: TLS takes as long to load as all else
+
     try:
-        client, node = api(settings)
-        with closing(client):
+        client, node = kube.as_kubelet(Path(settings.kubeconfig), settings.node_name)
+        with client:
             client.patch_condition(
                 node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
             )
     except NodeError as error:
-        from image_builder.node.net import kube
-
         after: float | None = getattr(error, "retry_after", None)
         wait = kube.backoff(
-            reported.failures, retry_after=after, base=condition.FIRST_WAIT, cap=condition.LONGEST_WAIT
+            reported.failures, retry_after=after, base=report.FIRST_WAIT, cap=report.LONGEST_WAIT
         )
         if not reported.failures:
             status.tell(f"health: {settings.condition} could not be set: {error.message}")
-        return condition.after_failure(reported, now, wait)
+        return report.after_failure(reported, now, wait)
     status.tell(f"health: {settings.condition} is {node_condition.status}: {node_condition.reason}")
-    return condition.after_success(node_condition)
+    return report.after_success(node_condition)
 
 
 def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
     """Write what node-exporter collects; tell whether that could be done."""
     path = Path(settings.textfile_directory) / "node_health.prom"
     try:
-        files.write(path, metrics.text(samples(latest)).encode(), durable=False)
+        files.write(path, report.metrics(samples(latest)).encode(), durable=False)
     except OSError as error:
         status.tell(f"health: {path} could not be written: {error.strerror}")
         return False
@@ -248,7 +218,7 @@ def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
 def samples(latest: memory.Memory) -> list[Sample]:
     """Return all metrics: those of the checks, and of this program."""
     state = alarms.state(latest.alarms)
-    values = [Sample("state", float(name == state), {"state": name}) for name in ("ok", "degraded", "failed")]
+    values = [Sample("state", float(name == state), {"state": name}) for name in get_args(alarms.State)]
     for alarm in alarms.counting(latest.alarms):
         finding = alarm.finding
         labels = {

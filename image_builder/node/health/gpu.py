@@ -7,6 +7,7 @@ are loaded only where there are GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from image_builder.node import sysfs
@@ -19,25 +20,18 @@ if TYPE_CHECKING:
     from image_builder.node.gpu.model import Gpu, Nvml
 
 _SECONDS = 20.0
-# NVML_FI_DEV_GET_GPU_RECOVERY_ACTION in words, and what it asks for.
-_RECOVERY: Mapping[str, Action] = {
-    "gpu-reset": "reboot",
-    "node-reboot": "reboot",
-    "drain-p2p": "reboot",
-    "drain-and-reset": "reboot",
-}
 
 
 def read_nvml() -> dict[str, Any]:
     """Return NVML's answers as JSON; what keeps it from answering is an answer, too."""
-    from image_builder.node.gpu import model, nvml, readings
+    from image_builder.node.gpu import nvml, readings
 
     try:
         with nvml.opened() as library:
             reading = readings.look(library)
     except (OSError, nvml.NvmlError) as error:
         reading = nvml.refused(error)
-    return model.as_json(reading)
+    return asdict(reading)
 
 
 def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outcome:
@@ -45,27 +39,20 @@ def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outc
     expected = len(sysfs.nvidia_gpus(look.places.sys))
     if not expected:
         return Outcome()
-    memory = dict(look.memory)
-    pid, born = memory.pop("hung", (0, ""))
-    if born and apart.started(pid, look.places.proc) == born:
-        return _hung(look.memory, pid)
     try:
-        answers = apart.run(read, "NVML", _SECONDS)
+        answers = apart.run(read, "NVML", _SECONDS, hung=look.memory.get("hung"), proc=look.places.proc)
     except apart.HungError as error:
-        return _hung({**memory, "hung": list(error.process)}, error.process[0])
+        detail = f"NVML does not answer: process {error.process[0]} waits for the driver"
+        finding = Finding("gpu.hung", "nvml", "fail", detail, "reboot")
+        return Outcome((finding,), memory={**look.memory, "hung": list(error.process)})
     from image_builder.node.gpu import model  # only where there are GPUs: it is large
 
     reading = decode(model.Nvml, answers)
     links = {gpu.uuid: sum(gpu.nvlinks) for gpu in reading.gpus if gpu.nvlinks}
-    best: dict[str, int] = dict(memory.get("links", {}))
+    best: dict[str, int] = dict(look.memory.get("links", {}))
     findings = rule(reading, expected, best)
     best |= {uuid: max(active, best.get(uuid, 0)) for uuid, active in links.items()}
     return Outcome(tuple(findings), tuple(samples(reading, expected)), {"links": best})
-
-
-def _hung(memory: Mapping[str, Any], pid: int) -> Outcome:
-    detail = f"NVML does not answer: process {pid} waits for the driver"
-    return Outcome((Finding("gpu.hung", "nvml", "fail", detail, "reboot"),), memory=memory)
 
 
 def rule(reading: Nvml, expected: int, links: Mapping[str, int]) -> list[Finding]:
@@ -99,9 +86,10 @@ def _memory_findings(gpu: Gpu) -> Iterable[Finding]:
         if is_bad:
             count = f" ({is_bad})" if not isinstance(is_bad, bool) else ""
             yield Finding(code, gpu.uuid, "fail", f"{gpu.uuid} at {gpu.pci}: {fault}{count}", action)
-    if (recovery := gpu.recovery_action) and recovery not in ("none", "NONE"):
-        action = _RECOVERY.get(recovery.lower().replace("_", "-"), "reboot")
-        yield Finding("gpu.recovery", gpu.uuid, "fail", f"{gpu.uuid}: the driver asks for {recovery}", action)
+    if (recovery := gpu.recovery_action) and recovery != "none":
+        yield Finding(
+            "gpu.recovery", gpu.uuid, "fail", f"{gpu.uuid}: the driver asks for {recovery}", "reboot"
+        )
 
 
 def _link_findings(gpu: Gpu, best: int) -> Iterable[Finding]:

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from image_builder.node import mounts
@@ -180,9 +180,7 @@ def merge(earlier: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
     for trouble in new:
         before = troubles.get((trouble.code, trouble.subject))
         count = trouble.count + (before.count if before else 0)
-        troubles[trouble.code, trouble.subject] = Trouble(
-            trouble.code, trouble.subject, count, trouble.last, trouble.detail
-        )
+        troubles[trouble.code, trouble.subject] = replace(trouble, count=count)
     return sorted(troubles.values(), key=lambda trouble: trouble.last)[-_MOST:]
 
 

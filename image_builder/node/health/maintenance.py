@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from image_builder.node.decode import decode
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 from image_builder.node.net import imds
@@ -54,21 +55,17 @@ def check(look: Look) -> Outcome:
     events = [event for event in parse(response) if not name or name in event.resources]
     findings = rule(events)
     return Outcome(
-        tuple(findings), tuple(samples(events)), {"name": name, "events": [_as_json(e) for e in events]}
+        tuple(findings), tuple(samples(events)), {"name": name, "events": [asdict(event) for event in events]}
     )
 
 
 def _resting(look: Look, name: str, response: Response) -> Outcome:
     items = look.memory.get("events", [])
-    events = [Event(**{**item, "resources": tuple(item["resources"])}) for item in items]
+    events = [decode(Event, item) for item in items]
     rest = min(response.retry_after or _REST_SECONDS, _MOST_REST)
     return Outcome(
         tuple(rule(events)), tuple(samples(events)), {"name": name, "events": items}, rest_seconds=rest
     )
-
-
-def _as_json(event: Event) -> dict[str, Any]:
-    return {**vars(event), "resources": list(event.resources)}
 
 
 def parse(response: Response) -> list[Event]:

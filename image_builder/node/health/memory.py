@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.health import alarms, condition
-from image_builder.node.health.model import Key, Outcome, Sample
+from image_builder.node.decode import decode
+from image_builder.node.health.alarms import Alarm
+from image_builder.node.health.model import Outcome, Sample
+from image_builder.node.health.report import Reported
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Memory:
 
     boot_id: str = ""
     checks: Mapping[str, Last] = field(default_factory=dict)
-    alarms: Mapping[Key, alarms.Alarm] = field(default_factory=dict)
-    reported: condition.Reported = field(default_factory=condition.Reported)
+    alarms: tuple[Alarm, ...] = ()
+    reported: Reported = field(default_factory=Reported)
 
 
 def after(last: Last, outcome: Outcome, now: float, unix: float, seconds: float) -> Last:
@@ -50,30 +52,15 @@ def load(path: Path, boot_id: str) -> tuple[Memory, str]:
     """Return what the last look left, and why that is nothing where it should be something."""
     try:
         document = json.loads(path.read_bytes())
-        if document["format"] != FORMAT or document["boot_id"] != boot_id:
+        if (document.pop("format"), document["boot_id"]) != (FORMAT, boot_id):
             return Memory(boot_id), ""
-        return _from_json(document), ""
+        return decode(Memory, document), ""
     except FileNotFoundError:
         return Memory(boot_id), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Memory(boot_id), f"{path} is damaged, starting over: {error!r}"
 
 
-def _from_json(document: Mapping[str, Any]) -> Memory:
-    checks = {
-        str(name): Last(**{**record, "samples": tuple(Sample(**sample) for sample in record["samples"])})
-        for name, record in document["checks"].items()
-    }
-    reported = condition.from_json(document["told"])
-    return Memory(document["boot_id"], checks, alarms.from_json(document["alarms"]), reported)
-
-
 def as_json(memory: Memory) -> dict[str, Any]:
     """Return a memory as JSON."""
-    return {
-        "format": FORMAT,
-        "boot_id": memory.boot_id,
-        "checks": {name: asdict(last) for name, last in memory.checks.items()},
-        "alarms": alarms.as_json(memory.alarms),
-        "told": asdict(memory.reported),
-    }
+    return {"format": FORMAT, **asdict(memory)}

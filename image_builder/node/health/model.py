@@ -62,7 +62,6 @@ class Places:
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
-    etc: Path = Path("/etc")
     run: Path = Path("/run/node")
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from image_builder.node import sysfs
 from image_builder.node.errors import NodeError
 from image_builder.node.health.model import Finding, Look, Outcome, Sample
 from image_builder.node.health.settings import Settings, endpoint
 from image_builder.node.net import kubeconfig, reach
-from image_builder.node.sysfs import number, text
+from image_builder.node.sysfs import Port, number
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
 # Of /sys/class/infiniband/D/ports/P/counters: those of a bad cable or a flapping link.
@@ -190,52 +191,26 @@ def link_rule(links: Mapping[str, Any], settings: Settings) -> list[Finding]:
     ]
 
 
-@dataclass(frozen=True)
-class Port:
-    """A port of InfiniBand. ``state`` and ``physical`` are the kernel's words, such as ``ACTIVE`` and ``LinkUp``.
-
-    ``rate`` is in Gbit/s.
-    """
-
-    name: str
-    state: str
-    physical: str
-    rate: float
-    counters: Mapping[str, int]
-
-    @property
-    def up(self) -> bool:
-        return self.state == "ACTIVE" and self.physical == "LinkUp"
-
-
 def check_infiniband(look: Look) -> Outcome:
     """Look at every port. What was up once in this boot has to stay so, at the rate that it had."""
-    ports = read_ports(look.places.sys)
+    ports = [port for port in sysfs.ports(look.places.sys) if port.is_infiniband]
+    counters = {port.name: read_counters(look.places.sys, port) for port in ports}
     best: dict[str, float] = {str(k): float(v) for k, v in look.memory.get("best", {}).items()}
     links = count_flaps(
         look.memory.get("flaps", {}),
-        {port.name: port.counters["link_downed"] for port in ports},
+        {name: counts["link_downed"] for name, counts in counters.items()},
         look.now,
         look.settings.flap_seconds,
     )
     findings = [*port_rule(ports, best), *port_flap_rule(links, look.settings)]
-    best |= {port.name: max(port.rate, best.get(port.name, 0.0)) for port in ports if port.up}
-    return Outcome(tuple(findings), tuple(port_samples(ports)), {"best": best, "flaps": links})
+    best |= {port.name: max(port.rate_gbit, best.get(port.name, 0.0)) for port in ports if port.is_up}
+    return Outcome(tuple(findings), tuple(port_samples(ports, counters)), {"best": best, "flaps": links})
 
 
-def read_ports(sys: Path) -> list[Port]:
-    """Return the ports whose link layer is InfiniBand: Ethernet ones are links of the network."""
-    ports = []
-    for entry in sorted((sys / "class/infiniband").glob("*/ports/*")):
-        if text(entry / "link_layer") == "InfiniBand":
-            counters = {name: number(entry / "counters" / name) for name in COUNTERS}
-            name = f"{entry.parents[1].name}/{entry.name}"
-            # "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)"
-            state, physical = (text(entry / part).partition(": ")[2] for part in ("state", "phys_state"))
-            rate = text(entry / "rate").partition(" ")[0]
-            gigabits = float(rate) if rate.replace(".", "", 1).isdigit() else 0.0
-            ports.append(Port(name, state, physical, gigabits, counters))
-    return ports
+def read_counters(sys: Path, port: Port) -> dict[str, int]:
+    """Return the counters of a port, 0 for one that it doesn't have."""
+    directory = sys / f"class/infiniband/{port.device}/ports/{port.number}/counters"
+    return {name: number(directory / name) for name in COUNTERS}
 
 
 def port_rule(ports: Iterable[Port], best: Mapping[str, float]) -> list[Finding]:
@@ -244,12 +219,12 @@ def port_rule(ports: Iterable[Port], best: Mapping[str, float]) -> list[Finding]
     findings = []
     for name, rate in best.items():
         port = present.get(name)
-        if port is None or not port.up:
+        if port is None or not port.is_up:
             state = f"{port.state}, {port.physical}" if port else "gone"
             detail = f"{name} is {state}"
             findings.append(Finding("infiniband.down", name, "fail", detail, action="replace", patient=True))
-        elif port.rate < rate:
-            detail = f"{name} runs at {port.rate:g} Gbit/s, after {rate:g}"
+        elif port.rate_gbit < rate:
+            detail = f"{name} runs at {port.rate_gbit:g} Gbit/s, after {rate:g}"
             findings.append(Finding("infiniband.slow", name, "fail", detail, action="replace", patient=True))
     return findings
 
@@ -262,14 +237,14 @@ def port_flap_rule(links: Mapping[str, Any], settings: Settings) -> list[Finding
     ]
 
 
-def port_samples(ports: Iterable[Port]) -> list[Sample]:
-    """Return the metrics of ports."""
+def port_samples(ports: Iterable[Port], counters: Mapping[str, Mapping[str, int]]) -> list[Sample]:
+    """Return the metrics of ports; ``counters`` are by the port's name."""
     samples = []
     for port in ports:
         labels = {"port": port.name}
-        samples.append(Sample("infiniband_up", float(port.up), labels))
-        samples.append(Sample("infiniband_rate_gigabits_per_second", port.rate, labels))
+        samples.append(Sample("infiniband_up", float(port.is_up), labels))
+        samples.append(Sample("infiniband_rate_gigabits_per_second", port.rate_gbit, labels))
         samples += [
-            Sample(f"infiniband_{name}_total", count, labels) for name, count in port.counters.items()
+            Sample(f"infiniband_{name}_total", count, labels) for name, count in counters[port.name].items()
         ]
     return samples

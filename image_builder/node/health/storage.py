@@ -218,21 +218,23 @@ def check_drives(look: Look) -> Outcome:
         return Outcome()
     findings: list[Finding] = []
     pages: dict[str, list[int] | None] = {}
-    process = look.memory.get("hung")
-    if not process or apart.started(process[0], look.places.proc) != process[1]:
-        process = None
-        try:
-            pages = apart.run(lambda: _read_pages(look.places.dev, states), "an NVMe drive", _SECONDS)
-        except apart.HungError as error:
-            process = list(error.process)
-    if process:
-        detail = f"a drive does not answer: process {process[0]} waits for it"
+    memory = {}
+    try:
+        pages = apart.run(
+            lambda: _read_pages(look.places.dev, states),
+            "an NVMe drive",
+            _SECONDS,
+            hung=look.memory.get("hung"),
+            proc=look.places.proc,
+        )
+    except apart.HungError as error:
+        detail = f"a drive does not answer: process {error.process[0]} waits for it"
         findings.append(Finding("drive.hung", "nvme", "fail", detail, action="reboot"))
+        memory = {"hung": list(error.process)}
     drives = [
         Drive(name, state, Page(*values) if (values := pages.get(name)) else None)
         for name, state in states.items()
     ]
-    memory = {"hung": process} if process else {}
     return Outcome((*findings, *drive_rule(drives)), tuple(drive_samples(drives)), memory)
 
 

@@ -31,6 +31,7 @@ TIMEOUT, LONGEST_LIST = 15.0, 300.0
 # The longest wait between two attempts, and the longest that a server may ask for.
 LONGEST_WAIT, LONGEST_RETRY_AFTER = 600.0, 3600.0
 MESSAGE_BYTES = 1024
+NOT_FOUND, CONFLICT = 404, 409
 # Answers that another attempt will not change: the request itself is wrong.
 _HOPELESS = frozenset({400, 405, 406, 413, 415, 422})
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -97,6 +98,12 @@ def patiently(
             tell(f"{error.message}; again in {wait:.0f} s")
         sleep(wait)
         attempt += 1
+
+
+def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tuple[Client, str]:
+    """Return a client with a kubelet's kubeconfig, and the node's name there. Raises NodeError (``kube.config``)."""
+    access = kubeconfig.load(path)
+    return Client(access, timeout=timeout), node_name or access.node or os.uname().nodename.lower()
 
 
 def condition(
@@ -171,11 +178,11 @@ class Client:
         body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
         if labels:
             body["metadata"] = {"labels": dict(labels)}
-        self.request("PATCH", f"{_path_of_node(node)}/status", body, STRATEGIC_MERGE)
+        self.request("PATCH", f"{path_of_node(node)}/status", body, STRATEGIC_MERGE)
 
     def node(self, name: str) -> dict[str, Any]:
         """Return a Node object. Raises KubeError."""
-        return self.request("GET", _path_of_node(name))
+        return self.request("GET", path_of_node(name))
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
         """Return what the server answers to one request. Raises KubeError."""
@@ -189,6 +196,15 @@ class Client:
             self.close()
             raise KubeError(f"{method} {path}: the answer broke off: {error}") from error
         return document
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        """Return an object, None where there is none. Raises KubeError."""
+        try:
+            return self.request("GET", path)
+        except KubeError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return None
 
     def text(self, path: str, accept: str = _JSON) -> str:
         """Return what the server answers to a GET, as text. Raises KubeError."""
@@ -339,7 +355,8 @@ def tls(access: Access) -> ssl.SSLContext:
     return context
 
 
-def _path_of_node(name: str) -> str:
+def path_of_node(name: str) -> str:
+    """Return where the API has a node."""
     return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 

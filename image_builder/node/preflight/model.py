@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from image_builder.node import status
+from image_builder.node.finding import kubernetes_reason
 
 FORMAT = 1
 FILE = "preflight.json"
@@ -85,7 +86,7 @@ def condition_status(state: str) -> str:
 
 def condition_reason(code: str) -> str:
     """Return a code as Kubernetes writes reasons: ``gpu.kat-int`` is ``GpuKatInt``, and no code is ``Passed``."""
-    return "".join(word.capitalize() for word in re.split(r"[^A-Za-z0-9]+", code)) or "Passed"
+    return kubernetes_reason(code) or "Passed"
 
 
 def message(document: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ tells whether it is stale.
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
-from image_builder.node.net import fetch, kube, kubeconfig
+from image_builder.node.net import fetch, kube
 from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.node.preflight import verdict as verdicts
@@ -111,8 +110,7 @@ def may_have_pods(settings: Settings) -> bool:
 
 def connect(settings: Settings, timeout: float) -> tuple[Client, str]:
     """Be the kubelet: return a client, and the node's name there. Raises NodeError (``kube.config``)."""
-    access = kubeconfig.load(Path(settings.kubeconfig))
-    return Client(access, timeout=timeout), settings.node_name or access.node or os.uname().nodename.lower()
+    return kube.as_kubelet(Path(settings.kubeconfig), settings.node_name, timeout)
 
 
 def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> None:

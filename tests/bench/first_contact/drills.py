@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-from image_builder.node.gpu.model import as_json
 from image_builder.node.gpu.smoke import fleet, program
 from tests.bench import gpu as bench
 from tests.bench.first_contact import facts, smoke
@@ -39,7 +39,7 @@ def step(kind: str) -> Callable[[Context], dict[str, Any]]:
             "kind": kind,
             "caught": bench.CAUGHT[kind](worker),
             "seconds": round(time.monotonic() - began, 3),
-            "worker": as_json(worker),
+            "worker": asdict(worker),
         }
 
     return work
@@ -68,7 +68,7 @@ def nearly_full(context: Context) -> dict[str, Any]:
     wrong = [measurement.id for measurement in worker.measurements if measurement.status == "failed"]
     return {
         **memory,
-        "worker": as_json(worker),
+        "worker": asdict(worker),
         "caught": memory["held"] and worker.ended == "done" and not wrong,
     }
 

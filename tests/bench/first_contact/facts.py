@@ -6,13 +6,14 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import child, files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import machine, nvml, readings, sizes, xids
-from image_builder.node.gpu.model import Machine, Xid, as_json
+from image_builder.node.gpu.model import Machine, Xid
 from image_builder.node.net import imds
 from tests.bench.first_contact.context import FACTS, Context
 
@@ -46,7 +47,7 @@ def step(context: Context) -> dict[str, Any]:
     places = context.places
     node = machine.look(places, context.vm_size, _platform)
     facts: dict[str, Any] = {
-        "machine": as_json(node),
+        "machine": asdict(node),
         "user": os.geteuid(),
         "processors": os.cpu_count(),
         "usable_processors": len(os.sched_getaffinity(0)),
@@ -118,17 +119,17 @@ def look(context: Context) -> dict[str, Any]:
     with nvml.opened() as library:
         answers = readings.look(library)
         samples = [
-            as_json(readings.sample(library, readings.handle_of(library, gpu.index), gpu.uuid, float(number)))
+            asdict(readings.sample(library, readings.handle_of(library, gpu.index), gpu.uuid, float(number)))
             for number in range(3)
             for gpu in answers.gpus
         ]
-    return {"nvml": as_json(answers), "samples": samples, **kernel(context)}
+    return {"nvml": asdict(answers), "samples": samples, **kernel(context)}
 
 
 def kernel(context: Context) -> dict[str, Any]:
     """Return the Xids of this boot, or why they can't be read."""
     try:
-        return {"xids": [as_json(xid) for xid in read_xids(context)]}
+        return {"xids": [asdict(xid) for xid in read_xids(context)]}
     except NodeError as error:
         return {"xids": None, "kernel_log": error.message}
 

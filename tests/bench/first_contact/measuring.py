@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median, stdev
 from typing import Any
 
-from image_builder.node.gpu.model import Worker, as_json
+from image_builder.node.gpu.model import Worker
 from image_builder.node.gpu.smoke import cuda, fleet, program
 from tests.bench import gpu as bench
 from tests.bench.first_contact.context import Context, peers, worker_argv
@@ -35,7 +36,7 @@ def together(
 
 def as_documents(workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
     """Return workers as JSON has them."""
-    return [as_json(worker) for worker in workers.values()]
+    return [asdict(worker) for worker in workers.values()]
 
 
 def spread(context: Context) -> dict[str, Any]:

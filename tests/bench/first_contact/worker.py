@@ -11,13 +11,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.model import Measurement, Worker, as_json
-from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, reference, tensor
+from image_builder.node.gpu.model import Measurement, Worker
+from image_builder.node.gpu.smoke import bandwidth, cuda, known_answer, reference, tensor
 from image_builder.node.gpu.smoke import worker as agent
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
 
@@ -65,7 +65,7 @@ def parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(options: argparse.Namespace) -> int:
     """Do what one GPU's worker is asked for; return 0. Raises NodeError."""
     options.scratch.mkdir(parents=True, exist_ok=True)
-    copies.LOCK = options.scratch / "copies.lock"  # the agent's own place needs root
+    bandwidth.LOCK = options.scratch / "copies.lock"  # the agent's own place needs root
     plan = paced(agent.PLANS[options.tier], options.pace)
     agent.PLANS = {**agent.PLANS, options.tier: plan}
     if options.pace < 1:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         device, options, plan, [_of(devices, peer) for peer in options.peer]
     ):
         _say(measurement)
-    print(json.dumps(as_json(Worker(device.uuid, "done", sms=device.sms))), flush=True)
+    print(json.dumps(asdict(Worker(device.uuid, "done", sms=device.sms))), flush=True)
     return 0
 
 
@@ -109,7 +109,7 @@ def _of(devices: Sequence[Device], uuid: str) -> Device:
 
 
 def _say(measurement: Measurement) -> None:
-    print(json.dumps(as_json(measurement)), flush=True)
+    print(json.dumps(asdict(measurement)), flush=True)
 
 
 Mode = Callable[[Device, argparse.Namespace, agent.Plan, list[Device]], Iterator[Measurement]]
@@ -132,7 +132,7 @@ def _copied(
     device: Device, options: argparse.Namespace, plan: agent.Plan, _: list[Device]
 ) -> Iterator[Measurement]:
     """Copy both ways from each NUMA node, alone or at the same time as others."""
-    nodes = copies.numa_nodes() or {0: set()}
+    nodes = bandwidth.numa_nodes() or {0: set()}
     ways: list[tuple[str, Callable[..., Measurement]]] = [
         ("h2d", bandwidth.to_device),
         ("d2h", bandwidth.to_host),
@@ -144,7 +144,7 @@ def _copied(
 
             def measure(copy: Callable[..., Measurement] = copy, key: str = key) -> Measurement:
                 count = _OVERLAPPING if together else 20
-                turn = lambda: _barrier(options, device.uuid, key) if together else copies.turn()  # noqa: E731
+                turn = lambda: _barrier(options, device.uuid, key) if together else bandwidth.turn()  # noqa: E731
                 return copy(device, options.seed, count, size=plan.link_bytes, tile=plan.tile, turn=turn)
 
             measurement = agent.tried(

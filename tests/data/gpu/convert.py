@@ -15,11 +15,12 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from image_builder.node.gpu.model import Gpu, Process, as_json
+from image_builder.node.gpu.model import Gpu, Process
 
 _MIB = 1 << 20
 _THROTTLES = {
@@ -95,7 +96,7 @@ def convert(text: str, source: str) -> dict[str, Any]:
         "driver": head["Driver Version"],
         "attached": int(head["Attached GPUs"]),
         "pci_devices": [gpu["PCI/Device Id"].removeprefix("0x")[:4].lower() for gpu in gpus],
-        "gpus": [_without_defaults(as_json(_gpu(n, values))) for n, values in enumerate(gpus)],
+        "gpus": [_without_defaults(asdict(_gpu(n, values))) for n, values in enumerate(gpus)],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from image_builder.cluster.broker import attestation
-from image_builder.cluster.broker.attestation import Machine, Rules
+from image_builder.cluster.broker.attestation import NONCE_SECONDS, Machine, Nonces, Rules, until_next
 from image_builder.cluster.broker.refusal import RefusedError
 from tests import attested
 from tests.attested import SUBSCRIPTION, document, signer
@@ -134,3 +135,38 @@ def test_authorities_that_are_none_are_refused_at_the_start(tmp_path: Path) -> N
         path.write_text(text)
         with pytest.raises(Exception, match=r"azure\.pem: no certificates"):
             attestation.load_authorities(path)
+
+
+# The beginning of a minute.
+NODE, MINUTE = "vmss-h100-a000017", 1_800_000_000.0
+NONCES = Nonces(lambda: b"the key of the certificate")
+
+
+def test_a_nonce_is_ten_digits_of_one_machine_node_and_minute() -> None:
+    nonce = NONCES.current(VM_ID, NODE, MINUTE)
+    assert re.fullmatch("[0-9]{10}", nonce)
+    assert NONCES.current(VM_ID, NODE, MINUTE + NONCE_SECONDS - 1) == nonce
+    others = [
+        NONCES.current(VM_ID, NODE, MINUTE + NONCE_SECONDS),
+        NONCES.current(VM_ID[::-1], NODE, MINUTE),
+        NONCES.current(VM_ID, NODE + "8", MINUTE),
+        Nonces(lambda: b"another key").current(VM_ID, NODE, MINUTE),
+    ]
+    assert len({nonce, *others}) == 5
+    # They are spread, whatever they are made of.
+    assert len({NONCES.current(VM_ID, f"node-{number}", MINUTE) for number in range(1000)}) == 1000
+
+
+def test_it_is_taken_for_a_minute_or_two_by_each_replica() -> None:
+    nonce = NONCES.current(VM_ID, NODE, MINUTE + NONCE_SECONDS - 1)
+    replica = Nonces(lambda: b"the key of the certificate")
+    assert replica.is_valid(nonce, VM_ID, NODE, MINUTE)
+    assert replica.is_valid(nonce, VM_ID, NODE, MINUTE + 2 * NONCE_SECONDS - 1)
+    assert not replica.is_valid(nonce, VM_ID, NODE, MINUTE + 2 * NONCE_SECONDS)
+    assert not replica.is_valid(nonce, VM_ID, NODE, MINUTE - 1)
+    assert not replica.is_valid(nonce, VM_ID, NODE + "8", MINUTE)
+    assert not replica.is_valid("", VM_ID, NODE, MINUTE) and not replica.is_valid("ä", VM_ID, NODE, MINUTE)
+
+
+def test_who_used_one_is_told_when_the_next_is_there() -> None:
+    assert until_next(MINUTE + 5) == 55.0 and until_next(MINUTE) == NONCE_SECONDS

@@ -14,16 +14,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding
 
 from image_builder.cluster.broker import identity, keys
+from image_builder.cluster.broker.config import Identity
 from image_builder.cluster.broker.refusal import RefusedError
 from tests import identities as ids
 
 NOW = 1_800_000_000.0
-RULES = identity.Rules(
-    (f"https://sts.windows.net/{ids.TENANT}/", f"https://login.microsoftonline.com/{ids.TENANT}/v2.0"),
-    ids.AUDIENCE,
-    ids.TENANT,
-    60.0,
-)
+RULES = Identity(tenant=ids.TENANT, audience=ids.AUDIENCE, leeway_seconds=60.0)
 KEYS = keys.parse_keys(ids.jwks("one", "two"))
 
 

@@ -1,4 +1,4 @@
-"""Who may have a token for which node, what a request looks like, and how often it may come."""
+"""Who may have a token for which node, and what a request looks like."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from image_builder.cluster.broker import policy
 from image_builder.cluster.broker.config import Pool
 from image_builder.cluster.broker.identity import Caller
-from image_builder.cluster.broker.limits import Limiter, whole_seconds
 from image_builder.cluster.broker.policy import Request
 from image_builder.cluster.broker.refusal import RefusedError
 from tests.identities import OBJECT, SCALE_SET
@@ -93,31 +92,3 @@ def test_a_request() -> None:
     for data in (b"", b"\xff", b'{"node": "a", "node": "b"}', b"[" * policy.MOST_BYTES):
         with pytest.raises(RefusedError, match="not JSON"):
             policy.parse(data)
-
-
-def test_a_bucket_fills_again() -> None:
-    limiter = Limiter(burst=2, per_second=0.5)
-    assert [limiter.take("a", 0.0) for _ in range(3)] == [0, 0, 2.0]
-    # Another's is another; and who was refused has not used anything up.
-    assert limiter.take("b", 0.0) == 0
-    assert limiter.take("a", 1.0) == 1.0
-    assert limiter.take("a", 2.0) == 0 and limiter.take("a", 2.0) == 2.0
-    # It never has more than it began with.
-    assert [limiter.take("a", 1000.0) for _ in range(3)] == [0, 0, 2.0]
-
-
-def test_buckets_that_are_full_again_are_forgotten() -> None:
-    limiter = Limiter(burst=2, per_second=1)
-    for number in range(9_998):
-        limiter.take(f"old {number}", 0.0)
-    for _ in range(3):
-        limiter.take("busy", 1.5)
-    limiter.take("once", 1.5)
-    limiter.take("new", 3.0)
-    assert set(limiter._buckets) == {"busy", "once", "new"}
-    assert limiter.take("busy", 3.0) == 0 and limiter.take("busy", 3.0) == 0.5
-
-
-@pytest.mark.parametrize(("seconds", "header"), [(0.001, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
-def test_retry_after_is_never_too_early(seconds: float, header: int) -> None:
-    assert whole_seconds(seconds) == header

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from image_builder.cluster.gate import breaker, holder
+from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.admit import _line as status_line
 from image_builder.cluster.gate.breaker import Limits, code_of
 from image_builder.cluster.gate.model import Node, Rules, node_from
@@ -200,12 +200,12 @@ def test_status_says_held_for_nodes_of_the_pool_that_is() -> None:
 
 def test_a_person_releases_one_pool() -> None:
     holds = [*held(3, 9).values(), *held(4, 9, "b").values(), *held(5, 9, "", "gpu.lost").values()]
-    assert holder.chosen(holds, "gpu.kat.int", "b").failed == 4
-    assert holder.chosen(holds, "gpu.lost", None).failed == 5
+    assert breaker.chosen(holds, "gpu.kat.int", "b").failed == 4
+    assert breaker.chosen(holds, "gpu.lost", None).failed == 5
     with pytest.raises(UsageError, match="held for several pools: 'a', 'b'"):
-        holder.chosen(holds, "gpu.kat.int", None)
+        breaker.chosen(holds, "gpu.kat.int", None)
     with pytest.raises(UsageError, match="not held for pool c; held are: .*gpu.kat.int of pool b, gpu.lost"):
-        holder.chosen(holds, "gpu.kat.int", "c")
+        breaker.chosen(holds, "gpu.kat.int", "c")
 
 
 def test_a_hold_is_read_as_it_was_written_and_a_broken_one_is_none() -> None:

@@ -21,6 +21,9 @@ class Api:
         self.renewed = "a"
         self.puts: list[float] = []
 
+    def find(self, path: str) -> dict[str, Any]:
+        return self.request("GET", path)
+
     def request(self, method: str, _path: str, _body: Any = None, _kind: str = "") -> dict[str, Any]:
         self.clock += self.seconds
         if method != "GET":

@@ -15,7 +15,7 @@ from image_builder.node.decode import decode
 from image_builder.node.disk import layout
 from image_builder.node.disk.settings import Bind, Cache, Directory, Selector, Settings, parse
 from image_builder.node.errors import NodeError
-from image_builder.node.health.endpoint import parse as parse_endpoint
+from image_builder.node.health.application import parse as parse_endpoint
 from image_builder.node.health.settings import parse as parse_health
 from image_builder.node.join.settings import parse as parse_join
 from image_builder.node.preflight.settings import parse as parse_preflight

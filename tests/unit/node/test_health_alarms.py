@@ -1,11 +1,11 @@
-"""When a finding counts, when Kubernetes is told, and what is written: decisions without a clock."""
+"""When a finding counts, when Kubernetes is told, and what is remembered: decisions without a clock."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from image_builder.node.errors import NodeError
-from image_builder.node.health import alarms, command, condition, memory, metrics
+from image_builder.node.health import alarms, command, memory, report
 from image_builder.node.health import settings as health_settings
 from image_builder.node.health.alarms import Alarm
-from image_builder.node.health.model import Finding, Key, Outcome, Sample
+from image_builder.node.health.model import Finding, Outcome, Sample
 from image_builder.node.health.settings import Settings, endpoint, parse
 
 REPO = Path(__file__).resolve().parents[3]
@@ -32,17 +32,17 @@ class Node:
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.settings, self.now, self.patches = settings, 0.0, 0
-        self.alarms: Mapping[Key, Alarm] = {}
-        self.reported = condition.Reported()
+        self.alarms: tuple[Alarm, ...] = ()
+        self.reported = report.Reported()
 
     def look(self, *found: Finding, could_look: bool = True) -> str:
         self.now += 60
         looked = {"check": found} if could_look else {}
         self.alarms = alarms.step(self.alarms, looked, self.now, self.now, self.settings)
-        current = condition.from_alarms(alarms.counting(self.alarms), "boot", "")
-        if condition.due(self.reported, current, self.now):
+        current = report.condition(alarms.counting(self.alarms), "boot", "")
+        if report.due(self.reported, current, self.now):
             self.patches += 1
-            self.reported = condition.after_success(current)
+            self.reported = report.after_success(current)
         return alarms.state(self.alarms)
 
 
@@ -113,7 +113,7 @@ def test_settings_weigh_findings() -> None:
     for _ in range(3):
         node.look(WARNING, AT_ONCE)
     assert [one.finding.code for one in alarms.counting(node.alarms)] == ["network.api"]
-    assert node.reported == condition.Reported("False", "NetworkApi")
+    assert node.reported == report.Reported("False", "NetworkApi")
 
 
 def test_disabled_check_takes_its_alarms_along() -> None:
@@ -123,60 +123,9 @@ def test_disabled_check_takes_its_alarms_along() -> None:
     assert node.look(could_look=False) == "ok"
 
 
-def test_condition_names_the_worst_and_fits() -> None:
-    many = [
-        Alarm("check", Finding("drive.io-errors", f"sd{n}", "fail", "x" * 150), 1, 0.0, (0.0,), 1.0)
-        for n in range(20)
-    ]
-    found = condition.from_alarms(many, "b" * 36, "i" * 64)
-    assert found.status == "False" and found.reason == "DriveIoErrors"
-    assert len(found.message.encode()) <= 1024 and found.message.startswith("20 findings: ")
-    assert found.message.endswith(f"... (boot {'b' * 36}, image {'i' * 64})")
-
-
-def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
-    reported, current = condition.Reported(), condition.Condition("False", "X", "")
-    assert condition.due(reported, current, 0.0)
-    reported = condition.after_failure(reported, 0.0, 50.0)
-    assert not condition.due(reported, current, 49.0) and condition.due(reported, current, 50.0)
-    assert reported.failures == 1 and condition.after_success(current).failures == 0
-
-
-def test_metrics_are_prometheus_text() -> None:
-    text = metrics.text(
-        [
-            Sample("finding", 1, {"code": "x.y", "subject": 'a "b"\\\n'}),
-            Sample("drive_errors_total", 3, {"device": "sda"}),
-            Sample("drive_errors_total", 4, {"device": "sdb"}),
-            Sample("drive_errors_total", 5, {"device": "sda"}),
-            Sample("clock_offset_seconds", -1.5e-07),
-        ]
-    )
-    assert text.splitlines() == [
-        f"# HELP node_health_clock_offset_seconds {metrics.HELP['clock_offset_seconds']}",
-        "# TYPE node_health_clock_offset_seconds gauge",
-        "node_health_clock_offset_seconds -1.5e-07",
-        f"# HELP node_health_drive_errors_total {metrics.HELP['drive_errors_total']}",
-        "# TYPE node_health_drive_errors_total counter",
-        'node_health_drive_errors_total{device="sda"} 5',
-        'node_health_drive_errors_total{device="sdb"} 4',
-        f"# HELP node_health_finding {metrics.HELP['finding']}",
-        "# TYPE node_health_finding gauge",
-        'node_health_finding{code="x.y",subject="a \\"b\\"\\\\\\n"} 1',
-    ]
-
-
-def test_metrics_have_names_as_prometheus_wants_them() -> None:
-    """Base units, `_total` for counters alone, no type in a name (prometheus.io/docs/practices/naming)."""
-    for name, words in metrics.HELP.items():
-        assert name == name.lower() and name.replace("_", "").isalnum(), name
-        assert not name.endswith(("_ms", "_percent", "_kilobytes", "_gauge", "_count", "_bytes_total")), name
-        assert words.endswith(".") and "\n" not in words, name
-
-
 def test_reference_lists_every_metric_code_and_setting() -> None:
     text = (REPO / "docs/reference/node-health.md").read_text(encoding="utf-8")
-    assert [name for name in metrics.HELP if f"`node_health_{name}`" not in text] == []
+    assert [name for name in report.HELP if f"`node_health_{name}`" not in text] == []
     source = "".join(path.read_text() for path in (REPO / "image_builder/node/health").glob("*.py"))
     codes = set(
         re.findall(
@@ -192,9 +141,7 @@ def state(alarm: Alarm) -> memory.Memory:
     last = memory.after(
         memory.Last(), Outcome((AT_ONCE,), (Sample("state", 1, {"a": "b"}),), {"n": [1]}), 1.0, 2.0, 0.5
     )
-    return memory.Memory(
-        "boot", {"check": last}, {alarm.finding.key: alarm}, condition.Reported("True", "X", 2, 5.0)
-    )
+    return memory.Memory("boot", {"check": last}, (alarm,), report.Reported("True", "X", 2, 5.0))
 
 
 def test_memory_survives_json(tmp_path: Path) -> None:
@@ -214,7 +161,7 @@ def test_damaged_memory_is_none_and_is_told(tmp_path: Path) -> None:
         "null",
         whole.replace('"alarms": [', '"alarms": [1, '),
         whole.replace('"samples": [', '"samples": [{"nonsense": 1}, '),
-        whole.replace('"told": {', '"told": {"nonsense": 1, '),
+        whole.replace('"reported": {', '"reported": {"nonsense": 1, '),
     ]
     for text in damaged:
         path.write_text(text)

@@ -12,7 +12,7 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
 from image_builder.node.errors import NodeError
-from image_builder.node.health import endpoint
+from image_builder.node.health import application
 from image_builder.node.health.settings import CHECKS, Settings, parse
 
 ROLE = Path(__file__).resolve().parents[3] / "roles" / "node_health"
@@ -63,19 +63,19 @@ def test_agent_takes_what_the_role_writes() -> None:
 
 def test_endpoint_takes_what_the_role_writes() -> None:
     written = json.loads(rendered("health-endpoint.json.j2"))
-    assert endpoint.parse(written) == endpoint.Settings()
+    assert application.parse(written) == application.Settings()
     given = {
         "node_health_endpoint_port": 8080,
         "node_health_endpoint_phases": 4,
         "node_health_interval_minutes": 5,
     }
-    found = endpoint.parse(json.loads(rendered("health-endpoint.json.j2", **given)))
+    found = application.parse(json.loads(rendered("health-endpoint.json.j2", **given)))
     assert (found.port, found.phases, found.stale_seconds) == (8080, 4, 1020)
     with pytest.raises(
         NodeError,
         match='oops is not a known key; phases must be at least 1, not 0; port must be an integer, not "x"',
     ):
-        endpoint.parse({"port": "x", "oops": 1, "phases": 0})
+        application.parse({"port": "x", "oops": 1, "phases": 0})
 
 
 def test_timer_has_the_declared_interval() -> None:

@@ -2,8 +2,7 @@
 
 node     the node's size, driver, devices and kernel log
 gpu      each GPU, at rest and after the load
-load     each GPU, while it works
-active   what each GPU computed and copied
+active   each GPU under load: samples, and what it computed and copied
 checks   the table of all checks, and who must have passed which
 policy   which failures count, and which only warn
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence, broken
 from image_builder.node.gpu.model import TIERS, Check, Tier
-from image_builder.node.gpu.rules import active, gpu, load, node, policy
+from image_builder.node.gpu.rules import active, gpu, node, policy
 from image_builder.node.gpu.rules.gpu import each
 
 _FULL: tuple[Tier, ...] = ("boot-full", "periodic")
@@ -71,7 +71,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "xid.boot": Rule(node.xid_boot, "no Xid of this boot that NVIDIA's catalogue calls a fault"),
     "pcie.link": Rule(
-        each(load.pcie_link), "width and generation of the link under load; a hidden one warns"
+        each(active.pcie_link), "width and generation of the link under load; a hidden one warns"
     ),
     "pcie.replay": Rule(each(gpu.pcie_replay), "at most 10 replays under load (warns), at most 80"),
     "nvlink.active": Rule(
@@ -82,9 +82,11 @@ RULES: Mapping[str, Rule] = {
     "mig.mode": Rule(each(gpu.mig_mode), "MIG is as the pool says, now and after a reset"),
     "procs": Rule(each(gpu.procs), "no foreign process, at most 1 GiB in use"),
     "throttle": Rule(
-        each(load.throttle), "no slowdown by heat or power for over 1 s under load", active=True
+        each(active.throttle), "no slowdown by heat or power for over 1 s under load", active=True
     ),
-    "temp": Rule(each(load.temperature), "at least 3 °C to slowdown under load (warns below 8)", active=True),
+    "temp": Rule(
+        each(active.temperature), "at least 3 °C to slowdown under load (warns below 8)", active=True
+    ),
     "worker": Rule(each(active.worker_ended), "the GPU's process ended by itself, in time", active=True),
     "kat.int": _answers("kat.int", "integer chains give the known answer"),
     "kat.ffma": _answers("kat.ffma", "single precision gives the known answer"),

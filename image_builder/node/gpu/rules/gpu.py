@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 from image_builder.node.finding import Action
 from image_builder.node.gpu.evidence import (
-    NOT_RUN,
     Evidence,
     absent,
     bad,
     broken,
+    compared,
     doubtful,
     good,
     not_made,
+    not_run,
     unanswered,
     without_gpus,
 )
@@ -31,8 +32,6 @@ _RECOVERY: dict[str, Action] = {
 }
 # Of 64 pages that V100 and T4 can retire; NVIDIA's own tools take a GPU away at 60, and warn at 15.
 _RETIRED_FAIL, _RETIRED_WARN = 60, 15
-_CORRECTED_FAIL = 1000
-_REPLAYS_WARN, _REPLAYS_FAIL = 10, 80
 # NVIDIA's DCGM fails a link at this rate of CRC errors, and at the first replay or recovery.
 _CRC_PER_SECOND = 100
 _IDLE_BYTES = 1 << 30
@@ -40,7 +39,10 @@ _IDLE_BYTES = 1 << 30
 _RESERVED_BYTES = 1 << 30
 
 
-def each(judge: Callable[[Evidence, Gpu], Iterator[Check]]) -> Callable[[Evidence], Iterator[Check]]:
+Judge = Callable[[Evidence, Gpu], Iterator[Check]]
+
+
+def each(judge: Judge) -> Callable[[Evidence], Iterator[Check]]:
     """Return a rule that judges every GPU, and reports it if there is none."""
 
     def rule(evidence: Evidence) -> Iterator[Check]:
@@ -51,14 +53,23 @@ def each(judge: Callable[[Evidence, Gpu], Iterator[Check]]) -> Callable[[Evidenc
     return rule
 
 
-def inforom(_: Evidence, gpu: Gpu) -> Iterator[Check]:
-    gap = unanswered(gpu, "inforom_valid")
-    if gap:
-        yield gap
-    elif gpu.inforom_valid:
-        yield good(gpu.uuid)
-    else:
-        yield bad("replace", "gpu.inforom", "the InfoROM is corrupted", gpu.uuid)
+def _flag(name: str, failure: Check) -> Judge:
+    """Return the rule that a reading is true, or else the check that failed."""
+
+    def judge(_: Evidence, gpu: Gpu) -> Iterator[Check]:
+        gap = unanswered(gpu, name)
+        if gap:
+            yield gap
+        elif getattr(gpu, name):
+            yield good(gpu.uuid)
+        else:
+            yield replace(failure, gpu=gpu.uuid)
+
+    return judge
+
+
+inforom = _flag("inforom_valid", bad("replace", "gpu.inforom", "the InfoROM is corrupted"))
+persistence = _flag("persistence", bad("config", "persistence.disabled", "persistence mode is disabled"))
 
 
 def recovery_action(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -100,13 +111,13 @@ def ecc_uncorrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         if reading and count:
             at = f"SRAM {reading.ecc_volatile_uncorrected_sram}, DRAM {reading.ecc_volatile_uncorrected_dram}"
             detail = f"{count} uncorrected errors {when} ({at})"
-            numbers: dict[str, Any] = {"measured": count, "threshold": 0, "op": "==", "unit": "errors"}
+            numbers = compared(count, "==", 0, "errors")
             yield bad("reboot", "ecc.uncorrected", detail, gpu.uuid, **numbers)
             return
     if evidence.after and not now:
         yield broken("gpu.lost", "the GPU doesn't answer after the load", gpu.uuid)
         return
-    yield good(gpu.uuid, measured=0, threshold=0, op="==", unit="errors")
+    yield good(gpu.uuid, **compared(0, "==", 0, "errors"))
 
 
 def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -117,32 +128,15 @@ def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield bad("replace", "ecc.sram-threshold", "too many uncorrected SRAM errors", gpu.uuid)
     elif count:
         detail = f"{count} uncorrected SRAM errors in the GPU's lifetime"
-        yield doubtful(
-            "ecc.sram-aggregate", detail, gpu.uuid, measured=count, threshold=0, op="==", unit="errors"
-        )
+        yield doubtful("ecc.sram-aggregate", detail, gpu.uuid, **compared(count, "==", 0, "errors"))
     else:
         yield gap or good(gpu.uuid)
-
-
-def ecc_corrected(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    delta = _delta(evidence, gpu, "ecc_volatile_corrected")
-    if isinstance(delta, Check):
-        yield delta
-        return
-    numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "<=", "unit": "errors"}
-    detail = f"{delta} corrected errors under load"
-    if delta > _CORRECTED_FAIL:
-        yield bad("replace", "ecc.corrected", detail, gpu.uuid, **(numbers | {"threshold": _CORRECTED_FAIL}))
-    elif delta > 0:
-        yield doubtful("ecc.corrected", detail, gpu.uuid, **numbers)
-    else:
-        yield good(gpu.uuid, **numbers)
 
 
 def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
     """Return by how much a counter grew under load, or the check that can't be made."""
     if not evidence.after:
-        return not_made(NOT_RUN, evidence.idle_why or "nothing was put under load", gpu.uuid)
+        return not_run(evidence, gpu)
     now = evidence.later(gpu.uuid)
     if not now:
         return broken("gpu.lost", "the GPU doesn't answer after the load", gpu.uuid)
@@ -152,6 +146,31 @@ def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
     delta = int(getattr(now, name)) - int(getattr(gpu, name))
     # A counter that went back was reset, and so was the GPU.
     return delta if delta >= 0 else broken("nvml.error", f"{name} fell by {-delta} under load", gpu.uuid)
+
+
+def _growth(name: str, code: str, noun: str, unit: str, *, warns: int, fails: int) -> Judge:
+    """Return the rule about a counter's growth under load: above ``warns`` it warns, above ``fails`` it fails."""
+
+    def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+        delta = _delta(evidence, gpu, name)
+        if isinstance(delta, Check):
+            yield delta
+            return
+        detail = f"{delta} {noun} under load"
+        if delta > fails:
+            yield bad("replace", code, detail, gpu.uuid, **compared(delta, "<=", fails, unit))
+        elif delta > warns:
+            yield doubtful(code, detail, gpu.uuid, **compared(delta, "<=", warns, unit))
+        else:
+            yield good(gpu.uuid, **compared(delta, "<=", warns, unit))
+
+    return judge
+
+
+ecc_corrected = _growth(
+    "ecc_volatile_corrected", "ecc.corrected", "corrected errors", "errors", warns=0, fails=1000
+)
+pcie_replay = _growth("pcie_replays", "pcie.replay", "replays on PCIe", "replays", warns=10, fails=80)
 
 
 def remap(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -188,30 +207,15 @@ def _pages(gpu: Gpu) -> Iterator[Check]:
         yield gap
         return
     count = (gpu.retired_single_bit or 0) + (gpu.retired_double_bit or 0)
-    numbers: dict[str, Any] = {"measured": count, "threshold": _RETIRED_WARN, "op": "<", "unit": "pages"}
+    numbers = compared(count, "<", _RETIRED_WARN, "pages")
     if count >= _RETIRED_FAIL:
-        detail = f"{count} pages are retired, of at most 64"
-        yield bad("replace", "remap.retired", detail, gpu.uuid, **(numbers | {"threshold": _RETIRED_FAIL}))
+        detail, numbers = f"{count} pages are retired, of at most 64", numbers | {"threshold": _RETIRED_FAIL}
+        yield bad("replace", "remap.retired", detail, gpu.uuid, **numbers)
     elif gpu.retired_pending:
         yield bad("reboot", "remap.pending", "a page will be retired at the next reset", gpu.uuid)
     elif count >= _RETIRED_WARN or gpu.retired_double_bit:
         detail = f"{count} pages are retired, {gpu.retired_double_bit} for uncorrected errors"
         yield doubtful("remap.retired", detail, gpu.uuid, **numbers)
-    else:
-        yield good(gpu.uuid, **numbers)
-
-
-def pcie_replay(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    delta = _delta(evidence, gpu, "pcie_replays")
-    if isinstance(delta, Check):
-        yield delta
-        return
-    numbers: dict[str, Any] = {"measured": delta, "threshold": _REPLAYS_WARN, "op": "<=", "unit": "replays"}
-    detail = f"{delta} replays on PCIe under load"
-    if delta > _REPLAYS_FAIL:
-        yield bad("replace", "pcie.replay", detail, gpu.uuid, **(numbers | {"threshold": _REPLAYS_FAIL}))
-    elif delta > _REPLAYS_WARN:
-        yield doubtful("pcie.replay", detail, gpu.uuid, **numbers)
     else:
         yield good(gpu.uuid, **numbers)
 
@@ -227,12 +231,7 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield gap or broken("nvml.error", "nvlinks", gpu.uuid)
         return
     active = sum(now.nvlinks)
-    numbers: dict[str, Any] = {
-        "measured": active,
-        "threshold": size.nvlink_links,
-        "op": "==",
-        "unit": "links",
-    }
+    numbers = compared(active, "==", size.nvlink_links, "links")
     if active != size.nvlink_links:
         down = ", ".join(str(n) for n, is_up in enumerate(now.nvlinks) if not is_up)
         detail = f"{active} of {size.nvlink_links} links are active; inactive: {down or 'none reported'}"
@@ -256,25 +255,15 @@ def _link_errors(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         detail = f"{delta} {kind} on NVLink under load"
         if name != "nvlink_crc_errors":
             if delta:
-                numbers: dict[str, Any] = {"measured": delta, "threshold": 0, "op": "==", "unit": "errors"}
+                numbers = compared(delta, "==", 0, "errors")
                 yield bad("reboot", "nvlink.errors", detail, gpu.uuid, **numbers)
             continue
         rate = delta / max(evidence.load_seconds, 1.0)
-        numbers = {"measured": round(rate, 2), "threshold": _CRC_PER_SECOND, "op": "<", "unit": "errors/s"}
+        numbers = compared(round(rate, 2), "<", _CRC_PER_SECOND, "errors/s")
         if rate >= _CRC_PER_SECOND:
             yield bad("reboot", "nvlink.crc", detail, gpu.uuid, **numbers)
         elif delta:
             yield doubtful("nvlink.crc", detail, gpu.uuid, **numbers)
-
-
-def persistence(_: Evidence, gpu: Gpu) -> Iterator[Check]:
-    gap = unanswered(gpu, "persistence")
-    if gap:
-        yield gap
-    elif gpu.persistence:
-        yield good(gpu.uuid)
-    else:
-        yield bad("config", "persistence.disabled", "persistence mode is disabled", gpu.uuid)
 
 
 def mig_mode(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
@@ -306,18 +295,9 @@ def procs(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield gap or broken("nvml.error", "processes", gpu.uuid)
         return
     own = evidence.expected.settings.own_processes
-    foreign = [
-        process
-        for process in gpu.processes
-        if process.name not in own and process.pid not in evidence.own_pids
-    ]
+    foreign = [process for process in gpu.processes if process.name not in own]
     allowed = _IDLE_BYTES + (0 if gpu.memory_reserved_bytes is not None else _RESERVED_BYTES)
-    numbers: dict[str, Any] = {
-        "measured": gpu.memory_used_bytes >> 20,
-        "threshold": allowed >> 20,
-        "op": "<=",
-        "unit": "MiB",
-    }
+    numbers = compared(gpu.memory_used_bytes >> 20, "<=", allowed >> 20, "MiB")
     if foreign:
         users = ", ".join(f"{process.name or 'process'} ({process.pid})" for process in foreign)
         yield not_made("procs.foreign", f"in use by {users}", gpu.uuid)

@@ -12,13 +12,15 @@ from image_builder.node.gpu.evidence import (
     absent,
     bad,
     broken,
+    compared,
     doubtful,
     good,
     not_made,
     unanswered,
     without_gpus,
 )
-from image_builder.node.gpu.model import INFINIBAND_MODULES, Check, Port, Xid
+from image_builder.node.gpu.model import INFINIBAND_MODULES, Check, Xid
+from image_builder.node.sysfs import Port
 
 _NO_DEVICE = "no GPU is on the PCI bus"
 _DEVICES = ("nvidiactl", "nvidia-uvm")
@@ -49,18 +51,12 @@ def driver_loaded(evidence: Evidence) -> Iterator[Check]:
         return
     if settings.kernel and machine.kernel != settings.kernel:
         detail = f"the driver was baked for kernel {settings.kernel}, but {machine.kernel} is running"
-        yield bad(
-            "reimage", "driver.kernel", detail, measured=machine.kernel, threshold=settings.kernel, op="=="
-        )
+        yield bad("reimage", "driver.kernel", detail, **compared(machine.kernel, "==", settings.kernel))
     if not machine.driver_loaded:
         yield bad("reimage", "driver.absent", "GPUs are present, but no NVIDIA driver is loaded")
         return
     pinned = settings.driver_version
-    versions: dict[str, Any] = {
-        "measured": machine.driver_loaded,
-        "threshold": pinned or None,
-        "op": "==" if pinned else "",
-    }
+    versions = compared(machine.driver_loaded, "==" if pinned else "", pinned or None)
     module = machine.modules.get("nvidia", "")
     flavours = evidence.expected.gpu.driver_flavours if evidence.expected.gpu else ()
     if pinned and machine.driver_loaded != pinned:
@@ -140,7 +136,7 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
         yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
     elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
         detail = f"the CDI specs name {machine.cdi_gpus} GPUs, expected {count}"
-        yield bad("config", "dev.cdi", detail, measured=machine.cdi_gpus, threshold=count, op="==")
+        yield bad("config", "dev.cdi", detail, **compared(machine.cdi_gpus, "==", count))
     else:
         yield good(detail="" if machine.cdi_gpus is not None else "no CDI spec")
 
@@ -152,12 +148,7 @@ def gpu_count(evidence: Evidence) -> Iterator[Check]:
         return
     opened = len(nvml.gpus)
     detail = f"{expected.count} expected, {len(machine.pci)} on the PCI bus, {nvml.count} counted by NVML"
-    numbers: dict[str, Any] = {
-        "measured": min(len(machine.pci), opened),
-        "threshold": expected.count,
-        "op": "==",
-        "unit": "GPUs",
-    }
+    numbers = compared(min(len(machine.pci), opened), "==", expected.count, "GPUs")
     if len(machine.pci) > expected.count:
         yield bad("config", "gpu.count", detail, **numbers)
     elif not len(machine.pci) == nvml.count == expected.count:
@@ -185,7 +176,7 @@ def _models(evidence: Evidence) -> Iterator[Check]:
             yield gap or broken("nvml.error", "memory_total_bytes", gpu.uuid)
             continue
         has = gpu.memory_total_bytes >> 20
-        numbers: dict[str, Any] = {"measured": has, "threshold": least, "op": ">=", "unit": "MiB"}
+        numbers = compared(has, ">=", least, "MiB")
         if has < least:
             yield bad("replace", "gpu.memory", f"{has} MiB of {model.memory_mib}", gpu.uuid, **numbers)
         else:
@@ -269,25 +260,20 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
         yield absent("no InfiniBand" if size else "the size is unknown")
         return
     machine = evidence.before.machine
-    ports = [port for port in machine.ports if port.layer == "InfiniBand"]
+    ports = [port for port in machine.ports if port.is_infiniband]
     down = [port for port in ports if not port.is_up]
     slow = [port for port in ports if port.is_up and port.rate_gbit < size.infiniband_gbit]
-    numbers: dict[str, Any] = {
-        "measured": len(ports),
-        "threshold": size.infiniband_ports,
-        "op": "==",
-        "unit": "ports",
-    }
+    numbers = compared(len(ports), "==", size.infiniband_ports, "ports")
     if not ports and not set(INFINIBAND_MODULES) & set(machine.modules):
         yield bad("reimage", "ib.driver", "no InfiniBand port, and no InfiniBand driver is loaded", **numbers)
     elif len(ports) != size.infiniband_ports:
         detail = f"{len(ports)} of {size.infiniband_ports} InfiniBand ports"
         yield bad("reboot", "ib.count", detail, **numbers)
     elif down:
-        detail = ", ".join(f"{port.device}/{port.number} {port.state}, {port.physical}" for port in down)
+        detail = ", ".join(f"{port.name} {port.state}, {port.physical}" for port in down)
         yield _of_the_fabric(down, ports, "ib.down", detail)
     elif slow:
-        detail = ", ".join(f"{port.device}/{port.number} {port.rate_gbit} Gb/s" for port in slow)
+        detail = ", ".join(f"{port.name} {port.rate_gbit:g} Gb/s" for port in slow)
         more: dict[str, Any] = {"threshold": size.infiniband_gbit, "op": ">=", "unit": "Gb/s"}
         yield _of_the_fabric(slow, ports, "ib.rate", detail, **more)
     else:
@@ -305,13 +291,12 @@ def nvme_local(evidence: Evidence) -> Iterator[Check]:
     size, has = evidence.expected.size, evidence.before.machine.local_nvme
     if not size or size.local_nvme is None:
         yield absent("the expected number is unknown")
-    elif has != size.local_nvme:
-        detail = f"{has} local NVMe disks, {size.local_nvme} expected"
-        yield bad(
-            "replace", "nvme.count", detail, measured=has, threshold=size.local_nvme, op="==", unit="disks"
-        )
+        return
+    numbers = compared(has, "==", size.local_nvme, "disks")
+    if has != size.local_nvme:
+        yield bad("replace", "nvme.count", f"{has} local NVMe disks, {size.local_nvme} expected", **numbers)
     else:
-        yield good(measured=has, threshold=size.local_nvme, op="==", unit="disks")
+        yield good(**numbers)
 
 
 def mem_host(evidence: Evidence) -> Iterator[Check]:
@@ -323,7 +308,7 @@ def mem_host(evidence: Evidence) -> Iterator[Check]:
         yield broken("mem.unread", "/proc/meminfo has no MemTotal")
         return
     gib = round(has / _GIB, 1)
-    numbers: dict[str, Any] = {"measured": gib, "threshold": size.memory_gib, "op": ">=", "unit": "GiB"}
+    numbers = compared(gib, ">=", size.memory_gib, "GiB")
     detail = f"{gib} of {size.memory_gib} GiB"
     if gib < _HOST_MEMORY_FAIL * size.memory_gib:
         yield bad("replace", "mem.host", detail, **numbers)

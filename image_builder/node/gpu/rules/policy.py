@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, NOT_RUN, Evidence
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Check, Worker
@@ -134,5 +133,5 @@ def _waived(check: Check, evidence: Evidence) -> Check:
 
 
 def _warning(check: Check, why: str) -> Check:
-    changed: dict[str, Any] = {"status": "warn", "severity": "warn", "action": "none"}
-    return replace(check, **changed, detail=f"{why}: {check.detail or check.code}"[:DETAIL_CHARACTERS])
+    detail = f"{why}: {check.detail or check.code}"[:DETAIL_CHARACTERS]
+    return replace(check, status="warn", action="none", detail=detail)

@@ -6,5 +6,5 @@ worker                      ``node-agent gpu-worker``: all measurements of one G
 cuda                        the CUDA driver's library; ``kernels`` has the PTX
 reference, tensor           the right answers, computed on the host          (pure)
 known_answer, memory        kernels whose answers are known, and memory that must keep what it was given
-bandwidth, copies           how fast memory is copied
+bandwidth                   how fast memory is copied, in turns
 """

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from image_builder.node import files
+from image_builder.node import files, sysfs
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import document, machine, nvml, readings, sizes, verdict, xids
+from image_builder.node.gpu import document, machine, nvml, readings, sizes, xids
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.evidence import Evidence, Expected, bad, good
 from image_builder.node.gpu.model import (
@@ -60,17 +60,8 @@ _NEEDED = ("sku.known", "driver.", "dev.nodes", "gpu.count", "gpu.lost", "fabric
 _CONFIGURATION = ("settings", "gpu.settings", "gpu.sizes", "gpu.xids", "gpu.tier")
 
 
-class Load(Protocol):
-    """Runs the workers, as ``fleet.run`` does."""
-
-    def __call__(
-        self,
-        uuids: Sequence[str],
-        tier: Tier,
-        seed: int,
-        deadline_seconds: float,
-        on_tick: Callable[[], None],
-    ) -> Sequence[Worker]: ...
+Load = Callable[[Sequence[str], Tier, int, float, Callable[[], None]], Sequence[Worker]]
+"""Runs the workers, as ``fleet.run`` does."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +164,7 @@ def _tested(began: document.Run, settings: Settings, system: System) -> dict[str
         return document.document(began, evidence, (check,), _none_verdict(check))
     evidence = gather(began.tier, began.seed, settings, catalogue, system)
     results = checks.judge(evidence)
-    return document.document(began, evidence, results, verdict.verdict(results, began.tier))
+    return document.document(began, evidence, results, document.verdict(results, began.tier))
 
 
 def none_expected(node: Machine) -> Check:
@@ -263,11 +254,11 @@ def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
     size, latest = evidence.expected.size, evidence.before
     expected_ports = size.infiniband_ports if size else 0
     while system.clock() < until:
-        up = sum(port.is_up and port.layer == "InfiniBand" for port in latest.machine.ports)
+        up = sum(port.is_up and port.is_infiniband for port in latest.machine.ports)
         if up >= expected_ports:
             break
         system.sleep(_FABRIC_POLL_SECONDS)
-        latest = replace(latest, machine=replace(latest.machine, ports=machine.ports(system.places.sys)))
+        latest = replace(latest, machine=replace(latest.machine, ports=sysfs.ports(system.places.sys)))
     return replace(evidence, before=latest)
 
 

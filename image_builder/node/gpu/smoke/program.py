@@ -16,7 +16,6 @@ from image_builder.node.gpu.model import Tier
 # What the answers and the speeds depend on: what a worker runs, and the kernels.
 SOURCES = (
     "bandwidth.py",
-    "copies.py",
     "cuda.py",
     "known_answer.py",
     "memory.py",

@@ -13,13 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker, as_json
-from image_builder.node.gpu.smoke import bandwidth, copies, cuda, known_answer, memory, reference, tensor
+from image_builder.node.gpu.model import DETAIL_CHARACTERS, Measurement, Tier, Worker
+from image_builder.node.gpu.smoke import bandwidth, cuda, known_answer, memory, reference, tensor
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device, Driver
 from image_builder.node.gpu.smoke.reference import Case
 
@@ -94,13 +94,13 @@ def run(
     plan = PLANS[tier]
     if peers:
         others = [_of(devices, peer) for peer in peers]
-        _say(as_json(tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
-        _say(as_json(Worker(uuid, "done", sms=device.sms)))
+        _say(asdict(tried(device, "bw.p2p", "GB/s", seed, partial(_peer, device, others, plan, seed))))
+        _say(asdict(Worker(uuid, "done", sms=device.sms)))
         return 0
     if drill in ("hang", "crash"):
         _misbehave(device, drill)
-    summary = try_all(device, plan, seed, lambda measurement: _say(as_json(measurement)), drill=drill)
-    _say(as_json(summary))
+    summary = try_all(device, plan, seed, lambda measurement: _say(asdict(measurement)), drill=drill)
+    _say(asdict(summary))
     return 0
 
 
@@ -183,9 +183,9 @@ def _patterns(device: Device, plan: Plan, seed: int, drill: str, coverage: Cover
 def _copied(
     copy: Callable[..., Measurement], device: Device, plan: Plan, seed: int, *, corrupt: bool
 ) -> Measurement:
-    link: dict[str, Any] = {"size": plan.link_bytes, "tile": plan.tile, "turn": copies.turn}
-    return copies.from_each_node(
-        lambda: copy(device, seed, plan.copies, corrupt=corrupt, **link), copies.numa_nodes()
+    link: dict[str, Any] = {"size": plan.link_bytes, "tile": plan.tile, "turn": bandwidth.turn}
+    return bandwidth.from_each_node(
+        lambda: copy(device, seed, plan.copies, corrupt=corrupt, **link), bandwidth.numa_nodes()
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from image_builder.node.gpu.model import Measurement, Worker, as_json
+from image_builder.node.gpu.model import Measurement, Worker
 from image_builder.node.gpu.smoke import program
 from image_builder.node.gpu.smoke.fleet import Ended, joined, judge
 
@@ -17,7 +18,7 @@ SUMMARY = Worker(UUID, "done", (), 132, 132, 1000, 950)
 
 
 def _lines(*values: Any) -> bytes:
-    return b"".join(json.dumps(as_json(value)).encode() + b"\n" for value in values)
+    return b"".join(json.dumps(asdict(value)).encode() + b"\n" for value in values)
 
 
 def test_a_worker_that_said_all_is_done() -> None:

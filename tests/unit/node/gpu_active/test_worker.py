@@ -9,7 +9,7 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Measurement, Worker
-from image_builder.node.gpu.smoke import bandwidth, copies, cuda, fleet, memory, reference, tensor, worker
+from image_builder.node.gpu.smoke import bandwidth, cuda, fleet, memory, reference, tensor, worker
 from image_builder.node.gpu.smoke.reference import Case
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import ECC, KIB, Gpu
@@ -60,7 +60,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(worker.PLANS, "boot-quick", PLAN)
     monkeypatch.setattr(worker, "end_with_the_parent", lambda: None)
     monkeypatch.setattr(worker, "SEEDS", 1)
-    monkeypatch.setattr(copies, "LOCK", tmp_path / "run/copies.lock")
+    monkeypatch.setattr(bandwidth, "LOCK", tmp_path / "run/copies.lock")
     for module in (memory, bandwidth):
         monkeypatch.setattr(module, "_BLOCKS_PER_SM", 1)
 
@@ -105,8 +105,8 @@ def test_every_drill_is_caught(capsys: pytest.CaptureFixture[str], drill: str, f
 def test_copies_wait_for_their_turn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "TURN_SECONDS", 0.02)
-    with copies.turn():  # another worker's, that doesn't end
+    monkeypatch.setattr(bandwidth, "TURN_SECONDS", 0.02)
+    with bandwidth.turn():  # another worker's, that doesn't end
         results = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB)))
     assert {name for name, result in results.items() if result.status == "error"} == {"bw.h2d", "bw.d2h"}
     assert "another GPU's copies" in results["bw.h2d"].detail

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from image_builder.node.gpu.evidence import Evidence
-from image_builder.node.gpu.model import Port
+from image_builder.node.sysfs import Port
 from tests.unit.node.gpu_passive.recordings import (
     BEGAN_US,
     Change,

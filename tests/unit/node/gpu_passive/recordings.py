@@ -23,7 +23,6 @@ from image_builder.node.gpu.model import (
     Measurement,
     Nvml,
     PciGpu,
-    Port,
     Sample,
     Seen,
     Tier,
@@ -33,6 +32,7 @@ from image_builder.node.gpu.readings import LINK_ERRORS
 from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import Size
 from image_builder.node.gpu.smoke.command import expectation
+from image_builder.node.sysfs import Port
 
 DATA = Path(__file__).resolve().parents[3] / "data/gpu"
 BOOT = "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.node.gpu.document import verdict
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence
 from image_builder.node.gpu.model import ENDINGS, TIERS, Check, Process, Sample, Tier
+from image_builder.node.gpu.rules.active import THROTTLES, sustained
 from image_builder.node.gpu.rules.checks import RULES, judge, missing
-from image_builder.node.gpu.rules.load import THROTTLES, sustained
 from image_builder.node.gpu.settings import Settings
-from image_builder.node.gpu.verdict import verdict
 from tests.unit.node.gpu_passive.broken import CASES, XID_63, libraries, unsized
 from tests.unit.node.gpu_passive.recordings import (
     BEGAN_US,

@@ -14,8 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from image_builder.node import sysfs
 from image_builder.node.errors import NodeError
-from image_builder.node.gpu import machine, nvml
+from image_builder.node.gpu import nvml
 from image_builder.node.gpu.model import Gpu, Process, Tier, Worker, Xid
 from image_builder.node.gpu.smoke import command
 from image_builder.node.gpu.smoke.command import System
@@ -348,7 +349,7 @@ def test_infiniband_has_its_time(tree: Tree, up_after: float, waited: float) -> 
         ports()
 
     ports()
-    reading = replace(evidence.before.machine, ports=machine.ports(system.places.sys))
+    reading = replace(evidence.before.machine, ports=sysfs.ports(system.places.sys))
     waiting = replace(evidence, before=replace(evidence.before, machine=reading))
     until = evidence.expected.settings.infiniband_wait_seconds
     settled = command._with_ports(waiting, until, replace(system, sleep=sleep))

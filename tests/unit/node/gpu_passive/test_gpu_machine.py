@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import sysfs
 from image_builder.node.gpu import machine
 from image_builder.node.gpu.machine import Places
-from image_builder.node.gpu.model import PciGpu, Port
+from image_builder.node.gpu.model import PciGpu
 from tests.unit.node.gpu_passive.recordings import places as below
 
 # As they were published.
@@ -133,7 +134,7 @@ def test_ports(places: Places) -> None:
         "link_layer": "InfiniBand",
     }.items():
         put(port / name, text + "\n")
-    assert machine.ports(places.sys) == (Port("mlx5_0", 1, "ACTIVE", "LinkUp", 400, "InfiniBand"),)
+    assert sysfs.ports(places.sys) == (sysfs.Port("mlx5_0", 1, "ACTIVE", "LinkUp", 400, "InfiniBand"),)
 
 
 def test_local_disks_by_their_model(places: Places) -> None:

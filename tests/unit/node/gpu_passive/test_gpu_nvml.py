@@ -13,7 +13,7 @@ import pytest
 
 from image_builder.node.gpu import nvml, readings
 from image_builder.node.gpu.model import Gpu, Process
-from image_builder.node.gpu.rules import load as rules_load
+from image_builder.node.gpu.rules import active
 from tests.data.gpu.layout import STRUCTURES, layout
 from tests.unit.node.gpu_passive.answering import VENDOR, Answering, Node
 from tests.unit.node.gpu_passive.recordings import DATA, recorded
@@ -64,7 +64,7 @@ def test_constants_are_the_vendors() -> None:
     constants = VENDOR["constants"]
     assert {name: constants[name] for name in ours} == ours
     assert {bit for name, bit in constants.items() if name.startswith("nvmlClocksEventReason")} == set(
-        rules_load.THROTTLES
+        active.THROTTLES
     )
 
 

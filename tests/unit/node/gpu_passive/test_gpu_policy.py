@@ -10,6 +10,7 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import settings as gpu_settings
+from image_builder.node.gpu.document import verdict
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.gpu.model import Verdict
 from image_builder.node.gpu.rules.checks import RULES, judge
@@ -19,7 +20,6 @@ from image_builder.node.gpu.smoke import bandwidth, known_answer, memory, progra
 from image_builder.node.gpu.smoke.command import idle_reason
 from image_builder.node.gpu.smoke.known_answer import Wrong
 from image_builder.node.gpu.smoke.memory import Chunk, Memory, Tally
-from image_builder.node.gpu.verdict import verdict
 from tests.unit.node.gpu_active import library as cuda
 from tests.unit.node.gpu_passive.broken import CASES, XID_79
 from tests.unit.node.gpu_passive.recordings import (

@@ -104,12 +104,14 @@ def codes() -> Iterator[str]:
     """Yield every reason that the rules can give, by the function that gives it."""
     yield "## Reasons\n\n| reason | action |\n|---|---|"
     actions: dict[str, set[str]] = {}
-    for name in ("active", "gpu", "load", "node"):
+    for name in ("active", "gpu", "node"):
         text = (Path(rules.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         for action, code in re.findall(r'\bbad\(\s*"(\w+)",\s*"([\w.-]+)"', text):
             actions.setdefault(code, set()).add(action)
         for kind, code in re.findall(r'\b(doubtful|broken|not_made)\(\s*"([\w.-]+)"', text):
             actions.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
+        for code in re.findall(r'= _growth\(\s*"\w+",\s*"([\w.-]+)"', text):
+            actions[code] = {"replace", "warns"}
     actions["answer.common"] = actions["worker.common"] = {"not made"}
     actions["gpu.recovery-action"] = {"as the driver says"}
     actions["not-run"] = {"not made"}

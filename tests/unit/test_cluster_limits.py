@@ -1,8 +1,38 @@
-"""Each node once, not too many at a time, those that were refused later and later."""
+"""How often a caller may come; and a queue: each node once, not too many at a time, refused ones later and later."""
 
 from __future__ import annotations
 
-from image_builder.cluster.gate.queue import Queue
+import pytest
+
+from image_builder.cluster.limits import Limiter, Queue, whole_seconds
+
+
+def test_a_bucket_fills_again() -> None:
+    limiter = Limiter(burst=2, per_second=0.5)
+    assert [limiter.take("a", 0.0) for _ in range(3)] == [0, 0, 2.0]
+    # Another's is another; and who was refused has not used anything up.
+    assert limiter.take("b", 0.0) == 0
+    assert limiter.take("a", 1.0) == 1.0
+    assert limiter.take("a", 2.0) == 0 and limiter.take("a", 2.0) == 2.0
+    # It never has more than it began with.
+    assert [limiter.take("a", 1000.0) for _ in range(3)] == [0, 0, 2.0]
+
+
+def test_buckets_that_are_full_again_are_forgotten() -> None:
+    limiter = Limiter(burst=2, per_second=1)
+    for number in range(9_998):
+        limiter.take(f"old {number}", 0.0)
+    for _ in range(3):
+        limiter.take("busy", 1.5)
+    limiter.take("once", 1.5)
+    limiter.take("new", 3.0)
+    assert set(limiter._buckets) == {"busy", "once", "new"}
+    assert limiter.take("busy", 3.0) == 0 and limiter.take("busy", 3.0) == 0.5
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0.001, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
+def test_retry_after_is_never_too_early(seconds: float, header: int) -> None:
+    assert whole_seconds(seconds) == header
 
 
 def queue(rate: float = 10, burst: int = 3) -> Queue:

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from image_builder.cluster.gate.signing import (
+from image_builder.cluster.gate.approver import (
     SIGNER,
     Bound,
     Member,

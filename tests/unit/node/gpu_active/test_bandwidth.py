@@ -13,7 +13,7 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Measurement
-from image_builder.node.gpu.smoke import bandwidth, copies
+from image_builder.node.gpu.smoke import bandwidth
 from tests.unit.node.gpu_active import library
 from tests.unit.node.gpu_active.library import KIB, Gpu
 
@@ -22,7 +22,7 @@ UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 
 @pytest.fixture(autouse=True)
 def _lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(copies, "LOCK", tmp_path / "run/copies.lock")
+    monkeypatch.setattr(bandwidth, "LOCK", tmp_path / "run/copies.lock")
     monkeypatch.setattr(bandwidth, "_BLOCKS_PER_SM", 1)
 
 
@@ -32,7 +32,7 @@ def test_two_that_copy_take_turns() -> None:
 
     def copy(number: int) -> None:
         for _ in range(5):
-            with copies.turn():
+            with bandwidth.turn():
                 inside.append(number)
                 most.append(len(inside))
                 time.sleep(0.002)
@@ -47,19 +47,19 @@ def test_two_that_copy_take_turns() -> None:
 
 
 def test_a_worker_that_hangs_in_its_turn_keeps_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "TURN_SECONDS", 0.05)
-    with copies.turn():
-        with pytest.raises(NodeError, match="timed out: another GPU") as caught, copies.turn():
+    monkeypatch.setattr(bandwidth, "TURN_SECONDS", 0.05)
+    with bandwidth.turn():
+        with pytest.raises(NodeError, match="timed out: another GPU") as caught, bandwidth.turn():
             raise AssertionError("two copy at once")
         assert caught.value.code == "gpu.turn"
-    with copies.turn():
+    with bandwidth.turn():
         pass
 
 
 def test_no_place_for_the_lock_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(copies, "LOCK", tmp_path / "file/lock")
-    with pytest.raises(NodeError, match="lock: "), copies.turn():
+    monkeypatch.setattr(bandwidth, "LOCK", tmp_path / "file/lock")
+    with pytest.raises(NodeError, match="lock: "), bandwidth.turn():
         pass
 
 
@@ -108,14 +108,14 @@ def measured(speed: float | None, status: str = "done") -> Measurement:
 
 def test_the_best_of_all_nodes_counts_and_is_named(affinity: list[set[int]]) -> None:
     speeds = {frozenset(NODES[0]): 31.5, frozenset(NODES[1]): 55.1}
-    best = copies.from_each_node(lambda: measured(speeds[frozenset(affinity[-1])]), NODES)
+    best = bandwidth.from_each_node(lambda: measured(speeds[frozenset(affinity[-1])]), NODES)
     assert (best.measured, best.seconds) == (55.1, 1.0)
     assert best.detail == "from NUMA node 1 (31.5 from 0, 55.1 from 1): all compared"
     assert affinity[-1] == set(range(8))
 
 
 def test_bytes_that_are_wrong_from_one_node_are_wrong(affinity: list[set[int]]) -> None:
-    best = copies.from_each_node(
+    best = bandwidth.from_each_node(
         lambda: measured(None, "failed") if affinity[-1] == NODES[1] else measured(55.0), NODES
     )
     assert (best.status, best.measured) == ("failed", None)
@@ -123,7 +123,7 @@ def test_bytes_that_are_wrong_from_one_node_are_wrong(affinity: list[set[int]]) 
 
 
 def test_a_machine_of_one_node_is_left_alone(affinity: list[set[int]]) -> None:
-    assert copies.from_each_node(lambda: measured(5.0), {0: {0}}) == measured(5.0)
+    assert bandwidth.from_each_node(lambda: measured(5.0), {0: {0}}) == measured(5.0)
     assert len(affinity) == 1
 
 
@@ -132,7 +132,7 @@ def test_an_error_leaves_the_process_where_it_was(affinity: list[set[int]]) -> N
         raise NodeError("gpu.cuda", "out of memory")
 
     with pytest.raises(NodeError):
-        copies.from_each_node(refused, NODES)
+        bandwidth.from_each_node(refused, NODES)
     assert affinity[-1] == set(range(8))
 
 
@@ -141,8 +141,8 @@ def test_nodes_are_read_from_the_kernel(affinity: list[set[int]], tmp_path: Path
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(text)
     (tmp_path / "possible").touch()
-    assert copies.numa_nodes(tmp_path) == {0: {0, 1, 2, 3}, 1: {4, 5, 7}, 10: {6}}
-    assert copies.numa_nodes(tmp_path / "absent") == {}
+    assert bandwidth.numa_nodes(tmp_path) == {0: {0, 1, 2, 3}, 1: {4, 5, 7}, 10: {6}}
+    assert bandwidth.numa_nodes(tmp_path / "absent") == {}
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_nodes_are_read_from_the_kernel(affinity: list[set[int]], tmp_path: Path
     [("0-3,8\n", {0, 1, 2, 3, 8}), ("7\n", {7}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})],
 )
 def test_a_list_of_processors(text: str, numbers: set[int]) -> None:
-    assert copies.processors(text) == numbers
+    assert bandwidth.processors(text) == numbers

@@ -1,11 +1,21 @@
-"""The text that node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4). Pure."""
+"""What others get to know of a look: the node's condition in Kubernetes, and the metrics. Pure.
+
+The condition is set only when it changes, with growing pauses while that fails. The metrics are text that
+node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from image_builder.node.finding import kubernetes_reason
+from image_builder.node.health.alarms import Alarm
 from image_builder.node.health.model import Sample
 
+_MESSAGE_BYTES = 1024
+# For the wait after a failed attempt, in seconds: the first, and the longest.
+FIRST_WAIT, LONGEST_WAIT = 60.0, 1800.0
 PREFIX = "node_health_"
 HELP: Mapping[str, str] = {
     "state": "1 for the state that the node is in, 0 for the others.",
@@ -64,7 +74,59 @@ HELP: Mapping[str, str] = {
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-def text(samples: Iterable[Sample]) -> str:
+@dataclass(frozen=True)
+class Condition:
+    """``status`` is True or False, in Kubernetes' words; ``reason`` one word for programs."""
+
+    status: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The condition that Kubernetes has, and the failures to change it. ``not_before`` is of the monotonic clock."""
+
+    status: str = ""
+    reason: str = ""
+    failures: int = 0
+    not_before: float = 0.0
+
+
+def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
+    """Return the condition of a node with these alarms, the worst first. A warning leaves it True."""
+    failed = [alarm.finding for alarm in alarms if alarm.finding.severity == "fail"]
+    tail = f" (boot {boot_id}{f', image {image}' if image else ''})"
+    if not failed:
+        return Condition("True", "NodeIsHealthy", f"nothing is wrong{tail}")
+    parts = [f"{finding.code}: {finding.detail}" for finding in failed]
+    more = f"{len(parts)} findings: " if len(parts) > 1 else ""
+    text = f"{more}{'; '.join(parts)}"
+    room = _MESSAGE_BYTES - len(tail.encode())
+    if len(text.encode()) > room:
+        text = text.encode()[: room - 3].decode(errors="ignore") + "..."
+    return Condition("False", kubernetes_reason(failed[0].code), text + tail)
+
+
+def due(reported: Reported, now: Condition, clock: float) -> bool:
+    """Tell whether the condition changed, and it is time. A new message alone is no change."""
+    return (reported.status, reported.reason) != (now.status, now.reason) and clock >= reported.not_before
+
+
+def after_success(now: Condition) -> Reported:
+    """Return what is remembered after the condition was set."""
+    return Reported(now.status, now.reason)
+
+
+def after_failure(reported: Reported, clock: float, wait: float) -> Reported:
+    """Return what is remembered after that failed: the next attempt is in ``wait`` seconds."""
+    return replace(reported, failures=reported.failures + 1, not_before=clock + wait)
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------
+
+
+def metrics(samples: Iterable[Sample]) -> str:
     """Return the file's content: each metric's samples together, after its help and its type.
 
     Raises KeyError for a metric without help. Of samples with the same labels the last counts: the collector

@@ -1,0 +1,58 @@
+"""What others get to know of a look: the condition in Kubernetes, and the metrics."""
+
+from __future__ import annotations
+
+from image_builder.node.health import report
+from image_builder.node.health.alarms import Alarm
+from image_builder.node.health.model import Finding, Sample
+
+
+def test_condition_names_the_worst_and_fits() -> None:
+    many = [
+        Alarm("check", Finding("drive.io-errors", f"sd{n}", "fail", "x" * 150), 1, 0.0, (0.0,), 1.0)
+        for n in range(20)
+    ]
+    found = report.condition(many, "b" * 36, "i" * 64)
+    assert found.status == "False" and found.reason == "DriveIoErrors"
+    assert len(found.message.encode()) <= 1024 and found.message.startswith("20 findings: ")
+    assert found.message.endswith(f"... (boot {'b' * 36}, image {'i' * 64})")
+
+
+def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
+    reported, current = report.Reported(), report.Condition("False", "X", "")
+    assert report.due(reported, current, 0.0)
+    reported = report.after_failure(reported, 0.0, 50.0)
+    assert not report.due(reported, current, 49.0) and report.due(reported, current, 50.0)
+    assert reported.failures == 1 and report.after_success(current).failures == 0
+
+
+def test_metrics_are_prometheus_text() -> None:
+    text = report.metrics(
+        [
+            Sample("finding", 1, {"code": "x.y", "subject": 'a "b"\\\n'}),
+            Sample("drive_errors_total", 3, {"device": "sda"}),
+            Sample("drive_errors_total", 4, {"device": "sdb"}),
+            Sample("drive_errors_total", 5, {"device": "sda"}),
+            Sample("clock_offset_seconds", -1.5e-07),
+        ]
+    )
+    assert text.splitlines() == [
+        f"# HELP node_health_clock_offset_seconds {report.HELP['clock_offset_seconds']}",
+        "# TYPE node_health_clock_offset_seconds gauge",
+        "node_health_clock_offset_seconds -1.5e-07",
+        f"# HELP node_health_drive_errors_total {report.HELP['drive_errors_total']}",
+        "# TYPE node_health_drive_errors_total counter",
+        'node_health_drive_errors_total{device="sda"} 5',
+        'node_health_drive_errors_total{device="sdb"} 4',
+        f"# HELP node_health_finding {report.HELP['finding']}",
+        "# TYPE node_health_finding gauge",
+        'node_health_finding{code="x.y",subject="a \\"b\\"\\\\\\n"} 1',
+    ]
+
+
+def test_metrics_have_names_as_prometheus_wants_them() -> None:
+    """Base units, `_total` for counters alone, no type in a name (prometheus.io/docs/practices/naming)."""
+    for name, words in report.HELP.items():
+        assert name == name.lower() and name.replace("_", "").isalnum(), name
+        assert not name.endswith(("_ms", "_percent", "_kilobytes", "_gauge", "_count", "_bytes_total")), name
+        assert words.endswith(".") and "\n" not in words, name
