@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child, mounts
+from image_builder.node import child, mounts, sysfs
 from image_builder.node.disk import arrays, azure, layout
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
@@ -75,7 +75,7 @@ def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> 
     entry = places.sys / "block" / disk.name
     partitions = tuple(sorted(path.parent.name for path in entry.glob("*/partition")))
     above = _above(entry)
-    numbers = {_text(path / "dev") for path in (entry, *above)}
+    numbers = {sysfs.text(path / "dev") for path in (entry, *above)}
     observation = Observation(
         disk,
         partitions=partitions,
@@ -104,7 +104,7 @@ def _above(entry: Path) -> list[Path]:
 
 
 def _swaps(places: Places) -> set[str]:
-    lines = _text(places.proc / "swaps").splitlines()[1:]
+    lines = sysfs.text(places.proc / "swaps").splitlines()[1:]
     return {os.path.basename(os.path.realpath(line.split()[0])) for line in lines if line.split()}
 
 
@@ -285,10 +285,3 @@ def _array(uuid: str, members: Sequence[Observation], settings: Settings, places
 def _number(path: Path) -> str:
     number = os.stat(path).st_rdev
     return f"{os.major(number)}:{os.minor(number)}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
-    except OSError:
-        return ""

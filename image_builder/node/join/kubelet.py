@@ -33,12 +33,10 @@ RESTART = ("systemctl", "--no-block", "try-restart", "kubelet.service")
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the kubelet looks: ``kubernetes`` is /etc/kubernetes. ``etc`` and ``run`` are the agent's."""
+class Places(status.Places):
+    """And where the kubelet looks for its files."""
 
-    kubernetes: Path
-    etc: Path
-    run: Path
+    kubernetes: Path = Path("/etc/kubernetes")
     restart: Sequence[str] = RESTART
 
     @property
@@ -137,7 +135,7 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
             "code": "",
             "reason": f"configured to join, generation {identity.config.generation}",
         }
-        status.update("join", section, directory=places.run, settings=places.etc)
+        status.update("join", section, places)
     # Last: the kubelet starts when this appears.
     if token and _write(places.bootstrap, bootstrap_config(identity.config, authority, token), 0o600):
         changed.append(places.bootstrap.name)

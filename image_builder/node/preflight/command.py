@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from image_builder.node import child, files, reboots, status
+from image_builder.node import child, files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
@@ -25,13 +25,9 @@ _UNTESTED = Check(
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
+class Places(status.Places):
+    """And what is run. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    release: Path = settings_files.RELEASE
-    boot_id: Path = status.BOOT_ID
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
     report: Sequence[str] = field(default=("systemctl", "--no-block", "restart", "preflight-report.service"))
@@ -60,7 +56,7 @@ def run(places: Places = Places()) -> int:
                 started=started,
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(document, run=places.run, etc=places.etc)
+            verdicts.write(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
                 # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
@@ -68,7 +64,7 @@ def run(places: Places = Places()) -> int:
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
-            verdicts.admit(document, run=places.run, hard=settings.hard)
+            verdicts.admit(document, places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED without a verdict: {error}")
         return 1
@@ -83,7 +79,7 @@ def again(places: Places = Places()) -> int:
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with files.lock(places.run / "preflight.lock"):
-        before = verdicts.read(places.run, places.boot_id)
+        before = verdicts.read(places)
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
             boot_id, build = str(before["boot_id"]), str(before["image_build"])
@@ -99,8 +95,8 @@ def again(places: Places = Places()) -> int:
                 started=started if is_news else before["started"],
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(document, run=places.run, etc=places.etc)
-            verdicts.admit(document, run=places.run, hard=settings.hard)
+            verdicts.write(document, places)
+            verdicts.admit(document, places.run, hard=settings.hard)
             status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
                 child.run(places.report)
@@ -196,7 +192,7 @@ def _start_again(places: Places, boot_id: str) -> bool:
     status.tell("preflight: rebooting this node")
     try:
         # A disk that is missing in this boot and the next is not missing for longer because of this.
-        reboots.record(boot_id, places.attempts.with_name(reboots.PATH.name))
+        status.record_reboot(boot_id, places.attempts.with_name(status.REBOOT.name))
         child.run(places.reboot)
     except (ProgramError, OSError) as error:
         status.tell(f"preflight: the reboot failed: {error}")

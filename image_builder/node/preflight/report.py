@@ -34,12 +34,9 @@ _EARLY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is, and how time passes."""
+class Places(status.Places):
+    """And how time passes. ``chance`` gives numbers in [0, 1)."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    boot_id: Path = status.BOOT_ID
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
@@ -47,7 +44,7 @@ class Places:
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
     settings = parse(settings_files.load("preflight", places.etc))
-    document = verdicts.read(places.run, places.boot_id)
+    document = verdicts.read(places)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
     if _is_reported(places.run, document):

@@ -8,14 +8,12 @@ out of service before it says yes; the result is reported as a boot's verdict is
 from __future__ import annotations
 
 import json
-import random
 import secrets
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from image_builder.node import files, status
@@ -38,15 +36,10 @@ _BUSY = "procs."
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is, and how time passes. ``chance`` gives numbers in [0, 1)."""
+class Places(report.Places):
+    """And what tests the GPUs."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    boot_id: Path = status.BOOT_ID
     smoke: Callable[[str], Sequence[str]] = smoke.command
-    sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = random.random
     now: Callable[[], float] = time.time
 
 
@@ -56,7 +49,7 @@ def run(places: Places = Places()) -> int:
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
     settings = parse(settings_files.load("preflight", places.etc))
-    before = verdicts.read(places.run, places.boot_id)
+    before = verdicts.read(places)
     why_not = reason_not_to_ask(before, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
         status.tell(f"retest: not now: {why_not}")
@@ -70,10 +63,10 @@ def run(places: Places = Places()) -> int:
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         document = after(before, check, str(wish["nonce"]), started)
-        verdicts.write(document, run=places.run, etc=places.etc)
-        verdicts.admit(document, run=places.run, hard=settings.hard)
+        verdicts.write(document, places)
+        verdicts.admit(document, places.run, hard=settings.hard)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
-    return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
+    return report.run(places)
 
 
 def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:

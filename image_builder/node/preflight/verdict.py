@@ -11,19 +11,20 @@ from image_builder.node import files, status
 from image_builder.node.errors import NodeError
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED
+from image_builder.node.status import Places
 
 
-def write(document: Mapping[str, Any], *, run: Path, etc: Path) -> None:
+def write(document: Mapping[str, Any], places: Places) -> None:
     """Write a verdict, and the kubelet's labels and taints with it. Raises OSError."""
-    files.write_json(run / model.FILE, document)
-    status.update("preflight", model.section(document), directory=run, settings=etc)
+    files.write_json(places.run / model.FILE, document)
+    status.update("preflight", model.section(document), places)
 
 
-def read(directory: Path, boot_id: Path) -> dict[str, Any]:
+def read(places: Places) -> dict[str, Any]:
     """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
     try:
-        document: dict[str, Any] = json.loads((directory / model.FILE).read_bytes())
-        now = status.boot_id(boot_id)
+        document: dict[str, Any] = json.loads((places.run / model.FILE).read_bytes())
+        now = status.boot_id(places.boot_id)
     except (OSError, ValueError) as error:
         raise NodeError("preflight.none", f"no verdict of this boot: {error}") from error
     if document["boot_id"] != now:
@@ -33,7 +34,7 @@ def read(directory: Path, boot_id: Path) -> dict[str, Any]:
     return document
 
 
-def admit(document: Mapping[str, Any], *, run: Path, hard: bool) -> None:
+def admit(document: Mapping[str, Any], run: Path, *, hard: bool) -> None:
     """Let the kubelet start, or not, and have what was not settled tested again. Raises OSError.
 
     A kubelet that runs is not stopped.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import layout, preload_settings, settings, status
+from image_builder.node import layout, preload_settings, status
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.preload import archive, images, outcome
 from image_builder.node.preload.containerd import Containerd
@@ -22,22 +22,19 @@ _INTERVAL = 3.0
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is."""
+class Places(status.Places):
+    """And the descriptions of the archive and of the store."""
 
     list: Path = layout.LIST
     store: Path = layout.MANIFEST
-    settings: Path = settings.DIRECTORY
-    status: Path = status.DIRECTORY
 
 
-def run(places: Places | None = None) -> int:
+def run(places: Places = Places()) -> int:
     """Return 0 when every image is there, whole and under its names. Raises no error that is expected."""
-    places = places or Places()
     started = time.monotonic()
     engine = ""
     try:
-        chosen = preload_settings.load(places.settings)
+        chosen = preload_settings.load(places.etc)
         engine = chosen.engine
         section = _work(places, chosen)
     except ProgramError as error:
@@ -45,12 +42,7 @@ def run(places: Places | None = None) -> int:
     except NodeError as error:
         section = outcome.failed(engine, error.code, error.message)
     seconds = round(time.monotonic() - started, 3)
-    status.update(
-        "preload",
-        {**section, "seconds": seconds},
-        directory=places.status,
-        settings=places.settings,
-    )
+    status.update("preload", {**section, "seconds": seconds}, places)
     for line in summary(section, seconds):
         status.tell(line)
     return 1 if section["state"] == status.FAILED else 0
@@ -66,7 +58,7 @@ def _work(places: Places, chosen: preload_settings.Preload) -> dict[str, Any]:
     )
     store = images.read_store(places.store, preload.images)
     done = bring(preload, store, engine, chosen.data_root, status.tell, _INTERVAL)
-    return outcome.section(preload, store, status.read(places.status).get("seed", {}), done)
+    return outcome.section(preload, store, status.read(places.run).get("seed", {}), done)
 
 
 def bring(

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,12 @@ Section = dict[str, Any]
 _LOCK_SECONDS = 3.0
 
 
-def run(places: Places | None = None) -> int:
+def run(places: Places = Places()) -> int:  # noqa: B008 (frozen)
     """Promote what the seed linked; return the exit status.
 
     0 also when the disk is full, the disk or the store damaged, or there is no local disk: the node works as before,
     and the status says why. Raises NodeError for anything else.
     """
-    places = places or Places()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         settings = load(places)
@@ -44,8 +43,8 @@ def run(places: Places | None = None) -> int:
     return 0
 
 
-def _update(places: Places, section: Mapping[str, Any]) -> None:
-    status.update("promotion", section, directory=places.status, settings=places.settings)
+def _update(places: Places, section: Section) -> None:
+    status.update("promotion", section, places)
 
 
 def _degraded(code: str, reason: str) -> Section:
@@ -83,7 +82,7 @@ def _no_promotion(settings: Settings, places: Places) -> Section:
     """Return the section when nothing is to be done or can be, else nothing."""
     if not settings.promotion.enabled:
         return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
-    disk = status.read(places.status).get("disk", {})
+    disk = status.read(places.run).get("disk", {})
     if disk.get("state") != status.OK:
         why = disk.get("reason") or disk.get("code") or "node-agent disk reported nothing"
         return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import layout, preload_settings, settings, status
+from image_builder.node import layout, preload_settings, status
 from image_builder.node.decode import DecodeError, at_least, decode, shown, within
 from image_builder.node.errors import NodeError
 from image_builder.node.preload_settings import Preload
@@ -52,19 +52,17 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where things lie outside the local disk; a test has its own."""
+class Places(status.Places):
+    """And what a bake put into the image: the store's description, the rehearsal's, and where the store is mounted."""
 
     manifest: Path = layout.MANIFEST
     rehearsal: Path = layout.REHEARSAL
     store: Path = layout.MOUNT_POINT
-    status: Path = status.DIRECTORY
-    settings: Path = settings.DIRECTORY
 
 
 def load(places: Places) -> Settings:
     """Return the settings. Raises NodeError (``settings``)."""
-    preload = preload_settings.load(places.settings)
+    preload = preload_settings.load(places.etc)
     try:
         return Settings(preload, decode(Promotion, preload.promote, "promote"))
     except DecodeError as error:

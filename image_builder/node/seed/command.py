@@ -6,11 +6,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import files, layout, links, preload_settings, status
-from image_builder.node import settings as settings_files
 from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import layer_path
@@ -27,35 +27,36 @@ _LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "stor
 _ATTEMPTS = 3
 
 
-def run(
-    manifest: Path = layout.MANIFEST,
-    *,
-    directory: Path = status.DIRECTORY,
-    etc: Path = settings_files.DIRECTORY,
-    pause: float = 1.0,
-) -> int:
+@dataclass(frozen=True)
+class Places(status.Places):
+    """And the store's description."""
+
+    manifest: Path = layout.MANIFEST
+
+
+def run(places: Places = Places(), *, pause: float = 1.0) -> int:
     """Seed, and say how it went; return 1 where a later attempt may do better, else 0.
 
     ``pause`` are the seconds between two attempts of one call. What can't be seeded is loaded from the archive.
     """
     started = time.monotonic()
     try:
-        settings = preload_settings.load(etc)
+        settings = preload_settings.load(places.etc)
     except NodeError as error:  # nothing is known of a data root, so nothing is done to any
         section: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
         # Another agent may be at it: then it is found done.
-        with files.lock(directory / "seed.lock"):
-            section = _attempt(settings, manifest)
+        with files.lock(places.run / "seed.lock"):
+            section = _attempt(settings, places.manifest)
             for _ in range(_ATTEMPTS - 1):
                 if section.get("code") not in _FOR_NOW:
                     break
                 time.sleep(pause)
-                section = _attempt(settings, manifest)
+                section = _attempt(settings, places.manifest)
         if section.get("code") == "seed.busy":
-            section = _earlier(directory, section)
+            section = _earlier(places.run, section)
     section["seconds"] = round(time.monotonic() - started, 3)
-    status.update("seed", section, directory=directory, settings=etc)
+    status.update("seed", section, places)
     status.tell(describe(section))
     return 1 if section.get("code") in _FOR_NOW and "busy" not in section else 0
 

@@ -168,7 +168,7 @@ def test_numbers_from_a_command_line_are_numbers() -> None:
 def test_agent_takes_the_preloads_settings_as_the_role_renders_them(promote: bool, tmp_path: Path) -> None:
     written = rendered("image_preload", "__image_preload_settings", image_preload_promote=promote)
     (tmp_path / "preload.json").write_text(json.dumps(written))
-    settings = load_promotion(Places(settings=tmp_path))
+    settings = load_promotion(Places(etc=tmp_path))
     assert settings.promotion == Promotion(enabled=promote)
     assert settings.preload.verity and settings.preload.kubelet_healthz
 

@@ -26,14 +26,19 @@ DAMAGED = {"state": "degraded", "code": "store.verity", "reason": "block 7"}
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
     (tmp_path / "etc").mkdir()
-    found = Places(tmp_path / "list.json", tmp_path / "store.json", tmp_path / "etc", tmp_path / "run")
+    found = Places(
+        run=tmp_path / "run",
+        etc=tmp_path / "etc",
+        list=tmp_path / "list.json",
+        store=tmp_path / "store.json",
+    )
     settings = {
         "engine": "docker",
         "data_root": "/mnt/local/docker",
         "mount_point": "/mnt/local",
         "pause": PAUSE,
     }
-    (found.settings / "preload.json").write_text(json.dumps(settings))
+    (found.etc / "preload.json").write_text(json.dumps(settings))
     archive = tmp_path / "images.tar"
     archive.write_bytes(b"archive")
     found.list.write_text(json.dumps(document(archive)))
@@ -41,13 +46,13 @@ def places(tmp_path: Path) -> Places:
 
 
 def status(places: Places) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((places.status / "status.json").read_text())
+    found: dict[str, Any] = json.loads((places.run / "status.json").read_text())
     return found
 
 
 def test_status_tells_of_a_failure(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     places.list.unlink()
-    (places.settings / "kubelet.json").write_text('{"taints": ["pool=gpu:NoSchedule"]}')
+    (places.etc / "kubelet.json").write_text('{"taints": ["pool=gpu:NoSchedule"]}')
     assert command.run(places) == 1
     told = status(places)["preload"]
     reason = f"{places.list}: No such file or directory"
@@ -56,12 +61,12 @@ def test_status_tells_of_a_failure(places: Places, capsys: pytest.CaptureFixture
     assert status(places)["ready"] is False
     assert capsys.readouterr().out == f"node-agent: FAILED: {reason}\n"
     taints = "pool=gpu:NoSchedule,image-builder/preload=preload.list:NoSchedule"
-    assert f"--register-with-taints={taints}" in (places.status / "kubelet.env").read_text()
+    assert f"--register-with-taints={taints}" in (places.run / "kubelet.env").read_text()
 
 
 def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = json.loads((places.settings / "preload.json").read_text())
-    (places.settings / "preload.json").write_text(json.dumps({**settings, "engine": "containerd"}))
+    settings = json.loads((places.etc / "preload.json").read_text())
+    (places.etc / "preload.json").write_text(json.dumps({**settings, "engine": "containerd"}))
     assert command.run(places) == 1
     assert f"{places.list} is for docker, this node has containerd" in capsys.readouterr().out
 
@@ -88,7 +93,7 @@ def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.Capt
     ],
 )
 def test_settings_that_can_not_be_used(places: Places, text: str, said: str) -> None:
-    (places.settings / "preload.json").write_text(text)
+    (places.etc / "preload.json").write_text(text)
     assert command.run(places) == 1
     told = status(places)["preload"]
     assert told["code"] == "settings" and said in told["reason"]

@@ -20,10 +20,10 @@ from image_builder.node.promote.workers import ItemResult
 
 def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
     """Make a node with one layer in the store, and a data root that the seed has set aside."""
-    places = Places(store=tmp_path / "store", status=tmp_path / "run", settings=tmp_path / "etc")
+    places = Places(store=tmp_path / "store", run=tmp_path / "run", etc=tmp_path / "etc")
     link = tmp_path / "disk/docker/overlay2/one/diff"
     aside = tmp_path / "disk/.node/trash/docker.0/overlay2/two"
-    for folder in (link.parent, aside, places.settings):
+    for folder in (link.parent, aside, places.etc):
         folder.mkdir(parents=True)
     link.symlink_to(tmp_path / "store/layers/abc")
     (aside / "file").write_bytes(b"x")
@@ -34,8 +34,8 @@ def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
         "kubelet_healthz": "",
         "promote": {"settle_seconds": 0, "wait_seconds": 0, **promote},
     }
-    (places.settings / "preload.json").write_text(json.dumps(document))
-    status.update("disk", disk, directory=places.status, settings=places.settings)
+    (places.etc / "preload.json").write_text(json.dumps(document))
+    status.update("disk", disk, places)
     return places
 
 
@@ -54,7 +54,7 @@ def test_what_was_set_aside_goes_also_where_nothing_is_promoted(
     assert run(places) == 0
     assert list((tmp_path / "disk/.node/trash").iterdir()) == []
     assert (tmp_path / "disk/docker/overlay2/one/diff").is_symlink()
-    section = status.read(places.status)["promotion"]
+    section = status.read(places.run)["promotion"]
     assert section.get("code") == code and "trash" not in section
 
 
@@ -90,5 +90,5 @@ def test_trash_is_kept_by_a_boot_whose_kubelet_does_not_answer(
     assert run(places) == 0
     kept = tmp_path / "disk/.node/trash/docker.0"
     assert (kept / "overlay2/two/file").read_bytes() == b"x"
-    section = status.read(places.status)["promotion"]
+    section = status.read(places.run)["promotion"]
     assert section["trash"] == [f"{kept}: kept, since this boot's kubelet did not answer"]

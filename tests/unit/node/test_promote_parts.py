@@ -37,7 +37,7 @@ def test_a_link_that_leads_elsewhere_is_none_of_the_stores(tmp_path: Path) -> No
 def _load(tmp_path: Path, **promote: Any) -> settings.Settings:
     document = {"engine": "docker", "data_root": "/d", "mount_point": "/m", "promote": promote}
     (tmp_path / "preload.json").write_text(json.dumps(document))
-    return settings.load(settings.Places(settings=tmp_path))
+    return settings.load(settings.Places(etc=tmp_path))
 
 
 @pytest.mark.parametrize(

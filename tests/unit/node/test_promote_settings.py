@@ -18,7 +18,7 @@ NODE = {"engine": "docker", "data_root": "/mnt/local/docker", "mount_point": "/m
 
 def loaded(folder: Path, value: Any) -> Settings:
     (folder / "preload.json").write_text(json.dumps({**NODE, **value}))
-    return load(Places(settings=folder))
+    return load(Places(etc=folder))
 
 
 def test_defaults(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import copy
 from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
-from image_builder.node.seed.command import _marker, check_version, describe, leave, run
+from image_builder.node.seed.command import Places, _marker, check_version, describe, leave, run
 from image_builder.node.seed.use import _LOCKED, user
 from image_builder.node.store import Store, chain, parse_manifest
 from tests.unit.node.stores import docker_store, manifest, stored
@@ -134,7 +134,7 @@ def _tree(top: Path) -> list[str]:
 
 def _run(settings: Preload, manifest: Path) -> tuple[int, dict[str, Any]]:
     here = settings.mount_point
-    code = run(manifest, directory=here / "run", etc=here, pause=0)
+    code = run(Places(here / "run", here, manifest=manifest), pause=0)
     section: dict[str, Any] = status.read(here / "run")["seed"]
     return code, section
 
