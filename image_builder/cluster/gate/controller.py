@@ -22,7 +22,8 @@ from image_builder.cluster.gate.queue import Queue
 from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import JSON_PATCH, Client, KubeError, backoff
+from image_builder.node.net.kube import JSON_PATCH, Client, KubeError
+from image_builder.node.net.retry import backoff
 
 _NOT_FOUND = 404
 # Answers that speak of one node's change; all others speak of the API server.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from image_builder.node.net.kube import backoff
+from image_builder.node.net.retry import backoff
 
 # A node whose change is refused again and again is not asked for more often than this.
 _LONGEST_WAIT = 300.0

@@ -221,10 +221,10 @@ def report_condition(
                 node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
             )
     except NodeError as error:
-        from image_builder.node.net import kube
+        from image_builder.node.net.retry import backoff
 
         after: float | None = getattr(error, "retry_after", None)
-        wait = kube.backoff(
+        wait = backoff(
             reported.failures, retry_after=after, base=condition.FIRST_WAIT, cap=condition.LONGEST_WAIT
         )
         if not reported.failures:

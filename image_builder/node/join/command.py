@@ -20,11 +20,11 @@ from image_builder.node.join.binding import slot
 from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.credentials import Token
-from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import Identity, learn
 from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
 from image_builder.node.net import kube
+from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 # Before a configuration says otherwise.
 _BUDGET = 900.0
@@ -182,7 +182,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
 
     def probe() -> bool:
         try:
-            with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
+            with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
             if error.status == 401 and access.certificate:  # it has expired, and another is needed
@@ -190,7 +190,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
                 return False
             if error.status == 403:
                 return True
-            raise NotYet(67, error.message, error.retry_after) from error
+            raise NotYet(JoinError(67, error.message), error.retry_after) from error
         return True
 
     return patiently(probe, deadline)

@@ -18,10 +18,10 @@ from typing import Any
 
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
-from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import ask_platform
 from image_builder.node.net import fetch
 from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 _ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
@@ -76,19 +76,20 @@ def from_broker(config: NodeConfig, address: str, machine: Mapping[str, str], de
 def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], deadline: Deadline) -> bytes:
     """Return what the broker answers. Raises NotYet, JoinError (62)."""
     source = config.credentials
-    timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
     try:
-        response = ask(source.url, source.ca or config.ca, token=proof, body=request, timeout=timeout)
+        response = ask(
+            source.url, source.ca or config.ca, deadline.attempt(_TIMEOUT), token=proof, body=request
+        )
     except ssl.SSLCertVerificationError as error:
         raise JoinError(62, f"the broker's certificate can't be verified: {error.verify_message}") from error
     except OSError as error:
-        raise NotYet(62, f"the broker does not answer: {error}") from error
+        raise NotYet(JoinError(62, f"the broker does not answer: {error}")) from error
     if response.status == 200:
         return response.body
-    message = f"the broker answered {response.status}{_code(response.body)}"
+    refusal = JoinError(62, f"the broker answered {response.status}{_code(response.body)}")
     if response.status < 500 and response.status not in _LATER:
-        raise JoinError(62, message)
-    raise NotYet(62, message, response.retry_after)
+        raise refusal
+    raise NotYet(refusal, response.retry_after)
 
 
 def _code(body: bytes) -> str:
@@ -159,22 +160,22 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
 
     def probe() -> None:
         nonlocal refused
-        timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
         try:
-            response = ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
+            response = ask(f"{config.server}/version", config.ca, deadline.attempt(_TIMEOUT), token=token)
         except ssl.SSLCertVerificationError as error:
             raise _unproven(error, config, clock_seconds) from error
         except OSError as error:
-            raise NotYet(67, f"{config.server} does not answer: {error}") from error
+            raise NotYet(JoinError(67, f"{config.server} does not answer: {error}")) from error
         check_clock(response.date, time.time(), clock_seconds)
         # 403: the token is known, and this cluster keeps its version private.
         if response.status in (200, 403):
             return
         if response.status != 401:
-            raise NotYet(67, f"{config.server} answered {response.status}", response.retry_after)
+            answer = JoinError(67, f"{config.server} answered {response.status}")
+            raise NotYet(answer, response.retry_after)
         refused += 1
-        message = f"{config.server} rejects the token: it is expired or unknown"
-        raise JoinError(64, message) if refused >= _REFUSALS else NotYet(64, message, response.retry_after)
+        refusal = JoinError(64, f"{config.server} rejects the token: it is expired or unknown")
+        raise refusal if refused >= _REFUSALS else NotYet(refusal, response.retry_after)
 
     patiently(probe, deadline)
 
@@ -212,10 +213,10 @@ def check_life(token: Token, needed: float, now: float) -> None:
 def ask(
     url: str,
     authority: str | None,
+    timeout: float = _TIMEOUT,
     *,
     token: str = "",
     body: Mapping[str, Any] | None = None,
-    timeout: float = _TIMEOUT,
 ) -> Response:
     """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
 

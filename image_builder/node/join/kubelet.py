@@ -17,12 +17,11 @@ from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
-from image_builder.node.net import kube, kubeconfig
+from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.node.net.kubeconfig import Access
-from image_builder.node.promote.kubelet import wait_for_answer
+from image_builder.node.net.retry import Deadline
 
 # What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.
 TAINTS = "join-taints.json"
@@ -170,7 +169,7 @@ def wait_until_ready(
         places.bootstrap.unlink(missing_ok=True)
     except OSError as error:
         raise JoinError(81, f"the bootstrap token can't be removed: {error}") from error
-    if not wait_for_answer(healthz, deadline.remaining):
+    if not fetch.wait_until_up(healthz, deadline):
         raise JoinError(92, f"{healthz} does not answer 200")
     reason = ""
     while reason := _not_ready(access, deadline):
@@ -183,7 +182,7 @@ def wait_until_ready(
 def _not_ready(access: Access, deadline: Deadline) -> str:
     """Return why the API server does not call the node Ready; empty where it does."""
     try:
-        with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
+        with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
             node = client.request("GET", f"/api/v1/nodes/{access.node}")
     except NodeError as error:
         return error.message

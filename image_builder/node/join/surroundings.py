@@ -16,10 +16,10 @@ from image_builder.node import layout, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
 from image_builder.node.net import reach
+from image_builder.node.net.retry import Deadline
 from image_builder.node.preflight import checks
 from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
@@ -59,7 +59,7 @@ def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     endpoints = Endpoints(
-        dns=() if reach.is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.remaining)
+        dns=() if reach.is_address(host) else (host,), tcp=(place,), wait_seconds=deadline.attempt()
     )
     for check in checks.reach_all(endpoints):
         if check.state != PASSED:
@@ -88,7 +88,7 @@ def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
     """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
     done = _section("preload", (41, 42), places, deadline)
     if engine:
-        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.remaining))):
+        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=deadline.attempt())):
             if check.state != PASSED:
                 raise JoinError(43, check.reason)
         reason = f"{engine} answers; {done.reason}"

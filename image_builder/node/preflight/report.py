@@ -7,6 +7,7 @@ tells whether it is stale.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import threading
@@ -20,7 +21,8 @@ from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch, kube, kubeconfig
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.retry import LONGEST_WAIT, Deadline, NotYet, patiently
 from image_builder.node.preflight import model
 from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.settings import Settings, parse
@@ -50,15 +52,25 @@ def run(places: Places = Places()) -> int:
     if _is_reported(places.run, document):
         status.tell("preflight: already reported")
         return 0
-    _await_kubelet(settings, places.sleep)
+    _await_kubelet(settings, Deadline(time.monotonic() + _KUBELET_SECONDS, sleep=places.sleep))
     # Nodes that were started together don't report together.
     places.sleep(places.chance() * settings.jitter_seconds)
 
     def send() -> None:
         # The kubelet may have got its certificate only now, or a new one: read it at every attempt.
-        _send(settings, document, kube.TIMEOUT)
+        try:
+            _send(settings, document, kube.TIMEOUT)
+        except KubeError as error:
+            if error.is_hopeless:
+                raise
+            raise NotYet(error, error.retry_after) from error
+        except NodeError as error:  # a kubeconfig that isn't there yet, or half written
+            raise NotYet(error) from error
 
-    kube.patiently(_refusals(send), tell=_tell, sleep=places.sleep, chance=places.chance)
+    never = Deadline(math.inf, sleep=places.sleep, chance=places.chance)
+    patiently(
+        send, never, cap=LONGEST_WAIT, tell=lambda text: status.tell(f"preflight: not reported yet: {text}")
+    )
     _remember(places.run, document)
     status.tell(f"preflight: reported: {model.message(document)}")
     return 0
@@ -125,41 +137,18 @@ def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> No
         )
 
 
-def _refusals(send: Callable[[], None]) -> Callable[[], None]:
-    """Make a kubeconfig that isn't there yet, or half written, something to wait for."""
-
-    def wrapped() -> None:
-        try:
-            send()
-        except kube.KubeError:
-            raise
-        except NodeError as error:
-            raise kube.KubeError(error.message) from error
-
-    return wrapped
-
-
-def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
+def _await_kubelet(settings: Settings, deadline: Deadline) -> None:
     """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
 
     A node without a configuration to join has no kubeconfig, and nowhere to report to. Raises NodeError
     (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
     """
-    until = time.monotonic() + _KUBELET_SECONDS
-    while not (Path(settings.kubeconfig).exists() and _answers(settings.healthz)):
-        if time.monotonic() >= until:
+    while not (Path(settings.kubeconfig).exists() and fetch.is_up(settings.healthz, _POLL)):
+        if not deadline.poll(_POLL):
             message = (
                 f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"
             )
             raise NodeError("preflight.kubelet", message)
-        sleep(_POLL)
-
-
-def _answers(healthz: str) -> bool:
-    try:
-        return fetch.ask(healthz, headers={}, seconds=_POLL).status == 200
-    except OSError:
-        return False
 
 
 def _is_reported(directory: Path, document: Mapping[str, Any]) -> bool:
@@ -175,7 +164,3 @@ def _remember(directory: Path, document: Mapping[str, Any]) -> None:
 
 def _key(document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: document[name] for name in ("boot_id", "state", "code", "started")}
-
-
-def _tell(text: str) -> None:
-    status.tell(f"preflight: not reported yet: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,14 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from image_builder.node import files, links, mounts, status, store
+from image_builder.node.child import ENVIRONMENT
 from image_builder.node.errors import NodeError
-from image_builder.node.promote import batches, kubelet, plan, trash
+from image_builder.node.net import fetch
+from image_builder.node.net.retry import Deadline
+from image_builder.node.promote import batches, plan, trash
 from image_builder.node.promote.batches import Progress
 from image_builder.node.promote.settings import Places, Settings, load
 from image_builder.node.promote.workers import ItemResult, disk_error
 
 Section = dict[str, Any]
 _LOCK_SECONDS = 3.0
+_PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 
 
 def run(places: Places = Places()) -> int:  # noqa: B008 (frozen)
@@ -147,8 +152,14 @@ def _empty(settings: Settings, is_up: bool) -> list[str]:
 
 
 def _wait(settings: Settings) -> bool:
-    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered."""
-    is_up = kubelet.wait(settings.preload.kubelet_healthz, settings.promotion.wait_seconds)
+    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered.
+
+    Until then every byte of the disk belongs to the boot. A node without a kubelet, or settings without its address,
+    have nothing to wait for.
+    """
+    healthz = settings.preload.kubelet_healthz
+    has_kubelet = healthz and shutil.which("kubelet", path=_PATH)
+    is_up = not has_kubelet or fetch.wait_until_up(healthz, Deadline.after(settings.promotion.wait_seconds))
     if not is_up:
         status.tell(
             f"promote: the kubelet did not answer within {settings.promotion.wait_seconds:g} s; going on without it"

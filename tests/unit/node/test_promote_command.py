@@ -11,7 +11,7 @@ import pytest
 
 from image_builder.node import status
 from image_builder.node.links import Link
-from image_builder.node.promote import kubelet
+from image_builder.node.promote import command
 from image_builder.node.promote.command import _mark_damaged, run
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.settings import Places, load
@@ -86,7 +86,7 @@ def test_trash_is_kept_by_a_boot_whose_kubelet_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = _node(tmp_path, {"state": "ok"}, enabled=False)
-    monkeypatch.setattr(kubelet, "wait", lambda *_: False)
+    monkeypatch.setattr(command, "_wait", lambda *_: False)
     assert run(places) == 0
     kept = tmp_path / "disk/.node/trash/docker.0"
     assert (kept / "overlay2/two/file").read_bytes() == b"x"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from image_builder.node import links
 from image_builder.node.errors import NodeError
 from image_builder.node.links import Link
-from image_builder.node.promote import copy, kubelet, settings, workers
+from image_builder.node.promote import command, copy, settings, workers
 from image_builder.node.promote.copy import SourceError
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.shared import Shared
@@ -134,7 +135,8 @@ def test_a_file_shorter_than_it_says_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("healthz", "program"), [("", "/usr/bin/kubelet"), ("http://127.0.0.1:1/", None)])
 def test_there_may_be_no_kubelet_to_wait_for(
-    healthz: str, program: str | None, monkeypatch: pytest.MonkeyPatch
+    healthz: str, program: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: program)
-    assert kubelet.wait(healthz, 900)
+    chosen = _load(tmp_path, settle_seconds=0)
+    assert command._wait(replace(chosen, preload=replace(chosen.preload, kubelet_healthz=healthz)))
