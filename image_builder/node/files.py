@@ -112,11 +112,30 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644, *, durab
     write(path, (json.dumps(value, indent=1) + "\n").encode(), mode, durable=durable)
 
 
+def write_changed(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -> bool:
+    """Replace a file, as ``write`` does, unless it holds that already with that mode; tell whether it was written."""
+    try:
+        if path.read_bytes() == data and stat.S_IMODE(path.stat().st_mode) == mode:
+            return False
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    write(path, data, mode, durable=durable)
+    return True
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where there is none that is whole."""
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object that these bytes are; empty for anything else."""
+    try:
+        document = json.loads(data)
+    except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
 

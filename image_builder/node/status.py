@@ -81,11 +81,7 @@ def tell(text: str) -> None:
 
 def read(directory: Path = DIRECTORY) -> dict[str, Any]:
     """Return all that is known, also before anything was. A damaged file says nothing; the next update replaces it."""
-    try:
-        document = json.loads((directory / "status.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        document = None
-    return document if isinstance(document, dict) else {"format": FORMAT, "ready": False}
+    return files.read_json(directory / "status.json") or {"format": FORMAT, "ready": False}
 
 
 def update(
@@ -106,8 +102,7 @@ def update(
         document["ready"] = is_ready(document, wanted_sections(etc) if required is None else required)
         files.write_json(run / "status.json", document, durable=False)
         environment = kubelet_environment(document, _taints(etc), _gate(etc))
-        if _text(run / "kubelet.env") != environment:  # what changes nothing touches nothing
-            files.write(run / "kubelet.env", environment.encode(), durable=False)
+        files.write_changed(run / "kubelet.env", environment.encode(), durable=False)
 
 
 def _taints(directory: Path) -> list[str]:
@@ -175,10 +170,3 @@ def kubelet_environment(document: Mapping[str, Any], taints: Sequence[str] = (),
     if own:
         arguments.append(f"--register-with-taints={','.join([*taints, *own])}")
     return f"NODE_AGENT_KUBELET_ARGS={' '.join(arguments)}\n"
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None

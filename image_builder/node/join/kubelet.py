@@ -119,14 +119,14 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
 def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
     authority = places.kubernetes / "pki/ca.crt"
     own = json.dumps({"taints": list(map(str, identity.config.taints))}, indent=1) + "\n"
-    changed = [TAINTS] if _write(places.etc / TAINTS, own, 0o644) else []
+    changed = [TAINTS] if files.write_changed(places.etc / TAINTS, own.encode()) else []
     contents: Mapping[Path, str] = {
         authority: identity.config.ca,
         places.kubernetes / "node.env": environment(
             identity, build, settings_files.kubelet_taints(places.etc)
         ),
     }
-    changed += [path.name for path, text in contents.items() if _write(path, text, 0o644)]
+    changed += [path.name for path, text in contents.items() if files.write_changed(path, text.encode())]
     if TAINTS in changed or "join" not in status.read(places.run):
         # The environment that the agent gives the kubelet is written again with it.
         section = {
@@ -136,21 +136,10 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
         }
         status.update("join", section, places)
     # Last: the kubelet starts when this appears.
-    if token and _write(places.bootstrap, bootstrap_config(identity.config, authority, token), 0o600):
+    bootstrap = bootstrap_config(identity.config, authority, token).encode()
+    if token and files.write_changed(places.bootstrap, bootstrap, 0o600):
         changed.append(places.bootstrap.name)
     return changed
-
-
-def _write(path: Path, text: str, mode: int) -> bool:
-    """Write a file unless it is that already; tell whether it was written. Raises OSError."""
-    data = text.encode()
-    try:
-        if path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
-            return False
-    except FileNotFoundError:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    files.write(path, data, mode)
-    return True
 
 
 def wait_until_ready(

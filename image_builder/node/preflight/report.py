@@ -49,7 +49,7 @@ def run(places: Places = Places()) -> int:
     document = verdicts.read(places)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
-    if _is_reported(places.run, document):
+    if files.read_json(places.run / model.REPORTED) == _key(document):
         status.tell("preflight: already reported")
         return 0
     _await_kubelet(settings, Deadline(time.monotonic() + _KUBELET_SECONDS, sleep=places.sleep))
@@ -149,13 +149,6 @@ def _await_kubelet(settings: Settings, deadline: Deadline) -> None:
                 f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"
             )
             raise NodeError("preflight.kubelet", message)
-
-
-def _is_reported(directory: Path, document: Mapping[str, Any]) -> bool:
-    try:
-        return bool(json.loads((directory / model.REPORTED).read_bytes()) == _key(document))
-    except (OSError, ValueError):
-        return False
 
 
 def _remember(directory: Path, document: Mapping[str, Any]) -> None:
