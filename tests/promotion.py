@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.links import find
+from image_builder.node.data_root import find_links
 from image_builder.node.promote import command
 from image_builder.node.promote.settings import Places
 from image_builder.settings import DEFAULT_STORE
@@ -192,7 +192,7 @@ class Node:
         return subprocess.Popen([sys.executable, "-c", _PROMOTE, self.base], cwd=REPO)
 
     def left(self) -> list[str]:
-        return sorted(link.path.parent.name for link in find("docker", self.root, self.places.store))
+        return sorted(link.path.parent.name for link in find_links("docker", self.root, self.places.store))
 
     def differences(self, names: list[str]) -> list[str]:
         """Return what differs from the store, of the layers that are no link."""

@@ -6,7 +6,6 @@ Starts no program: the status file, the store's description, and the names in th
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,28 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import layout, settings, status
+from image_builder.node.data_root import Links, scan
 from image_builder.node.errors import NodeError
 from image_builder.node.store import chain
-
-# Below a data root: a directory for each layer, and the name of its files in it.
-_LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
-    "docker": [("overlay2", "diff")],
-    "containerd": [("io.containerd.snapshotter.v1.overlayfs/snapshots", "fs")],
-}
-
-
-@dataclass(frozen=True)
-class Links:
-    """What a data root has: diff ids (hexadecimal) served by the store; of those, links that lead nowhere.
-
-    ``directories`` counts the layers that are on the local disk itself, those of containers included. ``local`` are
-    Docker's, by chain id (hexadecimal); None for containerd, whose records only it can read.
-    """
-
-    served: frozenset[str]
-    broken: frozenset[str]
-    directories: int
-    local: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,45 +27,6 @@ class Served:
     store: int
     local: int
     source: str
-
-
-def scan(data_root: Path, engine: str) -> Links:
-    """Look at each layer's directory of a data root; nothing where there is none."""
-    served, broken, directories = set(), set(), 0
-    for folder, name in _LAYERS.get(engine, []):
-        try:
-            entries = list(os.scandir(data_root / folder))
-        except OSError:
-            continue
-        for entry in entries:
-            place = os.path.join(entry.path, name)
-            try:
-                layer = os.path.basename(os.readlink(place))
-            except OSError:  # no link, or none any more: the promotion goes on meanwhile
-                directories += os.path.isdir(place)
-                continue
-            served.add(layer)
-            if not os.path.isdir(place):
-                broken.add(layer)
-    local = _docker_chains(data_root) if engine == "docker" else None
-    return Links(frozenset(served), frozenset(broken), directories, local)
-
-
-def _docker_chains(root: Path) -> frozenset[str]:
-    """Return the chain ids of the layers that Docker has on record and on the local disk."""
-    records, chains = root / "image/overlay2/layerdb/sha256", set()
-    try:
-        names = os.listdir(records)
-    except OSError:
-        return frozenset()
-    for name in names:
-        try:
-            files = root / "overlay2" / (records / name / "cache-id").read_text() / "diff"
-        except (OSError, ValueError):
-            continue
-        if files.is_dir() and not files.is_symlink():
-            chains.add(name)
-    return frozenset(chains)
 
 
 def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) -> Served:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from image_builder.node import files, links, mounts, status, store
+from image_builder.node import data_root, files, mounts, status, store
 from image_builder.node.child import ENVIRONMENT
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch
@@ -106,7 +106,9 @@ def _no_promotion(settings: Settings, places: Places) -> Section:
 
 
 def _left(settings: Settings, places: Places) -> list[str]:
-    return plan.layers_left(links.find(settings.preload.engine, settings.preload.data_root, places.store))
+    return plan.layers_left(
+        data_root.find_links(settings.preload.engine, settings.preload.data_root, places.store)
+    )
 
 
 def _promote(settings: Settings, places: Places) -> Section:
@@ -176,7 +178,7 @@ def _has_trash(settings: Settings) -> bool:
 
 
 def _copy(settings: Settings, places: Places) -> Section:
-    seeded = links.find(settings.preload.engine, settings.preload.data_root, places.store)
+    seeded = data_root.find_links(settings.preload.engine, settings.preload.data_root, places.store)
     if not seeded:
         return _earlier(settings)
     stored = store.read_manifest(places.manifest)

@@ -1,4 +1,4 @@
-"""The order in which layers are promoted. Pure: ``links`` finds the links.
+"""The order in which layers are promoted. Pure: ``data_root`` finds the links.
 
 The pause image comes first, since no pod starts without it; then the images that a node must have; then the layers
 that were read when the bake's rehearsal started a container; then the rest.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node.links import Link
+from image_builder.node.data_root import Link
 from image_builder.node.store import StoredImage
 
 PAUSE, REQUIRED, READ, REST = range(4)

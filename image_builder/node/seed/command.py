@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, layout, links, preload_settings, status
+from image_builder.node import data_root, files, layout, preload_settings, status
 from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import layer_path
 from image_builder.node.preload_settings import Preload
-from image_builder.node.seed import containerd, docker, lost, use
+from image_builder.node.seed import containerd, docker, lost
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
 
 FORMAT = 1
@@ -89,7 +89,7 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     used = _is_used(settings.data_root)
     if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
         return _keep(settings, store, marker)
-    if used and (who := use.user(settings.engine, settings.data_root)):
+    if used and (who := data_root.user(settings.engine, settings.data_root)):
         raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
     check_version(store, settings.engine)
     _open(settings, store)
@@ -104,7 +104,7 @@ def leave(settings: Preload) -> dict[str, Any]:
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
-        if who := use.user(settings.engine, settings.data_root):
+        if who := data_root.user(settings.engine, settings.data_root):
             raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
         if settings.engine == "docker":
             lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
@@ -139,7 +139,7 @@ def _open(settings: Preload, store: Store) -> None:
         read_through(Path(str(damage.get("path") or layer_path(str(damage.get("layer"))))))
     except OSError as error:
         reason = damage.get("reason", "damaged")
-        if not use.user(settings.engine, settings.data_root):
+        if not data_root.user(settings.engine, settings.data_root):
             close_store()
         raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
     mark.unlink()
@@ -209,7 +209,7 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     has_lost = linked and not ours and bool(lost.caches(settings.data_root))
     if ours and not has_lost and not docker.lacking(images, settings.data_root):
         return {"action": "current", **section}
-    if who := use.user(settings.engine, settings.data_root):
+    if who := data_root.user(settings.engine, settings.data_root):
         raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
     if has_lost:  # layers of another image's store
         lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
@@ -227,7 +227,7 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
 
 def _has_links(settings: Preload) -> bool:
     """Tell whether anything in the data root is still a link into the store: not after it was all promoted."""
-    return bool(links.find(settings.engine, settings.data_root))
+    return bool(data_root.find_links(settings.engine, settings.data_root))
 
 
 def _section(settings: Preload, store: Store) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
         if not (settings.data_root.is_dir() and _has_links(settings)):
             close_store()
         elif settings.engine == "docker" and error.code in _LOST and lost.caches(settings.data_root):
-            if who := use.user(settings.engine, settings.data_root):
+            if who := data_root.user(settings.engine, settings.data_root):
                 raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
             lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
             section["action"] = "lost layers taken out"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from image_builder.node import status
-from image_builder.node.links import Link
+from image_builder.node.data_root import Link
 from image_builder.node.promote import command
 from image_builder.node.promote.command import _mark_damaged, run
 from image_builder.node.promote.plan import Item

@@ -1,4 +1,4 @@
-"""Small parts of the promotion at their edges: links, settings, what workers share and say, the kubelet."""
+"""Small parts of the promotion at their edges: settings, what workers share and say, the kubelet."""
 
 from __future__ import annotations
 
@@ -12,25 +12,13 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import links
+from image_builder.node.data_root import Link
 from image_builder.node.errors import NodeError
-from image_builder.node.links import Link
 from image_builder.node.promote import command, copy, settings, workers
 from image_builder.node.promote.copy import SourceError
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.shared import Shared
 from image_builder.node.promote.workers import Job, disk_error
-
-
-def test_a_link_that_leads_elsewhere_is_none_of_the_stores(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    targets = {"ours": store / "layers/a", "elsewhere": tmp_path / "layers/a", "alike": tmp_path / "store2/a"}
-    for name, target in targets.items():
-        (tmp_path / "overlay2" / name).mkdir(parents=True)
-        (tmp_path / "overlay2" / name / "diff").symlink_to(target)
-    found = links.find("docker", tmp_path, store)
-    assert [link.path.parent.name for link in found] == ["ours"]
-
 
 # -- settings ------------------------------------------------------------------------------------------------------
 
