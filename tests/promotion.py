@@ -151,7 +151,7 @@ class Node:
         places, sizes = self.places, sizes or {}
         images = [
             dict.fromkeys(("digest", "manifest", "id"), "")
-            | {"ref": f"lab/{name}:1", "mode": "reference", "pin": False, "required": False}
+            | {"ref": f"lab/{name}:1", "mode": "reference", "pin": False, "required": False, "bytes": 0}
             | {"diff_ids": [diff_id(name)]}
             for name in names
         ]

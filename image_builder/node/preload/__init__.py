@@ -7,8 +7,7 @@ archive is checked and loaded, and what the engine then has is looked at again. 
     images.py      the list and the store's description
     archive.py     the archive: its checksum, the room that loading it takes, how far the loading is
     engine.py      what both engines are asked
-    docker.py      Docker, by its client; guards.py: the containers that keep its images
+    docker.py      Docker, by its client, and the containers that keep its images
     containerd.py  containerd, by ctr
-    outcome.py     what the seed gave, what the archive had to, and why (pure)
-    command.py     all of it, in order
+    command.py     all of it, in order; what the seed gave, what the archive had to, and why
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from image_builder.node.preload.images import Image
+from image_builder.node.store import Image
 
 # Seconds that an engine may take for one answer: it may just have been started, on a disk that others use too.
 PATIENCE = 600.0

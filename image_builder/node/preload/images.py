@@ -9,31 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from image_builder.node.errors import NodeError
-from image_builder.node.store import read_manifest
+from image_builder.node.store import Image, parse_image, read_manifest
 
 FORMAT = 1
 # Modes of an image that the seed gives to the engine; one of mode `archive` is loaded.
 _SEEDED = frozenset({"reference", "copy"})
-
-
-@dataclass(frozen=True)
-class Image:
-    """What a reference means. Digests begin with ``sha256:``; ``digest`` may be an index's.
-
-    ``size`` is in bytes, unpacked; layers that images share count for each.
-    """
-
-    ref: str
-    digest: str
-    manifest: str
-    id: str
-    pin: bool
-    diff_ids: tuple[str, ...]
-    size: int = 0
-
-    @property
-    def by_digest(self) -> str:
-        return f"{self.ref.rpartition(':')[0]}@{self.digest}"
 
 
 @dataclass(frozen=True)
@@ -66,14 +46,8 @@ def read_list(path: Path, pause: str = "") -> Preload:
             message = f"{path} has format {document['format']}, this program reads {FORMAT}"
             raise NodeError("preload.list", message)
         images = tuple(
-            Image(
-                str(image["ref"]),
-                str(image["digest"]),
-                str(image["manifest"]),
-                str(image["id"]),
-                bool(image["pin"]) or image["ref"] == pause,
-                tuple(image["diff_ids"]),
-                int(image["bytes"]),
+            parse_image(
+                {**image, "pin": image["pin"] or image["ref"] == pause, "required": False, "mode": "archive"}
             )
             for image in document["images"]
         )

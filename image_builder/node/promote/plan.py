@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.node.data_root import Link
-from image_builder.node.store import StoredImage
+from image_builder.node.store import Image
 
 PAUSE, REQUIRED, READ, REST = range(4)
 
@@ -25,9 +25,7 @@ class Item:
     rank: int
 
 
-def ranks(
-    images: Sequence[StoredImage], rehearsal: Mapping[str, Any], pause: str
-) -> dict[str, tuple[int, int]]:
+def ranks(images: Sequence[Image], rehearsal: Mapping[str, Any], pause: str) -> dict[str, tuple[int, int]]:
     """Return each layer once: its rank, and its place within the rank.
 
     ``rehearsal`` is ``rehearsal.json``; anything in it that has another shape counts as not recorded. ``pause`` is
@@ -39,9 +37,7 @@ def ranks(
     return order
 
 
-def _in_order(
-    images: Sequence[StoredImage], rehearsal: Mapping[str, Any], pause: str
-) -> Iterator[tuple[int, str]]:
+def _in_order(images: Sequence[Image], rehearsal: Mapping[str, Any], pause: str) -> Iterator[tuple[int, str]]:
     for image in images:
         if image.ref == pause:
             yield from ((PAUSE, diff_id) for diff_id in image.diff_ids)

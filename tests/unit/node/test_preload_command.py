@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from image_builder.definition.values import words
-from image_builder.node.preload import command, outcome
-from image_builder.node.preload.command import Places
-from image_builder.node.preload.images import Image, Preload, Store
-from image_builder.node.preload.outcome import Done
+from image_builder.node.preload import command
+from image_builder.node.preload.command import Done, Places
+from image_builder.node.preload.images import Preload, Store
+from image_builder.node.store import Image
 from image_builder.settings import REPO_ROOT
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, TWO, document
 
@@ -100,18 +100,18 @@ def test_settings_that_can_not_be_used(places: Places, text: str, said: str) -> 
 
 
 def test_nothing_to_load_is_told_in_one_line() -> None:
-    section = outcome.section(PRELOAD, Store(), {}, Done())
+    section = command.section_of(PRELOAD, Store(), {}, Done())
     assert command.summary(section, 0.04) == ["all 2 images are there already, nothing was loaded (0.0 s)"]
 
 
 def test_image_that_was_there_from_the_seed() -> None:
-    section = outcome.section(PRELOAD, Store({TWO: True}), {"state": "ok"}, Done())
+    section = command.section_of(PRELOAD, Store({TWO: True}), {"state": "ok"}, Done())
     assert (section["state"], section["seeded"], section["there"]) == ("ok", 1, 1)
     assert "code" not in section
 
 
 def test_archive_alone_is_no_fallback() -> None:
-    section = outcome.section(PRELOAD, Store(), {}, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, Store(), {}, Done({TWO: "is missing"}))
     assert (section["state"], section["loaded"], section["bytes"]) == ("ok", {TWO: "is missing"}, 7)
 
 
@@ -124,7 +124,7 @@ def test_archive_alone_is_no_fallback() -> None:
     ],
 )
 def test_archive_in_place_of_the_seed_is_reported(seed: dict[str, str], cause: str) -> None:
-    section = outcome.section(PRELOAD, BOTH, seed, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, BOTH, seed, Done({TWO: "is missing"}))
     assert (section["state"], section["code"]) == ("degraded", "preload.fallback")
     assert section["reason"] == (
         f"1 required images came from the archive, not from the preload store: {cause}; {TWO} is missing"
@@ -135,22 +135,22 @@ def test_archive_in_place_of_the_seed_is_reported(seed: dict[str, str], cause: s
 
 def test_image_that_is_not_required_may_come_from_the_archive() -> None:
     store = Store({TWO: False, PAUSE: True})
-    section = outcome.section(PRELOAD, store, {"state": "ok"}, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, store, {"state": "ok"}, Done({TWO: "is missing"}))
     assert (section["state"], section["loaded"]) == ("ok", {TWO: "is missing"})
 
 
 def test_digest_is_asked_of_the_seed_alone() -> None:
     bare = {TWO: "has no digest", PAUSE: "has no digest"}
-    assert outcome.section(PRELOAD, Store(), {}, Done(digestless=bare))["state"] == "ok"
-    section = outcome.section(PRELOAD, BOTH, {"state": "ok"}, Done(digestless=bare))
+    assert command.section_of(PRELOAD, Store(), {}, Done(digestless=bare))["state"] == "ok"
+    section = command.section_of(PRELOAD, BOTH, {"state": "ok"}, Done(digestless=bare))
     assert (section["state"], section["code"]) == ("degraded", "preload.digest")
-    loaded = outcome.section(PRELOAD, BOTH, {"state": "ok"}, Done({TWO: "is missing"}, digestless=bare))
+    loaded = command.section_of(PRELOAD, BOTH, {"state": "ok"}, Done({TWO: "is missing"}, digestless=bare))
     assert loaded["reasons"] == [f"{TWO} is missing", f"{PAUSE} has no digest"]
 
 
 def test_what_is_still_wrong_is_named() -> None:
     done = Done({TWO: "is missing"}, {TWO: "has lost layers: /a"})
-    section = outcome.section(PRELOAD, BOTH, {}, done)
+    section = command.section_of(PRELOAD, BOTH, {}, done)
     assert (section["state"], section["code"]) == ("failed", "preload.missing")
     assert section["problems"] == [f"{TWO} has lost layers: /a"]
     assert section["loaded"] == {}

@@ -17,8 +17,7 @@ from image_builder.node.child import Completed
 from image_builder.node.data_root import scan
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload import containerd
-from image_builder.node.preload.images import Image
-from image_builder.node.store import chain
+from image_builder.node.store import Image, chain
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, PAUSE_MANIFEST, TWO
 
 ONE_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
