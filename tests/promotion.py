@@ -23,7 +23,7 @@ from typing import Any
 
 from image_builder.node.data_root import find_links
 from image_builder.node.promote import command
-from image_builder.node.promote.settings import Places
+from image_builder.node.promote.command import Places
 from image_builder.settings import DEFAULT_STORE
 from image_builder.system import namespace
 from tests.builds import REPO

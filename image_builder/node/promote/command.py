@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from image_builder.node import data_root, files, mounts, status, store
+from image_builder.node import data_root, files, layout, mounts, status, store
 from image_builder.node.child import ENVIRONMENT
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch
 from image_builder.node.net.retry import Deadline
+from image_builder.node.preload_settings import Settings, load_all
 from image_builder.node.promote import batches, plan, trash
 from image_builder.node.promote.batches import Progress
-from image_builder.node.promote.settings import Places, Settings, load
 from image_builder.node.promote.workers import ItemResult, disk_error
 
 Section = dict[str, Any]
@@ -26,7 +28,16 @@ _LOCK_SECONDS = 3.0
 _PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 
 
-def run(places: Places = Places()) -> int:  # noqa: B008 (frozen)
+@dataclass(frozen=True)
+class Places(status.Places):
+    """And what a bake put into the image: the store's description, the rehearsal's, and where the store is mounted."""
+
+    manifest: Path = layout.MANIFEST
+    rehearsal: Path = layout.REHEARSAL
+    store: Path = layout.MOUNT_POINT
+
+
+def run(places: Places = Places()) -> int:
     """Promote what the seed linked; return the exit status.
 
     0 also when the disk is full, the disk or the store damaged, or there is no local disk: the node works as before,
@@ -34,7 +45,7 @@ def run(places: Places = Places()) -> int:  # noqa: B008 (frozen)
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        settings = load(places)
+        settings = load_all(places.etc)
         with _alone(settings, _no_promotion(settings, places)) as reason:
             if reason is None:
                 status.tell("promote: another agent is already promoting")

@@ -11,10 +11,10 @@ import pytest
 
 from image_builder.node import status
 from image_builder.node.data_root import Link
+from image_builder.node.preload_settings import load_all
 from image_builder.node.promote import command
-from image_builder.node.promote.command import _mark_damaged, run
+from image_builder.node.promote.command import Places, _mark_damaged, run
 from image_builder.node.promote.plan import Item
-from image_builder.node.promote.settings import Places, load
 from image_builder.node.promote.workers import ItemResult
 
 
@@ -69,7 +69,10 @@ def test_a_layer_is_read_again_before_the_store_is_condemned(reads: bool, tmp_pa
         os.mkfifo(layer / "usr/fifo")
     item = Item(Link(tmp_path / "link", layer, "sha256:abc", True), 1, 0)
     _mark_damaged(
-        load(places), "feed", item, ItemResult(0, "promote.store", "usr/file: Input/output error", True)
+        load_all(places.etc),
+        "feed",
+        item,
+        ItemResult(0, "promote.store", "usr/file: Input/output error", True),
     )
     mark = tmp_path / "disk/.node/store-damaged.json"
     assert mark.exists() is not reads

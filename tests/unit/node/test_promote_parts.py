@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import preload_settings
 from image_builder.node.data_root import Link
 from image_builder.node.errors import NodeError
-from image_builder.node.promote import command, copy, settings, workers
+from image_builder.node.promote import command, copy, workers
 from image_builder.node.promote.copy import SourceError
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.shared import Shared
@@ -23,10 +24,10 @@ from image_builder.node.promote.workers import Job, disk_error
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def _load(tmp_path: Path, **promote: Any) -> settings.Settings:
+def _load(tmp_path: Path, **promote: Any) -> preload_settings.Settings:
     document = {"engine": "docker", "data_root": "/d", "mount_point": "/m", "promote": promote}
     (tmp_path / "preload.json").write_text(json.dumps(document))
-    return settings.load(settings.Places(etc=tmp_path))
+    return preload_settings.load_all(tmp_path)
 
 
 @pytest.mark.parametrize(
