@@ -20,8 +20,7 @@ from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
 from image_builder.node.net import reach
 from image_builder.node.net.retry import Deadline
-from image_builder.node.preflight import checks
-from image_builder.node.preflight import verdict as verdicts
+from image_builder.node.preflight import checks, model
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
 from image_builder.node.preflight.settings import Settings as Endpoints
 
@@ -134,7 +133,7 @@ def gpu(places: Places, deadline: Deadline) -> Done:
 def _verdict(places: Places, deadline: Deadline) -> dict[str, Any]:
     while True:
         try:
-            return verdicts.read(places)
+            return model.read_verdict(places)
         except NodeError as error:
             if not deadline.poll(_POLL):
                 raise JoinError(53, error.message) from error

@@ -14,7 +14,6 @@ from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.preflight import checks, hold, model, report, smoke
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings, parse
@@ -56,7 +55,7 @@ def run(places: Places = Places()) -> int:
                 started=started,
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(document, places)
+            model.write_verdict(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
                 # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
@@ -64,7 +63,7 @@ def run(places: Places = Places()) -> int:
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
-            verdicts.admit(document, places.run, hard=settings.hard)
+            model.admit(document, places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED without a verdict: {error}")
         return 1
@@ -79,7 +78,7 @@ def again(places: Places = Places()) -> int:
     """
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with files.lock(places.run / "preflight.lock"):
-        before = verdicts.read(places)
+        before = model.read_verdict(places)
         settings = Settings()
         if before["state"] == INCONCLUSIVE:
             boot_id, build = str(before["boot_id"]), str(before["image_build"])
@@ -95,8 +94,8 @@ def again(places: Places = Places()) -> int:
                 started=started if is_news else before["started"],
                 seconds=time.monotonic() - began,
             )
-            verdicts.write(document, places)
-            verdicts.admit(document, places.run, hard=settings.hard)
+            model.write_verdict(document, places)
+            model.admit(document, places.run, hard=settings.hard)
             status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
                 child.run(places.report)

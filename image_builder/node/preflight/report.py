@@ -24,7 +24,6 @@ from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import LONGEST_WAIT, Deadline, NotYet, patiently
 from image_builder.node.preflight import model
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.settings import Settings, parse
 
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
@@ -46,7 +45,7 @@ class Places(status.Places):
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
     settings = parse(settings_files.load("preflight", places.etc))
-    document = verdicts.read(places)
+    document = model.read_verdict(places)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
     if files.read_json(places.run / model.REPORTED) == _key(document):
@@ -83,7 +82,7 @@ def try_now(settings: Settings, directory: Path) -> None:
     node that isn't known yet registers with the taint. A thread reports and is left behind when the time is over: a
     resolver has no deadline.
     """
-    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+    if not settings.has_joined:
         return
 
     def work() -> None:
@@ -106,7 +105,7 @@ def may_have_pods(settings: Settings) -> bool:
 
     Where the API server doesn't say, they may.
     """
-    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+    if not settings.has_joined:
         return False
     try:
         client, name = connect(settings, _EARLY_SECONDS)
@@ -143,7 +142,7 @@ def _await_kubelet(settings: Settings, deadline: Deadline) -> None:
     A node without a configuration to join has no kubeconfig, and nowhere to report to. Raises NodeError
     (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
     """
-    while not (Path(settings.kubeconfig).exists() and fetch.is_up(settings.healthz, _POLL)):
+    while not (settings.has_joined and fetch.is_up(settings.healthz, _POLL)):
         if not deadline.poll(_POLL):
             message = (
                 f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"

@@ -22,7 +22,6 @@ from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.net import kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight import model, report, smoke
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import judge
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check
 from image_builder.node.preflight.settings import Settings, parse
@@ -49,7 +48,7 @@ def run(places: Places = Places()) -> int:
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
     settings = parse(settings_files.load("preflight", places.etc))
-    before = verdicts.read(places)
+    before = model.read_verdict(places)
     why_not = reason_not_to_ask(before, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
         status.tell(f"retest: not now: {why_not}")
@@ -63,8 +62,8 @@ def run(places: Places = Places()) -> int:
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         document = after(before, check, str(wish["nonce"]), started)
-        verdicts.write(document, places)
-        verdicts.admit(document, places.run, hard=settings.hard)
+        model.write_verdict(document, places)
+        model.admit(document, places.run, hard=settings.hard)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
     return report.run(places)
 
