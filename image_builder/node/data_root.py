@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts
 from image_builder.node.layout import LAYERS, MOUNT_POINT
 
 # containerd's snapshots by number and blobs by digest, Docker's records of layers by chain id.
@@ -146,10 +146,10 @@ def _docker_chains(root: Path) -> frozenset[str]:
         records = []
     for record in records:
         try:
-            files = root / "overlay2" / (record / "cache-id").read_text() / "diff"
+            diff = root / "overlay2" / (record / "cache-id").read_text() / "diff"
         except (OSError, ValueError):
             continue
-        if files.is_dir() and not files.is_symlink():
+        if diff.is_dir() and not diff.is_symlink():
             chains.add(record.name)
     return frozenset(chains)
 
@@ -168,13 +168,10 @@ def user(engine: str, data_root: Path) -> str:
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with files.descriptor(path, os.O_NOFOLLOW) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
     return False

@@ -43,14 +43,11 @@ def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path
     )
     path = places.dev / _device(disks, places)
     # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
-    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-    try:
+    with files.descriptor(path, os.O_RDWR | os.O_EXCL) as fd:
         size = os.lseek(fd, 0, os.SEEK_END)
         os.pwrite(fd, bytes(min(layout.HEAD, size)), 0)
         os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
         os.fsync(fd)
-    finally:
-        os.close(fd)
     return path
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import mounts, sysfs
+from image_builder.node import files, mounts, sysfs
 from image_builder.node import settings as settings_files
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk, Places
@@ -108,15 +108,10 @@ def _size(cloud: Path) -> str:
 def devices_of(disk: Disk, label: str) -> int:
     """Return how many members the array of ours has that a disk says it belongs to; 0 for none."""
     try:
-        fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
+        with files.descriptor(disk.path) as fd:
+            raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
     except OSError:
         return 0
-    try:
-        raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
     is_ours = raid is not None and raid.name == label and raid.level == 0 and layout.is_ours(raid.uuid)
     # A number that no machine has is no number of disks.
     return raid.devices if raid and is_ours and raid.devices <= _MOST_MEMBERS else 0

@@ -86,12 +86,9 @@ def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
     if reason and not _has_trash(settings):
         yield reason
         return
-    fd = os.open(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with files.descriptor(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT) as fd:
         # A moment, for the workers of an agent that was killed just now.
         yield reason if files.try_lock(fd, _LOCK_SECONDS) else None
-    finally:
-        os.close(fd)
 
 
 def _no_promotion(settings: Settings, places: Places) -> Section:
