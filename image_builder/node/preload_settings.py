@@ -50,6 +50,11 @@ class Preload:
         """Return the file that says what the data root was seeded from; written last."""
         return self.state / "seed" / f"{self.engine}.json"
 
+    @property
+    def trash(self) -> Path:
+        """Return the directory for what the seed sets aside, until a later boot has succeeded."""
+        return self.state / "trash"
+
     def problems(self) -> Iterator[str]:
         """Yield the rules that these settings break."""
         for name in ("data_root", "mount_point"):

@@ -172,12 +172,11 @@ def run(
     *,
     as_json: bool,
     store: Path = layout.MANIFEST,
-    etc: Path = settings.DIRECTORY,
-    directory: Path = status.DIRECTORY,
+    places: status.Places = status.Places(),  # noqa: B008 (frozen)
 ) -> int:
     """Print the report; return 0 when the node is ready, else 1. Raises NodeError."""
-    chosen = settings.load("preload", etc)
-    state = status.read(directory)
+    chosen = settings.load("preload", places.etc)
+    state = status.read(places.run)
     links = scan(Path(chosen.get("data_root", "/nonexistent")), str(chosen.get("engine", "")))
     document = report(state, _images(store), links)
     sys.stdout.write(json.dumps(document, indent=1) + "\n" if as_json else text(document))

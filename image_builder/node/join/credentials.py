@@ -105,32 +105,26 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
     """Return a token that proves this machine's managed identity to ``resource``. Raises JoinError (61)."""
     query = {"resource": resource, **({"client_id": client_id} if client_id else {})}
     response = ask_platform(address, f"{_IDENTITY}&{urllib.parse.urlencode(query)}", deadline, 61)
-    try:
-        token = json.loads(response.body)["access_token"]
-    except (KeyError, TypeError, ValueError) as error:
-        # Not what it holds: a token could be in it.
-        raise JoinError(61, f"the metadata service's answer has no token: {type(error).__name__}") from error
-    return str(token)
+    return str(_field(response.body, "access_token", 61, "the metadata service's answer has no token"))
 
 
 def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
     """Return a document (PKCS#7, base64) that proves this machine to the issuer of the nonce. Raises JoinError (60)."""
     response = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
+    return str(_field(response.body, "signature", 60, "the metadata service's answer has no document"))
+
+
+def _field(body: bytes, key: str, number: int, problem: str) -> Any:
+    """Return a value of a JSON object. Raises JoinError with this number, and without the body: it may be a token."""
     try:
-        document = json.loads(response.body)["signature"]
+        return json.loads(body)[key]
     except (KeyError, TypeError, ValueError) as error:
-        raise JoinError(
-            60, f"the metadata service's answer has no document: {type(error).__name__}"
-        ) from error
-    return str(document)
+        raise JoinError(number, f"{problem}: {type(error).__name__}") from error
 
 
 def parse_nonce(body: bytes) -> str:
     """Return the nonce of a broker's answer, ``{"nonce": "0123456789"}``. Raises JoinError (63)."""
-    try:
-        nonce = json.loads(body)["nonce"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise JoinError(63, f"the broker's answer can't be parsed: {type(error).__name__}") from error
+    nonce = _field(body, "nonce", 63, "the broker's answer can't be parsed")
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise JoinError(63, "the broker's answer has no nonce of ten digits")
     return nonce

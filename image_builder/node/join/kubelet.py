@@ -172,7 +172,7 @@ def _not_ready(access: Access, deadline: Deadline) -> str:
     """Return why the API server does not call the node Ready; empty where it does."""
     try:
         with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
-            node = client.request("GET", f"/api/v1/nodes/{access.node}")
+            node = client.node(access.node)
     except NodeError as error:
         return error.message
     conditions = node.get("status", {}).get("conditions", [])

@@ -125,11 +125,11 @@ class Client:
         body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
         if labels:
             body["metadata"] = {"labels": dict(labels)}
-        self.request("PATCH", f"{_path_of_node(node)}/status", body, STRATEGIC_MERGE)
+        self.request("PATCH", f"{path_of_node(node)}/status", body, STRATEGIC_MERGE)
 
     def node(self, name: str) -> dict[str, Any]:
         """Return a Node object. Raises KubeError."""
-        return self.request("GET", _path_of_node(name))
+        return self.request("GET", path_of_node(name))
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
         """Return what the server answers to one request. Raises KubeError."""
@@ -293,7 +293,8 @@ def tls(access: Access) -> ssl.SSLContext:
     return context
 
 
-def _path_of_node(name: str) -> str:
+def path_of_node(name: str) -> str:
+    """Return where the API has a node."""
     return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -123,18 +122,17 @@ def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
     An API server that refuses the wish is asked again tomorrow: there is no hurry.
     """
     client, name = report.connect(settings, kube.TIMEOUT)
-    path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
     with client:
         annotation = {"metadata": {"annotations": {model.WISH: json.dumps(wish)}}}
         try:
-            client.request("PATCH", path, annotation, kube.MERGE_PATCH)
+            client.request("PATCH", kube.path_of_node(name), annotation, kube.MERGE_PATCH)
         except KubeError as error:
             status.tell(f"retest: {error.message}")
             return ""
         for _ in range(LOOKS):
             places.sleep(LOOK_SECONDS * (0.5 + places.chance() / 2))
             try:
-                state = answer_to(client.request("GET", path), str(wish["nonce"]))
+                state = answer_to(client.node(name), str(wish["nonce"]))
             except KubeError as error:
                 status.tell(f"retest: {error.message}")
                 continue

@@ -125,7 +125,7 @@ def _promote(settings: Settings, places: Places) -> Section:
     is_up = _wait(settings)
     try:
         section = _copy(settings, places)
-        before = trash.names(settings.preload.state / "trash")
+        before = trash.names(settings.preload.trash)
         remaining = _empty(settings, is_up)
         if section.get("code") == "promote.space" and len(remaining) < len(before):
             section = _copy(settings, places)
@@ -153,7 +153,7 @@ def _tidy(settings: Settings, places: Places, section: Section) -> Section:
 
 def _empty(settings: Settings, is_up: bool) -> list[str]:
     """Delete what earlier boots set aside, once this one has succeeded; return what stays, and why."""
-    folder = settings.preload.state / "trash"
+    folder = settings.preload.trash
     if not is_up:
         return [
             f"{folder / name}: kept, since this boot's kubelet did not answer" for name in trash.names(folder)
@@ -180,7 +180,7 @@ def _wait(settings: Settings) -> bool:
 
 def _has_trash(settings: Settings) -> bool:
     try:
-        return bool(trash.names(settings.preload.state / "trash"))
+        return bool(trash.names(settings.preload.trash))
     except OSError:  # a disk that can't be read: whoever needs it says so
         return False
 

@@ -89,8 +89,8 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     used = _is_used(settings.data_root)
     if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
         return _keep(settings, store, marker)
-    if used and (who := data_root.user(settings.engine, settings.data_root)):
-        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    if used:
+        _require_unused(settings)
     check_version(store, settings.engine)
     _open(settings, store)
     return {"action": "reseeded" if used else "seeded", **_fresh(settings, store, used)}
@@ -104,20 +104,25 @@ def leave(settings: Preload) -> dict[str, Any]:
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
-        if who := data_root.user(settings.engine, settings.data_root):
-            raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+        _require_unused(settings)
         if settings.engine == "docker":
-            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            lost.take_out(settings.data_root, settings.trash, status.boot_id())
             action = "lost layers taken out"
         else:
-            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.trash, status.boot_id())
             action = "set aside"
     _forget(settings)
     return {"state": status.OK, "engine": settings.engine, "action": action}
 
 
-def _is_used(data_root: Path) -> bool:
-    return os.path.lexists(data_root) and any(data_root.iterdir())
+def _require_unused(settings: Preload) -> None:
+    """Raise NodeError (``seed.busy``) where somebody uses the data root: then nothing in it is changed."""
+    if who := data_root.user(settings.engine, settings.data_root):
+        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+
+
+def _is_used(root: Path) -> bool:
+    return os.path.lexists(root) and any(root.iterdir())
 
 
 def _forget(settings: Preload) -> None:
@@ -164,7 +169,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
             layers, file_count = filled.snapshots, filled.files
         files.syncfs(staging)
         if used:
-            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.trash, status.boot_id())
         _forget(settings)
         if os.path.lexists(settings.data_root):
             settings.data_root.rmdir()
@@ -209,10 +214,9 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     has_lost = linked and not ours and bool(lost.caches(settings.data_root))
     if ours and not has_lost and not docker.lacking(images, settings.data_root):
         return {"action": "current", **section}
-    if who := data_root.user(settings.engine, settings.data_root):
-        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    _require_unused(settings)
     if has_lost:  # layers of another image's store
-        lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+        lost.take_out(settings.data_root, settings.trash, status.boot_id())
     check_version(store, settings.engine)
     _open(settings, store)
     filled = docker.fill(images, settings.data_root, copy=_copy)
@@ -254,9 +258,8 @@ def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
         if not (settings.data_root.is_dir() and _has_links(settings)):
             close_store()
         elif settings.engine == "docker" and error.code in _LOST and lost.caches(settings.data_root):
-            if who := data_root.user(settings.engine, settings.data_root):
-                raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
-            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            _require_unused(settings)
+            lost.take_out(settings.data_root, settings.trash, status.boot_id())
             section["action"] = "lost layers taken out"
     except (NodeError, OSError) as further:
         section["reason"] += f"; {further}"

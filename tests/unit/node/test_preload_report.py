@@ -10,6 +10,7 @@ import pytest
 
 from image_builder.node import report
 from image_builder.node.data_root import Links, scan
+from image_builder.node.status import Places
 from image_builder.node.store import chain
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -116,19 +117,18 @@ def test_report_names_the_disks() -> None:
 def test_status_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], ready: bool) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**STATUS, "ready": ready}))
     (tmp_path / "store.json").write_text(json.dumps({"images": [IMAGE]}))
-    places = {"store": tmp_path / "store.json", "etc": tmp_path, "directory": tmp_path}
-    assert report.run(as_json=True, **places) == (0 if ready else 1)
+    store, places = tmp_path / "store.json", Places(tmp_path, tmp_path)
+    assert report.run(as_json=True, store=store, places=places) == (0 if ready else 1)
     known = json.loads(capsys.readouterr().out)
     assert known["ready"] is ready
     assert known["disk"] == STATUS["disk"]
     assert known["images"][0]["ref"] == "two:1"
-    assert report.run(as_json=False, **places) == (0 if ready else 1)
+    assert report.run(as_json=False, store=store, places=places) == (0 if ready else 1)
     assert capsys.readouterr().out.startswith("ready\n" if ready else "NOT READY\n")
 
 
 def test_node_of_which_nothing_is_known_is_not_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = report.run(as_json=False, store=tmp_path / "none", etc=tmp_path, directory=tmp_path)
-    assert status == 1
+    assert report.run(as_json=False, store=tmp_path / "none", places=Places(tmp_path, tmp_path)) == 1
     assert "nothing is known yet of: disk, seed, preload, promotion" in capsys.readouterr().out
