@@ -13,8 +13,7 @@ from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.preload import archive, images
 from image_builder.node.preload.containerd import Containerd
 from image_builder.node.preload.docker import Docker
-from image_builder.node.preload.engine import Engine
-from image_builder.node.preload.images import Preload, Store
+from image_builder.node.preload.images import Engine, Preload, Store
 
 # Seconds between two lines of progress.
 _INTERVAL = 3.0

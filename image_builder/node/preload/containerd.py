@@ -17,7 +17,7 @@ from typing import Any
 from image_builder.node import child, files
 from image_builder.node.data_root import BLOBS, scan
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.engine import PATIENCE, EngineState, together
+from image_builder.node.preload.images import PATIENCE, EngineState, together
 from image_builder.node.store import Image, chain
 
 MANAGED = "io.cri-containerd.image=managed"

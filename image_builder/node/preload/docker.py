@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import child
-from image_builder.node.preload.engine import PATIENCE, EngineState, together
+from image_builder.node.preload.images import PATIENCE, EngineState, together
 from image_builder.node.store import Image
 
 _ABSENT = "no such image"

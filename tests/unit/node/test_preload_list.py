@@ -15,8 +15,7 @@ from image_builder.node import child
 from image_builder.node.errors import NodeError
 from image_builder.node.preload import archive as archives
 from image_builder.node.preload import command, images
-from image_builder.node.preload.engine import EngineState
-from image_builder.node.preload.images import Store
+from image_builder.node.preload.images import EngineState, Store
 from image_builder.node.store import Image
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
 from tests.unit.node.stores import manifest
