@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from image_builder.node import child, files, mounts
@@ -79,7 +80,7 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
         "label": settings.label,
         "filesystem": volume.filesystem,
         "image": build,
-        "members": [disk.member.as_json() for disk in decision.disks],
+        "members": [asdict(disk.member) for disk in decision.disks],
     }
     files.write_json(root / probe.MARKER, marker)
     files.sync_directory(root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def section(settings: Settings, decision: Decision, hidden: int = 0) -> dict[str
         "reason": decision.reason + beneath,
         "action": decision.action,
         "mount_point": settings.mount_point,
-        "members": [disk.member.as_json() for disk in decision.disks],
+        "members": [asdict(disk.member) for disk in decision.disks],
         "filesystem": settings.filesystem if decision.disks else "",
         "hidden_bytes": hidden,
     }

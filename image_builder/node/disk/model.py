@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from image_builder.node import status
 
@@ -69,9 +69,6 @@ class Member:
     serial: str
     model: str
     bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return {"serial": self.serial, "model": self.model, "bytes": self.bytes}
 
 
 @dataclass(frozen=True)

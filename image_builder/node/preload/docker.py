@@ -50,12 +50,13 @@ class Docker:
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         for name in misnamed:
             if name.startswith(GUARD_PREFIX):
-                remove_guard(name)
+                child.run(["docker", "container", "rm", name], timeout=PATIENCE)
         # Of several references of one image the first brings the guard.
         by_guard = {guard_name(image): image.ref for image in images if image.ref in misnamed}
         inspected = inspect(list(by_guard.values()))
         for name, ref in by_guard.items():
-            create_guard(name, ref, (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {})
+            volumes = (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {}
+            child.run(guard_creation(name, ref, volumes), timeout=PATIENCE)
 
     def forget(self, images: Sequence[Image]) -> None:
         """Do nothing: what Docker has on record is taken out while it is stopped (``seed.lost``)."""
@@ -168,13 +169,3 @@ def guard_creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
         *("docker", "container", "create", "--pull=never", f"--name={guard}", f"--label={GUARD_LABEL}"),
         *("--network=none", "--log-driver=none", *places, ref, _COMMAND),
     ]
-
-
-def create_guard(guard: str, ref: str, volumes: Mapping[str, object] | Sequence[str]) -> None:
-    """Make a guard; raises ProgramError."""
-    child.run(guard_creation(guard, ref, volumes), timeout=PATIENCE)
-
-
-def remove_guard(guard: str) -> None:
-    """Remove a guard; raises ProgramError."""
-    child.run(["docker", "container", "rm", guard], timeout=PATIENCE)

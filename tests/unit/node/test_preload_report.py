@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from image_builder.node import report
 from image_builder.node.data_root import Links, scan
 from image_builder.node.status import Places
-from image_builder.node.store import chain
+from image_builder.node.store import Image, chain
+from tests.unit.node.stores import manifest
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 OK = {"state": "ok", "images": 1, "seeded": 1, "there": 0, "loaded": {}, "problems": [], "seconds": 0.07}
@@ -30,7 +32,7 @@ STATUS: dict[str, Any] = {
     "preload": OK,
     "promotion": {"state": "ok", "done": 3, "total": 9, "bytes": 1_500_000_000, "seconds": 12},
 }
-IMAGE = {"ref": "two:1", "mode": "reference", "diff_ids": [f"sha256:{A}", f"sha256:{B}"]}
+IMAGE = Image("two:1", "", "", "", False, (f"sha256:{A}", f"sha256:{B}"), mode="reference")
 
 
 def links(*served: str, broken: tuple[str, ...] = ()) -> Links:
@@ -38,7 +40,7 @@ def links(*served: str, broken: tuple[str, ...] = ()) -> Links:
 
 
 def test_layers_of_docker_are_looked_for_one_by_one(tmp_path: Path) -> None:
-    chains = [layer.chain.removeprefix("sha256:") for layer in chain(IMAGE["diff_ids"])]
+    chains = [layer.chain.removeprefix("sha256:") for layer in chain(IMAGE.diff_ids)]
     for number, name in enumerate(chains):
         record = tmp_path / "image/overlay2/layerdb/sha256" / name
         record.mkdir(parents=True)
@@ -116,7 +118,7 @@ def test_report_names_the_disks() -> None:
 @pytest.mark.parametrize("ready", [True, False])
 def test_status_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], ready: bool) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**STATUS, "ready": ready}))
-    (tmp_path / "store.json").write_text(json.dumps({"images": [IMAGE]}))
+    (tmp_path / "store.json").write_text(json.dumps(manifest(images=[{**asdict(IMAGE), "bytes": 0}])))
     store, places = tmp_path / "store.json", Places(tmp_path, tmp_path)
     assert report.run(as_json=True, store=store, places=places) == (0 if ready else 1)
     known = json.loads(capsys.readouterr().out)
