@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from image_builder.node import child, files, status
 from image_builder.node import settings as settings_files
@@ -39,22 +40,11 @@ def run(places: Places = Places()) -> int:
 
     Raises no error that is expected.
     """
-    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         with files.lock(places.run / "preflight.lock"):
             boot_id = status.boot_id(places.boot_id)
-            build = settings_files.build_id(places.release)
             _forget(places.run)
-            settings, results = examine(places, boot_id)
-            verdict = decide(results, places, settings, build=build, boot_id=boot_id)
-            document = model.document(
-                verdict,
-                results,
-                boot_id=boot_id,
-                image_build=build,
-                started=started,
-                seconds=time.monotonic() - began,
-            )
+            settings, verdict, document = _test(places, boot_id, settings_files.build_id(places.release))
             model.write_verdict(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
@@ -76,30 +66,40 @@ def again(places: Places = Places()) -> int:
     The kubelet may run by now, and pods: nothing found here starts the node again. Raises NodeError where there is no
     verdict of this boot, and OSError.
     """
-    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with files.lock(places.run / "preflight.lock"):
         before = model.read_verdict(places)
-        settings = Settings()
         if before["state"] == INCONCLUSIVE:
-            boot_id, build = str(before["boot_id"]), str(before["image_build"])
-            settings, results = examine(places, boot_id, [Check(**check) for check in before["checks"]])
-            verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=False)
-            is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
-            document = model.document(
-                verdict,
-                results,
-                boot_id=boot_id,
-                image_build=build,
-                # A verdict that stays what it was is not reported again.
-                started=started if is_news else before["started"],
-                seconds=time.monotonic() - began,
+            checks_before = [Check(**check) for check in before["checks"]]
+            settings, verdict, document = _test(
+                places, str(before["boot_id"]), str(before["image_build"]), checks_before
             )
+            is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
+            if not is_news:  # then it is not reported again
+                document["started"] = before["started"]
             model.write_verdict(document, places)
             model.admit(document, places.run, hard=settings.hard)
             status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
                 child.run(places.report)
     return 0
+
+
+def _test(
+    places: Places, boot_id: str, build: str, before: Sequence[Check] | None = None
+) -> tuple[Settings, Verdict, dict[str, Any]]:
+    """Test and judge, what had not passed ``before`` without a reboot; return the verdict's document too."""
+    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    settings, results = examine(places, boot_id, before)
+    verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=before is None)
+    document = model.document(
+        verdict,
+        results,
+        boot_id=boot_id,
+        image_build=build,
+        started=started,
+        seconds=time.monotonic() - began,
+    )
+    return settings, verdict, document
 
 
 def _forget(directory: Path) -> None:
@@ -141,7 +141,7 @@ def decide(
     *,
     build: str,
     boot_id: str,
-    may_reboot: bool = True,
+    may_reboot: bool,
 ) -> Verdict:
     """Judge the checks, and keep account of reboots: one that is to come is written down before, a pass clears them."""
     attempts, now = _attempts(places.attempts), places.now()
