@@ -13,7 +13,6 @@ from image_builder.node.decode import DecodeError, absolute, at_least, decode, s
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import Engine
 
-HEALTHZ = "http://127.0.0.1:10248/healthz"
 # Of a small OS disk's 200 MB/s this reads less than a tenth, the store being compressed: the rest is for containers.
 BYTES_PER_SECOND = 32 << 20
 
@@ -38,7 +37,7 @@ class Preload:
     pause: str = ""
     namespace: str = "k8s.io"
     promote: Mapping[str, Any] = field(default_factory=dict)
-    kubelet_healthz: str = HEALTHZ
+    kubelet_healthz: str = settings.HEALTHZ
 
     @property
     def state(self) -> Path:

@@ -33,7 +33,7 @@ class Settings:
     gpu_seconds: float = 660.0
     kubeconfig: str = "/etc/kubernetes/kubelet.conf"
     node_name: str = ""
-    healthz: str = "http://127.0.0.1:10248/healthz"
+    healthz: str = settings_files.HEALTHZ
     jitter_seconds: float = 30.0
     retest_days: float = 7.0
 
