@@ -25,7 +25,7 @@ import yaml
 
 from image_builder.node.join import config, credentials
 from image_builder.node.join.credentials import Token
-from image_builder.node.join.deadline import Deadline
+from image_builder.node.net.retry import Deadline
 from tests import attested, identities, joins
 from tests.builds import REPO
 from tests.gates import Cluster, wait_until

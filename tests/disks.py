@@ -87,18 +87,19 @@ class Desk:
 
     def __init__(self, base: Path, stack: ExitStack) -> None:
         self.base, self.stack = base, stack
-        # What the host's own udev and its buses are at is nothing to these disks.
-        self.places = Places(run=base / "run", udev_queue=base / "queue")
         self.etc, self.release = base / "etc", base / "image-release"
         self.etc.mkdir()
         state = base / "state"
-        self.kept = command.Files(
-            self.etc,
-            self.release,
-            base / "boot_id",
-            state / "absence.json",
-            state / "reboot.json",
-            base / "cloud",
+        # What the host's own udev and its buses are at is nothing to these disks.
+        self.places = Places(
+            run=base / "run",
+            etc=self.etc,
+            release=self.release,
+            boot_id=base / "boot_id",
+            udev_queue=base / "queue",
+            absence=state / "absence.json",
+            reboot=state / "reboot.json",
+            cloud=base / "cloud",
         )
         self.boot("boot-1")
         self.be_image("image-1")
@@ -108,7 +109,7 @@ class Desk:
 
     def boot(self, boot_id: str) -> None:
         """Be in another boot, by its id."""
-        self.kept.boot_id.write_text(f"{boot_id}\n")
+        self.places.boot_id.write_text(f"{boot_id}\n")
 
     def settings(self, **values: Any) -> None:
         (self.etc / "disk.json").write_text(json.dumps({"policy": "prefer", "wait_seconds": 0, **values}))
@@ -123,7 +124,7 @@ class Desk:
 
     def run(self, *disks: Disk) -> dict[str, Any]:
         """Run the agent once; return its exit status with the section of the status file."""
-        code = command.run(places=self.places, paths=self.kept, disks=lambda: list(disks))
+        code = command.run(places=self.places, disks=lambda: list(disks))
         found = json.loads((self.places.run / "status.json").read_text())["disk"]
         return {**found, "exit": code}
 

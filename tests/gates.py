@@ -359,7 +359,7 @@ class Machine:
         (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
         settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
         (etc / "preflight.json").write_text(json.dumps(settings))
-        return report.run(report.Places(run, etc, self.directory / "boot_id"))
+        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id"))
 
     def is_out(self) -> bool:
         return self.cluster.is_out(self.name)

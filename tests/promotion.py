@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.links import find
+from image_builder.node.data_root import find_links
 from image_builder.node.promote import command
-from image_builder.node.promote.settings import Places
+from image_builder.node.promote.command import Places
 from image_builder.settings import DEFAULT_STORE
 from image_builder.system import namespace
 from tests.builds import REPO
@@ -106,7 +106,13 @@ class Node:
     @property
     def places(self) -> Places:
         base = self.base
-        return Places(base / "store.json", base / "rehearsal.json", base / "preload", base / "run", base)
+        return Places(
+            run=base / "run",
+            etc=base,
+            manifest=base / "store.json",
+            rehearsal=base / "rehearsal.json",
+            store=base / "preload",
+        )
 
     def layer(self, name: str) -> Path:
         made = self.files / "layers" / hex_of(name)
@@ -145,7 +151,7 @@ class Node:
         places, sizes = self.places, sizes or {}
         images = [
             dict.fromkeys(("digest", "manifest", "id"), "")
-            | {"ref": f"lab/{name}:1", "mode": "reference", "pin": False, "required": False}
+            | {"ref": f"lab/{name}:1", "mode": "reference", "pin": False, "required": False, "bytes": 0}
             | {"diff_ids": [diff_id(name)]}
             for name in names
         ]
@@ -156,11 +162,11 @@ class Node:
         settings = {"mount_point": str(self.disk), "data_root": str(self.root), "kubelet_healthz": ""}
         settings["engine"] = "docker" if self.root.name == "docker" else "containerd"
         (self.base / "preload.json").write_text(json.dumps(settings | {"promote": wanted}))
-        places.status.mkdir(exist_ok=True)
+        places.run.mkdir(exist_ok=True)
         self.tell_disk({"state": "ok"})
 
     def tell_disk(self, section: Result) -> None:
-        (self.places.status / "status.json").write_text(json.dumps({"format": 1, "disk": section}))
+        (self.places.run / "status.json").write_text(json.dumps({"format": 1, "disk": section}))
 
     def size_of(self, name: str) -> int:
         return sum(p.lstat().st_size for p in (self.files / "layers" / hex_of(name)).rglob("*"))
@@ -178,7 +184,7 @@ class Node:
         return self.section()
 
     def section(self) -> Result:
-        found: Result = json.loads((self.places.status / "status.json").read_text())["promotion"]
+        found: Result = json.loads((self.places.run / "status.json").read_text())["promotion"]
         return found
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -186,7 +192,7 @@ class Node:
         return subprocess.Popen([sys.executable, "-c", _PROMOTE, self.base], cwd=REPO)
 
     def left(self) -> list[str]:
-        return sorted(link.path.parent.name for link in find("docker", self.root, self.places.store))
+        return sorted(link.path.parent.name for link in find_links("docker", self.root, self.places.store))
 
     def differences(self, names: list[str]) -> list[str]:
         """Return what differs from the store, of the layers that are no link."""

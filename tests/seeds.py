@@ -186,7 +186,7 @@ class Node:
 
     def told_of_disk(self) -> None:
         """Say what ``node-agent disk`` says of a good disk."""
-        status.update("disk", {"state": status.OK}, directory=self.root.path / "run/node")
+        status.update("disk", {"state": status.OK}, status.Places(self.root.path / "run/node"))
 
     def agent(self, *words: str) -> subprocess.Popen[bytes]:
         """Start the agent, in a process group of its own."""

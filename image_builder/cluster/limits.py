@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from image_builder.node.net.kube import backoff
+from image_builder.node.net.retry import backoff
 
 # Buckets are forgotten when they are full again; from so many on that is seen to, each time there are twice as many.
 _MANY = 10_000

@@ -19,7 +19,8 @@ engine and the kubelet:
     node-agent compile          write this agent to a file that starts faster           (zipapp.py)
 
 What several of these need is beside them: ``decode`` (settings), ``files`` (whatever survives a power cut), ``child``
-(programs), ``mounts``, ``store`` (the preload store), ``status``, and ``net`` (HTTP, metadata service, API server).
+(programs), ``mounts``, ``store`` (the preload store), ``data_root`` (an engine's), ``status``, and ``net`` (HTTP,
+retry, metadata service, API server).
 
 Nothing here imports from the rest of ``image_builder``; the bake imports from here what both must agree on.
 """

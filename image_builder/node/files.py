@@ -36,10 +36,14 @@ _POLL_SECONDS = 0.05
 Spend = Callable[[int], None]
 
 
-def _check(result: int, call: str, path: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{call}: {os.strerror(code)}", path)
+@contextmanager
+def descriptor(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
+    """Yield the descriptor of a file or directory, which is closed in any ending. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 # -- syncing -----------------------------------------------------------------------------------------------------
@@ -47,20 +51,14 @@ def _check(result: int, call: str, path: str) -> None:
 
 def syncfs(path: Path) -> None:
     """Write everything of the filesystem that holds ``path`` to its disk; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _check(_libc.syncfs(fd), "syncfs", os.fspath(path))
-    finally:
-        os.close(fd)
+    with descriptor(path, os.O_DIRECTORY) as fd:
+        mounts.check(_libc.syncfs(fd), "syncfs", path)
 
 
 def sync_directory(path: Path) -> None:
     """Make what was renamed in a directory durable; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with descriptor(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # -- names -------------------------------------------------------------------------------------------------------
@@ -68,7 +66,7 @@ def sync_directory(path: Path) -> None:
 
 def _renameat2(source: Path, target: Path, flags: int) -> None:
     result = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
-    _check(result, "renameat2", os.fspath(target))
+    mounts.check(result, "renameat2", target)
 
 
 def exchange(first: Path, second: Path) -> None:
@@ -112,11 +110,30 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644, *, durab
     write(path, (json.dumps(value, indent=1) + "\n").encode(), mode, durable=durable)
 
 
+def write_changed(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -> bool:
+    """Replace a file, as ``write`` does, unless it holds that already with that mode; tell whether it was written."""
+    try:
+        if path.read_bytes() == data and stat.S_IMODE(path.stat().st_mode) == mode:
+            return False
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    write(path, data, mode, durable=durable)
+    return True
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where there is none that is whole."""
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object that these bytes are; empty for anything else."""
+    try:
+        document = json.loads(data)
+    except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
 
@@ -241,8 +258,7 @@ def lock(path: Path, seconds: float = LONGEST_WORK) -> Iterator[None]:
     restarted. Raises OSError; TimeoutError when the time is over.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with descriptor(path, os.O_RDWR | os.O_CREAT) as fd:
         if not try_lock(fd, seconds):
             message = f"another process has held it for more than {seconds:g} s"
             raise TimeoutError(errno.ETIMEDOUT, message, str(path))
@@ -251,8 +267,6 @@ def lock(path: Path, seconds: float = LONGEST_WORK) -> Iterator[None]:
         finally:
             # A forked child has the same lock, and may outlive this process: closing alone would leave it held.
             fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        os.close(fd)
 
 
 def try_lock(fd: int, seconds: float) -> bool:

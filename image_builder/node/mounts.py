@@ -65,14 +65,19 @@ def below(path: str | Path) -> list[str]:
     return [mount.target for mount in listed() if mount.target == real or mount.target.startswith(f"{real}/")]
 
 
+def check(result: int, call: str, path: str | Path) -> None:
+    """Raise OSError, with what was called and the path, where a function of the C library did not return 0."""
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{call}: {os.strerror(code)}", os.fspath(path))
+
+
 def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 0, options: str = "") -> None:
     """Mount a filesystem; raises OSError with the target's name."""
     result = _libc.mount(
         os.fsencode(source), os.fsencode(target), filesystem.encode(), flags, options.encode()
     )
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mount {filesystem or 'bind'} {source}: {os.strerror(code)}", os.fspath(target))
+    check(result, f"mount {filesystem or 'bind'} {source}", target)
 
 
 def bind(source: str | Path, target: str | Path) -> None:
@@ -82,9 +87,7 @@ def bind(source: str | Path, target: str | Path) -> None:
 
 def unmount(target: str | Path) -> None:
     """Unmount; raises OSError (EBUSY when something still uses it)."""
-    if _libc.umount2(os.fsencode(target), 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"umount: {os.strerror(code)}", os.fspath(target))
+    check(_libc.umount2(os.fsencode(target), 0), "umount", target)
 
 
 @contextmanager

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from image_builder.node import settings
-from image_builder.node.decode import absolute, decode
+from image_builder.node.decode import DecodeError, absolute, at_least, decode, shown, within
+from image_builder.node.errors import NodeError
 from image_builder.node.layout import Engine
 
-HEALTHZ = "http://127.0.0.1:10248/healthz"
+# Of a small OS disk's 200 MB/s this reads less than a tenth, the store being compressed: the rest is for containers.
+BYTES_PER_SECOND = 32 << 20
 
 
 def _verity(value: Any, path: str) -> bool:
@@ -35,7 +37,7 @@ class Preload:
     pause: str = ""
     namespace: str = "k8s.io"
     promote: Mapping[str, Any] = field(default_factory=dict)
-    kubelet_healthz: str = HEALTHZ
+    kubelet_healthz: str = settings.HEALTHZ
 
     @property
     def state(self) -> Path:
@@ -47,12 +49,62 @@ class Preload:
         """Return the file that says what the data root was seeded from; written last."""
         return self.state / "seed" / f"{self.engine}.json"
 
+    @property
+    def trash(self) -> Path:
+        """Return the directory for what the seed sets aside, until a later boot has succeeded."""
+        return self.state / "trash"
+
     def problems(self) -> Iterator[str]:
         """Yield the rules that these settings break."""
         for name in ("data_root", "mount_point"):
             yield from absolute(name, os.fspath(getattr(self, name)))
 
 
+@dataclass(frozen=True)
+class Promotion:
+    """``bytes_per_second`` 0 is as fast as it goes; ``reserve_percent`` of the filesystem stays free.
+
+    ``wait_seconds`` bounds the wait for the kubelet's ``healthz``, ``settle_seconds`` follow it.
+    """
+
+    enabled: bool = True
+    bytes_per_second: int = BYTES_PER_SECOND
+    workers: int = 2
+    reserve_percent: float = 15
+    settle_seconds: float = 30
+    wait_seconds: float = 900
+
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these settings break."""
+        yield from within("workers", self.workers, 1, 64)
+        for name in ("bytes_per_second", "settle_seconds", "wait_seconds"):
+            yield from at_least(name, getattr(self, name), 0)
+        if not 0 <= self.reserve_percent < 100:
+            yield f"reserve_percent must be at least 0 and below 100, not {shown(self.reserve_percent)}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Those of the preload and of the promotion. ``kubelet_healthz`` empty: the kubelet isn't waited for."""
+
+    preload: Preload
+    promotion: Promotion
+
+    @property
+    def staging(self) -> Path:
+        """Return where copies lie until they are whole. Nothing else uses it."""
+        return self.preload.state / "staging" / "promote"
+
+
 def load(directory: Path = settings.DIRECTORY) -> Preload:
     """Return the preload's settings, as the role image_preload wrote them. Raises NodeError (``settings``)."""
     return settings.parse(Preload, settings.load("preload", directory), "preload")
+
+
+def load_all(directory: Path = settings.DIRECTORY) -> Settings:
+    """Return the settings of the preload and of the promotion. Raises NodeError (``settings``)."""
+    preload = load(directory)
+    try:
+        return Settings(preload, decode(Promotion, preload.promote, "promote"))
+    except DecodeError as error:
+        raise NodeError("settings", f"preload.json: {error}") from error

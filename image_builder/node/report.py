@@ -14,28 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import layout, settings, status
-from image_builder.node.errors import NodeError
-from image_builder.node.store import chain
-
-# Below a data root: a directory for each layer, and the name of its files in it.
-_LAYERS: Mapping[str, Sequence[tuple[str, str]]] = {
-    "docker": [("overlay2", "diff")],
-    "containerd": [("io.containerd.snapshotter.v1.overlayfs/snapshots", "fs")],
-}
-
-
-@dataclass(frozen=True)
-class Links:
-    """What a data root has: diff ids (hexadecimal) served by the store; of those, links that lead nowhere.
-
-    ``directories`` counts the layers that are on the local disk itself, those of containers included. ``local`` are
-    Docker's, by chain id (hexadecimal); None for containerd, whose records only it can read.
-    """
-
-    served: frozenset[str]
-    broken: frozenset[str]
-    directories: int
-    local: frozenset[str] | None = None
+from image_builder.node.data_root import Links, scan
+from image_builder.node.store import Image, chain, read_manifest
 
 
 @dataclass(frozen=True)
@@ -49,53 +29,14 @@ class Served:
     source: str
 
 
-def scan(data_root: Path, engine: str) -> Links:
-    """Look at each layer's directory of a data root; nothing where there is none."""
-    served, broken, directories = set(), set(), 0
-    for folder, name in _LAYERS.get(engine, []):
-        try:
-            entries = list(os.scandir(data_root / folder))
-        except OSError:
-            continue
-        for entry in entries:
-            place = os.path.join(entry.path, name)
-            try:
-                layer = os.path.basename(os.readlink(place))
-            except OSError:  # no link, or none any more: the promotion goes on meanwhile
-                directories += os.path.isdir(place)
-                continue
-            served.add(layer)
-            if not os.path.isdir(place):
-                broken.add(layer)
-    local = _docker_chains(data_root) if engine == "docker" else None
-    return Links(frozenset(served), frozenset(broken), directories, local)
-
-
-def _docker_chains(root: Path) -> frozenset[str]:
-    """Return the chain ids of the layers that Docker has on record and on the local disk."""
-    records, chains = root / "image/overlay2/layerdb/sha256", set()
-    try:
-        names = os.listdir(records)
-    except OSError:
-        return frozenset()
-    for name in names:
-        try:
-            files = root / "overlay2" / (records / name / "cache-id").read_text() / "diff"
-        except (OSError, ValueError):
-            continue
-        if files.is_dir() and not files.is_symlink():
-            chains.add(name)
-    return frozenset(chains)
-
-
-def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) -> Served:
-    """Return where an image of the store's description is served from.
+def serve(image: Image, links: Links, preload: Mapping[str, Any]) -> Served:
+    """Return where an image of the store is served from.
 
     ``preload`` is the status section: it alone knows what was loaded from the archive and what is missing.
     """
     layers = [
         (layer.chain.removeprefix("sha256:"), layer.diff_id.removeprefix("sha256:"))
-        for layer in chain(map(str, image["diff_ids"]))
+        for layer in chain(image.diff_ids)
     ]
     promoted = links.local or frozenset()
     store = sum(diff_id in links.served and chain_id not in promoted for chain_id, diff_id in layers)
@@ -105,14 +46,13 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
         links.directories if links.local is None else sum(chain_id in promoted for chain_id, _ in layers)
     )
     local = min(local_layers, len(layers) - store)
-    ref = str(image["ref"])
     if broken:
         source = f"LOST: {broken} layers lead nowhere"
     elif preload and store + local < len(layers):
         source = f"MISSING: {len(layers) - store - local} layers are nowhere"
-    elif any(str(problem).startswith(f"{ref} ") for problem in preload.get("problems", [])):
+    elif any(str(problem).startswith(f"{image.ref} ") for problem in preload.get("problems", [])):
         source = "MISSING"
-    elif ref in preload.get("loaded", {}):
+    elif image.ref in preload.get("loaded", {}):
         source = "archive"
     elif not preload:
         source = "not looked at yet"
@@ -120,10 +60,10 @@ def serve(image: Mapping[str, Any], links: Links, preload: Mapping[str, Any]) ->
         source = "preload store"
     else:
         source = "local disk and preload store" if store else "local disk"
-    return Served(ref, str(image.get("mode", "")), store, local, source)
+    return Served(image.ref, image.mode, store, local, source)
 
 
-def report(state: Mapping[str, Any], images: Iterable[Mapping[str, Any]], links: Links) -> dict[str, Any]:
+def report(state: Mapping[str, Any], images: Iterable[Image], links: Links) -> dict[str, Any]:
     """Return all that is known: the status, ``images`` and ``layers`` in the data root.
 
     ``user_namespaces`` tells whether pods with ``hostUsers: false`` are supported: not while a layer is a link.
@@ -216,28 +156,17 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _images(store: Path) -> list[dict[str, Any]]:
-    """Return the images of the store's description; raises NodeError (``store.manifest``)."""
-    try:
-        images: list[dict[str, Any]] = json.loads(store.read_bytes())["images"]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NodeError("store.manifest", f"{store} can't be read: {error}") from error
-    return images
-
-
 def run(
     *,
     as_json: bool,
     store: Path = layout.MANIFEST,
-    etc: Path = settings.DIRECTORY,
-    directory: Path = status.DIRECTORY,
+    places: status.Places = status.Places(),  # noqa: B008 (frozen)
 ) -> int:
     """Print the report; return 0 when the node is ready, else 1. Raises NodeError."""
-    chosen = settings.load("preload", etc)
-    state = status.read(directory)
+    chosen = settings.load("preload", places.etc)
+    state = status.read(places.run)
+    images = read_manifest(store).images if os.path.lexists(store) else ()
     links = scan(Path(chosen.get("data_root", "/nonexistent")), str(chosen.get("engine", "")))
-    document = report(state, _images(store), links)
+    document = report(state, images, links)
     sys.stdout.write(json.dumps(document, indent=1) + "\n" if as_json else text(document))
     return 0 if document.get("ready") else 1

@@ -18,6 +18,8 @@ from image_builder.node.errors import NodeError
 
 DIRECTORY = Path("/etc/node-agent")
 RELEASE = Path("/etc/image-release")
+# Where a kubelet says that it is well, unless it was configured otherwise.
+HEALTHZ = "http://127.0.0.1:10248/healthz"
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,42 @@ PREFIX = "image-builder"
 _LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
 PREFLIGHT_LABEL = f"{PREFIX}/preflight"
 PENDING = "pending"
+# The boot that the node itself ended last. A reboot that somebody else ordered is a decision about the node.
+REBOOT = Path("/var/lib/node-agent/reboot.json")
+
+
+@dataclass(frozen=True)
+class Places:
+    """What every command reads and writes: this boot's files (``run``), settings (``etc``), the image's and boot's ids.
+
+    A command that needs more has a class of its own, with these in it.
+    """
+
+    run: Path = DIRECTORY
+    etc: Path = settings_files.DIRECTORY
+    release: Path = settings_files.RELEASE
+    boot_id: Path = BOOT_ID
 
 
 def boot_id(path: Path = BOOT_ID) -> str:
     """Return this boot's id, the one that the kubelet reports as ``status.nodeInfo.bootID``. Raises OSError."""
     return path.read_text(encoding="ascii").strip()
+
+
+def record_reboot(boot_id: str, path: Path = REBOOT) -> None:
+    """Note that this boot is ended by the node itself. Raises OSError."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    files.write_json(path, {"boot_id": boot_id})
+
+
+def is_reboot_own(boot_id: str, path: Path = REBOOT) -> bool:
+    """Tell whether a boot was ended by the node itself; of a note that can't be read, that it was."""
+    try:
+        return bool(json.loads(path.read_bytes())["boot_id"] == boot_id)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def tell(text: str) -> None:
@@ -49,33 +81,28 @@ def tell(text: str) -> None:
 
 def read(directory: Path = DIRECTORY) -> dict[str, Any]:
     """Return all that is known, also before anything was. A damaged file says nothing; the next update replaces it."""
-    try:
-        document = json.loads((directory / "status.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        document = None
-    return document if isinstance(document, dict) else {"format": FORMAT, "ready": False}
+    return files.read_json(directory / "status.json") or {"format": FORMAT, "ready": False}
 
 
 def update(
     section: str,
     value: Mapping[str, Any],
+    places: Places = Places(),
     *,
-    directory: Path = DIRECTORY,
-    settings: Path = settings_files.DIRECTORY,
     required: Sequence[str] | None = None,
 ) -> None:
     """Set a section, and the kubelet's environment.
 
-    ``wanted`` are the sections without which the node is not ready, by default those that its ``settings`` call for.
+    ``required`` are the sections without which the node is not ready, by default those that its settings call for.
     Safe for several processes at once.
     """
-    with files.lock(directory / ".lock", 60):
-        document = {**read(directory), section: dict(value)}
-        document["ready"] = is_ready(document, wanted_sections(settings) if required is None else required)
-        files.write_json(directory / "status.json", document, durable=False)
-        environment = kubelet_environment(document, _taints(settings), _gate(settings))
-        if _text(directory / "kubelet.env") != environment:  # what changes nothing touches nothing
-            files.write(directory / "kubelet.env", environment.encode(), durable=False)
+    run, etc = places.run, places.etc
+    with files.lock(run / ".lock", 60):
+        document = {**read(run), section: dict(value)}
+        document["ready"] = is_ready(document, wanted_sections(etc) if required is None else required)
+        files.write_json(run / "status.json", document, durable=False)
+        environment = kubelet_environment(document, _taints(etc), _gate(etc))
+        files.write_changed(run / "kubelet.env", environment.encode(), durable=False)
 
 
 def _taints(directory: Path) -> list[str]:
@@ -143,10 +170,3 @@ def kubelet_environment(document: Mapping[str, Any], taints: Sequence[str] = (),
     if own:
         arguments.append(f"--register-with-taints={','.join([*taints, *own])}")
     return f"NODE_AGENT_KUBELET_ARGS={' '.join(arguments)}\n"
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None

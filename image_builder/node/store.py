@@ -49,10 +49,12 @@ class Verity:
 
 
 @dataclass(frozen=True)
-class StoredImage:
-    """An image of the store; the fields are those of the archive's list (``preload/``), and two more.
+class Image:
+    """What a reference means, as the archive's list and the store's manifest have it. Digests begin with ``sha256:``.
 
-    ``mode`` is how it gets to the disk: ``reference`` (links, promoted later), ``copy`` (at boot) or ``archive``.
+    ``digest`` may be an index's. ``size`` is in bytes, unpacked; layers that images share count for each. The store's
+    alone say how an image gets to the disk, ``mode``: ``reference`` (links, promoted later), ``copy`` (at boot) or
+    ``archive``; and whether it is ``required``.
     """
 
     ref: str
@@ -60,14 +62,30 @@ class StoredImage:
     manifest: str
     id: str
     pin: bool
-    required: bool
-    mode: str
     diff_ids: tuple[str, ...]
+    size: int = 0
+    required: bool = False
+    mode: str = "archive"
+
+    @property
+    def by_digest(self) -> str:
+        return f"{self.ref.rpartition(':')[0]}@{self.digest}"
 
     @property
     def is_essential(self) -> bool:
         """Tell whether a node must have it before others."""
         return self.pin or self.required
+
+
+def parse_image(value: Mapping[str, Any]) -> Image:
+    """Return an image of a document. Raises KeyError, TypeError or ValueError."""
+    return Image(
+        **{key: str(value[key]) for key in ("ref", "digest", "manifest", "id", "mode")},
+        pin=bool(value["pin"]),
+        required=bool(value["required"]),
+        diff_ids=tuple(map(str, value["diff_ids"])),
+        size=int(value["bytes"]),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class Store:
     bytes: int
     verity: Verity | None
     engines: Mapping[str, BakedEngine]
-    images: tuple[StoredImage, ...]
+    images: tuple[Image, ...]
     layers: Mapping[str, int]
 
 
@@ -140,15 +158,7 @@ def parse_manifest(document: Mapping[str, Any]) -> Store:
             str(name): BakedEngine(str(e["version"]), str(e["binary"]), int(e["bytes"]))
             for name, e in document["engines"].items()
         },
-        images=tuple(
-            StoredImage(
-                **{key: str(image[key]) for key in ("ref", "digest", "manifest", "id", "mode")},
-                pin=bool(image["pin"]),
-                required=bool(image["required"]),
-                diff_ids=tuple(map(str, image["diff_ids"])),
-            )
-            for image in document["images"]
-        ),
+        images=tuple(map(parse_image, document["images"])),
         layers={str(layer["diff_id"]): int(layer["bytes"]) for layer in document["layers"]},
     )
 

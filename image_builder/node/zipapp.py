@@ -43,12 +43,7 @@ def compiled(source: bytes) -> bytes:
 
 def install(source: Path, target: Path) -> bool:
     """Write the compiled archive of ``source`` to ``target``, mode 0755; tell whether that changed it."""
-    data = compiled(source.read_bytes())
-    if target.exists() and target.read_bytes() == data and target.stat().st_mode & 0o777 == 0o755:
-        return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.write(target, data, 0o755)
-    return True
+    return files.write_changed(target, compiled(source.read_bytes()), 0o755)
 
 
 def _sources(root: Path) -> list[tuple[str, bytes]]:

@@ -22,7 +22,8 @@ from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import ADMITTED, Rules
 from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node import status
-from image_builder.node.net.kube import JSON_PATCH, LONGEST_WAIT, Client
+from image_builder.node.net.kube import JSON_PATCH, Client
+from image_builder.node.net.retry import LONGEST_WAIT
 from image_builder.node.preflight import model, report
 from image_builder.node.preflight.settings import Settings as PreflightSettings
 from tests import slices_howto

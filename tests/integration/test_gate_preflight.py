@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import reboots
+from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.preflight import command, model, report
 from image_builder.node.preflight.smoke import run as run_smoke
@@ -137,7 +137,7 @@ def test_it_is_started_again_once_until_a_boot_passes(machine: Machine) -> None:
     machine.expect_gpus(FABRIC)
     assert machine.test() == 1
     assert machine.rebooted.exists()
-    assert reboots.was_ordered(machine.boot, machine.places.attempts.with_name("reboot.json"))
+    assert status.is_reboot_own(machine.boot, machine.places.attempts.with_name("reboot.json"))
     assert not machine.may_start_the_kubelet(), "on the way down"
     assert (machine.verdict["code"], machine.verdict["action"]) == ("fabric.state", "reboot")
     machine.start()
@@ -332,7 +332,7 @@ def test_the_command_is_known_to_the_agent(tmp_path: Path) -> None:
 
 def test_nothing_is_reported_without_a_verdict_of_this_boot(machine: Machine) -> None:
     places = report.Places(
-        machine.directory / "run", machine.directory / "etc", machine.directory / "boot_id"
+        machine.directory / "run", machine.directory / "etc", boot_id=machine.directory / "boot_id"
     )
     with pytest.raises(NodeError, match="no verdict of this boot"):
         report.run(places)

@@ -80,9 +80,9 @@ class Node(Machine):
             retest.Places(
                 self.directory / "run",
                 self.directory / "etc",
-                self.directory / "boot_id",
-                self._smoke,
-                soon,
+                boot_id=self.directory / "boot_id",
+                smoke=self._smoke,
+                sleep=soon,
             )
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import mounts, reboots
+from image_builder.node import mounts, status
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from image_builder.node.disk.settings import parse
@@ -182,7 +182,7 @@ def members(desk: Desk) -> Any:
     write(disk, 4096, raid_superblock(uuid, b"any:local", 2, 1))
     before = desk.digest(disk)
     found: dict[str, Any] = {"first": desk.run(disk), "again": desk.run(disk)}
-    reboots.record("boot-1", desk.kept.reboots)
+    status.record_reboot("boot-1", desk.places.reboot)
     desk.boot("boot-2")
     found["after our reboot"] = desk.run(disk)
     found["same"] = desk.digest(disk) == before

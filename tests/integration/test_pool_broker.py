@@ -21,9 +21,9 @@ import pytest
 from image_builder.cluster.broker.keys import source
 from image_builder.node.join import binding, config, credentials
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.net import kubeconfig
 from image_builder.node.net.kube import KubeError
+from image_builder.node.net.retry import Deadline
 from tests import attested, identities, joins
 from tests.brokers import (
     GROUP,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.node.preload_settings import BYTES_PER_SECOND
 from image_builder.node.promote import batches
 from image_builder.node.promote.copy import copy_tree
-from image_builder.node.promote.settings import BYTES_PER_SECOND
 from image_builder.system import namespace
 from tests.promotion import (
     MB,

@@ -18,8 +18,10 @@ import pytest
 
 from image_builder.node import mounts
 from image_builder.node.errors import ProgramError
+from image_builder.node.net import fetch
+from image_builder.node.net.retry import Deadline
 from image_builder.node.preload.archive import load
-from image_builder.node.promote import kubelet, trash
+from image_builder.node.promote import trash
 from image_builder.system import namespace
 from tests.promotion import (
     MB,
@@ -318,18 +320,17 @@ class _Kubelet(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_kubelet_that_is_not_well_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubelet, "_BETWEEN_SECONDS", 0.05)
+def test_a_kubelet_that_is_not_well_is_waited_for() -> None:
     _Kubelet.left[:], _Kubelet.answers[:] = [500, 503], []
     with http.server.HTTPServer(("127.0.0.1", 0), _Kubelet) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         healthz = f"http://127.0.0.1:{server.server_port}/healthz"
         try:
-            assert kubelet.wait_for_answer(healthz, 30)
+            assert fetch.wait_until_up(healthz, Deadline.after(30), pause=0.05)
             assert _Kubelet.answers == [500, 503, 200]
             _Kubelet.left[:] = [500] * 100
-            assert not kubelet.wait_for_answer(healthz, 0.2)
+            assert not fetch.wait_until_up(healthz, Deadline.after(0.2), pause=0.05)
         finally:
             server.shutdown()
             thread.join()

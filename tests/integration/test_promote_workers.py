@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node.links import Link
+from image_builder.node.data_root import Link
 from image_builder.node.promote.plan import REST, Item
 from image_builder.node.promote.workers import Job, running
 

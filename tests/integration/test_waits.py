@@ -22,7 +22,6 @@ from image_builder.node.health.model import Look, Places
 from image_builder.node.health.settings import Settings
 from image_builder.node.net import fetch, kube
 from image_builder.node.net.kubeconfig import Access, Pem
-from image_builder.node.promote import kubelet
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -230,4 +229,4 @@ def test_a_drive_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("status", "is_up"), [(b"200 OK", True), (b"503 no", False)])
 def test_only_a_kubelet_that_says_so_is_up(status: bytes, is_up: bool) -> None:
     with trickling(b"HTTP/1.1 " + status + b"\r\nContent-Length: 3\r\n\r\n") as port:
-        assert kubelet.wait_for_answer(f"http://127.0.0.1:{port}/healthz", 0) is is_up
+        assert fetch.is_up(f"http://127.0.0.1:{port}/healthz", 5) is is_up

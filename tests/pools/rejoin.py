@@ -106,7 +106,7 @@ def _boot(world: World) -> None:
     run, boot = world.directory / "run", status.boot_id()
     for section in ("disk", "preload"):
         verdict = {"state": status.OK, "code": "", "reason": "as the bench says"}
-        status.update(section, verdict, directory=run, settings=world.directory / "etc")
+        status.update(section, verdict, status.Places(run, world.directory / "etc"))
     verdict = {"boot_id": boot, "state": "passed", "code": "", "reason": "", "action": "none"}
     (run / "preflight.json").write_text(
         json.dumps({**verdict, "started": "2026-11-22T00:00:00+00:00", "seconds": 3.0})

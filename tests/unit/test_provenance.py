@@ -70,7 +70,7 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
     [
         (
             provenance.JOIN,
-            "image_builder/node/net/imds.py image_builder/node/files.py image_builder/node/promote/kubelet.py "
+            "image_builder/node/net/imds.py image_builder/node/files.py image_builder/node/net/retry.py "
             "image_builder/cluster/gate/approver.py tests/e2e/join_machine.py tests/gates.py",
         ),
         (

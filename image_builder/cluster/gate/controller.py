@@ -22,7 +22,8 @@ from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.cluster.limits import Queue
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, backoff, path_of_node
+from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, path_of_node
+from image_builder.node.net.retry import backoff
 
 # Answers that speak of one node's change; all others speak of the API server.
 _OF_THE_NODE = frozenset({400, 403, 409, 422})

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from image_builder.cluster.gate.model import Node, Rules, node_from
-from image_builder.node.net.kube import Client, KubeError, backoff
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.retry import backoff
 
 # A watch is ended by the server after some minutes; its silence is broken by bookmarks every minute.
 _WATCH_SECONDS = 300

@@ -6,5 +6,6 @@ probe      what is on them                                    (reads; mounts not
 decide     what is to be done, a table                        (pure)
 apply      does it                                            (the only module that writes to a disk)
 layout     bytes on disks: superblocks, the page of an erasure that was begun
-mounts     the kernel's list of mounts, mount(2)
+arrays     several disks as one, and members that are missing
+azure      a disk as Azure hands it out; its readme is in ntfs's root directory
 """

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from image_builder.node import child, files, mounts
@@ -79,7 +80,7 @@ def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) ->
         "label": settings.label,
         "filesystem": volume.filesystem,
         "image": build,
-        "members": [disk.member.as_json() for disk in decision.disks],
+        "members": [asdict(disk.member) for disk in decision.disks],
     }
     files.write_json(root / probe.MARKER, marker)
     files.sync_directory(root)
@@ -156,16 +157,13 @@ def _held(disk: Disk) -> Iterator[None]:
 
     Raises NodeError where the kernel has given the name to another disk.
     """
-    fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with files.descriptor(disk.path) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if disk.sequence:
             (now,) = struct.unpack("Q", fcntl.ioctl(fd, _BLKGETDISKSEQ, bytes(8)))
             if str(now) != disk.sequence:
                 raise NodeError("disk.changed", f"{disk.path} is no longer {disk}")
         yield
-    finally:
-        os.close(fd)
 
 
 def erase(observations: Sequence[Observation]) -> None:
@@ -177,8 +175,7 @@ def erase(observations: Sequence[Observation]) -> None:
     with ExitStack() as stack:
         opened = []
         for observation in observations:
-            fd = os.open(observation.disk.path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-            stack.callback(os.close, fd)
+            fd = stack.enter_context(files.descriptor(observation.disk.path, os.O_RDWR | os.O_EXCL))
             opened.append((observation, fd, layout.erasure(observation.disk.bytes)))
         for _, fd, (first, *_) in opened:
             _write(fd, *first)
@@ -215,12 +212,9 @@ def _check_blank(path: Path, tail: bytes = b"") -> None:
 
     mke2fs itself looks for a filesystem only on a terminal.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with files.descriptor(path) as fd:
         size = os.lseek(fd, 0, os.SEEK_END)
         ends = (os.pread(fd, layout.MIB, 0), os.pread(fd, layout.MIB, size - layout.MIB))
-    finally:
-        os.close(fd)
     types = " and ".join(signature.type for signature in probe.signatures([path])[os.fspath(path)])
     if types or ends != (bytes(layout.MIB), tail.ljust(layout.MIB, b"\0")):
         raise NodeError("disk.changed", f"{path} has {types or 'data'} on it, right before it was formatted")
@@ -240,12 +234,9 @@ def _announced(disks: Sequence[Disk]) -> Iterator[None]:
 
 def _change(disk: Disk, offset: int, old: bytes, new: bytes, flags: int = 0) -> None:
     """Write where something else is known to be, durably; what anybody else has put there stays. Raises OSError."""
-    fd = os.open(disk.path, os.O_RDWR | os.O_CLOEXEC | flags)
-    try:
+    with files.descriptor(disk.path, os.O_RDWR | flags) as fd:
         if os.pread(fd, len(old), offset) == old:
             _write(fd, offset, new)
-    finally:
-        os.close(fd)
 
 
 def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:

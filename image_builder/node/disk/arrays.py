@@ -1,14 +1,20 @@
-"""Several disks as one: RAID0 by mdadm. An array's kernel name is asked of the kernel, with or without udev's links."""
+"""Several disks as one: RAID0 by mdadm, and members that are missing.
+
+An array's kernel name is asked of the kernel, with or without udev's links. Whether an earlier boot missed the same
+members is in a note on the OS disk, since the disk that is missing can't hold it. The note decides nothing but this:
+one that was lost means that a node keeps its taint for one boot more.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from image_builder.node import child
+from image_builder.node import child, files, status
 from image_builder.node.disk import layout
-from image_builder.node.disk.model import Disk, Places
+from image_builder.node.disk.model import Disk, Places, Survey
 from image_builder.node.errors import NodeError
 
 # What is in mdadm.conf is for others: it keeps them from assembling anything.
@@ -37,14 +43,11 @@ def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path
     )
     path = places.dev / _device(disks, places)
     # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
-    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-    try:
+    with files.descriptor(path, os.O_RDWR | os.O_EXCL) as fd:
         size = os.lseek(fd, 0, os.SEEK_END)
         os.pwrite(fd, bytes(min(layout.HEAD, size)), 0)
         os.pwrite(fd, bytes(layout.MIB), max(0, size - layout.MIB))
         os.fsync(fd)
-    finally:
-        os.close(fd)
     return path
 
 
@@ -81,3 +84,37 @@ def _uuid(uuid: str) -> str:
     """Return an UUID as mdadm writes it."""
     digits = uuid.replace("-", "")
     return ":".join(digits[at : at + 8] for at in range(0, 32, 8))
+
+
+# -- members that are missing ----------------------------------------------------------------------------------
+
+
+def identities(survey: Survey) -> list[list[str | int]]:
+    """Return what identifies the disks that are here."""
+    usable = [observation for observation in survey.observations if not observation.disk.system]
+    return sorted(
+        [
+            observation.disk.serial or observation.disk.wwid,
+            observation.raid.uuid if observation.raid else "",
+            observation.raid.role if observation.raid else -1,
+        ]
+        for observation in usable
+    )
+
+
+def is_absence_old(survey: Survey, boot_id: str, note: Path, reboot: Path) -> bool:
+    """Note what this boot sees; tell whether an earlier one saw the same, and ended by another hand than the node's.
+
+    Raises OSError.
+    """
+    now = identities(survey)
+    try:
+        before = json.loads(note.read_bytes())
+        boot = before["boot_id"] if before["members"] == now else ""
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        boot = ""
+    if boot not in ("", boot_id) and not status.is_reboot_own(boot, reboot):
+        return True
+    note.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    files.write_json(note, {"members": now, "boot_id": boot_id})
+    return False

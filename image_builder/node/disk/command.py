@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, reboots, status
+from image_builder.node import files, status
 from image_builder.node import settings as settings_files
-from image_builder.node.disk import absence, apply, find, machine, probe
+from image_builder.node.disk import apply, arrays, find, probe
 from image_builder.node.disk.decide import decide
 from image_builder.node.disk.model import Decision, Disk, Places
 from image_builder.node.disk.settings import Settings, parse
 from image_builder.node.errors import NodeError
 
 
-@dataclass(frozen=True)
-class Files:
-    """What the agent reads of its image and of this boot, and what it keeps on the OS disk."""
-
-    etc: Path = settings_files.DIRECTORY
-    release: Path = settings_files.RELEASE
-    boot_id: Path = status.BOOT_ID
-    absence: Path = absence.PATH
-    reboots: Path = reboots.PATH
-    cloud: Path = machine.CLOUD
-
-
 def run(
     *,
     places: Places = Places(),  # noqa: B008 (frozen)
-    paths: Files = Files(),
     disks: Callable[[], Sequence[Disk]] | None = None,
 ) -> int:
     """Make the local disk ready; return the exit status.
@@ -44,18 +31,18 @@ def run(
     value: dict[str, Any]
     try:
         # Without them a node that fails later would lose the taints that it was given.
-        settings_files.kubelet_taints(paths.etc)
-        settings = parse(settings_files.load("disk", paths.etc))
+        settings_files.kubelet_taints(places.etc)
+        settings = parse(settings_files.load("disk", places.etc))
         look = disks or (lambda: find.candidates(settings.selector, places))
-        of_size = machine.local_disks(paths.etc, paths.cloud) if settings.selector.kind == "azure" else 0
+        of_size = find.disks_of_size(places.etc, places.cloud) if settings.selector.kind == "azure" else 0
         # Another agent may be at it, and take as long as a filesystem takes to be made.
         with files.lock(places.run / "disk.lock"):
             waited = find.wait(settings, places, look, of_size)
-            value = _settle(settings, waited, look, places, paths)
+            value = _settle(settings, waited, look, places)
     except (NodeError, OSError) as error:
         value = _failed(error)
     value["seconds"] = round(time.monotonic() - began, 3)
-    status.update("disk", value, directory=places.run, settings=paths.etc)
+    status.update("disk", value, places)
     status.tell(f"disk: {sentence(value)}")
     # The settings' own decision has an action; a failure has none.
     return 0 if "action" in value else 1
@@ -66,17 +53,16 @@ def _settle(
     disks: Sequence[Disk],
     look: Callable[[], Sequence[Disk]],
     places: Places,
-    paths: Files,
 ) -> dict[str, Any]:
     """Decide and do it; return the status."""
     survey = probe.observe_all(disks, settings, places)
-    build = settings_files.build_id(paths.release)
+    build = settings_files.build_id(places.release)
     decision = decide(settings, build, survey)
     if decision.row == "incomplete":
-        if absence.lasts(survey, status.boot_id(paths.boot_id), paths.absence, paths.reboots):
+        if arrays.is_absence_old(survey, status.boot_id(places.boot_id), places.absence, places.reboot):
             decision = decide(replace(settings, incomplete_array="rebuild"), build, survey)
     elif decision.action != "none":
-        absence.forget(paths.absence)
+        places.absence.unlink(missing_ok=True)
     hidden = 0
     if decision.action != "none":
         if not (decision.volume and decision.volume.mounted):
@@ -102,7 +88,7 @@ def section(settings: Settings, decision: Decision, hidden: int = 0) -> dict[str
         "reason": decision.reason + beneath,
         "action": decision.action,
         "mount_point": settings.mount_point,
-        "members": [disk.member.as_json() for disk in decision.disks],
+        "members": [asdict(disk.member) for disk in decision.disks],
         "filesystem": settings.filesystem if decision.disks else "",
         "hidden_bytes": hidden,
     }

@@ -10,16 +10,21 @@ never taken, whatever links to it. The SCSI resource disk has the link ``/dev/di
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts, sysfs
+from image_builder.node import settings as settings_files
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import Selector, Settings
+from image_builder.node.errors import NodeError
+from image_builder.node.gpu import sizes
 
 LOCAL_MODELS = ("Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v*")
 REMOTE_MODELS = ("MSFT NVMe Accelerator*",)
@@ -78,18 +83,35 @@ def wait(
         sleep(_POLL_SECONDS if waited < settings.wait_seconds else _SLOW_POLL_SECONDS)
 
 
+def disks_of_size(etc: Path, cloud: Path) -> int:
+    """Return how many local NVMe disks this size of machine has; 0 where the size or its number of disks isn't known.
+
+    ``cloud`` is cloud-init's answer of the metadata service: there is no network yet.
+    """
+    try:
+        size = sizes.load().find(str(settings_files.load("gpu", etc).get("vm_size") or _size(cloud)))
+    except NodeError:
+        return 0
+    return (size[0].local_nvme or 0) if size else 0
+
+
+def _size(cloud: Path) -> str:
+    try:
+        value: Any = json.loads(cloud.read_bytes())
+        for key in ("ds", "meta_data", "imds", "compute", "vmSize"):
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
 def devices_of(disk: Disk, label: str) -> int:
     """Return how many members the array of ours has that a disk says it belongs to; 0 for none."""
     try:
-        fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
+        with files.descriptor(disk.path) as fd:
+            raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
     except OSError:
         return 0
-    try:
-        raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
     is_ours = raid is not None and raid.name == label and raid.level == 0 and layout.is_ours(raid.uuid)
     # A number that no machine has is no number of disks.
     return raid.devices if raid and is_ours and raid.devices <= _MOST_MEMBERS else 0
@@ -103,13 +125,15 @@ def is_settled(places: Places) -> bool:
     if places.udev_queue.exists():
         return False
     for device in (places.sys / "bus/vmbus/devices").glob("*"):
-        kind = _read(device / "class_id").strip("{}")
+        kind = sysfs.text(device / "class_id").strip("{}")
         if kind in _VMBUS_DISKS and not (device / "driver").exists():
             return False
         if kind == _VMBUS_PCI and not list(device.glob("pci*/*:*/class")):
             return False
     for device in (places.sys / "bus/pci/devices").glob("*"):
-        if _read(device / "class").startswith(_NVME_CLASS) and not list(device.glob("nvme/nvme*/nvme*n*")):
+        if sysfs.text(device / "class").startswith(_NVME_CLASS) and not list(
+            device.glob("nvme/nvme*/nvme*n*")
+        ):
             return False
     return True
 
@@ -136,34 +160,34 @@ def disks(places: Places) -> list[Disk]:
     hardware = []
     for entry in sorted((places.sys / "block").iterdir()):
         device = entry / "device"
-        size = int(_read(entry / "size") or 0)
-        if device.exists() and size and _read(entry / "hidden") != "1":
+        size = int(sysfs.text(entry / "size") or 0)
+        if device.exists() and size and sysfs.text(entry / "hidden") != "1":
             hardware.append(_disk(entry, device, size * 512, places))
     return hardware
 
 
 def _disk(entry: Path, device: Path, size: int, places: Places) -> Disk:
     subsystem = _target(device / "subsystem")
-    serial = _read(entry / "serial") or _read(device / "serial") or _page_80(device / "vpd_pg80")
-    namespace = _read(entry / "nsid")
+    serial = sysfs.text(entry / "serial") or sysfs.text(device / "serial") or _page_80(device / "vpd_pg80")
+    namespace = sysfs.text(entry / "nsid")
     if serial and namespace not in ("", "1"):
         serial = f"{serial}_{namespace}"  # the serial is the controller's
     return Disk(
         name=entry.name,
         path=places.dev / entry.name,
         bytes=size,
-        model=" ".join([*_vendor(device), _read(device / "model")]).strip(),
+        model=" ".join([*_vendor(device), sysfs.text(device / "model")]).strip(),
         serial=serial,
         transport=subsystem.removesuffix("-subsystem"),
-        rotational=_read(entry / "queue/rotational") == "1",
-        wwid=_read(entry / "wwid") or _read(device / "wwid"),
-        sequence=_read(entry / "diskseq"),
+        rotational=sysfs.text(entry / "queue/rotational") == "1",
+        wwid=sysfs.text(entry / "wwid") or sysfs.text(device / "wwid"),
+        sequence=sysfs.text(entry / "diskseq"),
     )
 
 
 def _vendor(device: Path) -> Iterable[str]:
     """Yield a SCSI disk's vendor; what virtio and NVMe have at that place is a number."""
-    vendor = _read(device / "vendor")
+    vendor = sysfs.text(device / "vendor")
     if vendor and not vendor.startswith("0x"):
         yield vendor
 
@@ -212,7 +236,7 @@ def _is_resource(device: Path) -> bool:
         return False
     where = device.resolve()
     for above in where.parents:
-        device_id = _read(above / "device_id").strip("{}")
+        device_id = sysfs.text(above / "device_id").strip("{}")
         if device_id:
             lun = where.name.rpartition(":")[2]
             return device_id.startswith(_RESOURCE_IDE) or (
@@ -264,12 +288,5 @@ def _page_80(path: Path) -> str:
     """Return a SCSI disk's serial, from its page of vital product data (SPC: four bytes before it)."""
     try:
         return path.read_bytes()[4:].decode("ascii", errors="replace").strip(" \0")
-    except OSError:
-        return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

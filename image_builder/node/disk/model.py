@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from image_builder.node import status
 
 Action = Literal["format", "mount", "reuse", "rebuild", "none"]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the kernel and the system keep things; tests have trees of their own. ``run`` is the agent's."""
+class Places(status.Places):
+    """And where the kernel and the system keep things; tests have trees of their own.
+
+    ``absence`` and ``reboot`` are the agent's notes on the OS disk. ``cloud`` is what cloud-init's first stage was
+    told by the metadata service in this boot; units start after it.
+    """
 
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
-    run: Path = Path("/run/node")
     udev_queue: Path = Path("/run/udev/queue")
+    absence: Path = Path("/var/lib/node-agent/disk-incomplete.json")
+    reboot: Path = status.REBOOT
+    cloud: Path = Path("/run/cloud-init/instance-data.json")
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,6 @@ class Member:
     serial: str
     model: str
     bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return {"serial": self.serial, "model": self.model, "bytes": self.bytes}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child, mounts
+from image_builder.node import child, files, mounts, sysfs
 from image_builder.node.disk import arrays, azure, layout
 from image_builder.node.disk.decide import is_member
 from image_builder.node.disk.model import (
@@ -75,7 +75,7 @@ def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> 
     entry = places.sys / "block" / disk.name
     partitions = tuple(sorted(path.parent.name for path in entry.glob("*/partition")))
     above = _above(entry)
-    numbers = {_text(path / "dev") for path in (entry, *above)}
+    numbers = {sysfs.text(path / "dev") for path in (entry, *above)}
     observation = Observation(
         disk,
         partitions=partitions,
@@ -104,19 +104,16 @@ def _above(entry: Path) -> list[Path]:
 
 
 def _swaps(places: Places) -> set[str]:
-    lines = _text(places.proc / "swaps").splitlines()[1:]
+    lines = sysfs.text(places.proc / "swaps").splitlines()[1:]
     return {os.path.basename(os.path.realpath(line.split()[0])) for line in lines if line.split()}
 
 
 def read_ends(disk: Disk) -> tuple[bytes, bytes]:
     """Return the first and the last MiB of a disk; raises OSError, also where there is less to read."""
-    fd = os.open(disk.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with files.descriptor(disk.path) as fd:
         # What was read before, by whom ever, may be another disk's by now.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return _read(fd, 0, layout.MIB), _read(fd, max(0, disk.bytes - layout.MIB), layout.MIB)
-    finally:
-        os.close(fd)
 
 
 def _read(fd: int, offset: int, size: int) -> bytes:
@@ -218,8 +215,8 @@ def _marked(volume: Volume, root: Path) -> Volume:
     if marker and marker.uuid == volume.uuid:
         return replace(volume, state="marked", marker=marker)
     # The agent's own directory without a marker is what a power cut left; whose files there may be is then plain.
-    files = set(os.listdir(root)) - {"lost+found", ".node"}
-    return replace(volume, state="unmarked" if files or marker else "empty")
+    names = set(os.listdir(root)) - {"lost+found", ".node"}
+    return replace(volume, state="unmarked" if names or marker else "empty")
 
 
 def read_marker(data: bytes) -> Marker | None:
@@ -236,11 +233,8 @@ def read_marker(data: bytes) -> Marker | None:
 
 
 def _platform(observation: Observation) -> azure.Content:
-    fd = os.open(observation.disk.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with files.descriptor(observation.disk.path) as fd:
         return azure.content(lambda offset, count: _read(fd, offset, count), observation)
-    finally:
-        os.close(fd)
 
 
 def _head(path: Path) -> bytes:
@@ -285,10 +279,3 @@ def _array(uuid: str, members: Sequence[Observation], settings: Settings, places
 def _number(path: Path) -> str:
     number = os.stat(path).st_rdev
     return f"{os.major(number)}:{os.minor(number)}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
-    except OSError:
-        return ""

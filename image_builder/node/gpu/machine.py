@@ -15,6 +15,7 @@ from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.model import INFINIBAND_MODULES, Machine, PciGpu, Xid
 from image_builder.node.net import imds
+from image_builder.node.net.retry import Deadline
 from image_builder.node.sysfs import text
 
 MODULES = (
@@ -204,7 +205,7 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
 
 def ask_imds() -> Mapping[str, Any]:
     """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
-    answer = json.loads(imds.answer(_IMDS_PATH, PLATFORM_SECONDS).body)
+    answer = json.loads(imds.answer(_IMDS_PATH, Deadline.after(PLATFORM_SECONDS)).body)
     if not isinstance(answer, dict):
         raise ValueError("the metadata service must answer with an object")
     return answer

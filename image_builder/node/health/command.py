@@ -193,8 +193,10 @@ def report_condition(
                 node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
             )
     except NodeError as error:
+        from image_builder.node.net.retry import backoff
+
         after: float | None = getattr(error, "retry_after", None)
-        wait = kube.backoff(
+        wait = backoff(
             reported.failures, retry_after=after, base=report.FIRST_WAIT, cap=report.LONGEST_WAIT
         )
         if not reported.failures:

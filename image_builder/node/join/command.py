@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_builder.node import files, layout, status
+from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.join import credentials, kubelet, surroundings
@@ -20,11 +20,11 @@ from image_builder.node.join.binding import slot
 from image_builder.node.join.codes import OVER, PHASES, UNEXPECTED, JoinError
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.credentials import Token
-from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import Identity, learn
 from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
 from image_builder.node.net import kube
+from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 # Before a configuration says otherwise.
 _BUDGET = 900.0
@@ -38,17 +38,11 @@ _FINAL_KINDS = ("configuration", "image")
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is. ``restart`` is how a running kubelet is started again."""
+class Places(surroundings.Places):
+    """And the firmware's id of the machine. ``restart`` is how a running kubelet is started again."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    release: Path = settings_files.RELEASE
-    boot_id: Path = status.BOOT_ID
-    listed: Path = layout.LIST
     firmware: Path = Path("/sys/class/dmi/id/product_uuid")
     restart: tuple[str, ...] = kubelet.RESTART
-    guard: surroundings.PodGuard = surroundings.POD_GUARD
 
 
 @dataclass
@@ -74,8 +68,8 @@ class Joining:
 
     @property
     def kubelet(self) -> kubelet.Places:
-        places = self.places
-        return kubelet.Places(Path(self.settings.kubernetes), places.etc, places.run, places.restart)
+        kubernetes, restart = Path(self.settings.kubernetes), self.places.restart
+        return kubelet.Places(self.places.run, self.places.etc, kubernetes=kubernetes, restart=restart)
 
 
 def run(places: Places = Places()) -> int:
@@ -154,23 +148,8 @@ def _identity(joining: Joining, deadline: Deadline) -> Done:
     return Done(digest(identity.machine.vm_id, identity.config.digest), reason)
 
 
-def _network(joining: Joining, deadline: Deadline) -> Done:
-    return surroundings.network(joining.identity, joining.places.guard, deadline)
-
-
-def _disk(joining: Joining, deadline: Deadline) -> Done:
-    places = joining.places
-    return surroundings.disk(places.run, places.etc, places.listed, deadline)
-
-
-def _runtime(joining: Joining, deadline: Deadline) -> Done:
-    places = joining.places
-    return surroundings.runtime(places.run, places.etc, places.listed, joining.settings.engine, deadline)
-
-
 def _gpu(joining: Joining, deadline: Deadline) -> Done:
-    places = joining.places
-    done = surroundings.gpu(places.run, places.etc, places.boot_id, deadline)
+    done = surroundings.gpu(joining.places, deadline)
     joining.doubt = done.reason if done.number else ""
     return done
 
@@ -203,7 +182,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
 
     def probe() -> bool:
         try:
-            with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
+            with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
             if error.status == 401 and access.certificate:  # it has expired, and another is needed
@@ -211,7 +190,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
                 return False
             if error.status == 403:
                 return True
-            raise NotYet(67, error.message, error.retry_after) from error
+            raise NotYet(JoinError(67, error.message), error.retry_after) from error
         return True
 
     return patiently(probe, deadline)
@@ -251,9 +230,13 @@ def _ready(joining: Joining, deadline: Deadline) -> Done:
 
 _STEPS: Mapping[str, Callable[[Joining, Deadline], Done]] = {
     "identity": _identity,
-    "network": _network,
-    "disk": _disk,
-    "runtime": _runtime,
+    "network": lambda joining, deadline: surroundings.network(
+        joining.identity, joining.places.guard, deadline
+    ),
+    "disk": lambda joining, deadline: surroundings.disk(joining.places, deadline),
+    "runtime": lambda joining, deadline: surroundings.runtime(
+        joining.places, joining.settings.engine, deadline
+    ),
     "gpu": _gpu,
     "credentials": _credentials,
     "join": _join,

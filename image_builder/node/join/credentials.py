@@ -18,10 +18,10 @@ from typing import Any
 
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
-from image_builder.node.join.deadline import Deadline, NotYet, patiently
 from image_builder.node.join.identity import ask_platform
 from image_builder.node.net import fetch
 from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 _ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
@@ -76,19 +76,20 @@ def from_broker(config: NodeConfig, address: str, machine: Mapping[str, str], de
 def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], deadline: Deadline) -> bytes:
     """Return what the broker answers. Raises NotYet, JoinError (62)."""
     source = config.credentials
-    timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
     try:
-        response = ask(source.url, source.ca or config.ca, token=proof, body=request, timeout=timeout)
+        response = ask(
+            source.url, source.ca or config.ca, deadline.attempt(_TIMEOUT), token=proof, body=request
+        )
     except ssl.SSLCertVerificationError as error:
         raise JoinError(62, f"the broker's certificate can't be verified: {error.verify_message}") from error
     except OSError as error:
-        raise NotYet(62, f"the broker does not answer: {error}") from error
+        raise NotYet(JoinError(62, f"the broker does not answer: {error}")) from error
     if response.status == 200:
         return response.body
-    message = f"the broker answered {response.status}{_code(response.body)}"
+    refusal = JoinError(62, f"the broker answered {response.status}{_code(response.body)}")
     if response.status < 500 and response.status not in _LATER:
-        raise JoinError(62, message)
-    raise NotYet(62, message, response.retry_after)
+        raise refusal
+    raise NotYet(refusal, response.retry_after)
 
 
 def _code(body: bytes) -> str:
@@ -104,32 +105,26 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
     """Return a token that proves this machine's managed identity to ``resource``. Raises JoinError (61)."""
     query = {"resource": resource, **({"client_id": client_id} if client_id else {})}
     response = ask_platform(address, f"{_IDENTITY}&{urllib.parse.urlencode(query)}", deadline, 61)
-    try:
-        token = json.loads(response.body)["access_token"]
-    except (KeyError, TypeError, ValueError) as error:
-        # Not what it holds: a token could be in it.
-        raise JoinError(61, f"the metadata service's answer has no token: {type(error).__name__}") from error
-    return str(token)
+    return str(_field(response.body, "access_token", 61, "the metadata service's answer has no token"))
 
 
 def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
     """Return a document (PKCS#7, base64) that proves this machine to the issuer of the nonce. Raises JoinError (60)."""
     response = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
+    return str(_field(response.body, "signature", 60, "the metadata service's answer has no document"))
+
+
+def _field(body: bytes, key: str, number: int, problem: str) -> Any:
+    """Return a value of a JSON object. Raises JoinError with this number, and without the body: it may be a token."""
     try:
-        document = json.loads(response.body)["signature"]
+        return json.loads(body)[key]
     except (KeyError, TypeError, ValueError) as error:
-        raise JoinError(
-            60, f"the metadata service's answer has no document: {type(error).__name__}"
-        ) from error
-    return str(document)
+        raise JoinError(number, f"{problem}: {type(error).__name__}") from error
 
 
 def parse_nonce(body: bytes) -> str:
     """Return the nonce of a broker's answer, ``{"nonce": "0123456789"}``. Raises JoinError (63)."""
-    try:
-        nonce = json.loads(body)["nonce"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise JoinError(63, f"the broker's answer can't be parsed: {type(error).__name__}") from error
+    nonce = _field(body, "nonce", 63, "the broker's answer can't be parsed")
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise JoinError(63, "the broker's answer has no nonce of ten digits")
     return nonce
@@ -159,22 +154,22 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
 
     def probe() -> None:
         nonlocal refused
-        timeout = max(1.0, min(_TIMEOUT, deadline.remaining))
         try:
-            response = ask(f"{config.server}/version", config.ca, token=token, timeout=timeout)
+            response = ask(f"{config.server}/version", config.ca, deadline.attempt(_TIMEOUT), token=token)
         except ssl.SSLCertVerificationError as error:
             raise _unproven(error, config, clock_seconds) from error
         except OSError as error:
-            raise NotYet(67, f"{config.server} does not answer: {error}") from error
+            raise NotYet(JoinError(67, f"{config.server} does not answer: {error}")) from error
         check_clock(response.date, time.time(), clock_seconds)
         # 403: the token is known, and this cluster keeps its version private.
         if response.status in (200, 403):
             return
         if response.status != 401:
-            raise NotYet(67, f"{config.server} answered {response.status}", response.retry_after)
+            answer = JoinError(67, f"{config.server} answered {response.status}")
+            raise NotYet(answer, response.retry_after)
         refused += 1
-        message = f"{config.server} rejects the token: it is expired or unknown"
-        raise JoinError(64, message) if refused >= _REFUSALS else NotYet(64, message, response.retry_after)
+        refusal = JoinError(64, f"{config.server} rejects the token: it is expired or unknown")
+        raise refusal if refused >= _REFUSALS else NotYet(refusal, response.retry_after)
 
     patiently(probe, deadline)
 
@@ -212,10 +207,10 @@ def check_life(token: Token, needed: float, now: float) -> None:
 def ask(
     url: str,
     authority: str | None,
+    timeout: float = _TIMEOUT,
     *,
     token: str = "",
     body: Mapping[str, Any] | None = None,
-    timeout: float = _TIMEOUT,
 ) -> Response:
     """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
 

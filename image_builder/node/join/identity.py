@@ -19,10 +19,10 @@ from typing import Any
 from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NONE, PLATFORM, NodeConfig, parse
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.settings import Settings
 from image_builder.node.net import imds
 from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline
 
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
 _PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
@@ -83,9 +83,7 @@ def instance(address: str, deadline: Deadline) -> Machine:
 def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Response:
     """Ask the metadata service until it answers. Raises JoinError with this number."""
     try:
-        return imds.answer(
-            path, deadline.remaining, address=address, clock=deadline.clock, sleep=deadline.sleep
-        )
+        return imds.answer(path, deadline, address=address)
     except OSError as error:
         raise JoinError(number, str(error)) from error
 

@@ -17,12 +17,11 @@ from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import NodeConfig
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
-from image_builder.node.net import kube, kubeconfig
+from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.node.net.kubeconfig import Access
-from image_builder.node.promote.kubelet import wait_for_answer
+from image_builder.node.net.retry import Deadline
 
 # What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.
 TAINTS = "join-taints.json"
@@ -33,12 +32,10 @@ RESTART = ("systemctl", "--no-block", "try-restart", "kubelet.service")
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the kubelet looks: ``kubernetes`` is /etc/kubernetes. ``etc`` and ``run`` are the agent's."""
+class Places(status.Places):
+    """And where the kubelet looks for its files."""
 
-    kubernetes: Path
-    etc: Path
-    run: Path
+    kubernetes: Path = Path("/etc/kubernetes")
     restart: Sequence[str] = RESTART
 
     @property
@@ -122,14 +119,14 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
 def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
     authority = places.kubernetes / "pki/ca.crt"
     own = json.dumps({"taints": list(map(str, identity.config.taints))}, indent=1) + "\n"
-    changed = [TAINTS] if _write(places.etc / TAINTS, own, 0o644) else []
+    changed = [TAINTS] if files.write_changed(places.etc / TAINTS, own.encode()) else []
     contents: Mapping[Path, str] = {
         authority: identity.config.ca,
         places.kubernetes / "node.env": environment(
             identity, build, settings_files.kubelet_taints(places.etc)
         ),
     }
-    changed += [path.name for path, text in contents.items() if _write(path, text, 0o644)]
+    changed += [path.name for path, text in contents.items() if files.write_changed(path, text.encode())]
     if TAINTS in changed or "join" not in status.read(places.run):
         # The environment that the agent gives the kubelet is written again with it.
         section = {
@@ -137,23 +134,12 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
             "code": "",
             "reason": f"configured to join, generation {identity.config.generation}",
         }
-        status.update("join", section, directory=places.run, settings=places.etc)
+        status.update("join", section, places)
     # Last: the kubelet starts when this appears.
-    if token and _write(places.bootstrap, bootstrap_config(identity.config, authority, token), 0o600):
+    bootstrap = bootstrap_config(identity.config, authority, token).encode()
+    if token and files.write_changed(places.bootstrap, bootstrap, 0o600):
         changed.append(places.bootstrap.name)
     return changed
-
-
-def _write(path: Path, text: str, mode: int) -> bool:
-    """Write a file unless it is that already; tell whether it was written. Raises OSError."""
-    data = text.encode()
-    try:
-        if path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
-            return False
-    except FileNotFoundError:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    files.write(path, data, mode)
-    return True
 
 
 def wait_until_ready(
@@ -172,7 +158,7 @@ def wait_until_ready(
         places.bootstrap.unlink(missing_ok=True)
     except OSError as error:
         raise JoinError(81, f"the bootstrap token can't be removed: {error}") from error
-    if not wait_for_answer(healthz, deadline.remaining):
+    if not fetch.wait_until_up(healthz, deadline):
         raise JoinError(92, f"{healthz} does not answer 200")
     reason = ""
     while reason := _not_ready(access, deadline):
@@ -185,8 +171,8 @@ def wait_until_ready(
 def _not_ready(access: Access, deadline: Deadline) -> str:
     """Return why the API server does not call the node Ready; empty where it does."""
     try:
-        with kube.Client(access, timeout=max(1.0, min(kube.TIMEOUT, deadline.remaining))) as client:
-            node = client.request("GET", f"/api/v1/nodes/{access.node}")
+        with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
+            node = client.node(access.node)
     except NodeError as error:
         return error.message
     conditions = node.get("status", {}).get("conditions", [])

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node import layout
-from image_builder.node.decode import DecodeError, absolute, decode, one_of, shown, within
-from image_builder.node.join.codes import JoinError
+from image_builder.node import layout, settings
+from image_builder.node.decode import absolute, one_of, shown, within
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Settings:
     file: str = "/etc/node-agent/node-config.json"
     kubernetes: str = "/etc/kubernetes"
     engine: str = ""
-    healthz: str = "http://127.0.0.1:10248/healthz"
+    healthz: str = settings.HEALTHZ
     clock_seconds: float = 60.0
 
     def problems(self) -> Iterator[str]:
@@ -38,8 +37,5 @@ class Settings:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises JoinError (16) with everything that is wrong."""
-    try:
-        return decode(Settings, document)
-    except DecodeError as error:
-        raise JoinError(16, f"join.json: {error}") from error
+    """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
+    return settings.parse(Settings, document, "join")

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_builder.node import layout, status
 from image_builder.node import settings as settings_files
-from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.join.codes import JoinError
-from image_builder.node.join.deadline import Deadline
 from image_builder.node.join.identity import Identity
 from image_builder.node.join.record import Done, digest
 from image_builder.node.net import reach
-from image_builder.node.preflight import checks
-from image_builder.node.preflight import verdict as verdicts
+from image_builder.node.net.retry import Deadline
+from image_builder.node.preflight import checks, model
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
 from image_builder.node.preflight.settings import Settings as Endpoints
 
@@ -37,7 +36,12 @@ class PodGuard:
     mark: Path = Path("/run/azure-pod-guard")
 
 
-POD_GUARD = PodGuard()
+@dataclass(frozen=True)
+class Places(status.Places):
+    """And the list of preloaded images."""
+
+    listed: Path = layout.LIST
+    guard: PodGuard = PodGuard()
 
 
 def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
@@ -54,7 +58,7 @@ def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     endpoints = Endpoints(
-        dns=() if reach.is_address(host) else (host,), tcp=(place,), wait_seconds=max(1.0, deadline.remaining)
+        dns=() if reach.is_address(host) else (host,), tcp=(place,), wait_seconds=deadline.attempt()
     )
     for check in checks.reach_all(endpoints):
         if check.state != PASSED:
@@ -74,16 +78,16 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def disk(run: Path, etc: Path, listed: Path, deadline: Deadline) -> Done:
+def disk(places: Places, deadline: Deadline) -> Done:
     """See what became of the local disk in this boot. Raises JoinError (31, 32)."""
-    return _section("disk", (31, 32), run, etc, listed, deadline)
+    return _section("disk", (31, 32), places, deadline)
 
 
-def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline) -> Done:
+def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
     """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
-    done = _section("preload", (41, 42), run, etc, listed, deadline)
+    done = _section("preload", (41, 42), places, deadline)
     if engine:
-        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=max(1.0, deadline.remaining))):
+        for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=deadline.attempt())):
             if check.state != PASSED:
                 raise JoinError(43, check.reason)
         reason = f"{engine} answers; {done.reason}"
@@ -91,15 +95,13 @@ def runtime(run: Path, etc: Path, listed: Path, engine: str, deadline: Deadline)
     return done
 
 
-def _section(
-    name: str, numbers: tuple[int, int], run: Path, etc: Path, listed: Path, deadline: Deadline
-) -> Done:
+def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Deadline) -> Done:
     """Read a section of this boot's status; a missing one is waited for."""
     failed, missing = numbers
-    if name not in status.wanted_sections(etc, listed):
+    if name not in status.wanted_sections(places.etc, places.listed):
         return Done("none", "this image has none", is_skipped=True)
     while True:
-        sections = status.read(run)
+        sections = status.read(places.run)
         (check,) = checks.prepared(sections, [name])
         if check.state == FAILED:
             raise JoinError(failed, f"{check.code}: {check.reason}")
@@ -109,29 +111,29 @@ def _section(
             raise JoinError(missing, check.reason)
 
 
-def gpu(run: Path, etc: Path, boot_id: Path, deadline: Deadline) -> Done:
+def gpu(places: Places, deadline: Deadline) -> Done:
     """Take the preflight's verdict. Raises JoinError (51 to 53).
 
     Unless it is a hard one the node joins all the same, with its taint, so that its fault is visible
     in the cluster; the join itself fails, in the last phase.
     """
-    if not (etc / "preflight.json").exists():
+    if not (places.etc / "preflight.json").exists():
         return Done("none", "this image has no preflight", is_skipped=True)
-    verdict = _verdict(run, boot_id, deadline)
+    verdict = _verdict(places, deadline)
     key = digest(str(verdict["boot_id"]), str(verdict["started"]))
     if verdict["state"] == PASSED:
         return Done(key, f"passed in {verdict['seconds']:g} s")
     number = 52 if verdict["state"] == INCONCLUSIVE else 51
     reason = f"{verdict['code']}: {verdict['reason']} (action: {verdict['action']})"
-    if settings_files.load("preflight", etc).get("hard", False):
+    if settings_files.load("preflight", places.etc).get("hard", False):
         raise JoinError(number, reason)
     return Done(key, reason, number=number)
 
 
-def _verdict(run: Path, boot_id: Path, deadline: Deadline) -> dict[str, Any]:
+def _verdict(places: Places, deadline: Deadline) -> dict[str, Any]:
     while True:
         try:
-            return verdicts.read(run, boot_id)
+            return model.read_verdict(places)
         except NodeError as error:
             if not deadline.poll(_POLL):
                 raise JoinError(53, error.message) from error

@@ -1,1 +1,1 @@
-"""The node's network: one HTTP request, the platform's metadata service, the API server, and a server of its own."""
+"""The node's network: one HTTP request, asking again, the metadata service, the API server, a server of its own."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from image_builder.node.net.retry import Deadline
+
 if TYPE_CHECKING:
     import http.client
     import ssl
@@ -109,6 +111,22 @@ def _ask(
         raise OSError(f"{url}: the answer is not HTTP: {error!r}") from error
     finally:
         connection.close()
+
+
+def is_up(url: str, seconds: float) -> bool:
+    """Tell whether 200 is answered within that time. No proxy is asked."""
+    try:
+        return ask(url, headers={}, seconds=seconds).status == 200
+    except OSError:
+        return False
+
+
+def wait_until_up(url: str, deadline: Deadline, seconds: float = 5.0, pause: float = 2.0) -> bool:
+    """Ask until 200 is answered; tell whether it was. One question takes at most ``seconds``, then there is a pause."""
+    while not is_up(url, seconds):
+        if not deadline.poll(pause):
+            return False
+    return True
 
 
 def proven_by(authority: str) -> ssl.SSLContext:

@@ -1,7 +1,6 @@
 """A minimal API-server client that uses only the standard library.
 
-A node says one thing a transition (``Client.patch_condition``) and asks nothing. When it is refused it waits, and
-thousands of nodes must not wait the same time: ``backoff``.
+A node says one thing a transition (``Client.patch_condition``) and asks nothing. ``retry`` is for when it is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import socket
 import ssl
 import threading
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch, kubeconfig
@@ -28,8 +26,6 @@ from image_builder.node.net.kubeconfig import Access, Pem
 
 # Seconds: connecting, each read or write, and the whole of a request. A list of all nodes has longer, a watch its own.
 TIMEOUT, LONGEST_LIST = 15.0, 300.0
-# The longest wait between two attempts, and the longest that a server may ask for.
-LONGEST_WAIT, LONGEST_RETRY_AFTER = 600.0, 3600.0
 MESSAGE_BYTES = 1024
 NOT_FOUND, CONFLICT = 404, 409
 # Answers that another attempt will not change: the request itself is wrong.
@@ -39,8 +35,6 @@ _JSON = "application/json"
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
-
-T = TypeVar("T")
 
 
 class KubeError(NodeError):
@@ -58,46 +52,6 @@ class KubeError(NodeError):
     def is_hopeless(self) -> bool:
         """Tell whether the same request can't succeed later either."""
         return self.status in _HOPELESS
-
-
-def backoff(
-    attempt: int,
-    *,
-    retry_after: float | None = None,
-    base: float = 1.0,
-    cap: float = LONGEST_WAIT,
-    chance: Callable[[], float] = random.random,
-) -> float:
-    """Return the seconds to wait after a failed attempt; the first is 0.
-
-    Full jitter: anywhere between nothing and a limit that doubles from ``base`` up to ``cap``, so that nodes that
-    failed together don't come back together. What the server asked for (Retry-After) is waited before that.
-    ``chance`` gives numbers in [0, 1).
-    """
-    limit = min(cap, base * 2.0 ** min(attempt, 60))
-    retry_seconds = min(max(retry_after or 0.0, 0.0), LONGEST_RETRY_AFTER)
-    return retry_seconds + chance() * limit
-
-
-def patiently(
-    send: Callable[[], T],
-    *,
-    tell: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
-    chance: Callable[[], float] = random.random,
-) -> T:
-    """Send until it is done, however long that takes; raises KubeError for what can't succeed."""
-    attempt = 0
-    while True:
-        try:
-            return send()
-        except KubeError as error:
-            if error.is_hopeless:
-                raise
-            wait = backoff(attempt, retry_after=error.retry_after, chance=chance)
-            tell(f"{error.message}; again in {wait:.0f} s")
-        sleep(wait)
-        attempt += 1
 
 
 def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tuple[Client, str]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from image_builder.node import child, files, reboots, status
+from image_builder.node import child, files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.preflight import checks, hold, model, report, smoke
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings, parse
@@ -25,13 +25,9 @@ _UNTESTED = Check(
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
+class Places(status.Places):
+    """And what is run. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    release: Path = settings_files.RELEASE
-    boot_id: Path = status.BOOT_ID
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
     report: Sequence[str] = field(default=("systemctl", "--no-block", "restart", "preflight-report.service"))
@@ -44,23 +40,12 @@ def run(places: Places = Places()) -> int:
 
     Raises no error that is expected.
     """
-    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         with files.lock(places.run / "preflight.lock"):
             boot_id = status.boot_id(places.boot_id)
-            build = settings_files.build_id(places.release)
             _forget(places.run)
-            settings, results = examine(places, boot_id)
-            verdict = decide(results, places, settings, build=build, boot_id=boot_id)
-            document = model.document(
-                verdict,
-                results,
-                boot_id=boot_id,
-                image_build=build,
-                started=started,
-                seconds=time.monotonic() - began,
-            )
-            verdicts.write(document, run=places.run, etc=places.etc)
+            settings, verdict, document = _test(places, boot_id, settings_files.build_id(places.release))
+            model.write_verdict(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
                 # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
@@ -68,7 +53,7 @@ def run(places: Places = Places()) -> int:
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
-            verdicts.admit(document, run=places.run, hard=settings.hard)
+            model.admit(document, places.run, hard=settings.hard)
     except OSError as error:
         status.tell(f"preflight: FAILED without a verdict: {error}")
         return 1
@@ -81,30 +66,40 @@ def again(places: Places = Places()) -> int:
     The kubelet may run by now, and pods: nothing found here starts the node again. Raises NodeError where there is no
     verdict of this boot, and OSError.
     """
-    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with files.lock(places.run / "preflight.lock"):
-        before = verdicts.read(places.run, places.boot_id)
-        settings = Settings()
+        before = model.read_verdict(places)
         if before["state"] == INCONCLUSIVE:
-            boot_id, build = str(before["boot_id"]), str(before["image_build"])
-            settings, results = examine(places, boot_id, [Check(**check) for check in before["checks"]])
-            verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=False)
-            is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
-            document = model.document(
-                verdict,
-                results,
-                boot_id=boot_id,
-                image_build=build,
-                # A verdict that stays what it was is not reported again.
-                started=started if is_news else before["started"],
-                seconds=time.monotonic() - began,
+            checks_before = [Check(**check) for check in before["checks"]]
+            settings, verdict, document = _test(
+                places, str(before["boot_id"]), str(before["image_build"]), checks_before
             )
-            verdicts.write(document, run=places.run, etc=places.etc)
-            verdicts.admit(document, run=places.run, hard=settings.hard)
+            is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
+            if not is_news:  # then it is not reported again
+                document["started"] = before["started"]
+            model.write_verdict(document, places)
+            model.admit(document, places.run, hard=settings.hard)
             status.tell(f"preflight: again: {model.message(document)}")
             if is_news and settings.kubeconfig:
                 child.run(places.report)
     return 0
+
+
+def _test(
+    places: Places, boot_id: str, build: str, before: Sequence[Check] | None = None
+) -> tuple[Settings, Verdict, dict[str, Any]]:
+    """Test and judge, what had not passed ``before`` without a reboot; return the verdict's document too."""
+    began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    settings, results = examine(places, boot_id, before)
+    verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=before is None)
+    document = model.document(
+        verdict,
+        results,
+        boot_id=boot_id,
+        image_build=build,
+        started=started,
+        seconds=time.monotonic() - began,
+    )
+    return settings, verdict, document
 
 
 def _forget(directory: Path) -> None:
@@ -146,7 +141,7 @@ def decide(
     *,
     build: str,
     boot_id: str,
-    may_reboot: bool = True,
+    may_reboot: bool,
 ) -> Verdict:
     """Judge the checks, and keep account of reboots: one that is to come is written down before, a pass clears them."""
     attempts, now = _attempts(places.attempts), places.now()
@@ -196,7 +191,7 @@ def _start_again(places: Places, boot_id: str) -> bool:
     status.tell("preflight: rebooting this node")
     try:
         # A disk that is missing in this boot and the next is not missing for longer because of this.
-        reboots.record(boot_id, places.attempts.with_name(reboots.PATH.name))
+        status.record_reboot(boot_id, places.attempts.with_name(status.REBOOT.name))
         child.run(places.reboot)
     except (ProgramError, OSError) as error:
         status.tell(f"preflight: the reboot failed: {error}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from image_builder.node import status
@@ -100,7 +99,7 @@ def applied(verdict: Verdict, labels: Mapping[str, str], holds: Mapping[str, Hol
 
 def asked(verdict: Verdict, settings: Settings) -> Verdict:
     """Ask the API server whether the verdict is held, if it would do anything; who can't be asked holds nothing."""
-    if verdict.action not in _CONDEMNING or not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+    if verdict.action not in _CONDEMNING or not settings.has_joined:
         return verdict
     try:
         client, node = report.connect(settings, _SECONDS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from image_builder.node import status
+from image_builder.node import files, status
+from image_builder.node.errors import NodeError
 from image_builder.node.finding import kubernetes_reason
 
 FORMAT = 1
@@ -117,3 +120,42 @@ def retest_of(message: str) -> str:
     """Return the number of the re-test that a condition's message speaks of; empty where it speaks of a boot's test."""
     match = _RETEST.match(message)
     return match[1] if match else ""
+
+
+# -- the verdict of this boot in its files, where units, the kubelet, the joining and people find it ---------------
+
+
+def write_verdict(document: Mapping[str, Any], places: status.Places) -> None:
+    """Write a verdict, and the kubelet's labels and taints with it. Raises OSError."""
+    files.write_json(places.run / FILE, document)
+    status.update("preflight", section(document), places)
+
+
+def read_verdict(places: status.Places) -> dict[str, Any]:
+    """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
+    try:
+        document: dict[str, Any] = json.loads((places.run / FILE).read_bytes())
+        now = status.boot_id(places.boot_id)
+    except (OSError, ValueError) as error:
+        raise NodeError("preflight.none", f"no verdict of this boot: {error}") from error
+    if document["boot_id"] != now:
+        raise NodeError(
+            "preflight.none", f"the verdict is of boot {document['boot_id']}, but this boot is {now}"
+        )
+    return document
+
+
+def admit(document: Mapping[str, Any], run: Path, *, hard: bool) -> None:
+    """Let the kubelet start, or not, and have what was not settled tested again. Raises OSError.
+
+    A kubelet that runs is not stopped.
+    """
+    _mark(run / UNSETTLED, document["state"] == INCONCLUSIVE)
+    _mark(run / ADMITTED, document["state"] == PASSED or not hard)
+
+
+def _mark(path: Path, is_wanted: bool) -> None:
+    if is_wanted:
+        path.touch()
+    else:
+        path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ tells whether it is stale.
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -19,9 +20,9 @@ from image_builder.node import files, status
 from image_builder.node import settings as settings_files
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch, kube
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.retry import LONGEST_WAIT, Deadline, NotYet, patiently
 from image_builder.node.preflight import model
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.settings import Settings, parse
 
 # What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
@@ -33,12 +34,9 @@ _EARLY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is, and how time passes."""
+class Places(status.Places):
+    """And how time passes. ``chance`` gives numbers in [0, 1)."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    boot_id: Path = status.BOOT_ID
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
@@ -46,21 +44,31 @@ class Places:
 def run(places: Places = Places()) -> int:
     """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
     settings = parse(settings_files.load("preflight", places.etc))
-    document = verdicts.read(places.run, places.boot_id)
+    document = model.read_verdict(places)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
-    if _is_reported(places.run, document):
+    if files.read_json(places.run / model.REPORTED) == _key(document):
         status.tell("preflight: already reported")
         return 0
-    _await_kubelet(settings, places.sleep)
+    _await_kubelet(settings, Deadline(time.monotonic() + _KUBELET_SECONDS, sleep=places.sleep))
     # Nodes that were started together don't report together.
     places.sleep(places.chance() * settings.jitter_seconds)
 
     def send() -> None:
         # The kubelet may have got its certificate only now, or a new one: read it at every attempt.
-        _send(settings, document, kube.TIMEOUT)
+        try:
+            _send(settings, document, kube.TIMEOUT)
+        except KubeError as error:
+            if error.is_hopeless:
+                raise
+            raise NotYet(error, error.retry_after) from error
+        except NodeError as error:  # a kubeconfig that isn't there yet, or half written
+            raise NotYet(error) from error
 
-    kube.patiently(_refusals(send), tell=_tell, sleep=places.sleep, chance=places.chance)
+    never = Deadline(math.inf, sleep=places.sleep, chance=places.chance)
+    patiently(
+        send, never, cap=LONGEST_WAIT, tell=lambda text: status.tell(f"preflight: not reported yet: {text}")
+    )
     _remember(places.run, document)
     status.tell(f"preflight: reported: {model.message(document)}")
     return 0
@@ -73,7 +81,7 @@ def try_now(settings: Settings, directory: Path) -> None:
     node that isn't known yet registers with the taint. A thread reports and is left behind when the time is over: a
     resolver has no deadline.
     """
-    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+    if not settings.has_joined:
         return
 
     def work() -> None:
@@ -96,7 +104,7 @@ def may_have_pods(settings: Settings) -> bool:
 
     Where the API server doesn't say, they may.
     """
-    if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
+    if not settings.has_joined:
         return False
     try:
         client, name = connect(settings, _EARLY_SECONDS)
@@ -126,48 +134,18 @@ def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> No
         )
 
 
-def _refusals(send: Callable[[], None]) -> Callable[[], None]:
-    """Make a kubeconfig that isn't there yet, or half written, something to wait for."""
-
-    def wrapped() -> None:
-        try:
-            send()
-        except kube.KubeError:
-            raise
-        except NodeError as error:
-            raise kube.KubeError(error.message) from error
-
-    return wrapped
-
-
-def _await_kubelet(settings: Settings, sleep: Callable[[float], None]) -> None:
+def _await_kubelet(settings: Settings, deadline: Deadline) -> None:
     """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
 
     A node without a configuration to join has no kubeconfig, and nowhere to report to. Raises NodeError
     (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
     """
-    until = time.monotonic() + _KUBELET_SECONDS
-    while not (Path(settings.kubeconfig).exists() and _answers(settings.healthz)):
-        if time.monotonic() >= until:
+    while not (settings.has_joined and fetch.is_up(settings.healthz, _POLL)):
+        if not deadline.poll(_POLL):
             message = (
                 f"{settings.healthz} did not answer within {_KUBELET_SECONDS:g} s, or there is no kubeconfig"
             )
             raise NodeError("preflight.kubelet", message)
-        sleep(_POLL)
-
-
-def _answers(healthz: str) -> bool:
-    try:
-        return fetch.ask(healthz, headers={}, seconds=_POLL).status == 200
-    except OSError:
-        return False
-
-
-def _is_reported(directory: Path, document: Mapping[str, Any]) -> bool:
-    try:
-        return bool(json.loads((directory / model.REPORTED).read_bytes()) == _key(document))
-    except (OSError, ValueError):
-        return False
 
 
 def _remember(directory: Path, document: Mapping[str, Any]) -> None:
@@ -176,7 +154,3 @@ def _remember(directory: Path, document: Mapping[str, Any]) -> None:
 
 def _key(document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: document[name] for name in ("boot_id", "state", "code", "started")}
-
-
-def _tell(text: str) -> None:
-    status.tell(f"preflight: not reported yet: {text}")

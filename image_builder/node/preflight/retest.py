@@ -8,14 +8,11 @@ out of service before it says yes; the result is reported as a boot's verdict is
 from __future__ import annotations
 
 import json
-import random
 import secrets
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from image_builder.node import files, status
@@ -24,7 +21,6 @@ from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.net import kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight import model, report, smoke
-from image_builder.node.preflight import verdict as verdicts
 from image_builder.node.preflight.judge import judge
 from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check
 from image_builder.node.preflight.settings import Settings, parse
@@ -38,15 +34,10 @@ _BUSY = "procs."
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is, and how time passes. ``chance`` gives numbers in [0, 1)."""
+class Places(report.Places):
+    """And what tests the GPUs."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
-    boot_id: Path = status.BOOT_ID
     smoke: Callable[[str], Sequence[str]] = smoke.command
-    sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = random.random
     now: Callable[[], float] = time.time
 
 
@@ -56,7 +47,7 @@ def run(places: Places = Places()) -> int:
     Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
     """
     settings = parse(settings_files.load("preflight", places.etc))
-    before = verdicts.read(places.run, places.boot_id)
+    before = model.read_verdict(places)
     why_not = reason_not_to_ask(before, settings, places.now(), gpu_settings.are_expected(places.etc))
     if why_not:
         status.tell(f"retest: not now: {why_not}")
@@ -70,10 +61,10 @@ def run(places: Places = Places()) -> int:
         check = smoke.run(places.smoke(TIER), settings.gpu_seconds, str(before["boot_id"]))
         started = datetime.fromtimestamp(places.now(), UTC).isoformat(timespec="seconds")
         document = after(before, check, str(wish["nonce"]), started)
-        verdicts.write(document, run=places.run, etc=places.etc)
-        verdicts.admit(document, run=places.run, hard=settings.hard)
+        model.write_verdict(document, places)
+        model.admit(document, places.run, hard=settings.hard)
     status.tell(f"retest: {check.state}: {check.code or check.reason}")
-    return report.run(report.Places(places.run, places.etc, places.boot_id, places.sleep, places.chance))
+    return report.run(places)
 
 
 def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
@@ -131,18 +122,17 @@ def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
     An API server that refuses the wish is asked again tomorrow: there is no hurry.
     """
     client, name = report.connect(settings, kube.TIMEOUT)
-    path = f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
     with client:
         annotation = {"metadata": {"annotations": {model.WISH: json.dumps(wish)}}}
         try:
-            client.request("PATCH", path, annotation, kube.MERGE_PATCH)
+            client.request("PATCH", kube.path_of_node(name), annotation, kube.MERGE_PATCH)
         except KubeError as error:
             status.tell(f"retest: {error.message}")
             return ""
         for _ in range(LOOKS):
             places.sleep(LOOK_SECONDS * (0.5 + places.chance() / 2))
             try:
-                state = answer_to(client.request("GET", path), str(wish["nonce"]))
+                state = answer_to(client.node(name), str(wish["nonce"]))
             except KubeError as error:
                 status.tell(f"retest: {error.message}")
                 continue

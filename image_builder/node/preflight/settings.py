@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from image_builder.node import layout
@@ -32,9 +33,14 @@ class Settings:
     gpu_seconds: float = 660.0
     kubeconfig: str = "/etc/kubernetes/kubelet.conf"
     node_name: str = ""
-    healthz: str = "http://127.0.0.1:10248/healthz"
+    healthz: str = settings_files.HEALTHZ
     jitter_seconds: float = 30.0
     retest_days: float = 7.0
+
+    @property
+    def has_joined(self) -> bool:
+        """Tell whether the kubelet has a kubeconfig: without one nobody can be asked or reported to."""
+        return bool(self.kubeconfig) and Path(self.kubeconfig).exists()
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these settings break."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child
+from image_builder.node import child, files
 from image_builder.node.child import Child
 from image_builder.node.gpu.model import DEADLINE, ENDINGS
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
@@ -53,7 +52,7 @@ def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
         return Check(
             ID, FAILED, "gpu.hung", "the smoke test hangs in the kernel and can't be killed", "reboot"
         )
-    document = _document(output)
+    document = files.json_object(output)
     verdict = document.get("verdict")
     if (
         not isinstance(verdict, Mapping)
@@ -93,14 +92,6 @@ def _without_document(status: int, tail: str) -> Check:
     how = f"signal {-status}" if status < 0 else f"status {status}"
     reason = f"the smoke test ended with {how} and left no document of this boot: {tail}"
     return Check(ID, INCONCLUSIVE, "gpu.crashed", reason, "reimage")
-
-
-def _document(output: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(output)
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _checks(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

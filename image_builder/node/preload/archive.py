@@ -10,7 +10,8 @@ from pathlib import Path
 
 from image_builder.node import child
 from image_builder.node.errors import NodeError
-from image_builder.node.preload.images import Image, Preload
+from image_builder.node.preload.images import Preload
+from image_builder.node.store import Image
 
 # The kubelet deletes images until so much of their filesystem is used (imageGCLowThresholdPercent's default).
 FULL_PERCENT = 80

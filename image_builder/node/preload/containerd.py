@@ -7,7 +7,6 @@ kubelet's garbage collection spares it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -15,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import child
+from image_builder.node import child, files
+from image_builder.node.data_root import BLOBS, scan
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.engine import PATIENCE, EngineState, together
-from image_builder.node.preload.images import Image
-from image_builder.node.report import scan
-from image_builder.node.store import chain
+from image_builder.node.preload.images import PATIENCE, EngineState, together
+from image_builder.node.store import Image, chain
 
 MANAGED = "io.cri-containerd.image=managed"
 PINNED = "io.cri-containerd.pinned=pinned"
-_BLOBS = "io.containerd.content.v1.content/blobs/sha256"
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,8 @@ class Containerd:
             *("--snapshotter", self.snapshotter, os.fspath(archive)),
         ]
 
-    def _content(self, digest: str) -> dict[str, Any] | None:
-        """Return an index or manifest; None where containerd has none.
+    def _content(self, digest: str) -> dict[str, Any]:
+        """Return an index or manifest; empty where containerd has none, or one that is damaged.
 
         Read from the disk: two programs less for each image. That containerd knows of it is what
         ``images check`` says.
@@ -132,35 +129,26 @@ class Containerd:
                 data = self.ctr("content", "get", digest).encode()
             except ProgramError as error:
                 if "not found" in error.tail.lower():
-                    return None
+                    return {}
                 raise
-        return _document(data)
+        return files.json_object(data)
 
     def _blob(self, digest: str) -> bytes | None:
         """Return what the content store has on the disk under a digest; None where it has nothing, or other bytes."""
         algorithm, _, hexadecimal = digest.partition(":")
         try:
-            data = (self.data_root / _BLOBS / hexadecimal).read_bytes()
+            data = (self.data_root / BLOBS / hexadecimal).read_bytes()
         except OSError:
             return None
         return data if algorithm == "sha256" and hashlib.sha256(data).hexdigest() == hexadecimal else None
 
     def _chains(self, digest: str) -> set[str]:
         """Return the chain ids of an image's layers, for each platform whose manifest is on the disk."""
-        document = _document(self._blob(digest) or b"") or {}
+        document = files.json_object(self._blob(digest) or b"")
         if "manifests" in document:
             return {chain_id for entry in document["manifests"] for chain_id in self._chains(entry["digest"])}
-        config = _document(self._blob((document.get("config") or {}).get("digest", "")) or b"") or {}
+        config = files.json_object(self._blob((document.get("config") or {}).get("digest", "")) or b"")
         return {layer.chain for layer in chain((config.get("rootfs") or {}).get("diff_ids") or [])}
-
-
-def _document(data: bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None for anything else, such as what is damaged on the disk."""
-    try:
-        document = json.loads(data)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def names(image: Image) -> tuple[str, ...]:
@@ -174,7 +162,7 @@ def labels(image: Image) -> frozenset[str]:
 
 
 def lost_fault(image: Image, broken: Set[str]) -> str:
-    """Return that layers of an image are links to where nothing is, or nothing. ``broken`` as of ``report.Links``."""
+    """Return that layers of an image are links to where nothing is, or nothing. ``broken`` is as of ``scan``."""
     lost = [diff_id for diff_id in image.diff_ids if diff_id.removeprefix("sha256:") in broken]
     return f"has lost layers: {', '.join(lost)}" if lost else ""
 
@@ -236,7 +224,7 @@ def containerd_fault(
     image: Image,
     listed: Mapping[str, Listed],
     checked: Mapping[str, str],
-    content: Callable[[str], dict[str, Any] | None],
+    content: Callable[[str], dict[str, Any]],
 ) -> str:
     """Return what is wrong with an image, or nothing. ``content`` returns an index or manifest by digest."""
     if image.ref not in listed:
@@ -245,11 +233,11 @@ def containerd_fault(
     if target not in (image.digest, image.manifest):
         return f"is another image: {target}, not {image.digest}"
     if target != image.manifest:
-        index = content(target) or {}
+        index = content(target)
         if image.manifest not in [entry["digest"] for entry in index.get("manifests", [])]:
             return f"is without its manifest: {target} does not name {image.manifest}"
     manifest = content(image.manifest)
-    if manifest is None:
+    if not manifest:
         return f"is without its manifest: {image.manifest} is not there or damaged"
     if manifest["config"]["digest"] != image.id:
         return f"is another image: {manifest['config']['digest']}, not {image.id}"

@@ -1,23 +1,33 @@
 """Docker Engine, by its client.
 
 ``docker image load`` restores only tags: a reference by digest can be had only of what the seed gave.
+
+A guard is a stopped container for each pinned image, which keeps Docker from deleting the image.
+
+Docker knows no pinned images, and the kubelet, dockershim and cri-dockerd ask it to delete what no pod uses. They
+ask without force, and then an image that has a container stays (moby daemon/images/image_delete.go): "conflict:
+unable to remove repository reference". The container is never started: it costs an empty directory and no mount.
+The shims look at containers with labels of Kubernetes alone, so nobody deletes it as a pod's.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import child
-from image_builder.node.preload import guards
-from image_builder.node.preload.engine import PATIENCE, EngineState, together
-from image_builder.node.preload.images import Image
+from image_builder.node.preload.images import PATIENCE, EngineState, together
+from image_builder.node.store import Image
 
 _ABSENT = "no such image"
+GUARD_LABEL = "image-builder.pin=1"
+GUARD_PREFIX = "preload-pin-"
+# What it would run. It must be named, since an image may be without a command, and need not exist.
+_COMMAND = "never-started"
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Docker:
     pause: str = ""
 
     def look(self, images: Sequence[Image]) -> EngineState:
-        inspected, guarded = together(lambda: inspect([image.ref for image in images]), guards.listed)
+        inspected, guarded = together(lambda: inspect([image.ref for image in images]), list_guards)
         faults, digestless = {}, {}
         for image in images:
             details = inspected.get(familiar(image.ref))
@@ -35,17 +45,18 @@ class Docker:
                 faults[image.ref] = fault
             elif details is not None and (fault := digest_fault(image, details)):
                 digestless[image.ref] = fault
-        return EngineState(faults, guards.faults(images, self.pause, guarded), digestless)
+        return EngineState(faults, guard_faults(images, self.pause, guarded), digestless)
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         for name in misnamed:
-            if name.startswith(guards.PREFIX):
-                guards.remove(name)
+            if name.startswith(GUARD_PREFIX):
+                child.run(["docker", "container", "rm", name], timeout=PATIENCE)
         # Of several references of one image the first brings the guard.
-        by_guard = {guards.name(image): image.ref for image in images if image.ref in misnamed}
+        by_guard = {guard_name(image): image.ref for image in images if image.ref in misnamed}
         inspected = inspect(list(by_guard.values()))
         for name, ref in by_guard.items():
-            guards.create(name, ref, (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {})
+            volumes = (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {}
+            child.run(guard_creation(name, ref, volumes), timeout=PATIENCE)
 
     def forget(self, images: Sequence[Image]) -> None:
         """Do nothing: what Docker has on record is taken out while it is stopped (``seed.lost``)."""
@@ -106,3 +117,55 @@ def digest_fault(image: Image, inspected: Mapping[str, Any]) -> str:
     if familiar(image.by_digest) in digests:
         return ""
     return f"has no digest {image.digest}, only {', '.join(digests) or 'its tag'}"
+
+
+# -- guards ----------------------------------------------------------------------------------------------------
+
+
+def guard_name(image: Image) -> str:
+    """Return the name of an image's guard: one for all references of an image id."""
+    return f"{GUARD_PREFIX}{image.id.removeprefix('sha256:')[:12]}"
+
+
+def needs_guard(image: Image, pause: str) -> bool:
+    """Tell whether an image has a guard. The pause image needs none: cri-dockerd or the kubelet was told of it."""
+    return image.pin and image.ref != pause
+
+
+def guard_faults(images: Iterable[Image], pause: str, existing: Iterable[str]) -> dict[str, str]:
+    """Return who lacks a guard, by reference, and which guards are left of other images, by their names."""
+    names = set(existing)
+    guarded = [image for image in images if needs_guard(image, pause)]
+    lacking = {
+        image.ref: "has no container that guards it" for image in guarded if guard_name(image) not in names
+    }
+    surplus = sorted(names - {guard_name(image) for image in guarded})
+    return lacking | dict.fromkeys(surplus, "guards an image that is not pinned")
+
+
+def list_guards() -> list[str]:
+    """Return the names of all guards, stopped ones included. Raises ProgramError."""
+    argv = [
+        "docker",
+        "container",
+        "ls",
+        "--all",
+        "--filter",
+        f"label={GUARD_LABEL}",
+        "--format",
+        "{{.Names}}",
+    ]
+    return child.run(argv, timeout=PATIENCE).stdout.split()
+
+
+def guard_creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
+    """Return the command that makes a guard.
+
+    A volume that the image declares would be filled with a copy of what the image has there; a memory
+    filesystem in its place exists only while a container runs.
+    """
+    places = [f"--mount=type=tmpfs,destination={volume}" for volume in volumes]
+    return [
+        *("docker", "container", "create", "--pull=never", f"--name={guard}", f"--label={GUARD_LABEL}"),
+        *("--network=none", "--log-driver=none", *places, ref, _COMMAND),
+    ]

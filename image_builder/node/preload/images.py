@@ -1,39 +1,26 @@
-"""What this node was baked with: the list beside the archive, and the description beside the preload store."""
+"""What this node was baked with, by the archive's list and the store's description, and what an engine has of it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from image_builder.node.errors import NodeError
-from image_builder.node.store import read_manifest
+from image_builder.node.store import Image, parse_image, read_manifest
 
 FORMAT = 1
 # Modes of an image that the seed gives to the engine; one of mode `archive` is loaded.
 _SEEDED = frozenset({"reference", "copy"})
+# Seconds that an engine may take for one answer: it may just have been started, on a disk that others use too.
+PATIENCE = 600.0
 
-
-@dataclass(frozen=True)
-class Image:
-    """What a reference means. Digests begin with ``sha256:``; ``digest`` may be an index's.
-
-    ``size`` is in bytes, unpacked; layers that images share count for each.
-    """
-
-    ref: str
-    digest: str
-    manifest: str
-    id: str
-    pin: bool
-    diff_ids: tuple[str, ...]
-    size: int = 0
-
-    @property
-    def by_digest(self) -> str:
-        return f"{self.ref.rpartition(':')[0]}@{self.digest}"
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
@@ -66,14 +53,8 @@ def read_list(path: Path, pause: str = "") -> Preload:
             message = f"{path} has format {document['format']}, this program reads {FORMAT}"
             raise NodeError("preload.list", message)
         images = tuple(
-            Image(
-                str(image["ref"]),
-                str(image["digest"]),
-                str(image["manifest"]),
-                str(image["id"]),
-                bool(image["pin"]) or image["ref"] == pause,
-                tuple(image["diff_ids"]),
-                int(image["bytes"]),
+            parse_image(
+                {**image, "pin": image["pin"] or image["ref"] == pause, "required": False, "mode": "archive"}
             )
             for image in document["images"]
         )
@@ -101,3 +82,44 @@ def read_store(path: Path, images: Iterable[Image]) -> Store:
     except NodeError:
         return Store({image.ref: True for image in images})
     return Store({i.ref: i.required for i in manifest.images if i.mode in _SEEDED}, manifest.layers)
+
+
+# -- engines ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What an engine has, each fault by reference.
+
+    ``faults``: an image is missing or wrong, the archive would help. ``misnamed``: a name, label or guard is
+    missing (or too many, then by its own name), ``Engine.name`` would help. ``digestless``: an image can't be
+    had by its digest, and nothing here would help.
+    """
+
+    faults: Mapping[str, str] = field(default_factory=dict)
+    misnamed: Mapping[str, str] = field(default_factory=dict)
+    digestless: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    def look(self, images: Sequence[Image]) -> EngineState:
+        """Ask for all images. Raises ProgramError."""
+
+    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
+        """Add what ``misnamed`` says is missing, for images without faults. Raises ProgramError."""
+
+    def forget(self, images: Sequence[Image]) -> None:
+        """Take out what the engine has on record of those whose layers are lost, so that it loads them again.
+
+        Raises ProgramError.
+        """
+
+    def load(self, archive: Path) -> list[str]:
+        """Return the command that loads the archive."""
+
+
+def together(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
+    """Ask two questions at once: each is a program, and the kubelet waits. Raises what the first one raises first."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(second)
+        return first(), answer.result()

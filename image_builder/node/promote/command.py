@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, links, mounts, status, store
+from image_builder.node import data_root, files, layout, mounts, status, store
+from image_builder.node.child import ENVIRONMENT
 from image_builder.node.errors import NodeError
-from image_builder.node.promote import batches, kubelet, plan, trash
+from image_builder.node.net import fetch
+from image_builder.node.net.retry import Deadline
+from image_builder.node.preload_settings import Settings, load_all
+from image_builder.node.promote import batches, plan, trash
 from image_builder.node.promote.batches import Progress
-from image_builder.node.promote.settings import Places, Settings, load
 from image_builder.node.promote.workers import ItemResult, disk_error
 
 Section = dict[str, Any]
 _LOCK_SECONDS = 3.0
+_PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 
 
-def run(places: Places | None = None) -> int:
+@dataclass(frozen=True)
+class Places(status.Places):
+    """And what a bake put into the image: the store's description, the rehearsal's, and where the store is mounted."""
+
+    manifest: Path = layout.MANIFEST
+    rehearsal: Path = layout.REHEARSAL
+    store: Path = layout.MOUNT_POINT
+
+
+def run(places: Places = Places()) -> int:
     """Promote what the seed linked; return the exit status.
 
     0 also when the disk is full, the disk or the store damaged, or there is no local disk: the node works as before,
     and the status says why. Raises NodeError for anything else.
     """
-    places = places or Places()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        settings = load(places)
+        settings = load_all(places.etc)
         with _alone(settings, _no_promotion(settings, places)) as reason:
             if reason is None:
                 status.tell("promote: another agent is already promoting")
@@ -44,8 +59,8 @@ def run(places: Places | None = None) -> int:
     return 0
 
 
-def _update(places: Places, section: Mapping[str, Any]) -> None:
-    status.update("promotion", section, directory=places.status, settings=places.settings)
+def _update(places: Places, section: Section) -> None:
+    status.update("promotion", section, places)
 
 
 def _degraded(code: str, reason: str) -> Section:
@@ -71,19 +86,16 @@ def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
     if reason and not _has_trash(settings):
         yield reason
         return
-    fd = os.open(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with files.descriptor(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT) as fd:
         # A moment, for the workers of an agent that was killed just now.
         yield reason if files.try_lock(fd, _LOCK_SECONDS) else None
-    finally:
-        os.close(fd)
 
 
 def _no_promotion(settings: Settings, places: Places) -> Section:
     """Return the section when nothing is to be done or can be, else nothing."""
     if not settings.promotion.enabled:
         return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
-    disk = status.read(places.status).get("disk", {})
+    disk = status.read(places.run).get("disk", {})
     if disk.get("state") != status.OK:
         why = disk.get("reason") or disk.get("code") or "node-agent disk reported nothing"
         return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")
@@ -102,7 +114,9 @@ def _no_promotion(settings: Settings, places: Places) -> Section:
 
 
 def _left(settings: Settings, places: Places) -> list[str]:
-    return plan.layers_left(links.find(settings.preload.engine, settings.preload.data_root, places.store))
+    return plan.layers_left(
+        data_root.find_links(settings.preload.engine, settings.preload.data_root, places.store)
+    )
 
 
 def _promote(settings: Settings, places: Places) -> Section:
@@ -111,7 +125,7 @@ def _promote(settings: Settings, places: Places) -> Section:
     is_up = _wait(settings)
     try:
         section = _copy(settings, places)
-        before = trash.names(settings.preload.state / "trash")
+        before = trash.names(settings.preload.trash)
         remaining = _empty(settings, is_up)
         if section.get("code") == "promote.space" and len(remaining) < len(before):
             section = _copy(settings, places)
@@ -139,7 +153,7 @@ def _tidy(settings: Settings, places: Places, section: Section) -> Section:
 
 def _empty(settings: Settings, is_up: bool) -> list[str]:
     """Delete what earlier boots set aside, once this one has succeeded; return what stays, and why."""
-    folder = settings.preload.state / "trash"
+    folder = settings.preload.trash
     if not is_up:
         return [
             f"{folder / name}: kept, since this boot's kubelet did not answer" for name in trash.names(folder)
@@ -148,8 +162,14 @@ def _empty(settings: Settings, is_up: bool) -> list[str]:
 
 
 def _wait(settings: Settings) -> bool:
-    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered."""
-    is_up = kubelet.wait(settings.preload.kubelet_healthz, settings.promotion.wait_seconds)
+    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered.
+
+    Until then every byte of the disk belongs to the boot. A node without a kubelet, or settings without its address,
+    have nothing to wait for.
+    """
+    healthz = settings.preload.kubelet_healthz
+    has_kubelet = healthz and shutil.which("kubelet", path=_PATH)
+    is_up = not has_kubelet or fetch.wait_until_up(healthz, Deadline.after(settings.promotion.wait_seconds))
     if not is_up:
         status.tell(
             f"promote: the kubelet did not answer within {settings.promotion.wait_seconds:g} s; going on without it"
@@ -160,13 +180,13 @@ def _wait(settings: Settings) -> bool:
 
 def _has_trash(settings: Settings) -> bool:
     try:
-        return bool(trash.names(settings.preload.state / "trash"))
+        return bool(trash.names(settings.preload.trash))
     except OSError:  # a disk that can't be read: whoever needs it says so
         return False
 
 
 def _copy(settings: Settings, places: Places) -> Section:
-    seeded = links.find(settings.preload.engine, settings.preload.data_root, places.store)
+    seeded = data_root.find_links(settings.preload.engine, settings.preload.data_root, places.store)
     if not seeded:
         return _earlier(settings)
     stored = store.read_manifest(places.manifest)

@@ -1,4 +1,4 @@
-"""The order in which layers are promoted. Pure: ``links`` finds the links.
+"""The order in which layers are promoted. Pure: ``data_root`` finds the links.
 
 The pause image comes first, since no pod starts without it; then the images that a node must have; then the layers
 that were read when the bake's rehearsal started a container; then the rest.
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node.links import Link
-from image_builder.node.store import StoredImage
+from image_builder.node.data_root import Link
+from image_builder.node.store import Image
 
 PAUSE, REQUIRED, READ, REST = range(4)
 
@@ -25,9 +25,7 @@ class Item:
     rank: int
 
 
-def ranks(
-    images: Sequence[StoredImage], rehearsal: Mapping[str, Any], pause: str
-) -> dict[str, tuple[int, int]]:
+def ranks(images: Sequence[Image], rehearsal: Mapping[str, Any], pause: str) -> dict[str, tuple[int, int]]:
     """Return each layer once: its rank, and its place within the rank.
 
     ``rehearsal`` is ``rehearsal.json``; anything in it that has another shape counts as not recorded. ``pause`` is
@@ -39,9 +37,7 @@ def ranks(
     return order
 
 
-def _in_order(
-    images: Sequence[StoredImage], rehearsal: Mapping[str, Any], pause: str
-) -> Iterator[tuple[int, str]]:
+def _in_order(images: Sequence[Image], rehearsal: Mapping[str, Any], pause: str) -> Iterator[tuple[int, str]]:
     for image in images:
         if image.ref == pause:
             yield from ((PAUSE, diff_id) for diff_id in image.diff_ids)

@@ -1,6 +1,8 @@
 """What the workers share: the next item, the bucket of the rate, the bytes under way, and whether to stop.
 
-An anonymous file in memory, locked by record locks: the kernel gives a dead process' lock back.
+An anonymous file in memory, locked by record locks: the kernel gives a dead process' lock back. The rate, in bytes per
+second of all workers together, is ours to keep: with the scheduler ``none``, the default of NVMe, the kernel has no
+priorities between the readers of a disk. The core is a token bucket without a clock: its state goes in and out.
 """
 
 from __future__ import annotations
@@ -10,15 +12,54 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
-
-from image_builder.node.promote import pace
 
 _HEAD = struct.Struct("=qqdd")  # the next item, whether to stop, the bucket's tokens, its time
 _COUNT = struct.Struct("=q")
 _NEVER = 1 << 60  # more than any number of items
+# What was not spent is kept for no longer than this: a burst is what slows a reader.
+BURST_SECONDS = 0.05
+# A worker asks the shared bucket once for so many bytes at least, not for each small file.
+QUANTUM = 1 << 18
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Bytes that may be spent at a time, in seconds of a clock that only goes forward; below 0 they are owed."""
+
+    tokens: float = 0.0
+    at: float = 0.0
+
+
+def take(bucket: Bucket, now: float, rate: float, cost: float) -> tuple[Bucket, float]:
+    """Return the bucket after ``cost`` bytes were taken, and the seconds to wait before they are used.
+
+    ``rate`` is in bytes per second and above 0. A cost is never refused: it is owed, and whoever comes next waits
+    longer, so that several takers together keep the rate.
+    """
+    earned = max(0.0, now - bucket.at) * rate
+    tokens = min(bucket.tokens + earned, rate * BURST_SECONDS) - cost
+    return Bucket(tokens, max(now, bucket.at)), max(0.0, -tokens / rate)
+
+
+class Pacer:
+    """One worker's share. ``exchange`` takes from the bucket of all and returns the seconds to wait."""
+
+    def __init__(self, exchange: Callable[[int], float], sleep: Callable[[float], None]) -> None:
+        self._exchange = exchange
+        self._sleep = sleep
+        self._owed = 0
+
+    def spend(self, cost: int) -> None:
+        """Take note of ``cost`` bytes, and wait where all workers together are ahead of the rate."""
+        self._owed += cost
+        if self._owed >= QUANTUM:
+            owed, self._owed = self._owed, 0
+            if (seconds := self._exchange(owed)) > 0:
+                self._sleep(seconds)
 
 
 class Stopped(Exception):  # noqa: N818 (nothing went wrong)
@@ -89,18 +130,18 @@ class Shared:
         """Take bytes from the bucket of all; return the seconds to wait."""
         with self.locked():
             following, stop, tokens, at = _HEAD.unpack_from(self._memory)
-            bucket, seconds = pace.take(pace.Bucket(tokens, at), time.monotonic(), self._rate, cost)
+            bucket, seconds = take(Bucket(tokens, at), time.monotonic(), self._rate, cost)
             _HEAD.pack_into(self._memory, 0, following, stop, bucket.tokens, bucket.at)
         return seconds
 
-    def pacer(self) -> pace.Pacer:
+    def pacer(self) -> Pacer:
         """Return one worker's share of the rate; its ``spend`` raises Stopped after ``stop``."""
 
         def exchange(cost: int) -> float:
             self.check()
             return self.take(cost) if self._rate else 0.0
 
-        return pace.Pacer(exchange, self._sleep)
+        return Pacer(exchange, self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

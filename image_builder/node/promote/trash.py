@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from image_builder.node import files, mounts
-from image_builder.node.promote import pace
+from image_builder.node.promote.shared import Bucket, Pacer, take
 
 
 def empty(trash: Path, rate: int, boot: str) -> list[str]:
@@ -51,14 +51,14 @@ def _volumes(path: Path) -> list[str]:
         return []
 
 
-def _pacer(rate: int) -> pace.Pacer:
-    bucket = pace.Bucket(0.0, time.monotonic())
+def _pacer(rate: int) -> Pacer:
+    bucket = Bucket(0.0, time.monotonic())
 
     def exchange(cost: int) -> float:
         nonlocal bucket
         if not rate:
             return 0.0
-        bucket, seconds = pace.take(bucket, time.monotonic(), rate, cost)
+        bucket, seconds = take(bucket, time.monotonic(), rate, cost)
         return seconds
 
-    return pace.Pacer(exchange, time.sleep)
+    return Pacer(exchange, time.sleep)

@@ -6,16 +6,16 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files, layout, links, preload_settings, status
-from image_builder.node import settings as settings_files
+from image_builder.node import data_root, files, layout, preload_settings, status
 from image_builder.node.child import run as run_program
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.layout import layer_path
 from image_builder.node.preload_settings import Preload
-from image_builder.node.seed import containerd, docker, lost, use
+from image_builder.node.seed import containerd, docker, lost
 from image_builder.node.store import Store, close_store, open_store, read_manifest, read_through, unreadable
 
 FORMAT = 1
@@ -27,35 +27,36 @@ _LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "stor
 _ATTEMPTS = 3
 
 
-def run(
-    manifest: Path = layout.MANIFEST,
-    *,
-    directory: Path = status.DIRECTORY,
-    etc: Path = settings_files.DIRECTORY,
-    pause: float = 1.0,
-) -> int:
+@dataclass(frozen=True)
+class Places(status.Places):
+    """And the store's description."""
+
+    manifest: Path = layout.MANIFEST
+
+
+def run(places: Places = Places(), *, pause: float = 1.0) -> int:
     """Seed, and say how it went; return 1 where a later attempt may do better, else 0.
 
     ``pause`` are the seconds between two attempts of one call. What can't be seeded is loaded from the archive.
     """
     started = time.monotonic()
     try:
-        settings = preload_settings.load(etc)
+        settings = preload_settings.load(places.etc)
     except NodeError as error:  # nothing is known of a data root, so nothing is done to any
         section: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
         # Another agent may be at it: then it is found done.
-        with files.lock(directory / "seed.lock"):
-            section = _attempt(settings, manifest)
+        with files.lock(places.run / "seed.lock"):
+            section = _attempt(settings, places.manifest)
             for _ in range(_ATTEMPTS - 1):
                 if section.get("code") not in _FOR_NOW:
                     break
                 time.sleep(pause)
-                section = _attempt(settings, manifest)
+                section = _attempt(settings, places.manifest)
         if section.get("code") == "seed.busy":
-            section = _earlier(directory, section)
+            section = _earlier(places.run, section)
     section["seconds"] = round(time.monotonic() - started, 3)
-    status.update("seed", section, directory=directory, settings=etc)
+    status.update("seed", section, places)
     status.tell(describe(section))
     return 1 if section.get("code") in _FOR_NOW and "busy" not in section else 0
 
@@ -88,8 +89,8 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     used = _is_used(settings.data_root)
     if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
         return _keep(settings, store, marker)
-    if used and (who := use.user(settings.engine, settings.data_root)):
-        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    if used:
+        _require_unused(settings)
     check_version(store, settings.engine)
     _open(settings, store)
     return {"action": "reseeded" if used else "seeded", **_fresh(settings, store, used)}
@@ -103,20 +104,25 @@ def leave(settings: Preload) -> dict[str, Any]:
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
-        if who := use.user(settings.engine, settings.data_root):
-            raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+        _require_unused(settings)
         if settings.engine == "docker":
-            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            lost.take_out(settings.data_root, settings.trash, status.boot_id())
             action = "lost layers taken out"
         else:
-            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.trash, status.boot_id())
             action = "set aside"
     _forget(settings)
     return {"state": status.OK, "engine": settings.engine, "action": action}
 
 
-def _is_used(data_root: Path) -> bool:
-    return os.path.lexists(data_root) and any(data_root.iterdir())
+def _require_unused(settings: Preload) -> None:
+    """Raise NodeError (``seed.busy``) where somebody uses the data root: then nothing in it is changed."""
+    if who := data_root.user(settings.engine, settings.data_root):
+        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+
+
+def _is_used(root: Path) -> bool:
+    return os.path.lexists(root) and any(root.iterdir())
 
 
 def _forget(settings: Preload) -> None:
@@ -138,7 +144,7 @@ def _open(settings: Preload, store: Store) -> None:
         read_through(Path(str(damage.get("path") or layer_path(str(damage.get("layer"))))))
     except OSError as error:
         reason = damage.get("reason", "damaged")
-        if not use.user(settings.engine, settings.data_root):
+        if not data_root.user(settings.engine, settings.data_root):
             close_store()
         raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
     mark.unlink()
@@ -163,7 +169,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
             layers, file_count = filled.snapshots, filled.files
         files.syncfs(staging)
         if used:
-            files.set_aside(settings.data_root, settings.state / "trash", status.boot_id())
+            files.set_aside(settings.data_root, settings.trash, status.boot_id())
         _forget(settings)
         if os.path.lexists(settings.data_root):
             settings.data_root.rmdir()
@@ -208,10 +214,9 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     has_lost = linked and not ours and bool(lost.caches(settings.data_root))
     if ours and not has_lost and not docker.lacking(images, settings.data_root):
         return {"action": "current", **section}
-    if who := use.user(settings.engine, settings.data_root):
-        raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
+    _require_unused(settings)
     if has_lost:  # layers of another image's store
-        lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+        lost.take_out(settings.data_root, settings.trash, status.boot_id())
     check_version(store, settings.engine)
     _open(settings, store)
     filled = docker.fill(images, settings.data_root, copy=_copy)
@@ -226,7 +231,7 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
 
 def _has_links(settings: Preload) -> bool:
     """Tell whether anything in the data root is still a link into the store: not after it was all promoted."""
-    return bool(links.find(settings.engine, settings.data_root))
+    return bool(data_root.find_links(settings.engine, settings.data_root))
 
 
 def _section(settings: Preload, store: Store) -> dict[str, Any]:
@@ -253,9 +258,8 @@ def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
         if not (settings.data_root.is_dir() and _has_links(settings)):
             close_store()
         elif settings.engine == "docker" and error.code in _LOST and lost.caches(settings.data_root):
-            if who := use.user(settings.engine, settings.data_root):
-                raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
-            lost.take_out(settings.data_root, settings.state / "trash", status.boot_id())
+            _require_unused(settings)
+            lost.take_out(settings.data_root, settings.trash, status.boot_id())
             section["action"] = "lost layers taken out"
     except (NodeError, OSError) as further:
         section["reason"] += f"; {further}"

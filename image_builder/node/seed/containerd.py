@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.node.data_root import BLOBS, SNAPSHOTS
 from image_builder.node.files import create, make_directory
 from image_builder.node.layout import LAYERS, MOUNT_POINT
 from image_builder.node.seed import records
@@ -27,8 +28,6 @@ DATABASES = (
     Path("io.containerd.metadata.v1.bolt/meta.db"),
     Path("io.containerd.snapshotter.v1.overlayfs/metadata.db"),
 )
-SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
-BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
 
 
 @dataclass(frozen=True)

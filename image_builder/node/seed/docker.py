@@ -23,7 +23,7 @@ from image_builder.node import files
 from image_builder.node.layout import MOUNT_POINT, layer_path
 from image_builder.node.seed import records as records_of
 from image_builder.node.seed.records import Records
-from image_builder.node.store import Layer, StoredImage, chain, reading
+from image_builder.node.store import Image, Layer, chain, reading
 from image_builder.node.store import copy as copy_file
 
 SOURCE = "docker"
@@ -40,7 +40,7 @@ class Filled:
 
 
 def fill(
-    images: Iterable[StoredImage],
+    images: Iterable[Image],
     root: Path,
     *,
     store: Path = MOUNT_POINT,
@@ -77,7 +77,7 @@ def fill(
     return Filled(tuple(added), work.layers, work.files)
 
 
-def lacking(images: Iterable[StoredImage], root: Path) -> list[str]:
+def lacking(images: Iterable[Image], root: Path) -> list[str]:
     """Return the references of the images that a data root has lost, without looking into the store."""
     repositories = _names(root)["Repositories"].values()
     recorded = {ref: image_id for references in repositories for ref, image_id in references.items()}

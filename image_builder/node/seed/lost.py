@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from image_builder.node import files
+from image_builder.node.data_root import RECORDS, listed
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.store import chain
 
-_RECORDS = Path("image/overlay2/layerdb/sha256")
 _IMAGES = Path("image/overlay2/imagedb")
 # Docker ignores names in the directory of records that are not digests.
 _SUFFIX = ".lost"
@@ -27,7 +27,7 @@ def caches(root: Path, store: Path = MOUNT_POINT) -> set[str]:
 
     Raises OSError where that can't be told: a disk that fails now is no proof.
     """
-    return {place.name for place in _places(root / "overlay2") if _is_lost(place / "diff", store)}
+    return {place.name for place in listed(root / "overlay2") if _is_lost(place / "diff", store)}
 
 
 def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> None:
@@ -36,8 +36,8 @@ def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> N
     The engine is stopped. After a crash a second time does the rest. Raises OSError, NodeError.
     """
     gone = caches(root, store)
-    records = {path.name: _read(path) for path in _places(root / _RECORDS) if "." not in path.name}
-    half = {path.name.removesuffix(_SUFFIX) for path in _places(root / _RECORDS) if path.suffix == _SUFFIX}
+    records = {path.name: _read(path) for path in listed(root / RECORDS) if "." not in path.name}
+    half = {path.name.removesuffix(_SUFFIX) for path in listed(root / RECORDS) if path.suffix == _SUFFIX}
     chains = half | {name for name, (cache, _) in records.items() if cache in gone}
     while above := {name for name, (_, parent) in records.items() if parent in chains} - chains:
         chains |= above
@@ -45,14 +45,14 @@ def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> N
         if top & chains:
             _forget_image(root, image, trash if top & chains - _seeded(records, gone) - half else None, boot)
     for name in chains & set(records):
-        record, (cache, _) = root / _RECORDS / name, records[name]
+        record, (cache, _) = root / RECORDS / name, records[name]
         if cache in gone:
             os.rename(record, f"{record}{_SUFFIX}")
         else:
             files.set_aside(record, trash, boot)
             if cache and (root / "overlay2" / cache).is_dir():
                 files.set_aside(root / "overlay2" / cache, trash, boot)
-    for path in _places(root / _RECORDS):
+    for path in listed(root / RECORDS):
         if path.suffix == _SUFFIX:
             files.remove_tree(path)
     for cache in gone:
@@ -65,7 +65,7 @@ def _seeded(records: Mapping[str, tuple[str, str]], gone: set[str]) -> set[str]:
 
 def _images(root: Path) -> Iterator[tuple[str, set[str]]]:
     """Yield each image on record and its layers' chain ids. Asked for one without layers Docker answers by an error."""
-    for path in _places(root / _IMAGES / "content/sha256"):
+    for path in listed(root / _IMAGES / "content/sha256"):
         try:
             diff_ids = json.loads(path.read_bytes())["rootfs"]["diff_ids"]
         except (ValueError, KeyError, TypeError):
@@ -87,14 +87,6 @@ def _remove_files(folder: Path, cache: str) -> None:
     if short := _text(folder / cache / "link"):
         (folder / "l" / short).unlink(missing_ok=True)
     files.remove_tree(folder / cache)
-
-
-def _places(folder: Path) -> Iterator[Path]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return
-    yield from (folder / name for name in names)
 
 
 def _is_lost(path: Path, store: Path) -> bool:

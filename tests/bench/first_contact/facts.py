@@ -15,6 +15,7 @@ from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import machine, nvml, readings, sizes, xids
 from image_builder.node.gpu.model import Machine, Xid
 from image_builder.node.net import imds
+from image_builder.node.net.retry import Deadline
 from tests.bench.first_contact.context import FACTS, Context
 
 # The platform answers at once or is not there; nothing else is asked over a network.
@@ -79,7 +80,7 @@ def step(context: Context) -> dict[str, Any]:
 def _platform() -> Mapping[str, Any]:
     import json
 
-    answer = json.loads(imds.answer(machine._IMDS_PATH, PLATFORM_SECONDS).body)
+    answer = json.loads(imds.answer(machine._IMDS_PATH, Deadline.after(PLATFORM_SECONDS)).body)
     if not isinstance(answer, dict):
         raise ValueError("the metadata service must answer with an object")
     return answer

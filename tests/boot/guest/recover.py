@@ -53,10 +53,10 @@ def seed_at(mount_point: Path, baked: store.Store) -> dict[str, Any]:
 
 
 def recover(serial: str, baked: store.Store, reference: Path) -> dict[str, Any]:
-    places = Places(run=BASE / serial)
+    places = Places(run=BASE / serial, etc=ETC)
     (disk,) = [one for one in find.disks(places) if one.serial == serial]
     disk = dataclasses.replace(disk, serial="local0", model="QEMU NVMe Ctrl", found_by="configuration")
-    command.run(places=places, paths=command.Files(etc=ETC), disks=lambda: [disk])
+    command.run(places=places, disks=lambda: [disk])
     told = json.loads((places.run / "status.json").read_text())["disk"]
     if told["state"] != "ok":
         return {"disk": f"{told['code']}: {told['reason']}"}

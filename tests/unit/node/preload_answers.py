@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.preload.images import Image
+from image_builder.node.store import Image
 
 TWO = "registry.lab.internal/two/layers:2.0"
 PAUSE = "registry.lab.internal/pause:1.0"

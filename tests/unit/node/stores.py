@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node.seed import records
-from image_builder.node.store import StoredImage, chain
+from image_builder.node.store import Image, chain
 
 
 def digest(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def stored(name: str, *layers: str, mode: str = "reference") -> StoredImage:
+def stored(name: str, *layers: str, mode: str = "reference") -> Image:
     """Return an image with layers by name."""
-    return StoredImage(
+    return Image(
         ref=f"lab/{name}:1",
         digest=digest(f"{name} digest"),
         manifest=digest(f"{name} manifest"),
@@ -30,7 +30,7 @@ def stored(name: str, *layers: str, mode: str = "reference") -> StoredImage:
     )
 
 
-def docker_store(folder: Path, images: Sequence[StoredImage]) -> Path:
+def docker_store(folder: Path, images: Sequence[Image]) -> Path:
     """Make what a store has for Docker; a layer has one file, ``name``. Returns the store's mount point."""
     image_root = folder / "docker/image/overlay2"
     (image_root / "imagedb/content/sha256").mkdir(parents=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.disk import find, layout
-from image_builder.node.disk.machine import local_disks
 from image_builder.node.disk.model import Disk, Places
 from image_builder.node.disk.settings import Selector, Settings
 
@@ -32,7 +31,13 @@ class Machine:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.places = Places(base / "sys", base / "dev", base / "proc", base / "run", base / "queue")
+        self.places = Places(
+            run=base / "run",
+            sys=base / "sys",
+            dev=base / "dev",
+            proc=base / "proc",
+            udev_queue=base / "queue",
+        )
         for path in ("sys/block", "sys/dev/block", "sys/bus/pci/devices", "dev/disk/azure", "proc/self"):
             (base / path).mkdir(parents=True)
         self.mounted: list[str] = []
@@ -351,7 +356,7 @@ def size_of(tmp_path: Path, cloud: object, gpu: object = None) -> int:
     (tmp_path / "cloud").write_text(json.dumps(cloud))
     if gpu is not None:
         (tmp_path / "gpu.json").write_text(json.dumps(gpu))
-    return local_disks(tmp_path, tmp_path / "cloud")
+    return find.disks_of_size(tmp_path, tmp_path / "cloud")
 
 
 def test_the_size_is_known_without_a_network(tmp_path: Path) -> None:
@@ -364,7 +369,7 @@ def test_the_size_is_known_without_a_network(tmp_path: Path) -> None:
     assert size_of(tmp_path, said(7)) == 0
     assert size_of(tmp_path, []) == 0
     assert size_of(tmp_path, {"ds": 5}) == 0
-    assert local_disks(tmp_path, tmp_path / "nothing") == 0
+    assert find.disks_of_size(tmp_path, tmp_path / "nothing") == 0
     assert size_of(tmp_path, {}, {"vm_size": "Standard_NC24ads_A100_v4"}) == 1
 
 

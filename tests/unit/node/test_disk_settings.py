@@ -19,8 +19,7 @@ from image_builder.node.health.application import parse as parse_endpoint
 from image_builder.node.health.settings import parse as parse_health
 from image_builder.node.join.settings import parse as parse_join
 from image_builder.node.preflight.settings import parse as parse_preflight
-from image_builder.node.promote.settings import Places, Promotion
-from image_builder.node.promote.settings import load as load_promotion
+from image_builder.node.preload_settings import Promotion, load_all
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -168,7 +167,7 @@ def test_numbers_from_a_command_line_are_numbers() -> None:
 def test_agent_takes_the_preloads_settings_as_the_role_renders_them(promote: bool, tmp_path: Path) -> None:
     written = rendered("image_preload", "__image_preload_settings", image_preload_promote=promote)
     (tmp_path / "preload.json").write_text(json.dumps(written))
-    settings = load_promotion(Places(settings=tmp_path))
+    settings = load_all(tmp_path)
     assert settings.promotion == Promotion(enabled=promote)
     assert settings.preload.verity and settings.preload.kubelet_healthz
 

@@ -158,3 +158,12 @@ def test_a_tree_of_any_depth_is_deleted(name: str, tmp_path: Path) -> None:
     os.close(folder)
     files.remove_tree(tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
+
+
+def test_a_file_is_written_only_where_it_differs(tmp_path: Path) -> None:
+    path = tmp_path / "new/file"
+    assert files.write_changed(path, b"one", 0o600)
+    before = path.stat().st_ino
+    assert not files.write_changed(path, b"one", 0o600) and path.stat().st_ino == before
+    assert files.write_changed(path, b"one", 0o644) and path.stat().st_mode & 0o777 == 0o644
+    assert files.write_changed(path, b"two", 0o644) and path.read_bytes() == b"two"

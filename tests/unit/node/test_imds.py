@@ -6,6 +6,7 @@ import pytest
 
 from image_builder.node.net import imds
 from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline
 
 
 class Service:
@@ -30,7 +31,9 @@ class Service:
         self.now += seconds
 
     def answer(self, seconds: float = 60.0) -> Response:
-        return imds.answer("/x", seconds, clock=lambda: self.now, sleep=self._sleep, chance=lambda: 0.999)
+        return imds.answer(
+            "/x", Deadline(self.now + seconds, lambda: self.now, self._sleep, chance=lambda: 0.999)
+        )
 
 
 @pytest.mark.parametrize("first", [0, 404, 408, 410, 429, 500, 503])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.node.join import record
-from image_builder.node.join.command import Places, run
+from image_builder.node.join.command import FINAL, Places, run
 
 
 def test_what_nobody_expected_is_recorded_as_a_failure(
@@ -27,3 +27,13 @@ def test_what_nobody_expected_is_recorded_as_a_failure(
     assert found["reason"].startswith("ValueError, a bug")
     told = capsys.readouterr().err
     assert "in ask" in told and "99999" not in told  # where, and nothing of what it was about
+
+
+def test_settings_that_are_wrong_are_the_images_fault(tmp_path: Path) -> None:
+    places = Places(run=tmp_path / "run", etc=tmp_path, boot_id=tmp_path / "boot_id")
+    places.boot_id.write_text("11111111-2222-3333-4444-555555555555\n")
+    (tmp_path / "join.json").write_text('{"speed": 1}')
+    assert run(places) == FINAL
+    found = record.read(places.run)
+    assert (found["phase"], found["code"]) == ("identity", 16)
+    assert found["reason"] == "join.json: speed is not a known key"

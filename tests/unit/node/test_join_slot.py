@@ -1,11 +1,10 @@
-"""When nodes join: spread evenly, each always at the same moment, and what is done before is not waited for again."""
+"""When nodes join: spread evenly, each always at the same moment."""
 
 from __future__ import annotations
 
 import uuid
 
 from image_builder.node.join.binding import slot
-from image_builder.node.join.deadline import Deadline
 
 
 def _machines(count: int) -> list[str]:
@@ -40,18 +39,3 @@ def test_a_machine_keeps_its_slot_however_its_id_is_written() -> None:
 
 def test_a_window_of_nothing_is_no_wait() -> None:
     assert slot("02aab8a4", 0) == 0
-
-
-def test_a_deadline_is_never_waited_past() -> None:
-    now = [100.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    deadline = Deadline(110.0, clock=lambda: now[0], sleep=sleep)
-    assert deadline.wait(4) and now == [104.0]
-    assert not deadline.wait(6) and now == [104.0]
-    assert deadline.sooner(3).until == 107.0 and deadline.sooner(30).until == 110.0
-    assert deadline.poll(10) and now == [110.0]
-    now[0] = 200.0
-    assert deadline.remaining == 0.0 and not deadline.wait(0) and not deadline.poll(1)

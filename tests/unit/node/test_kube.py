@@ -1,4 +1,4 @@
-"""How long a node waits, and what it says. What an API server makes of it is in tests/integration/test_gate.py."""
+"""What a node says. What an API server makes of it is in tests/integration/test_gate.py."""
 
 from __future__ import annotations
 
@@ -7,46 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from image_builder.node.net import kube
-from image_builder.node.net.kube import KubeError, backoff, condition, each_item, patiently
-
-
-@given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True), st.none() | st.floats(-5, 1e9))
-def test_a_wait_is_within_its_limits_and_what_was_asked_for_is_obeyed(
-    attempt: int, chance: float, asked: float | None
-) -> None:
-    wait = backoff(attempt, retry_after=asked, chance=lambda: chance)
-    least = min(max(asked or 0, 0), kube.LONGEST_RETRY_AFTER)
-    assert least <= wait <= least + min(kube.LONGEST_WAIT, 2.0 ** min(attempt, 60))
-
-
-def test_full_jitter_spreads_over_a_limit_that_doubles_up_to_ten_minutes() -> None:
-    most = [backoff(attempt, chance=lambda: 1.0) for attempt in range(12)]
-    assert most == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 600, 600]
-    assert backoff(11, chance=lambda: 0.0) == 0
-
-
-def test_patience_ends_with_success_or_with_what_is_hopeless() -> None:
-    answers: list[Exception | str] = [KubeError("away"), KubeError("busy", 429, 7.0), "done"]
-    waits: list[float] = []
-    told: list[str] = []
-
-    def send() -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    assert patiently(send, tell=told.append, sleep=waits.append, chance=lambda: 0.5) == "done"
-    assert waits == [0.5, 8.0]
-    assert told == ["away; again in 0 s", "busy; again in 8 s"]
-    answers = [KubeError("no such field", 422)]
-    with pytest.raises(KubeError, match="no such field"):
-        patiently(send, tell=told.append, sleep=waits.append)
-    assert len(waits) == 2
+from image_builder.node.net.kube import KubeError, condition, each_item
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 404, 409, 429, 500, 503])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch
 from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline
 from image_builder.node.preflight import report
 from image_builder.node.preflight.settings import Settings
 
@@ -22,7 +22,6 @@ def test_a_kubelet_that_never_answers_is_not_waited_for_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kubeconfig: bool, answer: int
 ) -> None:
     hours = itertools.count()
-    monkeypatch.setattr(time, "monotonic", lambda: next(hours) * 600.0)
 
     def ask(_url: str, **_: object) -> Response:
         if not answer:
@@ -35,5 +34,8 @@ def test_a_kubelet_that_never_answers_is_not_waited_for_without_an_end(
         kubeconfig.touch()
     slept: list[float] = []
     with pytest.raises(NodeError, match="did not answer within 3600 s"):
-        report._await_kubelet(Settings(kubeconfig=str(kubeconfig)), slept.append)
-    assert len(slept) == 5
+        report._await_kubelet(
+            Settings(kubeconfig=str(kubeconfig)),
+            Deadline(3600.0, clock=lambda: next(hours) * 600.0, sleep=slept.append),
+        )
+    assert len(slept) == 6

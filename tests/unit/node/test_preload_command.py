@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from image_builder.definition.values import words
-from image_builder.node.preload import command, outcome
-from image_builder.node.preload.command import Places
-from image_builder.node.preload.images import Image, Preload, Store
-from image_builder.node.preload.outcome import Done
+from image_builder.node.preload import command
+from image_builder.node.preload.command import Done, Places
+from image_builder.node.preload.images import Preload, Store
+from image_builder.node.store import Image
 from image_builder.settings import REPO_ROOT
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, TWO, document
 
@@ -26,14 +26,19 @@ DAMAGED = {"state": "degraded", "code": "store.verity", "reason": "block 7"}
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
     (tmp_path / "etc").mkdir()
-    found = Places(tmp_path / "list.json", tmp_path / "store.json", tmp_path / "etc", tmp_path / "run")
+    found = Places(
+        run=tmp_path / "run",
+        etc=tmp_path / "etc",
+        list=tmp_path / "list.json",
+        store=tmp_path / "store.json",
+    )
     settings = {
         "engine": "docker",
         "data_root": "/mnt/local/docker",
         "mount_point": "/mnt/local",
         "pause": PAUSE,
     }
-    (found.settings / "preload.json").write_text(json.dumps(settings))
+    (found.etc / "preload.json").write_text(json.dumps(settings))
     archive = tmp_path / "images.tar"
     archive.write_bytes(b"archive")
     found.list.write_text(json.dumps(document(archive)))
@@ -41,13 +46,13 @@ def places(tmp_path: Path) -> Places:
 
 
 def status(places: Places) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((places.status / "status.json").read_text())
+    found: dict[str, Any] = json.loads((places.run / "status.json").read_text())
     return found
 
 
 def test_status_tells_of_a_failure(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     places.list.unlink()
-    (places.settings / "kubelet.json").write_text('{"taints": ["pool=gpu:NoSchedule"]}')
+    (places.etc / "kubelet.json").write_text('{"taints": ["pool=gpu:NoSchedule"]}')
     assert command.run(places) == 1
     told = status(places)["preload"]
     reason = f"{places.list}: No such file or directory"
@@ -56,12 +61,12 @@ def test_status_tells_of_a_failure(places: Places, capsys: pytest.CaptureFixture
     assert status(places)["ready"] is False
     assert capsys.readouterr().out == f"node-agent: FAILED: {reason}\n"
     taints = "pool=gpu:NoSchedule,image-builder/preload=preload.list:NoSchedule"
-    assert f"--register-with-taints={taints}" in (places.status / "kubelet.env").read_text()
+    assert f"--register-with-taints={taints}" in (places.run / "kubelet.env").read_text()
 
 
 def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = json.loads((places.settings / "preload.json").read_text())
-    (places.settings / "preload.json").write_text(json.dumps({**settings, "engine": "containerd"}))
+    settings = json.loads((places.etc / "preload.json").read_text())
+    (places.etc / "preload.json").write_text(json.dumps({**settings, "engine": "containerd"}))
     assert command.run(places) == 1
     assert f"{places.list} is for docker, this node has containerd" in capsys.readouterr().out
 
@@ -88,25 +93,25 @@ def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.Capt
     ],
 )
 def test_settings_that_can_not_be_used(places: Places, text: str, said: str) -> None:
-    (places.settings / "preload.json").write_text(text)
+    (places.etc / "preload.json").write_text(text)
     assert command.run(places) == 1
     told = status(places)["preload"]
     assert told["code"] == "settings" and said in told["reason"]
 
 
 def test_nothing_to_load_is_told_in_one_line() -> None:
-    section = outcome.section(PRELOAD, Store(), {}, Done())
+    section = command.section_of(PRELOAD, Store(), {}, Done())
     assert command.summary(section, 0.04) == ["all 2 images are there already, nothing was loaded (0.0 s)"]
 
 
 def test_image_that_was_there_from_the_seed() -> None:
-    section = outcome.section(PRELOAD, Store({TWO: True}), {"state": "ok"}, Done())
+    section = command.section_of(PRELOAD, Store({TWO: True}), {"state": "ok"}, Done())
     assert (section["state"], section["seeded"], section["there"]) == ("ok", 1, 1)
     assert "code" not in section
 
 
 def test_archive_alone_is_no_fallback() -> None:
-    section = outcome.section(PRELOAD, Store(), {}, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, Store(), {}, Done({TWO: "is missing"}))
     assert (section["state"], section["loaded"], section["bytes"]) == ("ok", {TWO: "is missing"}, 7)
 
 
@@ -119,7 +124,7 @@ def test_archive_alone_is_no_fallback() -> None:
     ],
 )
 def test_archive_in_place_of_the_seed_is_reported(seed: dict[str, str], cause: str) -> None:
-    section = outcome.section(PRELOAD, BOTH, seed, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, BOTH, seed, Done({TWO: "is missing"}))
     assert (section["state"], section["code"]) == ("degraded", "preload.fallback")
     assert section["reason"] == (
         f"1 required images came from the archive, not from the preload store: {cause}; {TWO} is missing"
@@ -130,22 +135,22 @@ def test_archive_in_place_of_the_seed_is_reported(seed: dict[str, str], cause: s
 
 def test_image_that_is_not_required_may_come_from_the_archive() -> None:
     store = Store({TWO: False, PAUSE: True})
-    section = outcome.section(PRELOAD, store, {"state": "ok"}, Done({TWO: "is missing"}))
+    section = command.section_of(PRELOAD, store, {"state": "ok"}, Done({TWO: "is missing"}))
     assert (section["state"], section["loaded"]) == ("ok", {TWO: "is missing"})
 
 
 def test_digest_is_asked_of_the_seed_alone() -> None:
     bare = {TWO: "has no digest", PAUSE: "has no digest"}
-    assert outcome.section(PRELOAD, Store(), {}, Done(digestless=bare))["state"] == "ok"
-    section = outcome.section(PRELOAD, BOTH, {"state": "ok"}, Done(digestless=bare))
+    assert command.section_of(PRELOAD, Store(), {}, Done(digestless=bare))["state"] == "ok"
+    section = command.section_of(PRELOAD, BOTH, {"state": "ok"}, Done(digestless=bare))
     assert (section["state"], section["code"]) == ("degraded", "preload.digest")
-    loaded = outcome.section(PRELOAD, BOTH, {"state": "ok"}, Done({TWO: "is missing"}, digestless=bare))
+    loaded = command.section_of(PRELOAD, BOTH, {"state": "ok"}, Done({TWO: "is missing"}, digestless=bare))
     assert loaded["reasons"] == [f"{TWO} is missing", f"{PAUSE} has no digest"]
 
 
 def test_what_is_still_wrong_is_named() -> None:
     done = Done({TWO: "is missing"}, {TWO: "has lost layers: /a"})
-    section = outcome.section(PRELOAD, BOTH, {}, done)
+    section = command.section_of(PRELOAD, BOTH, {}, done)
     assert (section["state"], section["code"]) == ("failed", "preload.missing")
     assert section["problems"] == [f"{TWO} has lost layers: /a"]
     assert section["loaded"] == {}

@@ -14,11 +14,10 @@ import pytest
 
 from image_builder.node import child
 from image_builder.node.child import Completed
+from image_builder.node.data_root import scan
 from image_builder.node.errors import ProgramError
 from image_builder.node.preload import containerd
-from image_builder.node.preload.images import Image
-from image_builder.node.report import scan
-from image_builder.node.store import chain
+from image_builder.node.store import Image, chain
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, PAUSE_MANIFEST, TWO
 
 ONE_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
@@ -58,7 +57,7 @@ def listed(**changes: Any) -> dict[str, Any]:
 def containerd_fault(
     names: dict[str, Any], checked: dict[str, str], content: dict[str, dict[str, Any]] = CONTENT
 ) -> str:
-    return containerd.containerd_fault(IMAGE, names, checked, content.get)
+    return containerd.containerd_fault(IMAGE, names, checked, lambda digest: content.get(digest, {}))
 
 
 def test_containerds_list_is_read() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.preload import docker, guards
-from image_builder.node.preload.images import Image
+from image_builder.node.preload import docker
+from image_builder.node.store import Image
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, TWO
 
 # docker image inspect, what matters of it
@@ -83,7 +83,7 @@ UNPINNED = Image(TWO, INDEX, MANIFEST, CONFIG, False, LAYERS)
 
 
 def test_guard_is_named_after_the_image_id() -> None:
-    assert guards.name(IMAGE) == GUARD
+    assert docker.guard_name(IMAGE) == GUARD
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_guard_is_named_after_the_image_id() -> None:
 def test_guards_are_those_of_pinned_images(
     images: list[Image], found: list[str], faults: dict[str, str]
 ) -> None:
-    assert guards.faults(images, PAUSE, found) == faults
+    assert docker.guard_faults(images, PAUSE, found) == faults
 
 
 def test_pause_image_has_no_guard() -> None:
-    assert guards.faults([IMAGE], TWO, []) == {}
+    assert docker.guard_faults([IMAGE], TWO, []) == {}
 
 
 def test_guard_gets_no_copy_of_a_volume() -> None:
-    argv = guards.creation(GUARD, TWO, ["/var/lib/data"])
+    argv = docker.guard_creation(GUARD, TWO, ["/var/lib/data"])
     assert argv[-3:] == ["--mount=type=tmpfs,destination=/var/lib/data", TWO, "never-started"]
     assert "--pull=never" in argv

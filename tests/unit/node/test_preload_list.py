@@ -15,8 +15,8 @@ from image_builder.node import child
 from image_builder.node.errors import NodeError
 from image_builder.node.preload import archive as archives
 from image_builder.node.preload import command, images
-from image_builder.node.preload.engine import EngineState
-from image_builder.node.preload.images import Image, Store
+from image_builder.node.preload.images import EngineState, Store
+from image_builder.node.store import Image
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
 from tests.unit.node.stores import manifest
 
@@ -143,7 +143,11 @@ def test_failure_shows_the_command_and_the_end_of_its_output() -> None:
 
 def test_store_tells_what_the_seed_gives(tmp_path: Path) -> None:
     path = tmp_path / "store.json"
-    text = dict.fromkeys(("digest", "manifest", "id"), INDEX) | {"pin": False, "diff_ids": [LAYERS[0]]}
+    text = dict.fromkeys(("digest", "manifest", "id"), INDEX) | {
+        "pin": False,
+        "bytes": 7,
+        "diff_ids": [LAYERS[0]],
+    }
     described = [
         {**text, "ref": "a:1", "mode": "reference", "required": True},
         {**text, "ref": "b:1", "mode": "copy", "required": False},

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node import files, report
-from image_builder.node.report import Links
-from image_builder.node.store import chain
+from image_builder.node import report
+from image_builder.node.data_root import Links, scan
+from image_builder.node.status import Places
+from image_builder.node.store import Image, chain
+from tests.unit.node.stores import manifest
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 OK = {"state": "ok", "images": 1, "seeded": 1, "there": 0, "loaded": {}, "problems": [], "seconds": 0.07}
@@ -30,74 +32,30 @@ STATUS: dict[str, Any] = {
     "preload": OK,
     "promotion": {"state": "ok", "done": 3, "total": 9, "bytes": 1_500_000_000, "seconds": 12},
 }
-IMAGE = {"ref": "two:1", "mode": "reference", "diff_ids": [f"sha256:{A}", f"sha256:{B}"]}
+IMAGE = Image("two:1", "", "", "", False, (f"sha256:{A}", f"sha256:{B}"), mode="reference")
 
 
 def links(*served: str, broken: tuple[str, ...] = ()) -> Links:
     return Links(frozenset(served), frozenset(broken), 5)
 
 
-@pytest.mark.parametrize(
-    ("engine", "folder", "name"),
-    [
-        ("docker", "overlay2", "diff"),
-        ("containerd", "io.containerd.snapshotter.v1.overlayfs/snapshots", "fs"),
-    ],
-)
-def test_links_of_a_data_root_are_counted(tmp_path: Path, engine: str, folder: str, name: str) -> None:
-    store = tmp_path / "store"
-    (store / A).mkdir(parents=True)
-    for number, layer in enumerate((A, B)):
-        (tmp_path / folder / str(number)).mkdir(parents=True)
-        (tmp_path / folder / str(number) / name).symlink_to(store / layer)
-    (tmp_path / folder / "2" / name).mkdir(parents=True)
-    (tmp_path / folder / "l").mkdir()  # Docker's short names: no layer
-    local = frozenset[str]() if engine == "docker" else None
-    assert report.scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1, local)
-
-
 def test_layers_of_docker_are_looked_for_one_by_one(tmp_path: Path) -> None:
-    chains = [layer.chain.removeprefix("sha256:") for layer in chain(IMAGE["diff_ids"])]
+    chains = [layer.chain.removeprefix("sha256:") for layer in chain(IMAGE.diff_ids)]
     for number, name in enumerate(chains):
         record = tmp_path / "image/overlay2/layerdb/sha256" / name
         record.mkdir(parents=True)
         (record / "cache-id").write_text(f"cache{number}")
         (tmp_path / f"overlay2/cache{number}/diff").mkdir(parents=True)
-    assert report.serve(IMAGE, report.scan(tmp_path, "docker"), OK).source == "local disk"
+    assert report.serve(IMAGE, scan(tmp_path, "docker"), OK).source == "local disk"
     (tmp_path / "overlay2/cache1/diff").rename(tmp_path / "overlay2/cache1/elsewhere")
-    served = report.serve(IMAGE, report.scan(tmp_path, "docker"), OK)
+    served = report.serve(IMAGE, scan(tmp_path, "docker"), OK)
     assert (served.source, served.local) == ("MISSING: 1 layers are nowhere", 1)
 
 
 @pytest.mark.parametrize("engine", ["docker", "containerd"])
 def test_an_image_of_which_nothing_is_anywhere_is_missing(tmp_path: Path, engine: str) -> None:
-    served = report.serve(IMAGE, report.scan(tmp_path, engine), OK)
+    served = report.serve(IMAGE, scan(tmp_path, engine), OK)
     assert (served.source, served.local) == ("MISSING: 2 layers are nowhere", 0)
-
-
-def _exchange(one: Path, other: Path, times: int) -> None:
-    for _ in range(times):
-        files.exchange(one, other)
-
-
-def test_a_layer_may_be_promoted_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "store" / A).mkdir(parents=True)
-    (tmp_path / "overlay2/0").mkdir(parents=True)
-    place, copy = tmp_path / "overlay2/0/diff", tmp_path / "copy"
-    place.symlink_to(tmp_path / "store" / A)
-    copy.mkdir()
-    with ThreadPoolExecutor(1) as pool:
-        promotion = pool.submit(_exchange, copy, place, 20_000)
-        found = set()
-        while not promotion.done():
-            found.add(report.scan(tmp_path, "docker"))
-    assert promotion.exception() is None
-    assert {entry.served for entry in found} == {frozenset({A}), frozenset()}
-    assert {entry.directories for entry in found} == {0, 1} and not any(entry.broken for entry in found)
-
-
-def test_there_may_be_no_data_root(tmp_path: Path) -> None:
-    assert report.scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -160,20 +118,19 @@ def test_report_names_the_disks() -> None:
 @pytest.mark.parametrize("ready", [True, False])
 def test_status_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], ready: bool) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**STATUS, "ready": ready}))
-    (tmp_path / "store.json").write_text(json.dumps({"images": [IMAGE]}))
-    places = {"store": tmp_path / "store.json", "etc": tmp_path, "directory": tmp_path}
-    assert report.run(as_json=True, **places) == (0 if ready else 1)
+    (tmp_path / "store.json").write_text(json.dumps(manifest(images=[{**asdict(IMAGE), "bytes": 0}])))
+    store, places = tmp_path / "store.json", Places(tmp_path, tmp_path)
+    assert report.run(as_json=True, store=store, places=places) == (0 if ready else 1)
     known = json.loads(capsys.readouterr().out)
     assert known["ready"] is ready
     assert known["disk"] == STATUS["disk"]
     assert known["images"][0]["ref"] == "two:1"
-    assert report.run(as_json=False, **places) == (0 if ready else 1)
+    assert report.run(as_json=False, store=store, places=places) == (0 if ready else 1)
     assert capsys.readouterr().out.startswith("ready\n" if ready else "NOT READY\n")
 
 
 def test_node_of_which_nothing_is_known_is_not_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = report.run(as_json=False, store=tmp_path / "none", etc=tmp_path, directory=tmp_path)
-    assert status == 1
+    assert report.run(as_json=False, store=tmp_path / "none", places=Places(tmp_path, tmp_path)) == 1
     assert "nothing is known yet of: disk, seed, preload, promotion" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.links import Link
+from image_builder.node.data_root import Link
 from image_builder.node.promote import batches
 from image_builder.node.promote.batches import Progress
 from image_builder.node.promote.plan import PAUSE, REST, Item

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from image_builder.node import status
-from image_builder.node.links import Link
-from image_builder.node.promote import kubelet
-from image_builder.node.promote.command import _mark_damaged, run
+from image_builder.node.data_root import Link
+from image_builder.node.preload_settings import load_all
+from image_builder.node.promote import command
+from image_builder.node.promote.command import Places, _mark_damaged, run
 from image_builder.node.promote.plan import Item
-from image_builder.node.promote.settings import Places, load
 from image_builder.node.promote.workers import ItemResult
 
 
 def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
     """Make a node with one layer in the store, and a data root that the seed has set aside."""
-    places = Places(store=tmp_path / "store", status=tmp_path / "run", settings=tmp_path / "etc")
+    places = Places(store=tmp_path / "store", run=tmp_path / "run", etc=tmp_path / "etc")
     link = tmp_path / "disk/docker/overlay2/one/diff"
     aside = tmp_path / "disk/.node/trash/docker.0/overlay2/two"
-    for folder in (link.parent, aside, places.settings):
+    for folder in (link.parent, aside, places.etc):
         folder.mkdir(parents=True)
     link.symlink_to(tmp_path / "store/layers/abc")
     (aside / "file").write_bytes(b"x")
@@ -34,8 +34,8 @@ def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
         "kubelet_healthz": "",
         "promote": {"settle_seconds": 0, "wait_seconds": 0, **promote},
     }
-    (places.settings / "preload.json").write_text(json.dumps(document))
-    status.update("disk", disk, directory=places.status, settings=places.settings)
+    (places.etc / "preload.json").write_text(json.dumps(document))
+    status.update("disk", disk, places)
     return places
 
 
@@ -54,7 +54,7 @@ def test_what_was_set_aside_goes_also_where_nothing_is_promoted(
     assert run(places) == 0
     assert list((tmp_path / "disk/.node/trash").iterdir()) == []
     assert (tmp_path / "disk/docker/overlay2/one/diff").is_symlink()
-    section = status.read(places.status)["promotion"]
+    section = status.read(places.run)["promotion"]
     assert section.get("code") == code and "trash" not in section
 
 
@@ -69,7 +69,10 @@ def test_a_layer_is_read_again_before_the_store_is_condemned(reads: bool, tmp_pa
         os.mkfifo(layer / "usr/fifo")
     item = Item(Link(tmp_path / "link", layer, "sha256:abc", True), 1, 0)
     _mark_damaged(
-        load(places), "feed", item, ItemResult(0, "promote.store", "usr/file: Input/output error", True)
+        load_all(places.etc),
+        "feed",
+        item,
+        ItemResult(0, "promote.store", "usr/file: Input/output error", True),
     )
     mark = tmp_path / "disk/.node/store-damaged.json"
     assert mark.exists() is not reads
@@ -86,9 +89,9 @@ def test_trash_is_kept_by_a_boot_whose_kubelet_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = _node(tmp_path, {"state": "ok"}, enabled=False)
-    monkeypatch.setattr(kubelet, "wait", lambda *_: False)
+    monkeypatch.setattr(command, "_wait", lambda *_: False)
     assert run(places) == 0
     kept = tmp_path / "disk/.node/trash/docker.0"
     assert (kept / "overlay2/two/file").read_bytes() == b"x"
-    section = status.read(places.status)["promotion"]
+    section = status.read(places.run)["promotion"]
     assert section["trash"] == [f"{kept}: kept, since this boot's kubelet did not answer"]

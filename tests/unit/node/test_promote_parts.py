@@ -1,4 +1,4 @@
-"""Small parts of the promotion at their edges: links, settings, what workers share and say, the kubelet."""
+"""Small parts of the promotion at their edges: settings, what workers share and say, the kubelet."""
 
 from __future__ import annotations
 
@@ -6,38 +6,28 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.node import links
+from image_builder.node import preload_settings
+from image_builder.node.data_root import Link
 from image_builder.node.errors import NodeError
-from image_builder.node.links import Link
-from image_builder.node.promote import copy, kubelet, settings, workers
+from image_builder.node.promote import command, copy, workers
 from image_builder.node.promote.copy import SourceError
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.shared import Shared
 from image_builder.node.promote.workers import Job, disk_error
 
-
-def test_a_link_that_leads_elsewhere_is_none_of_the_stores(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    targets = {"ours": store / "layers/a", "elsewhere": tmp_path / "layers/a", "alike": tmp_path / "store2/a"}
-    for name, target in targets.items():
-        (tmp_path / "overlay2" / name).mkdir(parents=True)
-        (tmp_path / "overlay2" / name / "diff").symlink_to(target)
-    found = links.find("docker", tmp_path, store)
-    assert [link.path.parent.name for link in found] == ["ours"]
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def _load(tmp_path: Path, **promote: Any) -> settings.Settings:
+def _load(tmp_path: Path, **promote: Any) -> preload_settings.Settings:
     document = {"engine": "docker", "data_root": "/d", "mount_point": "/m", "promote": promote}
     (tmp_path / "preload.json").write_text(json.dumps(document))
-    return settings.load(settings.Places(settings=tmp_path))
+    return preload_settings.load_all(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +124,8 @@ def test_a_file_shorter_than_it_says_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("healthz", "program"), [("", "/usr/bin/kubelet"), ("http://127.0.0.1:1/", None)])
 def test_there_may_be_no_kubelet_to_wait_for(
-    healthz: str, program: str | None, monkeypatch: pytest.MonkeyPatch
+    healthz: str, program: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: program)
-    assert kubelet.wait(healthz, 900)
+    chosen = _load(tmp_path, settle_seconds=0)
+    assert command._wait(replace(chosen, preload=replace(chosen.preload, kubelet_healthz=healthz)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node.links import Link
+from image_builder.node.data_root import Link
 from image_builder.node.promote.plan import (
     PAUSE,
     READ,
@@ -19,11 +19,11 @@ from image_builder.node.promote.plan import (
     ranks,
     refusal,
 )
-from image_builder.node.store import StoredImage
+from image_builder.node.store import Image
 
 
-def image(ref: str, *diff_ids: str, pin: bool = False, required: bool = False) -> StoredImage:
-    return StoredImage(ref, "", "", "", pin, required, "reference", diff_ids)
+def image(ref: str, *diff_ids: str, pin: bool = False, required: bool = False) -> Image:
+    return Image(ref, "", "", "", pin, diff_ids, required=required, mode="reference")
 
 
 IMAGES = [

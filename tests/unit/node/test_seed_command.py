@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import links, mounts, preload_settings, status
+from image_builder.node import data_root, mounts, preload_settings, status
+from image_builder.node.data_root import _LOCKED, scan, user
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import copy
-from image_builder.node.report import scan
 from image_builder.node.seed import command, docker, lost, records
-from image_builder.node.seed.command import _marker, check_version, describe, leave, run
-from image_builder.node.seed.use import _LOCKED, user
+from image_builder.node.seed.command import Places, _marker, check_version, describe, leave, run
 from image_builder.node.store import Store, chain, parse_manifest
 from tests.unit.node.stores import docker_store, manifest, stored
 
@@ -134,7 +133,7 @@ def _tree(top: Path) -> list[str]:
 
 def _run(settings: Preload, manifest: Path) -> tuple[int, dict[str, Any]]:
     here = settings.mount_point
-    code = run(manifest, directory=here / "run", etc=here, pause=0)
+    code = run(Places(here / "run", here, manifest=manifest), pause=0)
     section: dict[str, Any] = status.read(here / "run")["seed"]
     return code, section
 
@@ -265,7 +264,7 @@ def _mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("abc", "def"):
         (store / "layers" / name).mkdir(parents=True)
         (store / "layers" / name / "file").write_text(name)
-    for function in (links.find, lost.caches, lost.take_out):
+    for function in (data_root.find_links, lost.caches, lost.take_out):
         monkeypatch.setattr(function, "__defaults__", (store,))
     monkeypatch.setattr(command, "open_store", lambda *_, **__: None)
     monkeypatch.setattr(command, "close_store", lambda: store.rename(tmp_path / "closed"))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from image_builder.node.data_root import BLOBS, SNAPSHOTS
 from image_builder.node.errors import NodeError
 from image_builder.node.seed import records
-from image_builder.node.seed.containerd import BLOBS, DATABASES, SNAPSHOTS, fill
+from image_builder.node.seed.containerd import DATABASES, fill
 from tests.unit.node.stores import edit_records
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from image_builder.node import status
+from image_builder.node.status import Places
 
 BAD: dict[str, Any] = {"state": "failed", "code": "disk.foreign", "reason": "there is data on it"}
 
 
 def test_sections_are_kept_beside_each_other(tmp_path: Path) -> None:
     assert status.read(tmp_path) == {"format": 1, "ready": False}
-    status.update("disk", {"state": "ok"}, directory=tmp_path, required=["disk"])
+    status.update("disk", {"state": "ok"}, Places(tmp_path), required=["disk"])
     status.update(
-        "seed", {"state": "degraded", "code": "x", "reason": "y"}, directory=tmp_path, required=["disk"]
+        "seed", {"state": "degraded", "code": "x", "reason": "y"}, Places(tmp_path), required=["disk"]
     )
     found = status.read(tmp_path)
     assert found["disk"] == {"state": "ok"} and found["seed"]["code"] == "x" and found["ready"]
@@ -26,18 +27,18 @@ def test_sections_are_kept_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_a_section_that_failed_or_is_wanted_and_missing_is_not_ready(tmp_path: Path) -> None:
-    status.update("disk", {"state": "ok"}, directory=tmp_path, required=["disk", "preload"])
+    status.update("disk", {"state": "ok"}, Places(tmp_path), required=["disk", "preload"])
     assert not status.read(tmp_path)["ready"]
-    status.update("preload", {"state": "degraded"}, directory=tmp_path, required=["disk", "preload"])
+    status.update("preload", {"state": "degraded"}, Places(tmp_path), required=["disk", "preload"])
     assert status.read(tmp_path)["ready"]
-    status.update("disk", BAD, directory=tmp_path, required=["disk", "preload"])
+    status.update("disk", BAD, Places(tmp_path), required=["disk", "preload"])
     assert not status.read(tmp_path)["ready"]
 
 
 def test_the_kubelet_gets_labels_and_a_taint_for_what_failed(tmp_path: Path) -> None:
     (tmp_path / "kubelet.json").write_text(json.dumps({"taints": ["dedicated=gpu:NoSchedule"]}))
-    status.update("seed", {"state": "ok"}, directory=tmp_path, settings=tmp_path)
-    status.update("disk", BAD, directory=tmp_path, settings=tmp_path)
+    status.update("seed", {"state": "ok"}, Places(tmp_path, tmp_path))
+    status.update("disk", BAD, Places(tmp_path, tmp_path))
     assert (tmp_path / "kubelet.env").read_text() == (
         "NODE_AGENT_KUBELET_ARGS=--node-labels=image-builder/local-disk=failed,image-builder/seed=ok "
         "--register-with-taints=dedicated=gpu:NoSchedule,image-builder/local-disk=disk.foreign:NoSchedule\n"
@@ -47,7 +48,7 @@ def test_the_kubelet_gets_labels_and_a_taint_for_what_failed(tmp_path: Path) -> 
 def test_what_the_kubelet_is_told_is_written_when_it_changes_alone(tmp_path: Path) -> None:
     def told(**sections: dict[str, Any]) -> int:
         for name, value in sections.items():
-            status.update(name, value, directory=tmp_path, required=[])
+            status.update(name, value, Places(tmp_path), required=[])
         return (tmp_path / "kubelet.env").stat().st_ino
 
     first = told(disk={"state": "ok"})
@@ -68,7 +69,7 @@ def test_without_a_failure_the_kubelets_own_taints_stay(state: str) -> None:
 def test_nothing_is_lost_between_agents(tmp_path: Path) -> None:
     def tell(section: str) -> None:
         for number in range(50):
-            status.update(section, {"state": "ok", "number": number}, directory=tmp_path, required=[])
+            status.update(section, {"state": "ok", "number": number}, Places(tmp_path), required=[])
 
     threads = [threading.Thread(target=tell, args=(name,)) for name in status.SECTIONS]
     for thread in threads:
@@ -86,10 +87,10 @@ def test_a_node_with_a_preflight_registers_with_its_taint_whatever_it_found(tmp_
         "NODE_AGENT_KUBELET_ARGS=--node-labels=image-builder/preflight={} "
         "--register-with-taints=a=b:NoSchedule,image-builder/preflight=pending:NoSchedule\n"
     )
-    status.update("promotion", {"state": "ok"}, directory=tmp_path, settings=tmp_path, required=[])
+    status.update("promotion", {"state": "ok"}, Places(tmp_path, tmp_path), required=[])
     assert (tmp_path / "kubelet.env").read_text() == told.format("pending")
     for state in ("ok", "failed"):
-        status.update("preflight", {"state": state}, directory=tmp_path, settings=tmp_path, required=[])
+        status.update("preflight", {"state": state}, Places(tmp_path, tmp_path), required=[])
         assert (tmp_path / "kubelet.env").read_text() == told.format(state)
         assert status.read(tmp_path)["ready"] is (state == "ok")
 
@@ -103,7 +104,7 @@ def test_a_node_with_a_preflight_registers_with_its_taint_whatever_it_found(tmp_
 )
 def test_the_preflights_taint_is_a_setting_and_never_none(tmp_path: Path, settings: str, taint: str) -> None:
     (tmp_path / "preflight.json").write_text(settings)
-    status.update("preflight", {"state": "ok"}, directory=tmp_path, settings=tmp_path, required=[])
+    status.update("preflight", {"state": "ok"}, Places(tmp_path, tmp_path), required=[])
     assert f"--register-with-taints={taint}=pending:NoSchedule\n" in (tmp_path / "kubelet.env").read_text()
 
 
@@ -111,5 +112,5 @@ def test_the_preflights_taint_is_a_setting_and_never_none(tmp_path: Path, settin
 def test_a_damaged_status_says_nothing_and_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     assert status.read(tmp_path) == {"format": 1, "ready": False}
-    status.update("seed", {"state": "ok"}, directory=tmp_path, required=["seed"])
+    status.update("seed", {"state": "ok"}, Places(tmp_path), required=["seed"])
     assert status.read(tmp_path)["ready"]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from image_builder.node.promote.pace import BURST_SECONDS, QUANTUM, Bucket, Pacer, take
+from image_builder.node.promote.shared import BURST_SECONDS, QUANTUM, Bucket, Pacer, take
 
 MB = 1_000_000
 

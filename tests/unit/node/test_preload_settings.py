@@ -1,4 +1,4 @@
-"""The promotion's settings, in ``preload.json``."""
+"""The settings of preload and promotion, in ``preload.json``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 
 from image_builder.node import preload_settings
 from image_builder.node.errors import NodeError
-from image_builder.node.preload_settings import Preload
-from image_builder.node.promote.settings import BYTES_PER_SECOND, Places, Promotion, Settings, load
+from image_builder.node.preload_settings import BYTES_PER_SECOND, Preload, Promotion, Settings, load_all
 
 NODE = {"engine": "docker", "data_root": "/mnt/local/docker", "mount_point": "/mnt/local"}
 
 
 def loaded(folder: Path, value: Any) -> Settings:
     (folder / "preload.json").write_text(json.dumps({**NODE, **value}))
-    return load(Places(settings=folder))
+    return load_all(folder)
 
 
 def test_defaults(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node import reboots
-from image_builder.node.disk import absence, apply, probe
-from image_builder.node.disk.command import Files, _settle
+from image_builder.node import status
+from image_builder.node.disk import apply, arrays, probe
+from image_builder.node.disk.command import _settle
 from image_builder.node.disk.model import Disk, Observation, Places, Raid, Survey
-from tests.unit.node.test_disk_decide import OTHER, SETTINGS, array, disk, member, ours
+from tests.unit.node.test_disk_decide import OTHER, SETTINGS, array, blank, disk, member, ours
 
 UUID = "6e6f6465-2d64-8000-8123-456789abcdef"
 
@@ -28,7 +28,7 @@ class Node:
             )
             for n in roles
         ]
-        return absence.lasts(Survey(tuple(seen)), boot_id, self.note, self.ordered)
+        return arrays.is_absence_old(Survey(tuple(seen)), boot_id, self.note, self.ordered)
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_a_boot_with_other_members_begins_anew(node: Node) -> None:
 
 def test_a_reboot_that_the_node_ordered_does_not_count(node: Node) -> None:
     assert not node.boot("a", 0)
-    reboots.record("a", node.ordered)
+    status.record_reboot("a", node.ordered)
     assert not node.boot("b", 0)
-    reboots.record("b", node.ordered)
+    status.record_reboot("b", node.ordered)
     assert not node.boot("c", 0)
     assert node.boot("d", 0), "the one after it was somebody else's"
 
@@ -66,23 +66,23 @@ def test_a_damaged_note_is_no_earlier_boot(node: Node, text: str) -> None:
     assert [node.boot("a", 0), node.boot("b", 0)] == [False, True]
 
 
-def test_what_is_whole_again_is_forgotten(node: Node) -> None:
-    assert not node.boot("a", 0)
-    absence.forget(node.note)
-    absence.forget(node.note)
-    assert not node.boot("b", 0)
-
-
 def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what three boots do, one after another, with the same disks; nothing is ever formatted."""
-    kept = Files(base, base / "release", base / "boot", base / "absence.json", base / "reboot.json", base)
+    places = Places(
+        etc=base,
+        release=base / "release",
+        boot_id=base / "boot",
+        absence=base / "absence.json",
+        reboot=base / "reboot.json",
+        cloud=base,
+    )
     settings = replace(SETTINGS, mount_point=str(base / "local"))
     monkeypatch.setattr(probe, "observe_all", lambda *_: seen)
     monkeypatch.setattr(apply, "carry_out", lambda *_: None)
     actions = []
     for boot in "abc":
-        kept.boot_id.write_text(boot)
-        actions.append(_settle(settings, [], list, Places(), kept)["action"])
+        places.boot_id.write_text(boot)
+        actions.append(_settle(settings, [], list, places)["action"])
     return actions
 
 
@@ -91,7 +91,7 @@ def test_members_that_stay_away_are_given_up_at_the_second_boot(
 ) -> None:
     for seen in (Survey((member(0),)), Survey((member(0), member(1, uuid=OTHER)))):
         assert _boots(seen, tmp_path, monkeypatch)[:2] == ["none", "rebuild"]
-        absence.forget(tmp_path / "absence.json")
+        (tmp_path / "absence.json").unlink()
 
 
 def test_no_boot_gives_up_a_whole_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +102,10 @@ def test_no_boot_gives_up_a_whole_filesystem(tmp_path: Path, monkeypatch: pytest
         Survey((*whole, member(2, uuid=OTHER)), array(disk(0), disk(1))),
     ):
         assert _boots(seen, tmp_path, monkeypatch) == ["none"] * 3
+
+
+def test_what_is_whole_again_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _boots(Survey((member(0),)), tmp_path, monkeypatch)[0] == "none"
+    assert (tmp_path / "absence.json").exists()
+    assert _boots(Survey((blank(),)), tmp_path, monkeypatch) == ["format"] * 3
+    assert not (tmp_path / "absence.json").exists()
