@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 
 from image_builder.cli import failure
 from image_builder.cluster.gate.model import Node, Rules, node_from
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
@@ -148,9 +148,9 @@ def child(store: str, work: str, programs: str = "") -> int:
 
     def planes(settings: Settings) -> ControlPlane:
         if programs:
-            tree = obtain(lab_definition(), settings, NullMonitor(), programs=()).tree
+            tree = obtain(lab_definition(), settings, Monitor(), programs=()).tree
             return today.Today(Path(programs), tree, Path(work), controllers=Path(programs))
-        built = obtain(lab_definition(), settings, NullMonitor())
+        built = obtain(lab_definition(), settings, Monitor())
         return ControlPlane(built.programs, built.tree, Path(work))
 
     def serve() -> int:

@@ -34,7 +34,7 @@ from image_builder.bake.stages.preload_store import run as preload_store
 from image_builder.bake.stages.rehearsal.run import _bound
 from image_builder.canonical import JSON
 from image_builder.definition.model import ImagePull
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import images, pause
 from image_builder.lab.registry import HOST
 from image_builder.node import layout, status, zipapp
@@ -151,7 +151,7 @@ def stage(
         inputs=inputs,
         repo=None,
         files=None,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         log=lab.base / f"{name}.log",
         settings=Settings(),
         endpoints=lab.endpoints,

@@ -35,7 +35,7 @@ from image_builder.bake.verification import passed_verification
 from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import PublishError, SpaceError
-from image_builder.events import Monitor, NullMonitor
+from image_builder.events import Monitor, shown_stage
 from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
@@ -65,14 +65,13 @@ def publish(
     store: Store,
     settings: Settings,
     stages: Sequence[Mapping[str, Any]],
-    monitor: Monitor | None = None,
+    monitor: Monitor,
 ) -> Path:
     """Publish the finished stages of ``plan`` below ``settings.output``; return the directory.
 
     ``stages`` tell of each stage its name, id, seconds, bytes and cached. Raises PublishError (also when the
     verification isn't there or didn't pass), SpaceError. What was published before stays as it is.
     """
-    monitor = monitor or NullMonitor()
     verified = store.product(plan.stage("verify").id)
     result = passed_verification(verified)
     converted = plan.stage("convert").id
@@ -130,7 +129,7 @@ def publish_files(
                 _reap(folder)
                 _point_latest(folder, target.name)
             return Publication(target, reused=True)
-        with _shown(monitor), _staging(folder) as staging:
+        with shown_stage(monitor, "publish"), _staging(folder) as staging:
             _fill(staging, manifest, source, documents, monitor)
             with _locked(folder):
                 _move(staging, target)
@@ -145,19 +144,6 @@ def publish_files(
             ) from error
         raise PublishError(f"can't publish in {output}: {where}: {error.strerror}") from error
     return Publication(target, reused=False)
-
-
-@contextmanager
-def _shown(monitor: Monitor) -> Iterator[None]:
-    """Show publishing as a stage of its own."""
-    started = time.monotonic()
-    monitor.stage_started("publish")
-    try:
-        yield
-    except BaseException:
-        monitor.stage_failed("publish", time.monotonic() - started)
-        raise
-    monitor.stage_finished("publish", time.monotonic() - started, cached=False)
 
 
 # -- what is published -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from image_builder.cluster.broker import tokens
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.node.net.kube import Client
 from image_builder.node.net.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
@@ -84,7 +84,7 @@ def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
 
 def programs(settings: Settings) -> tuple[Programs, Programs]:
     """Return what a control plane is made of, and its controllers; the first time they are compiled."""
-    definition, monitor = lab_definition(), NullMonitor()
+    definition, monitor = lab_definition(), Monitor()
     return obtain(definition, settings, monitor), obtain(definition, settings, monitor, CONTROLLERS)
 
 

@@ -13,7 +13,7 @@ from image_builder.bake.lock.requirements import Group, Requirements
 from image_builder.bake.lock.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.events import Monitor, NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests.faults.mirror import SUITE, Repository, serve
 
@@ -57,7 +57,7 @@ def _lock(
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     definition = _definition(repository.keyring)
     needs = Requirements(groups)
-    return _resolve(definition, needs, settings, monitor or NullMonitor(), staging, known)
+    return _resolve(definition, needs, settings, monitor or Monitor(), staging, known)
 
 
 def _versions(lock: Lock) -> dict[str, dict[str, str]]:
@@ -121,7 +121,7 @@ def test_what_neither_mirror_nor_store_has_is_resolved_again(
     made.add("curl", version="2.0")
     made.add("htop", extra="Depends: dbus\n")
     made.publish()
-    monitor, notes = NullMonitor(), list[str]()
+    monitor, notes = Monitor(), list[str]()
     monkeypatch.setattr(monitor, "note", notes.append)
     second = _lock(tmp_path, repository, ("curl", "htop"), first, monitor)
     assert _versions(second) == {
@@ -175,7 +175,7 @@ def test_a_mirror_that_serves_an_old_state_is_a_warning(
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     needs = Requirements({"base": Group(SUITE, ("dbus",))})
     notes: list[str] = []
-    monitor = NullMonitor()
+    monitor = Monitor()
     monkeypatch.setattr(monitor, "note", notes.append)
 
     def lock() -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import BootError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine import accelerator, monitor, qemu
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
@@ -129,7 +129,7 @@ def test_the_console_that_a_failed_boot_names_is_there_afterwards(blank: Path, t
             verify=False,
             out_dir=tmp_path / "out",
             settings=Settings(store=tmp_path / "store"),
-            monitor=NullMonitor(),
+            monitor=Monitor(),
             pause_archive=pause.archive,
             extra_disks=(),
         )

@@ -32,7 +32,7 @@ from image_builder.bake.stages.convert import run as convert
 from image_builder.bake.stages.disk import run as disk
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import ImageBuilderError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.namespace import run_isolated
@@ -107,7 +107,7 @@ def _context(
         inputs={"tools": base / "tools", **inputs},
         repo=None,
         files=None,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         log=base / "log",
         settings=Settings(store=base),
     )

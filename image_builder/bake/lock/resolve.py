@@ -5,7 +5,6 @@ The one place that asks what is newest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from image_builder.bake.lock.requirements import Group, Requirements, keyring, r
 from image_builder.bake.pull.registry import Endpoints, locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
-from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
-from image_builder.events import Monitor
+from image_builder.errors import DefinitionError, LockError, Problem, PullError
+from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 
 
@@ -37,15 +36,8 @@ def resolve_lock(
         )
     store = Store(settings.store)
     store.prepare()
-    started = time.monotonic()
-    monitor.stage_started("lock")
-    try:
-        with store.staging() as staging:
-            lock = _resolve(definition, needs, settings, monitor, staging, previous)
-    except ImageBuilderError:
-        monitor.stage_failed("lock", time.monotonic() - started)
-        raise
-    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
+    with shown_stage(monitor, "lock"), store.staging() as staging:
+        lock = _resolve(definition, needs, settings, monitor, staging, previous)
     remembered = remembered_lock(settings, definition.record_name)
     for warning in (*lock.warnings, *_older_than(lock, remembered)):
         monitor.note(f"warning: {warning}")
@@ -59,9 +51,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     """
     images, left_out = [], []
     mirrors = registry_mirrors(definition)
-    started = time.monotonic()
-    monitor.stage_started("lock")
-    try:
+    with shown_stage(monitor, "lock"):
         for image in definition.preload:
             locked = lock.locked_image(image.ref)
             if locked is None or locked.platform != image.platform:
@@ -75,10 +65,6 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                     monitor.note(f"left out, it is not required: {error.message}")
                     continue
             images.append(locked)
-    except ImageBuilderError:
-        monitor.stage_failed("lock", time.monotonic() - started)
-        raise
-    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
     return lock.model_copy(update={"images": images, "left_out": left_out})
 
 
