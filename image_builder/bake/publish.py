@@ -133,7 +133,7 @@ def publish_files(
             _fill(staging, manifest, source, documents, monitor)
             with _locked(folder):
                 _move(staging, target)
-                sparse.sync_directory(folder)
+                files.sync_directory(folder)
                 _point_latest(folder, target.name)
     except OSError as error:
         where = error.filename or folder
@@ -249,7 +249,7 @@ def _fill(
     (staging / MANIFEST).write_bytes(manifest.render())
     sparse.sync(staging / MANIFEST)
     staging.chmod(0o755)
-    sparse.sync_directory(staging)
+    files.sync_directory(staging)
 
 
 def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | None) -> None:
@@ -273,7 +273,7 @@ def _move(staging: Path, target: Path) -> None:
     # Same build, but other formats, or damaged files: the old one goes where the new one was staged. No process
     # holds a lock on it, so it is removed before the image's lock is given back and others reap.
     _exchange(staging, target)
-    sparse.sync_directory(target.parent)
+    files.sync_directory(target.parent)
     remove_tree(staging)
 
 
@@ -306,7 +306,7 @@ def _point_latest(folder: Path, name: str) -> None:
     link = folder / f"{_LINK}{uuid.uuid4().hex[:8]}"
     link.symlink_to(name)
     link.rename(latest)
-    sparse.sync_directory(folder)
+    files.sync_directory(folder)
 
 
 # -- staging ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from image_builder.bake.plan.model import StagePlan
 from image_builder.canonical import JSON
 from image_builder.errors import StoreError
 from image_builder.node import files as node_files
-from image_builder.system.trees import remove_tree
+from image_builder.system.trees import remove_tree, sha256
 
 # How often a waiting build checks whether the other one has ended.
 _LOOK_SECONDS = 0.2
@@ -188,7 +188,7 @@ class Store:
             "facts": dict(facts),
             "entries": entries,
             "bytes": size,
-            "manifest_sha256": tree_manifest.sha256(staged / "manifest.gz"),
+            "manifest_sha256": sha256(staged / "manifest.gz"),
         }
         node_files.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
@@ -240,7 +240,7 @@ class Store:
             ]
         for folder in ("debs", "files"):
             for path in sorted((self.path / folder).iterdir()):
-                if path.suffix != ".control" and tree_manifest.sha256(path) != path.name:
+                if path.suffix != ".control" and sha256(path) != path.name:
                     damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
         damages += [
             Damage(path.stem, "debs", "its control file was damaged", repaired=True)

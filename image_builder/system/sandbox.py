@@ -30,11 +30,7 @@ _READ_ONLY_PROC = ("sys", "sysrq-trigger")
 BOUNDED = ("setpriv", "--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 
 ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C.UTF-8",
-    "HOME": "/root",
-    "TZ": "UTC",
+    **environment.BASE,
     "DEBIAN_FRONTEND": "noninteractive",
     "PYTHONDONTWRITEBYTECODE": "1",
 }

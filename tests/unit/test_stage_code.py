@@ -14,7 +14,7 @@ from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages.kind import StageKind
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.settings import REPO_ROOT
-from image_builder.system.digests import executed
+from image_builder.system.trees import executed
 
 PROGRAM = REPO_ROOT / PACKAGE
 KINDS = kinds(EXTENSIONS)

@@ -11,7 +11,6 @@ Product: one static, stripped program for each entry of the option ``programs``,
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from image_builder.bake.stages.go.openapi import BUILD, GO, IMPORT, TREE
 from image_builder.canonical import JSON
 from image_builder.errors import FetchError, LockError
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 SOURCE_PACKAGE = "kubernetes"
 
@@ -127,7 +127,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         "version": options.version,
         "source_version": source_version,
         "go": go_version,
-        "programs": {name: _sha256(ctx.product / name) for name in options.programs},
+        "programs": {name: sha256(ctx.product / name) for name in options.programs},
     }
 
 
@@ -155,7 +155,7 @@ def collect_sources(sources: Sequence[Source], places: Sequence[Path], target: P
         if file is None:
             raise FetchError(f"{SOURCE_PACKAGE}: {source.name} was not fetched")
         shutil.copyfile(file, target / source.name)
-        if (actual := _sha256(target / source.name)) != source.sha256:
+        if (actual := sha256(target / source.name)) != source.sha256:
             raise FetchError(f"{source.name}: sha256 is {actual}, the lock says {source.sha256}")
 
 
@@ -189,11 +189,3 @@ def _check_version(root: Root, program: str, version: str) -> None:
     answer = root.run([f"{BUILD}/{program}", *arguments]).stdout.split()
     if not answer or answer[-1] != f"v{version}":
         raise LockError(f"the {program} that was built calls itself {' '.join(answer)!r}, not v{version}")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -14,7 +14,7 @@ from image_builder.bake.stages.base.plan import BASE
 from image_builder.bake.stages.kind import MIB, Need, Sizes, StageKind
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, PlaybookReading, Repository, layer_needs, layer_reading
-from image_builder.system.digests import named_digests
+from image_builder.system.trees import named_digests
 
 # What a play reads by path, not by import.
 PLAY_DATA = ("image_builder/bake/plugins/connection/sandbox.py",)

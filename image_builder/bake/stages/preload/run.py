@@ -11,7 +11,6 @@ engine and what is known of each image; ``pulls.json``, how each pull went.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.node import layout
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 ARCHIVE = os.fspath(layout.ARCHIVE.relative_to("/"))
 LIST = os.fspath(layout.LIST.relative_to("/"))
@@ -189,5 +189,4 @@ def write_names(root: Path, endpoints: Endpoints) -> None:
 
 def _binary(root: Root, program: str) -> dict[str, JSON]:
     """Return which program it was that pulled."""
-    with (root.path / program.lstrip("/")).open("rb") as stream:
-        return {"binary": program, "binary_sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return {"binary": program, "binary_sha256": sha256(root.path / program.lstrip("/"))}

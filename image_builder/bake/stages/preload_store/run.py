@@ -31,6 +31,7 @@ from image_builder.node import layout
 from image_builder.node.seed import records
 from image_builder.node.store import BLOCK, FORMAT
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 _FOLDER = layout.STORE_FILE.parent.relative_to("/")
 _PACK, _OUT = "/run/pack", "/run/out"
@@ -228,7 +229,7 @@ def _manifest(
         "file": os.fspath(layout.STORE_FILE),
         "bytes": file.stat().st_size,
         "verity": verity,
-        "sha256": None if verity else _sha256(file),
+        "sha256": None if verity else sha256(file),
         "engines": engines,
         "images": [
             {**entry, "mode": records[ref].mode, "required": records[ref].required}
@@ -236,11 +237,6 @@ def _manifest(
         ],
         "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],
     }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _bytes(tree: Path) -> int:

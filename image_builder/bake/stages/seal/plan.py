@@ -10,7 +10,7 @@ from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.stages.layer.plan import PLAY_DATA, play_options
 from image_builder.canonical import JSON
 from image_builder.definition import seal_reading
-from image_builder.system.digests import named_digests
+from image_builder.system.trees import named_digests
 
 SEAL = "seal"
 _PLAYBOOK = "playbooks/seal.yml"
