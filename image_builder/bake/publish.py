@@ -156,7 +156,6 @@ def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
 
 def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
     """Return the manifest's record of a finished preload."""
-    options: Mapping[str, Any] = stage.options
     engine = facts["engine"]
     return manifests.Preload(
         engine=engine["name"],
@@ -165,7 +164,7 @@ def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
         binary_sha256=engine["binary_sha256"],
         images=tuple(
             manifests.PreloadedImage(**{key: image[key] for key in ("ref", "digest", "platform", "pin")})
-            for image in options["images"]
+            for image in stage.options["images"]
             if image["ref"] in facts["images"]
         ),
         left_out=facts["left_out"],

@@ -65,7 +65,7 @@ def test_modules_are_built_for_the_locked_kernel() -> None:
     found = plan()
     build = found.stage(MODULE_BUILD)
     assert build.options["kernel"] == KERNEL and build.options["driver"] == "535.261.03"
-    assert f"linux-headers-{KERNEL}" in found.stage(MODULE_ROOT).options["include"]  # type: ignore[operator]
+    assert f"linux-headers-{KERNEL}" in found.stage(MODULE_ROOT).options["include"]
     assert build.inputs == {MODULE_ROOT: found.stage(MODULE_ROOT).id} and not build.lowers
     assert found.stage("gpu").inputs == {MODULE_BUILD: build.id}
 

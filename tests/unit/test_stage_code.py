@@ -73,7 +73,7 @@ def test_the_neutral_list_has_what_stages_import_and_nothing_else() -> None:
         ("bake/pull/docker_engine.py", PRELOADS),
         ("bake/pull/containerd_engine.py", PRELOADS),
         ("bake/lock/repository.py", {"tools", "base", "module_build", *PLAYS}),
-        ("bake/lock/mmdebstrap.py", {"tools", "base"}),
+        ("bake/stages/root/run.py", {"tools", "base"}),
         ("bake/ansible.py", PLAYS),
         ("bake/plugins/connection/sandbox.py", PLAYS),
         ("bake/stages/go/run.py", {"go"}),

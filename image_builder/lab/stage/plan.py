@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_builder.bake.lock.requirements import Group, Requirements
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import Need, Sizes, StageKind, Supplier
-from image_builder.bake.stages.tools.plan import TOOLS
+from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind, Supplier
+from image_builder.bake.stages.root.plan import TOOLS
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition
 from image_builder.lab import large, pause

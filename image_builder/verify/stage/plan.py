@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import StageKind
+from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.seal.plan import SEAL
 from image_builder.canonical import JSON, digest
 from image_builder.definition import published_variables

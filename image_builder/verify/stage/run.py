@@ -7,7 +7,6 @@ publishing reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from image_builder.bake.stages import StageContext
 from image_builder.bake.verification import Verdict
@@ -25,7 +24,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
     with open_root(ctx.lowers, ctx.work) as root:
         path = ctx.product / "facts.json"
-        options: Mapping[str, Any] = ctx.plan.options
+        options = ctx.plan.options
         facts = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
         write_facts(path, facts)
         result = observe_suite(

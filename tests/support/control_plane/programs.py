@@ -17,12 +17,11 @@ from image_builder.bake.lock.apt import Apt, debian_sources
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import kinds
-from image_builder.bake.stages.base import plan as base
 from image_builder.bake.stages.go import plan as go
-from image_builder.bake.stages.tools import plan as tools
+from image_builder.bake.stages.kind import Draft
+from image_builder.bake.stages.root import plan as root
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
@@ -40,7 +39,7 @@ PROGRAMS = ("kube-apiserver", "kube-scheduler")
 # none of it.
 CONTROLLERS = ("kube-controller-manager",)
 # What the kubelet needs as well: the same bytes, so the same stages.
-_SHARED = (tools.TOOLS, go.BUILD_ROOT)
+_SHARED = (root.TOOLS, go.BUILD_ROOT)
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,9 @@ def obtain(
 def _plan(definition: ImageDefinition, lock: Lock, repo_root: Path, programs: Sequence[str]) -> Plan:
     """Return the stages of the control plane: its own programs, and a tree with Debian's etcd."""
     draft = Draft(definition, lock, repo_root, kinds())
-    draft.add(*tools.KIND.plan(draft))
+    draft.add(*root.TOOLS_KIND.plan(draft))
     draft.add(*go.programs(draft, _BUILD, programs))
-    draft.add(base.root(draft, CONTROL_PLANE, _PACKAGES))
+    draft.add(root.root(draft, CONTROL_PLANE, _PACKAGES))
     return draft.plan()
 
 

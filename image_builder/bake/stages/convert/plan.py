@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.disk.plan import DISK, PER_TREE
-from image_builder.bake.stages.kind import Need, Sizes, StageKind
+from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind
+from image_builder.bake.stages.root.plan import TOOLS
 from image_builder.bake.stages.seal.plan import SEAL
-from image_builder.bake.stages.tools.plan import TOOLS
 from image_builder.canonical import JSON
 
 CONVERT = "convert"
@@ -29,8 +28,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
 
 
 def _space(stage: StagePlan, sizes: Sizes) -> Need:
-    formats: list[str] = list(stage.options["formats"])  # type: ignore[arg-type]
-    per_tree = {name: sizes.tree * _FORMATS[name] for name in formats}
+    per_tree = {name: sizes.tree * _FORMATS[name] for name in stage.options["formats"]}
     return Need(
         product=sum(size for name, size in per_tree.items() if name != "raw"), output=sum(per_tree.values())
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import MIB, Need, Sizes, StageKind
+from image_builder.bake.stages.kind import MIB, Draft, Need, Sizes, StageKind
+from image_builder.bake.stages.root.plan import TOOLS
 from image_builder.bake.stages.seal.plan import SEAL
-from image_builder.bake.stages.tools.plan import TOOLS
 from image_builder.canonical import JSON
 
 DISK = "disk"

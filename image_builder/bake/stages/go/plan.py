@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from image_builder.bake.lock.model import Lock, LockedFile
 from image_builder.bake.lock.requirements import Group, Requirements
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.base.plan import root
-from image_builder.bake.stages.kind import MIB, Need, Sizes, StageKind
+from image_builder.bake.stages.kind import MIB, Draft, Need, Sizes, StageKind
+from image_builder.bake.stages.root.plan import root
 from image_builder.definition import ImageDefinition, resolved_variables
 
 KUBELET_BUILD, BUILD_ROOT = "kubelet_build", "build_root"
@@ -42,7 +41,7 @@ def programs(draft: Draft, name: str, names: Sequence[str]) -> list[StagePlan]:
         {
             "version": source.version.split("-")[0].split("+")[0],
             "programs": tuple(names),
-            "sources": [{"name": f.name, "sha256": f.sha256} for f in source.files],
+            "sources": {f.name: f.sha256 for f in source.files},
         },
         draft.code(KIND),
         inputs={BUILD_ROOT: build_root.id},

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from image_builder.bake.lock.model import Lock, LockedArchive
 from image_builder.bake.lock.requirements import Group, Requirements
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.base.plan import BASE
-from image_builder.bake.stages.kind import MIB, Need, Sizes, StageKind
+from image_builder.bake.stages.kind import MIB, Draft, Need, Sizes, StageKind
+from image_builder.bake.stages.root.plan import BASE
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, PlaybookReading, Repository, layer_needs, layer_reading
 from image_builder.system.trees import named_digests
@@ -95,7 +94,7 @@ def _space(stage: StagePlan, sizes: Sizes) -> Need:
 
 def _files(stage: StagePlan, lock: Lock) -> Sequence[LockedArchive]:
     digests = stage.options.get("archives", ())
-    return [archive for archive in lock.archives if archive.sha256 in digests]  # type: ignore[operator]
+    return [archive for archive in lock.archives if archive.sha256 in digests]
 
 
 KIND = StageKind(

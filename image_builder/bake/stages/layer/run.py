@@ -32,7 +32,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
         if ctx.repo:
             _offer_packages(root, ctx)
-        result = play(ctx, root, ctx.settings.repo_root / str(ctx.plan.options["playbook"]))
+        result = play(ctx, root, ctx.settings.repo_root / ctx.plan.options["playbook"])
     return {"tasks_ok": result.ok, "tasks_changed": result.changed}
 
 

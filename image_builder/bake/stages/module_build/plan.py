@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from image_builder.bake.lock.requirements import Group, Requirements
-from image_builder.bake.plan.draft import FIXED_EPOCH, Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.base.plan import root
-from image_builder.bake.stages.kind import MIB, Need, Sizes, StageKind
+from image_builder.bake.stages.kind import FIXED_EPOCH, MIB, Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.layer.plan import repositories
+from image_builder.bake.stages.root.plan import root
 from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import LockError
 

@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
@@ -42,7 +41,7 @@ _DOWNLOADS = 10
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     module = ENGINES[options["engine"]]
     images = Image.listed(options["images"])
     state, opt = ctx.product / "state", ctx.product / "tree" / "opt"

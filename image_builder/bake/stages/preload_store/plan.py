@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import FIXED_EPOCH, Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import Need, Sizes, StageKind
+from image_builder.bake.stages.kind import FIXED_EPOCH, Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.preload.plan import engines, images, name_of
-from image_builder.bake.stages.tools.plan import TOOLS
+from image_builder.bake.stages.root.plan import TOOLS
 
 PRELOAD_STORE = "preload_store"
 # Bytes of the store (lz4) per byte of the images' files.

@@ -42,7 +42,7 @@ _EROFS, _VERITY = "erofs", "dm-verity"
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pack the layers of every engine. Raises ImageBuilderError: metadata that isn't root's, or an unfit kernel."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     images = Image.listed(options["images"])
     require_kernel(ctx.ground, verity=options["verity"])
     folder = ctx.product / "tree" / _FOLDER
@@ -66,7 +66,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     (pack / layout.LAYERS).mkdir()
     for diff_id in layers:
         (pack / layout.LAYERS / diff_id[7:]).mkdir()
-    epoch = int(options["source_date_epoch"])
+    epoch = options["source_date_epoch"]
     for path in (pack, *_all(pack)):
         if (
             path.is_dir() or path.lstat().st_nlink == 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import StageKind
+from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.preload.plan import engines, images
 from image_builder.bake.stages.preload_store.plan import PRELOAD_STORE
 

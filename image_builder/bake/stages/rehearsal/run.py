@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.stages import StageContext
@@ -36,7 +35,7 @@ _DISK = "/run/image-builder/disk"
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Seed, list, start. Raises ImageBuilderError naming every image that isn't as it was locked."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     stored = {image["ref"] for image in json.loads(_manifest(ctx).read_bytes())["images"]}
     images = [i for i in Image.listed(options["images"]) if i.ref in stored and i.mode != "archive"]
     seeds: dict[str, dict[str, JSON]] = {}

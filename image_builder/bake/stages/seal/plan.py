@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import StageKind
+from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.layer.plan import PLAY_DATA, play_options
 from image_builder.canonical import JSON
 from image_builder.definition import seal_reading

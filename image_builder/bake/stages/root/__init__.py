@@ -1,0 +1,1 @@
+"""The kinds ``tools`` and ``base``: roots from packages only."""
