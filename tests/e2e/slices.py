@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from image_builder.machine.accelerator import accelerator
+from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
 from tests import provenance
