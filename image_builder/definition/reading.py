@@ -17,9 +17,8 @@ from image_builder.canonical import JSON, digest
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_playbook, role_variables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.references import lookup_calls, referenced_names
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
-from image_builder.definition.values import is_template, strings, words
+from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
 from image_builder.system.trees import files_in
 
 # A lookup of this program's own and the files that it packs.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from image_builder.bake.lock.model import Image
 from image_builder.bake.lock.requirements import Requirements
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.layer.plan import archive_digests
-from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import LockError

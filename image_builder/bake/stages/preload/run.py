@@ -16,13 +16,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
 from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.node import layout
