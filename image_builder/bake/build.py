@@ -19,7 +19,7 @@ from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
 from image_builder.bake.lock.requirements import registry_mirrors
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
-from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages.convert.plan import CONVERT
@@ -169,20 +169,18 @@ class Supply:
             return {}
         if self._endpoints is None:
             plan = supplier_plan(self.definition, self.lock, self.settings.repo_root, self.extensions)
-            make(
-                Build(
-                    self.definition,
-                    self.lock,
-                    plan,
-                    self.settings,
-                    self.store,
-                    self.monitor,
-                    self.staging,
-                    kinds(self.extensions),
-                    ran=self.ran,
-                ),
-                missing(plan, self.store, [plan.stages[-1].name]),
+            work = Build(
+                self.definition,
+                self.lock,
+                plan,
+                self.settings,
+                self.store,
+                self.monitor,
+                self.staging,
+                kinds(self.extensions),
+                ran=self.ran,
             )
+            make(work, missing(plan, self.store, [plan.stages[-1].name]))
             tools, images = (self.store.product(stage.id) for stage in plan.stages)
             endpoint = self._running.enter_context(
                 supplier.serve(tools / "tree", images, self.staging / "registry")
@@ -191,10 +189,16 @@ class Supply:
         return self._endpoints
 
 
-def make(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Run stages, once it is sure that there is room for them and what is locked for them was fetched."""
-    space.check(work.lock, todo, work.kinds, work.store, work.settings, work.definition)
+def make(work: Build, todo: Sequence[StagePlan], supply: Supply | None = None) -> None:
+    """Run stages, once it is sure that there is room for them and what is locked for them was fetched.
+
+    Those that pull images find the ones of ``supply`` in its registry.
+    """
+    space.check(work, todo)
     fetch_locked(work, todo)
+    if supply and any(work.kind(stage).pulls for stage in todo):
+        mirrors = registry_mirrors(work.definition)
+        work = replace(work, endpoints=supply.endpoints(), mirrors=mirrors)
     run_all(work, todo)
 
 
@@ -218,6 +222,7 @@ def build(
     store.prepare()
     cgroups.reap()
     lock = obtain_lock(definition, settings, monitor, extensions, locked)
+    remembered = remembered_lock(settings, definition.record_name)
     with (
         store.in_use(),
         store.staging() as staging,
@@ -226,15 +231,10 @@ def build(
         _keep_temporary_files_in(staging)
         if requirements(definition, extensions).unlocked_images(lock):
             lock = lock_images(definition, lock, supply.endpoints(), monitor)
-            lock.save(remembered_lock(settings, definition.record_name))
+            lock.save(remembered)
         plan = resolve(definition, lock, settings.repo_root, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
-        names = [s.name for s in plan.stages]
-        if stop_after and stop_after not in names:
-            raise UsageError(
-                f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
-            )
         work = Build(
             definition,
             lock,
@@ -247,17 +247,11 @@ def build(
             shell,
             ran=supply.ran,
         )
-        # All other stages run only when one of these needs them.
-        goals = [stop_after] if stop_after else [extensions.verification.name, CONVERT]
-        todo = missing(plan, store, goals)
+        todo = missing(plan, store, _goals(plan, extensions, stop_after))
         monitor.stages_planned(
             [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
         )
-        space.check(lock, todo, work.kinds, store, settings, definition)
-        fetch_locked(work, todo)
-        if any(work.kind(stage).pulls for stage in todo):
-            work = replace(work, endpoints=supply.endpoints(), mirrors=registry_mirrors(definition))
-        run_all(work, todo)
+        make(work, todo, supply)
         if not stop_after:
             store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
@@ -265,11 +259,19 @@ def build(
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
-    saved = (
-        artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.record_name)
-    )
+    saved = artefact / "lock.json" if artefact else locked or remembered
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
+
+
+def _goals(plan: Plan, extensions: Extensions, stop_after: str | None) -> list[str]:
+    """Return the stages that a build is for: all others run only when one of these needs them. Raises UsageError."""
+    names = [stage.name for stage in plan.stages]
+    if not stop_after:
+        return [extensions.verification.name, CONVERT]
+    if stop_after not in names:
+        raise UsageError(f"{plan.image} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
+    return [stop_after]
 
 
 def _summary(work: Build, stage: StagePlan) -> dict[str, Any]:

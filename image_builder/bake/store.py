@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from image_builder.bake import tree_manifest
-from image_builder.bake.formats import deb
+from image_builder.bake.lock import repository
 from image_builder.bake.plan.model import StagePlan
 from image_builder.canonical import JSON
 from image_builder.errors import StoreError
@@ -363,14 +363,14 @@ def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
 
 def _repair_control(path: Path) -> bool:
     """Rewrite a control file that isn't its package's, or remove one without a package; return whether it was wrong."""
-    recorded = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
+    recorded = repository.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
-        control = deb.read_control(path.with_suffix(""))
-    except (deb.NotAPackageError, FileNotFoundError):
+        control = repository.read_control(path.with_suffix(""))
+    except (repository.NotAPackageError, FileNotFoundError):
         if not recorded:
             path.unlink()
         return not recorded
-    if recorded == deb.fields(control):
+    if recorded == repository.fields(control):
         return False
     node_files.write(path, control.encode())
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,8 +83,7 @@ def check_store(store: Path, proc: Path = Path("/proc")) -> None:
             f"the store {store} is on {kind}, which can't hold the upper layer of an overlay",
             hint="put it on ext4, xfs or btrfs: --store DIR, or IMAGE_BUILDER_STORE=DIR; in a container, on a volume",
         )
-    stats = os.statvfs(below)
-    free = stats.f_bavail * stats.f_frsize
+    free = shutil.disk_usage(below).free
     if free < LEAST_FREE:
         raise SpaceError(
             f"{below} has {free // _MIB} MiB free, a store needs at least {LEAST_FREE // _MIB} MiB: "

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from image_builder.bake import boot_partition, identity
-from image_builder.bake.firmware_authorities import FIRMWARE_AUTHORITIES
+from image_builder.bake.boot_partition import FIRMWARE_AUTHORITIES
 from image_builder.bake.formats import gpt, vhd
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import StageContext

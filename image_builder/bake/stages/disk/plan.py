@@ -32,4 +32,10 @@ def _space(_stage: StagePlan, sizes: Sizes) -> Need:
     return Need(sizes.tree * PER_TREE + _BOOT_FILES)
 
 
-KIND = StageKind(DISK, "image_builder.bake.stages.disk.run", _plan, space=_space)
+KIND = StageKind(
+    DISK,
+    "image_builder.bake.stages.disk.run",
+    _plan,
+    ("image_builder/bake/firmware_authorities.pem",),
+    space=_space,
+)

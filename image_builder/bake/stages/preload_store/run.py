@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake import identity
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.bake.stages.preload.run import IMAGES, LAYERS
 from image_builder.canonical import JSON
 from image_builder.errors import ImageBuilderError

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, ImageBuilderError
 from image_builder.node import layout, zipapp
