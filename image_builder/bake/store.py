@@ -168,7 +168,7 @@ class Store:
             yield
 
     def commit(
-        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, JSON]
+        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
 
@@ -179,7 +179,7 @@ class Store:
         started = time.monotonic()
         for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
             path.chmod(mode)
-        hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
+        hashed = {file["name"]: file["sha256"] for file in facts.get("files", ())}
         entries, size = tree_manifest.write(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
             "name": plan.name,
@@ -192,8 +192,7 @@ class Store:
         }
         node_files.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
-        (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
-        _sync_file(staged / "meta.json")
+        node_files.write(staged / "meta.json", json.dumps(meta, indent=1, sort_keys=True).encode())
         target = self.object(plan.id)
         if target.exists():
             remove_tree(target)
@@ -356,11 +355,6 @@ def _builds(path: Path) -> list[list[str]]:
     return builds
 
 
-def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
-    files = facts.get("files")
-    return [f for f in files if isinstance(f, Mapping)] if isinstance(files, list) else []
-
-
 def _repair_control(path: Path) -> bool:
     """Rewrite a control file that isn't its package's, or remove one without a package; return whether it was wrong."""
     recorded = repository.fields(path.read_text(encoding="utf-8", errors="replace"))
@@ -374,11 +368,6 @@ def _repair_control(path: Path) -> bool:
         return False
     node_files.write(path, control.encode())
     return True
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 @contextmanager

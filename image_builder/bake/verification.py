@@ -50,10 +50,4 @@ def passed_verification(product: Path) -> Verification:
     if verdict.passed != verdict.checks:
         failed = f"{verdict.checks - verdict.passed} of {verdict.checks} checks failed"
         raise PublishError(f"not published: the image is not verified: {failed}", hint=_HINT)
-    return Verification(
-        marker=verdict.marker,
-        verdict="passed",
-        passed=verdict.passed,
-        not_applicable=verdict.not_applicable,
-        seconds=verdict.seconds,
-    )
+    return Verification(verdict="passed", **verdict.model_dump(exclude={"checks"}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from rich.markup import escape
@@ -92,18 +92,8 @@ class SuiteResult:
                 **{outcome: sum(c.outcome == outcome for c in self.checks) for outcome in _OUTCOMES},
                 "not_applicable": len(self.not_applicable),
             },
-            "checks": [
-                {
-                    "name": check.name,
-                    "outcome": check.outcome,
-                    "seconds": round(check.seconds, 3),
-                    "title": check.title,
-                    "message": check.message,
-                    "exception": check.exception,
-                }
-                for check in self.checks
-            ],
-            "not_applicable": [{"name": n.name, "reason": n.reason} for n in self.not_applicable],
+            "checks": [{**asdict(check), "seconds": round(check.seconds, 3)} for check in self.checks],
+            "not_applicable": [asdict(check) for check in self.not_applicable],
         }
 
 

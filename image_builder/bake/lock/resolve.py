@@ -38,10 +38,10 @@ def resolve_lock(
     store.prepare()
     with shown_stage(monitor, "lock"), store.staging() as staging:
         lock = _resolve(definition, needs, settings, monitor, staging, previous)
-    remembered = remembered_lock(settings, definition.record_name)
-    for warning in (*lock.warnings, *_older_than(lock, remembered)):
+    before = _remembered(remembered_lock(settings, definition.record_name))
+    for warning in (*lock.warnings, *(lock.older_than(before) if before else ())):
         monitor.note(f"warning: {warning}")
-    return _with_the_date_of(lock, remembered)
+    return _with_the_date_of(lock, before)
 
 
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
@@ -73,25 +73,26 @@ def remembered_lock(settings: Settings, name: str) -> Path:
     return settings.store / "locks" / f"{name}.lock.json"
 
 
-def _older_than(lock: Lock, remembered: Path) -> list[str]:
+def _remembered(path: Path) -> Lock | None:
     try:
-        return lock.older_than(Lock.load(remembered))
-    except LockError:  # none yet; or a damaged one, which this one replaces
-        return []
+        return Lock.load(path)
+    except LockError:  # none yet; or a damaged one, which the new one replaces
+        return None
 
 
-def _with_the_date_of(lock: Lock, remembered: Path) -> Lock:
-    """Return a lock with the date of the remembered one while the base is the same.
+def _with_the_date_of(lock: Lock, before: Lock | None) -> Lock:
+    """Return a lock with the date of an earlier one while the base is the same.
 
     All files of a build bear that date, and the archive's moves several times a day: a newer one would make every layer
     anew, whatever became of its packages.
     """
-    try:
-        before = Lock.load(remembered)
-        same = before.group("base").digest == lock.group("base").digest
-    except LockError:  # none yet; or a damaged one, which this one replaces
+    if (
+        before is None
+        or "base" not in before.groups
+        or before.group("base").digest != lock.group("base").digest
+    ):
         return lock
-    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch}) if same else lock
+    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch})
 
 
 def _resolve(

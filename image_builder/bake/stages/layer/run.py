@@ -39,38 +39,33 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
     """Run a playbook in an open sandbox with the variables that every play of a bake gets."""
     try:
-        return _play(ctx, root, playbook)
+        return ansible.play(
+            playbook,
+            ctx.definition.name,
+            inventories=ctx.definition.inventory_paths,
+            root=root.path,
+            environment_in_root={
+                **root.environment,
+                "APT_CONFIG": repository.APT_CONFIG_PATH,
+                "SOURCE_DATE_EPOCH": str(ctx.plan.options["source_date_epoch"]),
+            },
+            variables={
+                **ctx.definition.play_variables,
+                "node_is_booted": False,
+                "node_archive_dir": ARCHIVES,
+                "node_input_dir": INPUTS,
+            },
+            work=ctx.work,
+            log=ctx.log,
+            roles=ctx.settings.repo_root / "roles",
+            doing=ctx.doing,
+            vault_password_file=ctx.settings.vault_password_file,
+            python=ctx.settings.python,
+        )
     except CommandError:
         if ctx.shell:
             ctx.shell(root)
         raise
-
-
-def _play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
-    epoch = ctx.plan.options["source_date_epoch"]
-    return ansible.play(
-        playbook,
-        ctx.definition.name,
-        inventories=ctx.definition.inventory_paths,
-        root=root.path,
-        environment_in_root={
-            **root.environment,
-            "APT_CONFIG": repository.APT_CONFIG_PATH,
-            "SOURCE_DATE_EPOCH": str(epoch),
-        },
-        variables={
-            **ctx.definition.play_variables,
-            "node_is_booted": False,
-            "node_archive_dir": ARCHIVES,
-            "node_input_dir": INPUTS,
-        },
-        work=ctx.work,
-        log=ctx.log,
-        roles=ctx.settings.repo_root / "roles",
-        doing=ctx.doing,
-        vault_password_file=ctx.settings.vault_password_file,
-        python=ctx.settings.python,
-    )
 
 
 def _offer_packages(root: Root, ctx: StageContext) -> None:
