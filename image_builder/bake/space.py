@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import MIB, Sizes
-from image_builder.bake.stages.layer.plan import WRITTEN
-from image_builder.bake.stages.preload_store.plan import PACKED
+from image_builder.bake.stages.layer import WRITTEN
+from image_builder.bake.stages.preload_store import PACKED
 from image_builder.definition import ImageDefinition
 from image_builder.errors import SpaceError
 from image_builder.system.host import nearest_existing

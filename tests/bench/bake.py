@@ -39,7 +39,7 @@ from image_builder.bake import identity  # noqa: E402
 from image_builder.bake.lock import repository  # noqa: E402
 from image_builder.bake.lock.model import Lock  # noqa: E402
 from image_builder.bake.lock.repository import write_repository  # noqa: E402
-from image_builder.bake.stages.root.plan import PACKAGES  # noqa: E402
+from image_builder.bake.stages.root import PACKAGES  # noqa: E402
 from image_builder.bake.stages.root.run import mmdebstrap  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
 from image_builder.node import files  # noqa: E402

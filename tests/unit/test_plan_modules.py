@@ -11,7 +11,7 @@ import pytest
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
-from image_builder.bake.stages.module_build.plan import MODULE_BUILD, MODULE_ROOT, modules_from_source
+from image_builder.bake.stages.module_build import MODULE_BUILD, MODULE_ROOT, modules_from_source
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError

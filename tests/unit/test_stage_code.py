@@ -40,7 +40,7 @@ def test_every_imported_module_is_in_the_id_or_neutral(kind: StageKind) -> None:
 def test_no_plan_is_in_an_id(kind: StageKind) -> None:
     """What a stage needs, how large it is and where it runs may change without making anything again."""
     plans = {REPO_ROOT / f"{k.module.replace('.', '/')}.py" for k in KINDS.values()}
-    names = {path.with_name("plan.py").relative_to(REPO_ROOT).as_posix() for path in plans}
+    names = {path.with_name("__init__.py").relative_to(REPO_ROOT).as_posix() for path in plans}
     assert not names & _code(kind).keys()
 
 

@@ -6,7 +6,7 @@
            └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
                               (in the tree of container_runtime)
 
-What a stage is and needs, its own ``plan.py`` says. No network, no clock, no root: only the definition, the lock and
+What a stage is and needs, its own folder says. No network, no clock, no root: only the definition, the lock and
 the files of this program are read.
 """
 
@@ -18,17 +18,19 @@ from pathlib import Path
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.lock.requirements import Requirements
 from image_builder.bake.plan.model import Plan
-from image_builder.bake.stages.convert import plan as convert
-from image_builder.bake.stages.disk import plan as disk
-from image_builder.bake.stages.go import plan as go
+from image_builder.bake.stages import (
+    convert,
+    disk,
+    go,
+    layer,
+    module_build,
+    preload,
+    preload_store,
+    rehearsal,
+    root,
+    seal,
+)
 from image_builder.bake.stages.kind import Draft, Extensions, StageKind
-from image_builder.bake.stages.layer import plan as layer
-from image_builder.bake.stages.module_build import plan as module_build
-from image_builder.bake.stages.preload import plan as preload
-from image_builder.bake.stages.preload_store import plan as preload_store
-from image_builder.bake.stages.rehearsal import plan as rehearsal
-from image_builder.bake.stages.root import plan as root
-from image_builder.bake.stages.seal import plan as seal
 from image_builder.definition import ImageDefinition
 
 # The kinds that a bake has of itself.

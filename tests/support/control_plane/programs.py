@@ -19,9 +19,8 @@ from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import kinds
-from image_builder.bake.stages.go import plan as go
+from image_builder.bake.stages import go, root
 from image_builder.bake.stages.kind import Draft
-from image_builder.bake.stages.root import plan as root
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
