@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -123,36 +123,15 @@ def make_lock(
     lock = resolve_lock(definition, requirements(definition, extensions), settings, monitor)
     if not definition.preload:
         return lock
-    with (
-        store.in_use(),
-        store.staging() as staging,
-        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-    ):
-        _keep_temporary_files_in(staging)
+    with supplied(definition, lock, settings, monitor, extensions) as supply:
         return lock_images(definition, lock, supply.endpoints(), monitor)
-
-
-def _keep_temporary_files_in(staging: Path) -> None:
-    """Let programs put their temporary files where the next start removes what a killed build left."""
-    os.environ["TMPDIR"] = os.fspath(staging)
 
 
 class Supply:
     """A supplier's registry for one build: its images are made and it is started when something is asked there."""
 
-    def __init__(
-        self,
-        definition: ImageDefinition,
-        lock: Lock,
-        settings: Settings,
-        monitor: Monitor,
-        staging: Path,
-        extensions: Extensions,
-    ) -> None:
-        self.definition, self.lock, self.settings = definition, lock, settings
-        self.monitor, self.staging, self.extensions = monitor, staging, extensions
-        self.store = Store(settings.store)
-        self.ran: dict[str, dict[str, Any]] = {}
+    def __init__(self, work: Build, extensions: Extensions) -> None:
+        self.work, self.extensions = work, extensions
         self._running = ExitStack()
         self._endpoints: Endpoints | None = None
 
@@ -164,29 +143,32 @@ class Supply:
 
     def endpoints(self) -> Endpoints:
         """Return where the definition's registries are reached that no DNS knows."""
-        supplier = self.extensions.supplier
-        if not supplier.serves(self.definition):
+        work, supplier = self.work, self.extensions.supplier
+        if not supplier.serves(work.definition):
             return {}
         if self._endpoints is None:
-            plan = supplier_plan(self.definition, self.lock, self.settings.repo_root, self.extensions)
-            work = Build(
-                self.definition,
-                self.lock,
-                plan,
-                self.settings,
-                self.store,
-                self.monitor,
-                self.staging,
-                kinds(self.extensions),
-                ran=self.ran,
-            )
-            make(work, missing(plan, self.store, [plan.stages[-1].name]))
-            tools, images = (self.store.product(stage.id) for stage in plan.stages)
+            plan = supplier_plan(work.definition, work.lock, work.settings.repo_root, self.extensions)
+            make(work, missing(plan, work.store, [plan.stages[-1].name]))
+            tools, images = (work.store.product(stage.id) for stage in plan.stages)
             endpoint = self._running.enter_context(
-                supplier.serve(tools / "tree", images, self.staging / "registry")
+                supplier.serve(tools / "tree", images, work.staging / "registry")
             )
             self._endpoints = {supplier.host: endpoint}
         return self._endpoints
+
+
+@contextmanager
+def supplied(
+    definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, extensions: Extensions
+) -> Iterator[Supply]:
+    """Yield a supply, and with it the work of a build, which has a staging area and uses the store until the end."""
+    store = Store(settings.store)
+    with store.in_use(), store.staging() as staging:
+        # Programs put their temporary files where the next start removes what a killed build left.
+        os.environ["TMPDIR"] = os.fspath(staging)
+        work = Build(definition, lock, settings, store, monitor, staging, kinds(extensions))
+        with Supply(work, extensions) as supply:
+            yield supply
 
 
 def make(work: Build, todo: Sequence[StagePlan], supply: Supply | None = None) -> None:
@@ -223,30 +205,14 @@ def build(
     cgroups.reap()
     lock = obtain_lock(definition, settings, monitor, extensions, locked)
     remembered = remembered_lock(settings, definition.record_name)
-    with (
-        store.in_use(),
-        store.staging() as staging,
-        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-    ):
-        _keep_temporary_files_in(staging)
+    with supplied(definition, lock, settings, monitor, extensions) as supply:
         if requirements(definition, extensions).unlocked_images(lock):
             lock = lock_images(definition, lock, supply.endpoints(), monitor)
             lock.save(remembered)
         plan = resolve(definition, lock, settings.repo_root, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
-        work = Build(
-            definition,
-            lock,
-            plan,
-            settings,
-            store,
-            monitor,
-            staging,
-            kinds(extensions),
-            shell,
-            ran=supply.ran,
-        )
+        work = replace(supply.work, lock=lock, shell=shell)
         todo = missing(plan, store, _goals(plan, extensions, stop_after))
         monitor.stages_planned(
             [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]

@@ -41,7 +41,6 @@ class Build:
 
     definition: ImageDefinition
     lock: Lock
-    plan: Plan
     settings: Settings
     store: Store
     monitor: Monitor

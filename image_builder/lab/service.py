@@ -18,7 +18,7 @@ from pathlib import Path
 
 import urllib3
 
-from image_builder.bake.build import Supply, obtain_lock
+from image_builder.bake.build import obtain_lock, supplied
 from image_builder.bake.stages.kind import Extensions
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
@@ -143,15 +143,10 @@ def _last_line(log: Path) -> str:
 
 def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions) -> None:
     """Serve the lab's images until SIGTERM or SIGINT; runs in the namespace."""
-    store = Store(settings.store)
-    store.prepare()
+    Store(settings.store).prepare()
     with listening(signal.SIGTERM, signal.SIGINT) as wait:
         lock = obtain_lock(definition, settings, monitor, extensions)
-        with (
-            store.in_use(),
-            store.staging() as staging,
-            Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-        ):
+        with supplied(definition, lock, settings, monitor, extensions) as supply:
             endpoint = supply.endpoints()[HOST]
             _PLACE.mkdir(mode=0o755, exist_ok=True)
             shutil.copyfile(endpoint.ca, _CA)

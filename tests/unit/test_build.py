@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from image_builder.bake import build as building
+from image_builder.bake.executor import Build
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.resolve import requirements, resolve, supplier_plan
+from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoint
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
@@ -136,11 +137,12 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
         for stage in plan.stages:
             (staging / stage.name / "product").mkdir(parents=True)
             store.commit(stage, staging / stage.name, 1.0, {})
-        with building.Supply(definition, lock, settings, Monitor(), staging, extensions) as supply:
+        work = Build(definition, lock, settings, store, Monitor(), staging, kinds(extensions))
+        with building.Supply(work, extensions) as supply:
             endpoints = supply.endpoints()
             assert endpoints["registry.lab.internal"].address == "127.1.2.3"
             assert supply.endpoints() is endpoints and served == ["begins"]
         assert served == ["begins", "ends"]
         minimal = _minimal(REPO_ROOT / "inventories/lab")
-        with building.Supply(minimal, lock, settings, Monitor(), staging, extensions) as supply:
+        with building.Supply(replace(work, definition=minimal), extensions) as supply:
             assert supply.endpoints() == {} and served == ["begins", "ends"]

@@ -58,9 +58,8 @@ def _work(store: Store, staging: Path) -> Build:
         archives=[LockedArchive(url="https://example.invalid/a.tar", sha256="a" * 64)],
     )
     definition: Any = SimpleNamespace(name="worker")
-    nothing: Any = None
     settings, all_kinds = Settings(store=store.path), kinds(EXTENSIONS)
-    return Build(definition, lock, nothing, settings, store, Monitor(), staging, all_kinds)
+    return Build(definition, lock, settings, store, Monitor(), staging, all_kinds)
 
 
 def _given(store: Store, stage: StagePlan, staging: Path) -> StageContext:

@@ -13,7 +13,7 @@ import pytest
 from image_builder.bake import space
 from image_builder.bake.executor import Build
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
-from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
@@ -77,7 +77,7 @@ def todo(*names: str) -> list[StagePlan]:
 def work(store: Store) -> Build:
     folder = store.path.parent
     settings = Settings(store=store.path, output=folder / "output")
-    return Build(definition(), lock(), Plan("worker", ()), settings, store, Monitor(), folder, kinds())
+    return Build(definition(), lock(), settings, store, Monitor(), folder, kinds())
 
 
 def estimate(store: Store, *names: str) -> tuple[int, int]:

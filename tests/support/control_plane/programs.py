@@ -76,7 +76,7 @@ def obtain(
         lock = _lock(definition, shared, settings, staging)
         plan = _plan(definition, lock, settings.repo_root, programs)
         goals = [_BUILD, CONTROL_PLANE] if programs else [CONTROL_PLANE]
-        work = Build(definition, lock, plan, settings, store, monitor, staging, kinds())
+        work = Build(definition, lock, settings, store, monitor, staging, kinds())
         make(work, missing(plan, store, goals))
         store.record(CONTROL_PLANE, [s.id for s in plan.stages if store.has(s.id)])
     return _places(plan, store)
