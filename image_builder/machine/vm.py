@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -40,14 +40,6 @@ QUIET_SECONDS = 180.0
 TOTAL_SECONDS = 900.0
 _TAIL_LINES = 20
 _BANNER_SECONDS = 3.0
-
-
-class _Process(Protocol):
-    """What is used of a ``Popen``."""
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,7 @@ class Vm:
         self._qemu_log = directory / "qemu.log"
         self._monitor = monitor.socket_path(directory / "monitor")
         self._power = ExitStack()
-        self._process: _Process | None = None
+        self._process: process.Child | None = None
         self._powered_on_at = 0.0
         self._console_start = 0
         self._target: SshTarget | None = None

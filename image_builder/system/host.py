@@ -41,16 +41,13 @@ _UNSUITABLE = frozenset(
 )
 
 
-def check_host(store: Path, *, filesystems: tuple[str, ...] = ("overlay",)) -> None:
-    """Check all that a build needs of the host and of the place of its store.
-
-    ``filesystems`` are those that the kernel must know. Raises HostError, StoreError, SpaceError.
-    """
+def check_host(store: Path) -> None:
+    """Check all that a build needs of the host and of its store's place; raises HostError, StoreError, SpaceError."""
     check_root()
     machine = platform.machine()
     if platform.system() != "Linux" or machine != "x86_64":
         raise HostError(f"images are baked on Linux on x86_64, this is {platform.system()} on {machine}")
-    check_kernel(filesystems)
+    check_kernel(("overlay",))
     check_store(store)
 
 

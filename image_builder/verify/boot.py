@@ -231,16 +231,14 @@ def _require_secure_boot(ssh: SshTarget, expected: bool) -> None:
         )
 
 
-def wait_for_system(
-    ssh: SshTarget, seconds: float = SYSTEM_SECONDS, on_wait: Callable[[], None] | None = None
-) -> str:
+def wait_for_system(ssh: SshTarget, on_wait: Callable[[], None] | None = None) -> str:
     """Wait until systemd has started everything; return its state (``running``, ``degraded``, …).
 
     ``on_wait`` is called every few seconds.
     """
     # What timeout(1) ends says nothing: systemd is still starting things.
     argv = ["timeout", f"{_SYSTEM_STEP:g}", "systemctl", "is-system-running", "--wait"]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + SYSTEM_SECONDS
     while not (state := ssh.run(argv, ok=range(256)).stdout.strip()):
         if time.monotonic() > deadline:
             return "starting"

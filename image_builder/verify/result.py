@@ -264,8 +264,8 @@ def require_passed(result: SuiteResult) -> None:
     raise VerifyError("\n".join(lines))
 
 
-def table(result: SuiteResult, *, everything: bool = False) -> Table:
-    """Return the result as a table: one row per module and per check that isn't green, or all checks."""
+def table(result: SuiteResult) -> Table:
+    """Return the result as a table: one row per module and per check that isn't green."""
     shown = Table(title=escape(f"{result.target}: {result.summary()}"), title_justify="left", box=None)
     shown.add_column("check", overflow="fold")
     shown.add_column("outcome")
@@ -278,11 +278,9 @@ def table(result: SuiteResult, *, everything: bool = False) -> Table:
         bad = [check for check in checks if check.outcome != "passed"]
         verdict = f"{len(checks) - len(bad)} of {len(checks)} passed"
         shown.add_row(escape(module), verdict, f"{sum(c.seconds for c in checks):.1f}", "")
-        for check in checks if everything else bad:
-            style = "green" if check.outcome == "passed" else "red"
-            text = check.title if check.outcome == "passed" else check.message or check.title
-            name = check.name.partition("::")[2]
+        for check in bad:
+            name, text = check.name.partition("::")[2], check.message or check.title
             shown.add_row(
-                f"  {escape(name)}", f"[{style}]{check.outcome}[/]", f"{check.seconds:.1f}", escape(text)
+                f"  {escape(name)}", f"[red]{check.outcome}[/]", f"{check.seconds:.1f}", escape(text)
             )
     return shown

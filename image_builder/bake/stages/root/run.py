@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from image_builder.bake.lock import repository
 from image_builder.bake.stages import StageContext
@@ -22,17 +21,8 @@ from image_builder.system.sandbox import open_overlay, open_root
 _TARGET = "/mnt"
 
 
-class Run(Protocol):
-    """How to run a program: on the host, or in the tools tree."""
-
-    def __call__(
-        self,
-        argv: Sequence[str],
-        *,
-        env: dict[str, str],
-        log: Path,
-        on_line: Callable[[str], None],
-    ) -> Completed: ...
+Run = Callable[..., Completed]
+"""How to run a program: on the host, or in the tools tree."""
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
