@@ -340,12 +340,10 @@ def _reap(folder: Path) -> None:
 
 def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+    if files.try_lock(fd, 0):
+        return fd
+    os.close(fd)
+    return None
 
 
 @contextmanager

@@ -376,23 +376,16 @@ def _flock(
 ) -> Iterator[IO[bytes]]:
     """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError.
 
-    ``on_wait`` is called once when another one holds it; StoreError ends the waiting when ``stop`` is set.
+    ``on_wait`` is for LOCK_EX: it is called once when another one holds the lock. StoreError ends the waiting when
+    ``stop`` is set.
     """
     with path.open("ab") as stream:
         if on_wait is None:
             fcntl.flock(stream, how)
-        elif not _try_lock(stream, how):
+        elif not node_files.try_lock(stream.fileno(), 0):
             on_wait()
             stop = stop or threading.Event()
-            while not _try_lock(stream, how):
+            while not node_files.try_lock(stream.fileno(), 0):
                 if stop.wait(_LOOK_SECONDS):
                     raise StoreError("the build ends")
         yield stream
-
-
-def _try_lock(stream: IO[bytes], how: int) -> bool:
-    try:
-        fcntl.flock(stream, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
