@@ -1,14 +1,14 @@
 """The only progress channel: code that works emits, a renderer shows.
 
-Nothing below the CLI prints. A renderer is any object with the methods of ``Monitor``; ``NullMonitor`` is
-the one for tests and libraries.
+Nothing below the CLI prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,11 @@ class Part:
     action: str
 
 
-class Monitor(Protocol):
-    """Receives the events of a running build. Every call returns at once; ``stage`` is the stage's name."""
+class Monitor:
+    """Receives the events of a running build, and shows nothing: a renderer overrides what it shows.
+
+    Every call returns at once; ``stage`` is the stage's name.
+    """
 
     def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
         """Announce the stages to come, in order: (name, id, cached)."""
@@ -46,29 +49,14 @@ class Monitor(Protocol):
         """Report something that is worth a line of its own."""
 
 
-class NullMonitor:
-    """Shows nothing."""
-
-    def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
-        pass
-
-    def stage_started(self, stage: str) -> None:
-        pass
-
-    def stage_doing(self, stage: str, action: str) -> None:
-        pass
-
-    def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
-        pass
-
-    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
-        pass
-
-    def stage_finished(self, stage: str, seconds: float, cached: bool) -> None:
-        pass
-
-    def stage_failed(self, stage: str, seconds: float) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
+@contextmanager
+def shown_stage(monitor: Monitor, stage: str) -> Iterator[None]:
+    """Show the work of the block as a stage, with the time that it takes and how it ends."""
+    started = time.monotonic()
+    monitor.stage_started(stage)
+    try:
+        yield
+    except BaseException:
+        monitor.stage_failed(stage, time.monotonic() - started)
+        raise
+    monitor.stage_finished(stage, time.monotonic() - started, cached=False)

@@ -1,4 +1,4 @@
-"""A YAML file of an operator's settings, held to a strict model."""
+"""Data of a strict shape, and a YAML file of an operator's settings that is held to one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from image_builder.errors import DefinitionError, Problem
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Frozen data that takes no other types and no unknown keys. Written as JSON, tuples are lists."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 def load(path: Path, model: type[Model], subject: str) -> Model:

@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 
 from image_builder.cli import failure
 from image_builder.cluster.gate.model import Node, Rules, node_from
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
@@ -148,7 +148,7 @@ def child(store: str, work: str, *options: str) -> int:
     controllers = "controllers" in options
 
     def serve() -> int:
-        parts = obtain(Settings(store=Path(store)), NullMonitor(), controllers=controllers)
+        parts = obtain(Settings(store=Path(store)), Monitor(), controllers=controllers)
         with ControlPlane(parts, Path(work), controllers=controllers) as plane:
             print(json.dumps(plane.server), flush=True)
             for line in sys.stdin:

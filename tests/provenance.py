@@ -18,7 +18,7 @@ from typing import Any
 
 from image_builder.bake.plan.closure import closure
 from image_builder.settings import REPO_ROOT
-from image_builder.system.digests import code_digests, files_in
+from image_builder.system.trees import code_digests, files_in
 
 # They show what was found.
 _PRESENTS = ("page.py", "provenance.py")

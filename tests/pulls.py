@@ -43,7 +43,7 @@ from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.bake.stages.preload.run import write_names
 from image_builder.bake.store import Store
 from image_builder.errors import PullError
-from image_builder.events import NullMonitor, Part
+from image_builder.events import Monitor, Part
 from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.system import environment, namespace, process
@@ -205,7 +205,7 @@ def have_addresses(*more: str) -> None:
                 fcntl.ioctl(control, code, struct.pack("16s24s", name, value))
 
 
-class Pictures(NullMonitor):
+class Pictures(Monitor):
     """Keeps what was shown of each pull: for each image its lines, without repetitions."""
 
     def __init__(self) -> None:
@@ -341,7 +341,7 @@ class Lab:
         longest_wait: float = 600.0,
         parallel: int = 8,
         stop: threading.Event | None = None,
-        monitor: NullMonitor | None = None,
+        monitor: Monitor | None = None,
     ) -> Result:
         """Pull; return ``error``, ``failed``, ``records`` and ``seconds``, or ``bug`` for what is no PullError."""
         puller = Puller(
@@ -351,7 +351,7 @@ class Lab:
             parallel=parallel,
             endpoints=self.endpoints,
             stage="preload",
-            monitor=monitor or NullMonitor(),
+            monitor=monitor or Monitor(),
             stop=stop,
         )
         result: Result = {"error": "", "failed": {}, "records": [], "bug": ""}

@@ -31,16 +31,15 @@ from image_builder.bake.pull.reference import parse
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.preload import run as preload
 from image_builder.bake.stages.preload_store import run as preload_store
-from image_builder.bake.stages.rehearsal.run import _bound
 from image_builder.canonical import JSON
 from image_builder.definition.model import ImagePull
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import images, pause
 from image_builder.lab.registry import HOST
 from image_builder.node import layout, status, zipapp
 from image_builder.settings import Settings
 from image_builder.system import cgroups, namespace, process
-from image_builder.system.sandbox import Root, open_root
+from image_builder.system.sandbox import Root, bound, open_root
 from image_builder.system.trees import remove_tree
 from tests.pulls import Lab
 
@@ -151,7 +150,7 @@ def stage(
         inputs=inputs,
         repo=None,
         files=None,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         log=lab.base / f"{name}.log",
         settings=Settings(),
         endpoints=lab.endpoints,
@@ -231,7 +230,7 @@ class Node:
         with (
             cgroups.held(),
             # An engine takes a data root for its own that is a mount.
-            _bound(self.data, where),
+            bound(self.data, where, read_only=False),
             self.lab.module.running(
                 self.root, downloads=8, endpoints=self.lab.endpoints, log=self.lab.log
             ) as engine,

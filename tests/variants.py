@@ -23,7 +23,7 @@ from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer import run as layer
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.namespace import run_isolated
@@ -148,7 +148,7 @@ def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
         inputs={stage: built.object(stage) / "product" for stage in wanted},
         repo=work / "repo",
         files=work / "archives",
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         log=work / "log",
         settings=Settings(store=built.store),
     )

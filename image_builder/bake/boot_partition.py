@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from image_builder.bake.firmware_authorities import FIRMWARE_AUTHORITIES
 from image_builder.bake.formats import pe
 from image_builder.errors import ImageBuilderError
 from image_builder.system.process import Completed
@@ -33,6 +32,14 @@ KERNEL, INITRD = PurePosixPath("EFI/image/vmlinuz"), PurePosixPath("EFI/image/in
 GRUB_CONFIGS = (PurePosixPath("EFI/BOOT/grub.cfg"), PurePosixPath("EFI/debian/grub.cfg"))
 CONSOLES = ("console=tty0", "console=ttyS0,115200n8")
 
+# Microsoft's certificates that firmware has for what isn't Windows, in PEM, by their names.
+FIRMWARE_AUTHORITIES: Mapping[str, str] = dict(
+    re.findall(
+        r"^(.+)\n(-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n)",
+        Path(__file__).with_name("firmware_authorities.pem").read_text(encoding="ascii"),
+        re.MULTILINE,
+    )
+)
 _LOADERS: Mapping[PurePosixPath, str] = {
     SHIM: "usr/lib/shim/shimx64.efi.signed",
     PurePosixPath("EFI/BOOT/mmx64.efi"): "usr/lib/shim/mmx64.efi.signed",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +19,10 @@ from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
 from image_builder.bake.lock.requirements import registry_mirrors
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
-from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoints
-from image_builder.bake.stages.convert.plan import CONVERT
+from image_builder.bake.stages.convert import CONVERT
 from image_builder.bake.stages.kind import Extensions, Supplier
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
@@ -123,36 +123,15 @@ def make_lock(
     lock = resolve_lock(definition, requirements(definition, extensions), settings, monitor)
     if not definition.preload:
         return lock
-    with (
-        store.in_use(),
-        store.staging() as staging,
-        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-    ):
-        _keep_temporary_files_in(staging)
+    with supplied(definition, lock, settings, monitor, extensions) as supply:
         return lock_images(definition, lock, supply.endpoints(), monitor)
-
-
-def _keep_temporary_files_in(staging: Path) -> None:
-    """Let programs put their temporary files where the next start removes what a killed build left."""
-    os.environ["TMPDIR"] = os.fspath(staging)
 
 
 class Supply:
     """A supplier's registry for one build: its images are made and it is started when something is asked there."""
 
-    def __init__(
-        self,
-        definition: ImageDefinition,
-        lock: Lock,
-        settings: Settings,
-        monitor: Monitor,
-        staging: Path,
-        extensions: Extensions,
-    ) -> None:
-        self.definition, self.lock, self.settings = definition, lock, settings
-        self.monitor, self.staging, self.extensions = monitor, staging, extensions
-        self.store = Store(settings.store)
-        self.ran: dict[str, dict[str, Any]] = {}
+    def __init__(self, work: Build, extensions: Extensions) -> None:
+        self.work, self.extensions = work, extensions
         self._running = ExitStack()
         self._endpoints: Endpoints | None = None
 
@@ -164,37 +143,44 @@ class Supply:
 
     def endpoints(self) -> Endpoints:
         """Return where the definition's registries are reached that no DNS knows."""
-        supplier = self.extensions.supplier
-        if not supplier.serves(self.definition):
+        work, supplier = self.work, self.extensions.supplier
+        if not supplier.serves(work.definition):
             return {}
         if self._endpoints is None:
-            plan = supplier_plan(self.definition, self.lock, self.settings.repo_root, self.extensions)
-            make(
-                Build(
-                    self.definition,
-                    self.lock,
-                    plan,
-                    self.settings,
-                    self.store,
-                    self.monitor,
-                    self.staging,
-                    kinds(self.extensions),
-                    ran=self.ran,
-                ),
-                missing(plan, self.store, [plan.stages[-1].name]),
-            )
-            tools, images = (self.store.product(stage.id) for stage in plan.stages)
+            plan = supplier_plan(work.definition, work.lock, work.settings.repo_root, self.extensions)
+            make(work, missing(plan, work.store, [plan.stages[-1].name]))
+            tools, images = (work.store.product(stage.id) for stage in plan.stages)
             endpoint = self._running.enter_context(
-                supplier.serve(tools / "tree", images, self.staging / "registry")
+                supplier.serve(tools / "tree", images, work.staging / "registry")
             )
             self._endpoints = {supplier.host: endpoint}
         return self._endpoints
 
 
-def make(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Run stages, once it is sure that there is room for them and what is locked for them was fetched."""
-    space.check(work.lock, todo, work.kinds, work.store, work.settings, work.definition)
+@contextmanager
+def supplied(
+    definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, extensions: Extensions
+) -> Iterator[Supply]:
+    """Yield a supply, and with it the work of a build, which has a staging area and uses the store until the end."""
+    store = Store(settings.store)
+    with store.in_use(), store.staging() as staging:
+        # Programs put their temporary files where the next start removes what a killed build left.
+        os.environ["TMPDIR"] = os.fspath(staging)
+        work = Build(definition, lock, settings, store, monitor, staging, kinds(extensions))
+        with Supply(work, extensions) as supply:
+            yield supply
+
+
+def make(work: Build, todo: Sequence[StagePlan], supply: Supply | None = None) -> None:
+    """Run stages, once it is sure that there is room for them and what is locked for them was fetched.
+
+    Those that pull images find the ones of ``supply`` in its registry.
+    """
+    space.check(work, todo)
     fetch_locked(work, todo)
+    if supply and any(work.kind(stage).pulls for stage in todo):
+        mirrors = registry_mirrors(work.definition)
+        work = replace(work, endpoints=supply.endpoints(), mirrors=mirrors)
     run_all(work, todo)
 
 
@@ -218,46 +204,20 @@ def build(
     store.prepare()
     cgroups.reap()
     lock = obtain_lock(definition, settings, monitor, extensions, locked)
-    with (
-        store.in_use(),
-        store.staging() as staging,
-        Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-    ):
-        _keep_temporary_files_in(staging)
+    remembered = remembered_lock(settings, definition.record_name)
+    with supplied(definition, lock, settings, monitor, extensions) as supply:
         if requirements(definition, extensions).unlocked_images(lock):
             lock = lock_images(definition, lock, supply.endpoints(), monitor)
-            lock.save(remembered_lock(settings, definition.record_name))
+            lock.save(remembered)
         plan = resolve(definition, lock, settings.repo_root, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
-        names = [s.name for s in plan.stages]
-        if stop_after and stop_after not in names:
-            raise UsageError(
-                f"{definition.name} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}"
-            )
-        work = Build(
-            definition,
-            lock,
-            plan,
-            settings,
-            store,
-            monitor,
-            staging,
-            kinds(extensions),
-            shell,
-            ran=supply.ran,
-        )
-        # All other stages run only when one of these needs them.
-        goals = [stop_after] if stop_after else [extensions.verification.name, CONVERT]
-        todo = missing(plan, store, goals)
+        work = replace(supply.work, lock=lock, shell=shell)
+        todo = missing(plan, store, _goals(plan, extensions, stop_after))
         monitor.stages_planned(
             [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
         )
-        space.check(lock, todo, work.kinds, store, settings, definition)
-        fetch_locked(work, todo)
-        if any(work.kind(stage).pulls for stage in todo):
-            work = replace(work, endpoints=supply.endpoints(), mirrors=registry_mirrors(definition))
-        run_all(work, todo)
+        make(work, todo, supply)
         if not stop_after:
             store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
@@ -265,11 +225,19 @@ def build(
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
-    saved = (
-        artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.record_name)
-    )
+    saved = artefact / "lock.json" if artefact else locked or remembered
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
+
+
+def _goals(plan: Plan, extensions: Extensions, stop_after: str | None) -> list[str]:
+    """Return the stages that a build is for: all others run only when one of these needs them. Raises UsageError."""
+    names = [stage.name for stage in plan.stages]
+    if not stop_after:
+        return [extensions.verification.name, CONVERT]
+    if stop_after not in names:
+        raise UsageError(f"{plan.image} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
+    return [stop_after]
 
 
 def _summary(work: Build, stage: StagePlan) -> dict[str, Any]:

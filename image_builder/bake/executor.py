@@ -29,7 +29,7 @@ from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
-from image_builder.events import Monitor
+from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 from image_builder.system.sandbox import Root
 from image_builder.system.trees import remove_tree
@@ -41,7 +41,6 @@ class Build:
 
     definition: ImageDefinition
     lock: Lock
-    plan: Plan
     settings: Settings
     store: Store
     monitor: Monitor
@@ -84,9 +83,7 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     files = [_download(file, where) for file in others.values()]
     if not debs and not files:
         return
-    started = time.monotonic()
-    monitor.stage_started("fetch")
-    try:
+    with shown_stage(monitor, "fetch"):
         for downloads, folder in ((debs, "debs"), (files, "files")):
             fetch(
                 downloads,
@@ -94,10 +91,6 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
                 work.staging,
                 lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
             )
-    except ImageBuilderError:
-        monitor.stage_failed("fetch", time.monotonic() - started)
-        raise
-    monitor.stage_finished("fetch", time.monotonic() - started, cached=False)
 
 
 def _download(file: LockedFile | LockedArchive, where: Mapping[str, str]) -> Download:

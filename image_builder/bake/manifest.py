@@ -10,16 +10,17 @@ import json
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from image_builder import __version__
-from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.model import Lock, Sha256
 from image_builder.bake.plan.model import Plan
-from image_builder.bake.verification import Verification
+from image_builder.bake.verification import Count, Verification
 from image_builder.canonical import digest
 from image_builder.errors import PublishError
+from image_builder.strict_yaml import Strict
 
 if TYPE_CHECKING:  # it brings Ansible in, which reading a manifest needn't wait for
     from image_builder.definition import ImageDefinition
@@ -27,15 +28,8 @@ if TYPE_CHECKING:  # it brings Ansible in, which reading a manifest needn't wait
 SCHEMA_VERSION: Final = 1
 SCHEMA_PATH: Final = "docs/reference/manifest.schema.json"
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
 
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Document(_Frozen):
+class Document(Strict):
     """A small file that describes the image."""
 
     name: str
@@ -52,7 +46,7 @@ class Artefact(Document):
     )
 
 
-class Stage(_Frozen):
+class Stage(Strict):
     """A stage of the build."""
 
     name: str
@@ -65,7 +59,7 @@ class Stage(_Frozen):
     cached: bool = Field(description="Whether the stage was reused from an earlier build.")
 
 
-class Package(_Frozen):
+class Package(Strict):
     """A Debian package that is installed in the image."""
 
     name: str
@@ -76,7 +70,7 @@ class Package(_Frozen):
     )
 
 
-class Partition(_Frozen):
+class Partition(Strict):
     """A partition of the disk. Sizes are bytes."""
 
     number: Count
@@ -88,7 +82,7 @@ class Partition(_Frozen):
     attributes: Count = 0
 
 
-class SecureBoot(_Frozen):
+class SecureBoot(Strict):
     """What the build proved: each digest is the Authenticode SHA-256 that a signature was checked for."""
 
     firmware_authorities: tuple[str, ...] = Field(
@@ -99,7 +93,7 @@ class SecureBoot(_Frozen):
     kernel_sha256: Sha256
 
 
-class Disk(_Frozen):
+class Disk(Strict):
     """The disk that raw, qcow2 and vhd hold."""
 
     disk_uuid: str
@@ -110,7 +104,7 @@ class Disk(_Frozen):
     secure_boot: SecureBoot | None = Field(description="null when the definition doesn't declare it.")
 
 
-class PreloadedImage(_Frozen):
+class PreloadedImage(Strict):
     """A container image that a node of this image has before its first pod."""
 
     ref: str
@@ -121,7 +115,7 @@ class PreloadedImage(_Frozen):
     pin: bool
 
 
-class Preload(_Frozen):
+class Preload(Strict):
     """The container images in the image, and the program that pulled them."""
 
     engine: str
@@ -132,7 +126,7 @@ class Preload(_Frozen):
     left_out: Mapping[str, str] = Field(description="Images that are not required, and why they are missing.")
 
 
-class Manifest(_Frozen):
+class Manifest(Strict):
     """The manifest of one publication."""
 
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -35,7 +35,7 @@ from image_builder.bake.verification import passed_verification
 from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import PublishError, SpaceError
-from image_builder.events import Monitor, NullMonitor
+from image_builder.events import Monitor, shown_stage
 from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
@@ -65,14 +65,13 @@ def publish(
     store: Store,
     settings: Settings,
     stages: Sequence[Mapping[str, Any]],
-    monitor: Monitor | None = None,
+    monitor: Monitor,
 ) -> Path:
     """Publish the finished stages of ``plan`` below ``settings.output``; return the directory.
 
     ``stages`` tell of each stage its name, id, seconds, bytes and cached. Raises PublishError (also when the
     verification isn't there or didn't pass), SpaceError. What was published before stays as it is.
     """
-    monitor = monitor or NullMonitor()
     verified = store.product(plan.stage("verify").id)
     result = passed_verification(verified)
     converted = plan.stage("convert").id
@@ -130,11 +129,11 @@ def publish_files(
                 _reap(folder)
                 _point_latest(folder, target.name)
             return Publication(target, reused=True)
-        with _shown(monitor), _staging(folder) as staging:
+        with shown_stage(monitor, "publish"), _staging(folder) as staging:
             _fill(staging, manifest, source, documents, monitor)
             with _locked(folder):
                 _move(staging, target)
-                sparse.sync_directory(folder)
+                files.sync_directory(folder)
                 _point_latest(folder, target.name)
     except OSError as error:
         where = error.filename or folder
@@ -147,19 +146,6 @@ def publish_files(
     return Publication(target, reused=False)
 
 
-@contextmanager
-def _shown(monitor: Monitor) -> Iterator[None]:
-    """Show publishing as a stage of its own."""
-    started = time.monotonic()
-    monitor.stage_started("publish")
-    try:
-        yield
-    except BaseException:
-        monitor.stage_failed("publish", time.monotonic() - started)
-        raise
-    monitor.stage_finished("publish", time.monotonic() - started, cached=False)
-
-
 # -- what is published -----------------------------------------------------------------------------------
 
 
@@ -170,7 +156,6 @@ def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
 
 def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
     """Return the manifest's record of a finished preload."""
-    options: Mapping[str, Any] = stage.options
     engine = facts["engine"]
     return manifests.Preload(
         engine=engine["name"],
@@ -179,7 +164,7 @@ def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
         binary_sha256=engine["binary_sha256"],
         images=tuple(
             manifests.PreloadedImage(**{key: image[key] for key in ("ref", "digest", "platform", "pin")})
-            for image in options["images"]
+            for image in stage.options["images"]
             if image["ref"] in facts["images"]
         ),
         left_out=facts["left_out"],
@@ -263,7 +248,7 @@ def _fill(
     (staging / MANIFEST).write_bytes(manifest.render())
     sparse.sync(staging / MANIFEST)
     staging.chmod(0o755)
-    sparse.sync_directory(staging)
+    files.sync_directory(staging)
 
 
 def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | None) -> None:
@@ -287,7 +272,7 @@ def _move(staging: Path, target: Path) -> None:
     # Same build, but other formats, or damaged files: the old one goes where the new one was staged. No process
     # holds a lock on it, so it is removed before the image's lock is given back and others reap.
     _exchange(staging, target)
-    sparse.sync_directory(target.parent)
+    files.sync_directory(target.parent)
     remove_tree(staging)
 
 
@@ -320,7 +305,7 @@ def _point_latest(folder: Path, name: str) -> None:
     link = folder / f"{_LINK}{uuid.uuid4().hex[:8]}"
     link.symlink_to(name)
     link.rename(latest)
-    sparse.sync_directory(folder)
+    files.sync_directory(folder)
 
 
 # -- staging ---------------------------------------------------------------------------------------------
@@ -355,12 +340,10 @@ def _reap(folder: Path) -> None:
 
 def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+    if files.try_lock(fd, 0):
+        return fd
+    os.close(fd)
+    return None
 
 
 @contextmanager

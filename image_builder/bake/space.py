@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.kind import MIB, Sizes, StageKind
-from image_builder.bake.stages.layer.plan import WRITTEN
-from image_builder.bake.stages.preload_store.plan import PACKED
-from image_builder.bake.store import Store
+from image_builder.bake.stages.kind import MIB, Sizes
+from image_builder.bake.stages.layer import WRITTEN
+from image_builder.bake.stages.preload_store import PACKED
 from image_builder.definition import ImageDefinition
 from image_builder.errors import SpaceError
-from image_builder.settings import Settings
+from image_builder.system.host import nearest_existing
+
+if TYPE_CHECKING:
+    from image_builder.bake.executor import Build
 
 # Installed bytes per byte of package, measured over the lab's images (kernel modules and docs compress well).
 _UNPACKED = 4.0
@@ -25,28 +29,23 @@ _SLACK = 200 * MIB
 _FULL = 16 * MIB
 
 
-def estimate(
-    lock: Lock,
-    todo: Sequence[StagePlan],
-    kinds: Mapping[str, StageKind],
-    store: Store,
-    definition: ImageDefinition,
-) -> tuple[int, int]:
+def estimate(work: Build, todo: Sequence[StagePlan]) -> tuple[int, int]:
     """Return the bytes that running ``todo`` takes at most, of (the store's filesystem, the output's).
 
     What the store has already is not counted, neither packages nor stages.
     """
+    groups = work.lock.groups
     downloads = sum(
         package.size
-        for name in {stage.name for stage in todo} & lock.groups.keys()
-        for package in lock.groups[name].packages
-        if not (store.path / "debs" / package.sha256).exists()
+        for name in {stage.name for stage in todo} & groups.keys()
+        for package in groups[name].packages
+        if not (work.store.path / "debs" / package.sha256).exists()
     )
-    sizes = _sizes(lock, definition)
+    sizes = _sizes(work.lock, work.definition)
     in_store = peak = float(downloads)
     in_output = 0.0
     for stage in todo:
-        need = kinds[stage.kind].space(stage, sizes)
+        need = work.kind(stage).space(stage, sizes)
         in_store += need.product
         peak = max(peak, in_store + need.scratch)
         in_output += need.output
@@ -61,26 +60,18 @@ def _sizes(lock: Lock, definition: ImageDefinition) -> Sizes:
     return Sizes(packed, unpacked, images, tree + images * (1 + PACKED))  # the archive and the store
 
 
-def check(
-    lock: Lock,
-    todo: Sequence[StagePlan],
-    kinds: Mapping[str, StageKind],
-    store: Store,
-    settings: Settings,
-    definition: ImageDefinition,
-) -> None:
+def check(work: Build, todo: Sequence[StagePlan]) -> None:
     """Raise SpaceError, naming the shortfall, when the estimate doesn't fit the filesystems it goes to."""
     if not todo:
         return
-    in_store, in_output = estimate(lock, todo, kinds, store, definition)
+    in_store, in_output = estimate(work, todo)
     needed: dict[int, tuple[Path, int]] = {}
-    for path, size in ((store.path, in_store), (_existing(settings.output), in_output)):
+    for path, size in ((work.store.path, in_store), (nearest_existing(work.settings.output), in_output)):
         device = os.stat(path).st_dev
         first, sum_before = needed.get(device, (path, 0))
         needed[device] = (first, sum_before + size)
     for path, size in needed.values():
-        stats = os.statvfs(path)
-        free = stats.f_bavail * stats.f_frsize
+        free = shutil.disk_usage(path).free
         if free < size + _SLACK:
             raise SpaceError(
                 f"{path} has {free // MIB} MiB free, this build needs about {(size + _SLACK) // MIB} MiB: "
@@ -94,12 +85,5 @@ def shortage(path: Path) -> str | None:
 
     Programs say it in many ways, or not at all, so a stage that failed looks for itself.
     """
-    stats = os.statvfs(path)
-    free = stats.f_bavail * stats.f_frsize
+    free = shutil.disk_usage(path).free
     return f"No space left on the filesystem of {path} ({free // 1024} KiB free)" if free < _FULL else None
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

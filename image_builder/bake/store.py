@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from image_builder.bake import tree_manifest
-from image_builder.bake.formats import deb
+from image_builder.bake.lock import repository
 from image_builder.bake.plan.model import StagePlan
 from image_builder.canonical import JSON
 from image_builder.errors import StoreError
 from image_builder.node import files as node_files
-from image_builder.system.trees import remove_tree
+from image_builder.system.trees import remove_tree, sha256
 
 # How often a waiting build checks whether the other one has ended.
 _LOOK_SECONDS = 0.2
@@ -168,7 +168,7 @@ class Store:
             yield
 
     def commit(
-        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, JSON]
+        self, plan: StagePlan, staged: Path, seconds: float, facts: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
 
@@ -179,7 +179,7 @@ class Store:
         started = time.monotonic()
         for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
             path.chmod(mode)
-        hashed = {str(f["name"]): str(f["sha256"]) for f in _hashed_files(facts)}
+        hashed = {file["name"]: file["sha256"] for file in facts.get("files", ())}
         entries, size = tree_manifest.write(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
             "name": plan.name,
@@ -188,12 +188,11 @@ class Store:
             "facts": dict(facts),
             "entries": entries,
             "bytes": size,
-            "manifest_sha256": tree_manifest.sha256(staged / "manifest.gz"),
+            "manifest_sha256": sha256(staged / "manifest.gz"),
         }
         node_files.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
-        (staged / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
-        _sync_file(staged / "meta.json")
+        node_files.write(staged / "meta.json", json.dumps(meta, indent=1, sort_keys=True).encode())
         target = self.object(plan.id)
         if target.exists():
             remove_tree(target)
@@ -240,7 +239,7 @@ class Store:
             ]
         for folder in ("debs", "files"):
             for path in sorted((self.path / folder).iterdir()):
-                if path.suffix != ".control" and tree_manifest.sha256(path) != path.name:
+                if path.suffix != ".control" and sha256(path) != path.name:
                     damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
         damages += [
             Damage(path.stem, "debs", "its control file was damaged", repaired=True)
@@ -356,29 +355,19 @@ def _builds(path: Path) -> list[list[str]]:
     return builds
 
 
-def _hashed_files(facts: Mapping[str, JSON]) -> list[Mapping[str, JSON]]:
-    files = facts.get("files")
-    return [f for f in files if isinstance(f, Mapping)] if isinstance(files, list) else []
-
-
 def _repair_control(path: Path) -> bool:
     """Rewrite a control file that isn't its package's, or remove one without a package; return whether it was wrong."""
-    recorded = deb.fields(path.read_text(encoding="utf-8", errors="replace"))
+    recorded = repository.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
-        control = deb.read_control(path.with_suffix(""))
-    except (deb.NotAPackageError, FileNotFoundError):
+        control = repository.read_control(path.with_suffix(""))
+    except (repository.NotAPackageError, FileNotFoundError):
         if not recorded:
             path.unlink()
         return not recorded
-    if recorded == deb.fields(control):
+    if recorded == repository.fields(control):
         return False
     node_files.write(path, control.encode())
     return True
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 @contextmanager
@@ -387,23 +376,16 @@ def _flock(
 ) -> Iterator[IO[bytes]]:
     """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError.
 
-    ``on_wait`` is called once when another one holds it; StoreError ends the waiting when ``stop`` is set.
+    ``on_wait`` is for LOCK_EX: it is called once when another one holds the lock. StoreError ends the waiting when
+    ``stop`` is set.
     """
     with path.open("ab") as stream:
         if on_wait is None:
             fcntl.flock(stream, how)
-        elif not _try_lock(stream, how):
+        elif not node_files.try_lock(stream.fileno(), 0):
             on_wait()
             stop = stop or threading.Event()
-            while not _try_lock(stream, how):
+            while not node_files.try_lock(stream.fileno(), 0):
                 if stop.wait(_LOOK_SECONDS):
                     raise StoreError("the build ends")
         yield stream
-
-
-def _try_lock(stream: IO[bytes], how: int) -> bool:
-    try:
-        fcntl.flock(stream, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -9,7 +9,6 @@ link's target.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from image_builder.canonical import JSON
 from image_builder.system import sparse
+from image_builder.system.trees import sha256
 
 # Extended attributes that belong to the host or to where a tree lies, not to the tree.
 _ATTRIBUTES_OF_PLACE = frozenset(
@@ -99,9 +99,3 @@ def differences(folder: Path, *, contents: bool, limit: int = 1) -> list[str]:
             return reasons
     reasons += [f"{path} was added" for path in list(present)[: limit - len(reasons)]]
     return reasons
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex; a disk image is for ``sparse.sha256``."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from image_builder.errors import PublishError
+from image_builder.strict_yaml import Strict
 
 FILE: Final = "verdict.json"
 _HINT = "image-builder build verifies first"
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Verification(_Frozen):
+class Verification(Strict):
     """The suite's run on the sealed tree; verify.json and junit.xml hold all of it."""
 
     marker: str
@@ -28,7 +25,7 @@ class Verification(_Frozen):
     seconds: float = Field(ge=0)
 
 
-class Verdict(_Frozen):
+class Verdict(Strict):
     """What the checks came to. It says nowhere that an image passed: the numbers decide."""
 
     marker: str
@@ -53,10 +50,4 @@ def passed_verification(product: Path) -> Verification:
     if verdict.passed != verdict.checks:
         failed = f"{verdict.checks - verdict.passed} of {verdict.checks} checks failed"
         raise PublishError(f"not published: the image is not verified: {failed}", hint=_HINT)
-    return Verification(
-        marker=verdict.marker,
-        verdict="passed",
-        passed=verdict.passed,
-        not_applicable=verdict.not_applicable,
-        seconds=verdict.seconds,
-    )
+    return Verification(verdict="passed", **verdict.model_dump(exclude={"checks"}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from image_builder.bake.stages.kind import Extensions
-from image_builder.lab.stage.plan import SUPPLIER
-from image_builder.verify.stage.plan import KIND
+from image_builder.lab.stage import SUPPLIER
+from image_builder.verify.stage import KIND
 
 EXTENSIONS = Extensions(KIND, SUPPLIER)

@@ -90,7 +90,7 @@ class _Row:
     parts: Sequence[tuple[Part, float]] = ()
 
 
-class PlainMonitor:
+class PlainMonitor(Monitor):
     """Writes one line, with the time of day, for what is worth one."""
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,9 +122,9 @@ class PlainMonitor:
         self._since[stage] = self._clock()
         self._line(stage, "started")
 
-    def stage_doing(self, stage: str, what: str) -> None:
+    def stage_doing(self, stage: str, action: str) -> None:
         if self._is_due(f"{stage} task", _TASK_SECONDS):
-            self._line(stage, what)
+            self._line(stage, action)
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
         self._last.setdefault(f"{stage} progress", self._clock())
@@ -153,7 +153,7 @@ class PlainMonitor:
         self._line("note", text)
 
 
-class LiveMonitor:
+class LiveMonitor(Monitor):
     """A tree of stages that redraws itself. Calls may come from any thread."""
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,10 +179,10 @@ class LiveMonitor:
             row = self._row(stage)
             row.state, row.started, row.doing, row.progress_since = "running", self._clock(), "", None
 
-    def stage_doing(self, stage: str, what: str) -> None:
+    def stage_doing(self, stage: str, action: str) -> None:
         with self._lock:
             row = self._row(stage)
-            row.doing, row.progress_since = what, None
+            row.doing, row.progress_since = action, None
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
         with self._lock:

@@ -14,9 +14,8 @@ from typing import Any
 from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
-from image_builder.definition.references import looked_up_names, vaulted_names
 from image_builder.definition.roles import Layer, RoleBook, RoleUse
-from image_builder.definition.values import strings
+from image_builder.definition.values import looked_up_names, strings, vaulted_names
 
 # What no lookup gives.
 _ANOTHER = "another answer of a lookup"

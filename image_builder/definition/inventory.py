@@ -11,7 +11,7 @@ from types import MappingProxyType
 from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
-from image_builder.definition.model import NOT_FOR_ROLES, ImageBase, ImageDefinition
+from image_builder.definition.model import NOT_FOR_ROLES, PREFIX, ImageBase, ImageDefinition
 from image_builder.definition.pools import pool_problems
 from image_builder.definition.problems import (
     closely_named,
@@ -111,21 +111,12 @@ class Inventory:
             )
         definition = ImageDefinition(
             name=name,
-            base=base,
-            layers=builder.image_layers,
-            disk=builder.image_disk,
-            formats=builder.image_formats,
-            kernel_args=builder.image_kernel_args,
-            secure_boot=builder.image_secure_boot,
+            **{key.removeprefix(PREFIX): value for key, value in builder} | {"base": base},
             variables=MappingProxyType(
                 {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES} | builder.for_roles()
             ),
             inventory_paths=self.paths,
             repo_root=self.repo_root,
-            preload=builder.image_preload,
-            preload_mode=builder.image_preload_mode,
-            preload_verity=builder.image_preload_verity,
-            pull=builder.image_pull,
             magic=MappingProxyType(self._source.magic(name, self.repo_root / "playbooks" / "layers")),
             hostvars=self._hostvars,
         )

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -24,6 +22,7 @@ from pydantic import (
 
 from image_builder.canonical import JSON
 from image_builder.settings import REPO_ROOT
+from image_builder.strict_yaml import Strict
 from image_builder.text import did_you_mean
 
 PREFIX = "image_"
@@ -42,17 +41,13 @@ PreloadMode = Literal["reference", "copy", "archive"]
 Url = Annotated[str, StringConstraints(pattern=r"^(https?|file|copy)://?[^\s]+$")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
 def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     if double := sorted({v for v in values if values.count(v) > 1}):
         raise ValueError(f"listed twice: {', '.join(double)}")
     return values
 
 
-class ImageBase(_Strict):
+class ImageBase(Strict):
     """The Debian release that an image starts from."""
 
     distribution: Literal["debian"] = Field("debian", description="The distribution.")
@@ -96,7 +91,7 @@ class ImageBase(_Strict):
         return _distinct(components)
 
 
-class ImageDisk(_Strict):
+class ImageDisk(Strict):
     """The disk's partitions. Sizes are MiB; root is the last one and grows to the disk at first boot."""
 
     esp_size_mib: int = Field(
@@ -116,7 +111,7 @@ _REFERENCE = re.compile(
 )
 
 
-class PreloadedImage(_Strict):
+class PreloadedImage(Strict):
     """A container image that nodes have before their first pod."""
 
     ref: str = Field(
@@ -144,7 +139,7 @@ class PreloadedImage(_Strict):
         return ref
 
 
-class ImagePull(_Strict):
+class ImagePull(Strict):
     """Limits of pulling container images during a bake."""
 
     parallel: int = Field(10, ge=1, le=64, description="Images pulled in parallel.")
@@ -162,7 +157,7 @@ class ImagePull(_Strict):
     attempts: int = Field(5, ge=1, le=20, description="Attempts for each image; permanent errors get one.")
 
 
-class BuilderVariables(_Strict):
+class BuilderVariables(Strict):
     """The variables that the builder itself reads. Everything else in the inventory belongs to a role."""
 
     image_base: ImageBase = Field(description="The release that the image starts from.")
@@ -265,6 +260,8 @@ def record_name(image: str, inventories: Sequence[Path], repo_root: Path) -> str
 @dataclass(frozen=True)
 class ImageDefinition:
     """One image, checked.
+
+    Each of the builder's variables is a field, without its prefix.
 
     ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and

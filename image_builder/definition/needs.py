@@ -42,7 +42,6 @@ class Archive:
 class LayerNeeds:
     """What a layer fetches; all of it goes into the lock."""
 
-    roles: tuple[str, ...]
     packages: tuple[str, ...]
     repositories: tuple[Repository, ...]
     archives: tuple[Archive, ...]
@@ -71,7 +70,6 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
     if not problems:
         try:
             return LayerNeeds(
-                tuple(role.use.name for role in evaluated),
                 tuple(_text(p) for p in lists["packages"]),
                 tuple(_repository(r) for r in lists["repositories"]),
                 tuple(_archive(a) for a in lists["archives"]),

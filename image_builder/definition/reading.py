@@ -17,10 +17,9 @@ from image_builder.canonical import JSON, digest
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_playbook, role_variables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.references import lookup_calls, referenced_names
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
-from image_builder.definition.values import is_template, strings, words
-from image_builder.system.digests import files_in
+from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
+from image_builder.system.trees import files_in
 
 # A lookup of this program's own and the files that it packs.
 _OWN_LOOKUPS = {"node_agent_archive": "image_builder/node"}

@@ -1,9 +1,15 @@
-"""Values of an inventory as plain JSON, and their places in it."""
+"""Values of an inventory as plain JSON, their places in it, and the variables that a piece of code can read.
+
+A layer's id covers exactly the variables that ``referenced_names`` finds, so a missed one would be a stale image. It is
+a pure over-approximation by words: any occurrence of a name as a word counts, comments and strings included. A name
+that is put together at run time (``lookup('vars', …)``, ``hostvars[…]``) escapes: where one is, all variables count
+(see ``reading``).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +22,8 @@ VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEMPLATE = re.compile(r"\{\{|\{%|\{#")
+_CALL = re.compile(r"\b(?:lookup|query|q)\s*\(\s*(?:(['\"])([\w.]+)\1|[A-Za-z_])")
+_LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")
 
 
 @dataclass(frozen=True, order=True)
@@ -66,3 +74,61 @@ def join_path(parts: Sequence[str | int]) -> str:
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> frozenset[str]:
+    """Return the ``variables`` whose names are words of ``texts``, or of the values of such variables."""
+    names: set[str] = set()
+    queue = {word for text in texts for word in words(text)} & variables.keys()
+    while queue:
+        name = queue.pop()
+        names.add(name)
+        inside = {word for text in strings(variables[name]) for word in words(text)}
+        queue |= (inside & variables.keys()) - names
+    return frozenset(names)
+
+
+def vaulted_names(variables: Mapping[str, JSON]) -> frozenset[str]:
+    """Return the variables that are vaulted, or whose templates name such a one, over others too."""
+    return _made_from({name for name, value in variables.items() if is_vaulted(value)}, variables)
+
+
+def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
+    """Return the variables whose templates call a lookup, or name such a one, over others too."""
+    called = {
+        name
+        for name, value in variables.items()
+        if any(is_template(text) and _LOOKUP.search(text) for text in strings(value))
+    }
+    return _made_from(called, variables)
+
+
+def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[str]:
+    if not sources:
+        return frozenset()
+    names = set(sources)
+    templates = {
+        name: {word for text in strings(value) if is_template(text) for word in words(text)}
+        for name, value in variables.items()
+        if name not in names
+    }
+    while more := {name for name, inside in templates.items() if name not in names and inside & names}:
+        names |= more
+    return frozenset(names)
+
+
+def lookup_calls(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the plugin's name, if it is written there, and the text of every call of a lookup."""
+    for match in _CALL.finditer(text):
+        depth, quote = 0, ""
+        for at in range(text.index("(", match.start()), len(text)):
+            char = text[at]
+            if quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            else:
+                depth += {"(": 1, ")": -1}.get(char, 0)
+            if not depth:
+                yield match[2] or "", text[match.start() : at + 1]
+                break

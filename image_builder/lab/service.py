@@ -18,13 +18,13 @@ from pathlib import Path
 
 import urllib3
 
-from image_builder.bake.build import Supply, obtain_lock
+from image_builder.bake.build import obtain_lock, supplied
 from image_builder.bake.stages.kind import Extensions
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError
-from image_builder.events import Monitor
+from image_builder.events import Monitor, shown_stage
 from image_builder.lab.registry import HOST
 from image_builder.node.files import lock
 from image_builder.settings import Settings
@@ -108,18 +108,14 @@ def _start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     for path in (log, _SERVING, _STATE):  # of one that was killed
         path.unlink(missing_ok=True)
     child = process.detach(argv, log=log)
-    monitor.stage_started("lab")
-    started = time.monotonic()
-    try:
-        state = _await_serving(child.pid, lambda: child.poll() is None, log, monitor)
-    except BaseException:
-        # No file names it yet: `lab down` could not find it. Its namespaces go with it.
-        child.kill()
-        child.wait()
-        monitor.stage_failed("lab", time.monotonic() - started)
-        raise
-    monitor.stage_finished("lab", time.monotonic() - started, cached=False)
-    return state
+    with shown_stage(monitor, "lab"):
+        try:
+            return _await_serving(child.pid, lambda: child.poll() is None, log, monitor)
+        except BaseException:
+            # No file names it yet: `lab down` could not find it. Its namespaces go with it.
+            child.kill()
+            child.wait()
+            raise
 
 
 def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Monitor) -> State:
@@ -147,15 +143,10 @@ def _last_line(log: Path) -> str:
 
 def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions) -> None:
     """Serve the lab's images until SIGTERM or SIGINT; runs in the namespace."""
-    store = Store(settings.store)
-    store.prepare()
+    Store(settings.store).prepare()
     with listening(signal.SIGTERM, signal.SIGINT) as wait:
         lock = obtain_lock(definition, settings, monitor, extensions)
-        with (
-            store.in_use(),
-            store.staging() as staging,
-            Supply(definition, lock, settings, monitor, staging, extensions) as supply,
-        ):
+        with supplied(definition, lock, settings, monitor, extensions) as supply:
             endpoint = supply.endpoints()[HOST]
             _PLACE.mkdir(mode=0o755, exist_ok=True)
             shutil.copyfile(endpoint.ca, _CA)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import shutil
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from image_builder.errors import BootError, HostError
+from image_builder.machine import monitor
 from image_builder.system import process
+from image_builder.system.environment import environment
 
 PROGRAM = "qemu-system-x86_64"
 MEMORY_MIB = 3072
@@ -26,6 +32,8 @@ _FIRMWARE_FILES = {
 # were never set, and Linux, whose memory allocator lives on that instruction, dies in "double fault" or
 # "Fatal exception in interrupt" in about every boot. Without the CPU feature Linux does it another way.
 _EMULATED_CPU = "max,cx16=off"
+# What the firmware has to come to the console, and how often that is looked at.
+_PROBE_SECONDS, _LOOK_SECONDS = 20.0, 0.05
 
 DiskBus = Literal["virtio", "nvme", "scsi"]
 Accelerator = Literal["kvm", "tcg"]
@@ -270,3 +278,48 @@ def forwarded_port(usernet: str) -> int:
         if fields[:1] == ["TCP[HOST_FORWARD]"] and fields[5:6] == ["22"]:
             return int(fields[3])
     raise BootError("QEMU forwards no port to the guest's SSH")
+
+
+@functools.cache
+def accelerator() -> Accelerator:
+    """Return ``kvm`` when a guest really runs with it, else ``tcg``.
+
+    That /dev/kvm can be opened proves nothing, nor does a first instruction: in a VM whose own hypervisor is
+    incomplete, QEMU dies while it sets up the processor, or KVM gives up in the firmware. The probe takes as long as
+    the firmware does.
+    """
+    return "kvm" if os.access("/dev/kvm", os.R_OK | os.W_OK) and works("kvm") else "tcg"
+
+
+def works(accel: Accelerator, seconds: float = _PROBE_SECONDS) -> bool:
+    """Tell whether the firmware of a machine without a disk comes to where it speaks on the console.
+
+    Raises HostError when QEMU or the firmware isn't there.
+    """
+    if shutil.which(PROGRAM, path=environment()["PATH"]) is None:
+        raise HostError(f"{PROGRAM} is missing", hint="install the package qemu-system-x86")
+    code, template = find_firmware()
+    with tempfile.TemporaryDirectory(prefix="image-builder-probe-") as directory:
+        folder = Path(directory)
+        variables = folder / "variables.fd"
+        shutil.copyfile(template, variables)
+        machine = Machine(
+            name="probe",
+            firmware=Firmware(code, variables),
+            drives=(),
+            console=folder / "console.log",
+            monitor=monitor.socket_path(folder / "monitor"),
+            accelerator=accel,
+            cpus=min(2, os.cpu_count() or 1),
+            memory_mib=256,
+        )
+        with process.background(command_line(machine), log=folder / "qemu.log") as child:
+            deadline = time.monotonic() + seconds
+            while child.poll() is None and time.monotonic() < deadline:
+                # It has been through every mode of the processor by then, as a kernel will.
+                if machine.console.exists() and machine.console.stat().st_size:
+                    return True
+                if monitor.gave_up(machine.monitor):
+                    return False
+                time.sleep(_LOOK_SECONDS)
+            return False

@@ -15,6 +15,7 @@ an earlier one, by its file, is a reimaged instance.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -23,12 +24,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from image_builder.errors import BootError
 from image_builder.machine import console, monitor, qemu
-from image_builder.machine.accelerator import accelerator
-from image_builder.machine.seed import write_seed
+from image_builder.machine.qemu import accelerator
 from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.system import process
 
@@ -37,14 +40,6 @@ QUIET_SECONDS = 180.0
 TOTAL_SECONDS = 900.0
 _TAIL_LINES = 20
 _BANNER_SECONDS = 3.0
-
-
-class _Process(Protocol):
-    """What is used of a ``Popen``."""
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,49 @@ class VmOptions:
     durable: bool = False
 
 
+@dataclass(frozen=True)
+class Seed:
+    """The cloud-init NoCloud seed of a test machine: ``directory`` has what the guest sees, ``key`` is not in it.
+
+    The user is the image's own default user (cloud-init's ``default``); the seed only adds a fresh key. Nothing of it
+    is ever part of an image.
+    """
+
+    directory: Path
+    key: Path
+
+
+def write_key(path: Path, comment: str) -> str:
+    """Write a new ed25519 private key (OpenSSH's format, mode 0600) to ``path``; return the public line."""
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(private)
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return f"{public.decode('ascii')} {comment}"
+
+
+def user_data(public_key: str) -> str:
+    """Return cloud-init's user data: JSON is YAML, and can't be quoted wrong."""
+    return "#cloud-config\n" + json.dumps({"ssh_authorized_keys": [public_key]}, indent=1) + "\n"
+
+
+def meta_data(instance_id: str, hostname: str) -> str:
+    """Return cloud-init's meta data."""
+    return json.dumps({"instance-id": instance_id, "local-hostname": hostname}, indent=1) + "\n"
+
+
+def write_seed(directory: Path, *, instance_id: str, hostname: str) -> Seed:
+    """Make a seed below ``directory``: ``seed/`` for the guest and ``id_ed25519`` beside it."""
+    seed = directory / "seed"
+    seed.mkdir()
+    key = directory / "id_ed25519"
+    public = write_key(key, f"image-builder {instance_id}")
+    (seed / "meta-data").write_text(meta_data(instance_id, hostname), encoding="utf-8")
+    (seed / "user-data").write_text(user_data(public), encoding="utf-8")
+    return Seed(seed, key)
+
+
 class Vm:
     """A context manager: powered on inside the block, killed at its end.
 
@@ -101,7 +139,7 @@ class Vm:
         self._qemu_log = directory / "qemu.log"
         self._monitor = monitor.socket_path(directory / "monitor")
         self._power = ExitStack()
-        self._process: _Process | None = None
+        self._process: process.Child | None = None
         self._powered_on_at = 0.0
         self._console_start = 0
         self._target: SshTarget | None = None

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from image_builder.node import files
+
 _PREFIX = "image-builder-"
 _NAME = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
 # Of this process, and of those that it forks.
@@ -78,9 +80,7 @@ def _unheld(path: Path) -> Iterator[bool]:
         yield True
         return
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not files.try_lock(stream.fileno(), 0):
             yield False
             return
         yield True

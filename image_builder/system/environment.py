@@ -14,6 +14,14 @@ UMASK = 0o022
 _PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
 # Programs differ in which of their two spellings they read; all of them read the lower case.
 PROXIES = ("http_proxy", "https_proxy", "no_proxy")
+# Of every program, on the host and in a root.
+BASE: Mapping[str, str] = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "HOME": "/root",
+    "TZ": "UTC",
+}
 _DEV_NODES = {
     "null": (1, 3),
     "zero": (1, 5),
@@ -33,13 +41,7 @@ _DEV_LINKS = {
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a child's environment: a fixed base, the proxy and certificate settings, and ``extra``."""
-    env = {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "LANG": "C.UTF-8",
-        "LC_ALL": "C.UTF-8",
-        "HOME": "/root",
-        "TZ": "UTC",
-    }
+    env = {**BASE}
     env.update({name: os.environ[name] for name in _PASSED_ON if name in os.environ})
     for name in PROXIES:
         if value := os.environ.get(name) or os.environ.get(name.upper()):

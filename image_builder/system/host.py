@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,16 +41,13 @@ _UNSUITABLE = frozenset(
 )
 
 
-def check_host(store: Path, *, filesystems: tuple[str, ...] = ("overlay",)) -> None:
-    """Check all that a build needs of the host and of the place of its store.
-
-    ``filesystems`` are those that the kernel must know. Raises HostError, StoreError, SpaceError.
-    """
+def check_host(store: Path) -> None:
+    """Check all that a build needs of the host and of its store's place; raises HostError, StoreError, SpaceError."""
     check_root()
     machine = platform.machine()
     if platform.system() != "Linux" or machine != "x86_64":
         raise HostError(f"images are baked on Linux on x86_64, this is {platform.system()} on {machine}")
-    check_kernel(filesystems)
+    check_kernel(("overlay",))
     check_store(store)
 
 
@@ -82,8 +80,7 @@ def check_store(store: Path, proc: Path = Path("/proc")) -> None:
             f"the store {store} is on {kind}, which can't hold the upper layer of an overlay",
             hint="put it on ext4, xfs or btrfs: --store DIR, or IMAGE_BUILDER_STORE=DIR; in a container, on a volume",
         )
-    stats = os.statvfs(below)
-    free = stats.f_bavail * stats.f_frsize
+    free = shutil.disk_usage(below).free
     if free < LEAST_FREE:
         raise SpaceError(
             f"{below} has {free // _MIB} MiB free, a store needs at least {LEAST_FREE // _MIB} MiB: "

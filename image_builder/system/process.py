@@ -26,6 +26,8 @@ from image_builder.errors import CommandError
 from image_builder.system.environment import environment
 
 TAIL_LINES = 20
+# What a program gets to end by itself before it is killed.
+_STOP_SECONDS = 10.0
 _TEXT: Mapping[str, Any] = {"text": True, "encoding": "utf-8", "errors": "replace"}
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -180,7 +182,7 @@ def background(
     log: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    stop_seconds: float = 10,
+    stop_seconds: float = _STOP_SECONDS,
     with_all: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die.
@@ -220,7 +222,6 @@ def conversation(
     stdin: int,
     log: Path,
     env: Mapping[str, str] | None = None,
-    stop_seconds: float = 10,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that talks over ``stdin``, a socket; ``log`` gets its output.
 
@@ -233,7 +234,7 @@ def conversation(
         yield child
     finally:
         try:
-            child.wait(stop_seconds)
+            child.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             _kill_group(child)
             child.wait()

@@ -30,11 +30,7 @@ _READ_ONLY_PROC = ("sys", "sysrq-trigger")
 BOUNDED = ("setpriv", "--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 
 ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C.UTF-8",
-    "HOME": "/root",
-    "TZ": "UTC",
+    **environment.BASE,
     "DEBIAN_FRONTEND": "noninteractive",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
@@ -114,7 +110,7 @@ def open_root(
         for path in (merged / "proc" / name for name in _READ_ONLY_PROC):
             # A container engine sets those of its containers' networks; and not every kernel has a SysRq key.
             if not network and path.exists():
-                _bind(mounts, path, path, read_only=True)
+                mounts.enter_context(bound(path, path, read_only=True))
         _mount(mounts, "sysfs", merged / "sys")
         namespace.make_read_only(os.fspath(merged / "sys"))
         if network:
@@ -127,9 +123,9 @@ def open_root(
         _mount(mounts, "tmpfs", merged / "run", "mode=755")
         _mount(mounts, "tmpfs", merged / "tmp", "mode=1777")
         for where, source in (binds or {}).items():
-            _bind(mounts, source, merged / where.lstrip("/"), read_only=True)
+            mounts.enter_context(bound(source, merged / where.lstrip("/"), read_only=True))
         for where, source in (writable_binds or {}).items():
-            _bind(mounts, source, merged / where.lstrip("/"), read_only=False)
+            mounts.enter_context(bound(source, merged / where.lstrip("/"), read_only=False))
         mounts.callback(_kill_inhabitants, merged)
         yield Root(merged, {**ENVIRONMENT, **(env or {})}, network)
 
@@ -187,14 +183,19 @@ def _mount_overlay(
         ) from error
 
 
-def _bind(mounts: ExitStack, source: Path, target: Path, *, read_only: bool) -> None:
+@contextmanager
+def bound(source: Path, target: Path, *, read_only: bool) -> Iterator[None]:
+    """Bind a directory or a file onto a path, which is made where there is none; unmount it at the end."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
     namespace.bind(os.fspath(source), os.fspath(target), read_only=read_only)
-    mounts.callback(namespace.unmount, os.fspath(target))
+    try:
+        yield
+    finally:
+        namespace.unmount(os.fspath(target))
 
 
 def _kill_inhabitants(root: Path) -> None:

@@ -96,15 +96,6 @@ def sync(path: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a file that hold data: (start, end)."""
     end = 0

@@ -46,12 +46,12 @@ def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
     return bare, (urllib.parse.unquote(name), urllib.parse.unquote(password))
 
 
-def trusted_authorities(bundle: Path = _HOST_BUNDLE) -> bytes:
+def trusted_authorities() -> bytes:
     """Return the certificates (PEM) by which this host knows servers: SSL_CERT_FILE and SSL_CERT_DIR, or its own."""
     variables = environment()
     files = [Path(variables["SSL_CERT_FILE"])] if "SSL_CERT_FILE" in variables else []
     for folder in filter(None, variables.get("SSL_CERT_DIR", "").split(":")):
         files += sorted(path for path in Path(folder).glob("*") if path.is_file())
-    certificates = [path.read_bytes().rstrip() + b"\n" for path in files or [bundle] if path.exists()]
+    certificates = [path.read_bytes().rstrip() + b"\n" for path in files or [_HOST_BUNDLE] if path.exists()]
     # A directory has each certificate twice: under its name, and under its hash.
     return b"".join(dict.fromkeys(certificates))

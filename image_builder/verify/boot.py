@@ -6,8 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.errors import BootError, UsageError, VerifyError
-from image_builder.events import Monitor
+from image_builder.events import Monitor, shown_stage
 from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
@@ -142,14 +141,14 @@ def boot(
     console_kept = (out_dir / "console.log").resolve()
     with store.staging() as work, Vm(options, work, console_kept) as vm:
         try:
-            with _stage(monitor, "boot"):
+            with shown_stage(monitor, "boot"):
                 ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
                 _require_secure_boot(ssh, options.secure_boot)
                 state = wait_for_system(ssh, on_wait=lambda: monitor.stage_doing("boot", vm.last_line()))
                 system_seconds = round(vm.seconds, 1)
             pod_seconds, suite = None, None
             if verify:
-                with _stage(monitor, "verify"):
+                with shown_stage(monitor, "verify"):
                     pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
             result = _result(vm, state, system_seconds, pod_seconds, suite)
@@ -211,18 +210,6 @@ def _result(
     )
 
 
-@contextmanager
-def _stage(monitor: Monitor, name: str) -> Iterator[None]:
-    monitor.stage_started(name)
-    started = time.monotonic()
-    try:
-        yield
-    except BaseException:
-        monitor.stage_failed(name, time.monotonic() - started)
-        raise
-    monitor.stage_finished(name, time.monotonic() - started, False)
-
-
 def virtual_size(disk: Path) -> int:
     """Return the size of a disk in bytes: a raw file's own, or what a qcow2 header says (offset 24)."""
     with disk.open("rb") as file:
@@ -244,16 +231,14 @@ def _require_secure_boot(ssh: SshTarget, expected: bool) -> None:
         )
 
 
-def wait_for_system(
-    ssh: SshTarget, seconds: float = SYSTEM_SECONDS, on_wait: Callable[[], None] | None = None
-) -> str:
+def wait_for_system(ssh: SshTarget, on_wait: Callable[[], None] | None = None) -> str:
     """Wait until systemd has started everything; return its state (``running``, ``degraded``, …).
 
     ``on_wait`` is called every few seconds.
     """
     # What timeout(1) ends says nothing: systemd is still starting things.
     argv = ["timeout", f"{_SYSTEM_STEP:g}", "systemctl", "is-system-running", "--wait"]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + SYSTEM_SECONDS
     while not (state := ssh.run(argv, ok=range(256)).stdout.strip()):
         if time.monotonic() > deadline:
             return "starting"

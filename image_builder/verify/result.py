@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from rich.markup import escape
@@ -92,18 +92,8 @@ class SuiteResult:
                 **{outcome: sum(c.outcome == outcome for c in self.checks) for outcome in _OUTCOMES},
                 "not_applicable": len(self.not_applicable),
             },
-            "checks": [
-                {
-                    "name": check.name,
-                    "outcome": check.outcome,
-                    "seconds": round(check.seconds, 3),
-                    "title": check.title,
-                    "message": check.message,
-                    "exception": check.exception,
-                }
-                for check in self.checks
-            ],
-            "not_applicable": [{"name": n.name, "reason": n.reason} for n in self.not_applicable],
+            "checks": [{**asdict(check), "seconds": round(check.seconds, 3)} for check in self.checks],
+            "not_applicable": [asdict(check) for check in self.not_applicable],
         }
 
 
@@ -274,8 +264,8 @@ def require_passed(result: SuiteResult) -> None:
     raise VerifyError("\n".join(lines))
 
 
-def table(result: SuiteResult, *, everything: bool = False) -> Table:
-    """Return the result as a table: one row per module and per check that isn't green, or all checks."""
+def table(result: SuiteResult) -> Table:
+    """Return the result as a table: one row per module and per check that isn't green."""
     shown = Table(title=escape(f"{result.target}: {result.summary()}"), title_justify="left", box=None)
     shown.add_column("check", overflow="fold")
     shown.add_column("outcome")
@@ -288,11 +278,9 @@ def table(result: SuiteResult, *, everything: bool = False) -> Table:
         bad = [check for check in checks if check.outcome != "passed"]
         verdict = f"{len(checks) - len(bad)} of {len(checks)} passed"
         shown.add_row(escape(module), verdict, f"{sum(c.seconds for c in checks):.1f}", "")
-        for check in checks if everything else bad:
-            style = "green" if check.outcome == "passed" else "red"
-            text = check.title if check.outcome == "passed" else check.message or check.title
-            name = check.name.partition("::")[2]
+        for check in bad:
+            name, text = check.name.partition("::")[2], check.message or check.title
             shown.add_row(
-                f"  {escape(name)}", f"[{style}]{check.outcome}[/]", f"{check.seconds:.1f}", escape(text)
+                f"  {escape(name)}", f"[red]{check.outcome}[/]", f"{check.seconds:.1f}", escape(text)
             )
     return shown

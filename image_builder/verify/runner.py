@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from image_builder.bake import identity
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, VerifyError
-from image_builder.settings import REPO_ROOT, Settings
+from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.text import json_lines
-from image_builder.verify.result import SuiteResult, junit_outcomes, read_run, require_passed
+from image_builder.verify.result import SuiteResult, junit_outcomes, read_run
 
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
@@ -60,39 +60,6 @@ def definition_facts(
 def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
     """Write facts.json."""
     path.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def run_suite(
-    target: str,
-    facts: Path,
-    out_dir: Path,
-    *,
-    marker: str,
-    python: Path,
-    log: Path,
-    suite: Path = SUITE,
-    timeout: float | None = None,
-    niceness: int = 0,
-    on_progress: OnProgress | None = None,
-) -> SuiteResult:
-    """Run the suite and require that every check passed; parameters as in ``observe_suite``.
-
-    ``junit.xml`` and ``verify.json`` are written in any case. Raises VerifyError.
-    """
-    result = observe_suite(
-        target,
-        facts,
-        out_dir,
-        marker=marker,
-        python=python,
-        log=log,
-        suite=suite,
-        timeout=timeout,
-        niceness=niceness,
-        on_progress=on_progress,
-    )
-    require_passed(result)
-    return result
 
 
 ENVIRONMENT = {
@@ -216,25 +183,6 @@ def _run_pytest(
         raise VerifyError(
             f"the suite did not end: {error.message}", hint=f"its output is in {log}"
         ) from error
-
-
-def verify_target(
-    url: str,
-    facts: Path,
-    out_dir: Path,
-    *,
-    settings: Settings,
-    log: Path,
-    on_progress: OnProgress | None = None,
-) -> SuiteResult:
-    """Run the suite on ``ssh://user@host:port?key=…&known_hosts=…`` or ``sandbox:/path``.
-
-    For the CLI: failed checks are part of the result, so that they can be shown; ``require_passed`` judges it.
-    """
-    marker = "booted" if url.startswith("ssh:") else "offline"
-    return observe_suite(
-        url, facts, out_dir, marker=marker, python=settings.python, log=log, on_progress=on_progress
-    )
 
 
 def _tail(text: str) -> str:

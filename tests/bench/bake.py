@@ -37,10 +37,10 @@ sys.path.insert(0, str(REPO))
 
 from image_builder.bake import identity  # noqa: E402
 from image_builder.bake.lock import repository  # noqa: E402
-from image_builder.bake.lock.mmdebstrap import mmdebstrap  # noqa: E402
 from image_builder.bake.lock.model import Lock  # noqa: E402
 from image_builder.bake.lock.repository import write_repository  # noqa: E402
-from image_builder.bake.stages.base import plan as base  # noqa: E402
+from image_builder.bake.stages.root import PACKAGES  # noqa: E402
+from image_builder.bake.stages.root.run import mmdebstrap  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
 from image_builder.node import files  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
@@ -127,7 +127,7 @@ def reference(lock: Lock, store: Store, definition_formats: list[str], work: Pat
                 writable_binds={"/mnt": target, "/out": out},
             ) as root,
         ):
-            names = sorted({p.name for p in packages} | set(base.PACKAGES))
+            names = sorted({p.name for p in packages} | set(PACKAGES))
             mmdebstrap(
                 root.run,
                 "/mnt",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.errors import ImageBuilderError
-from image_builder.machine.accelerator import accelerator
+from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT
 from tests import provenance
 from tests.boot import page

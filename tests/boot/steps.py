@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.node import layout
 from image_builder.verify.boot import SUITE_SECONDS, start_pod
@@ -289,7 +289,7 @@ def differs(place: Place) -> Facts:
 def suite(place: Place) -> Facts:
     """Run the checks for booted machines."""
     lab, node = place.lab, place.node
-    start_pod(node.vm, node.ssh, lab.image.variables, NullMonitor(), pause.archive)
+    start_pod(node.vm, node.ssh, lab.image.variables, Monitor(), pause.archive)
     out = lab.folder / f"suite-{place.name}"
     out.mkdir(exist_ok=True)
     result = observe_suite(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
@@ -79,7 +79,7 @@ def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
         verify=True,
         out_dir=records,
         settings=settings,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         pause_archive=pause.archive,
         then=break_and_verify,
     )

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from image_builder.errors import BootError, CommandError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
@@ -143,7 +143,7 @@ def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFa
         verify=True,
         out_dir=records,
         settings=settings,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         pause_archive=pause.archive,
         then=go_on,
     )

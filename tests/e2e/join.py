@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from image_builder.machine.accelerator import accelerator
+from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from tests import provenance
 from tests.boot.node import Instance, Local, read_image

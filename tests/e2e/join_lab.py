@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from image_builder.cluster.broker import tokens
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.node.net.kube import Client
 from image_builder.node.net.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
@@ -105,7 +105,7 @@ class JoinLab:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        parts = obtain(self.settings, NullMonitor(), controllers=True)
+        parts = obtain(self.settings, Monitor(), controllers=True)
         # The machine's own one as well, for a relay to it: the API server asks nodes where they say that they are.
         (have_addresses if self.is_apart else leave_the_network)(IMDS, MACHINE)
         with ExitStack() as stack:

@@ -23,7 +23,7 @@ from image_builder.bake.plan.resolve import supplier_plan
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import load_inventory
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests import provenance
 from tests.e2e import command, page
@@ -44,7 +44,7 @@ def lab_products(settings: Settings) -> tuple[Path, Path]:
     """Return the tools tree and the storage of the lab's registry from the store."""
     image, inventory, _ = MACHINES["ours"]
     definition = load_inventory([inventory]).define(image)
-    lock = obtain_lock(definition, settings, NullMonitor(), EXTENSIONS)
+    lock = obtain_lock(definition, settings, Monitor(), EXTENSIONS)
     plan = supplier_plan(definition, lock, REPO_ROOT, EXTENSIONS)
     tools, made = (Store(settings.store).product(stage.id) for stage in plan.stages)
     if not (made / "registry").is_dir():

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from image_builder.events import NullMonitor
-from image_builder.machine.accelerator import accelerator
+from image_builder.events import Monitor
+from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
 from tests import provenance
@@ -41,7 +41,7 @@ def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
     places = {name: staging / name for name in ("image", "hosts", "plane", "machine", "work")}
     for place in places.values():
         place.mkdir()
-    obtain(settings, NullMonitor(), controllers=True)
+    obtain(settings, Monitor(), controllers=True)
     say("an image with ansible-runner")
     debs = slices_image.get_packages(settings, places["image"])
     kubectl = slices_image.unpack_kubectl(debs.pop(slices_image.KUBECTL), places["image"] / "kubectl")

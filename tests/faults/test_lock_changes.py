@@ -13,7 +13,7 @@ from image_builder.bake.lock.requirements import Group, Requirements
 from image_builder.bake.lock.resolve import _resolve, _with_the_date_of, remembered_lock, resolve_lock
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
-from image_builder.events import Monitor, NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests.faults.mirror import SUITE, Repository, serve
 
@@ -57,7 +57,7 @@ def _lock(
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     definition = _definition(repository.keyring)
     needs = Requirements(groups)
-    return _resolve(definition, needs, settings, monitor or NullMonitor(), staging, known)
+    return _resolve(definition, needs, settings, monitor or Monitor(), staging, known)
 
 
 def _versions(lock: Lock) -> dict[str, dict[str, str]]:
@@ -121,7 +121,7 @@ def test_what_neither_mirror_nor_store_has_is_resolved_again(
     made.add("curl", version="2.0")
     made.add("htop", extra="Depends: dbus\n")
     made.publish()
-    monitor, notes = NullMonitor(), list[str]()
+    monitor, notes = Monitor(), list[str]()
     monkeypatch.setattr(monitor, "note", notes.append)
     second = _lock(tmp_path, repository, ("curl", "htop"), first, monitor)
     assert _versions(second) == {
@@ -147,8 +147,6 @@ def test_nothing_is_asked_of_a_mirror_for_what_is_known(
 def test_the_archives_date_is_that_of_the_base(tmp_path: Path, repository: tuple[Repository, str]) -> None:
     """Another date would make every layer anew."""
     first = _lock(tmp_path, repository, ("curl",), None)
-    remembered = tmp_path / "remembered.json"
-    first.save(remembered)
     later = first.model_copy(update={"source_date_epoch": first.source_date_epoch + 3600})
     made, _ = repository
     made.add("curl", version="2.0")
@@ -157,13 +155,13 @@ def test_the_archives_date_is_that_of_the_base(tmp_path: Path, repository: tuple
         update={"source_date_epoch": later.source_date_epoch}
     )
     assert _versions(other_layer)["system"] == {"curl": "2.0"}
-    assert _with_the_date_of(other_layer, remembered).source_date_epoch == first.source_date_epoch
+    assert _with_the_date_of(other_layer, first).source_date_epoch == first.source_date_epoch
     made.add("dbus", version="2.0")
     made.publish()
     other_base = _lock(tmp_path, repository, ("curl",), None).model_copy(
         update={"source_date_epoch": later.source_date_epoch}
     )
-    assert _with_the_date_of(other_base, remembered).source_date_epoch == later.source_date_epoch
+    assert _with_the_date_of(other_base, first).source_date_epoch == later.source_date_epoch
 
 
 def test_a_mirror_that_serves_an_old_state_is_a_warning(
@@ -175,7 +173,7 @@ def test_a_mirror_that_serves_an_old_state_is_a_warning(
     settings = Settings(store=tmp_path / "store", mirror=mirror)
     needs = Requirements({"base": Group(SUITE, ("dbus",))})
     notes: list[str] = []
-    monitor = NullMonitor()
+    monitor = Monitor()
     monkeypatch.setattr(monitor, "note", notes.append)
 
     def lock() -> list[str]:

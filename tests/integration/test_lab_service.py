@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import ImageBuilderError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import service as lab_service
 from tests.builds import REPO, Workplace, left_behind, wait_until_clean
 
@@ -85,7 +85,7 @@ def test_one_that_was_killed_is_not_taken_for_a_running_one(own: Workplace) -> N
     assert _lab("status").returncode == 0
 
 
-class _Impatient(NullMonitor):
+class _Impatient(Monitor):
     """Remembers the process that tells its number, and presses Ctrl-C where that is wanted."""
 
     def __init__(self, *, interrupts: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from image_builder.bake import manifest as manifests
 from image_builder.bake.publish import publish_files
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.system import sparse
 from tests.unit.manifests import DOCUMENTS, manifest, write
 
@@ -28,7 +28,7 @@ FILES = {"worker.raw": os.urandom(1 << 20) * 4, "worker.vhd": os.urandom(1 << 20
 _PUBLISHER = """
 import sys
 from pathlib import Path
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.bake.manifest import load
 from image_builder.bake.publish import publish_files
 output, sources = Path(sys.argv[1]), [Path(p) for p in sys.argv[2:]]
@@ -37,7 +37,7 @@ print("ready", flush=True)
 while True:
     for source in sources:
         made = load((source / "manifest").read_bytes())
-        publish_files(made, source, documents, output, NullMonitor())
+        publish_files(made, source, documents, output, Monitor())
 """
 
 
@@ -60,7 +60,7 @@ def test_sigkill_leaves_only_whole_publications(tmp_path: Path) -> None:
     output, rng = tmp_path / "output", random.Random(1)
     old = {"worker.raw": b"the earlier one"}
     write(tmp_path / "old", old)
-    publish_files(manifest(old, build_id=OLD_ID), tmp_path / "old", DOCUMENTS, output, NullMonitor())
+    publish_files(manifest(old, build_id=OLD_ID), tmp_path / "old", DOCUMENTS, output, Monitor())
     sources = [
         _source(tmp_path / "one", FILES),
         _source(tmp_path / "two", {"worker.raw": FILES["worker.raw"][::-1]}),
@@ -85,7 +85,7 @@ def test_sigkill_leaves_only_whole_publications(tmp_path: Path) -> None:
                 _assert_whole(path)
         assert (folder / OLD_ID[:12] / "worker.raw").read_bytes() == old["worker.raw"]
     assert leftovers, "the publisher was never killed in the middle: the test proves nothing"
-    publish_files(manifest(FILES, build_id=NEW_ID), tmp_path / "one", DOCUMENTS, output, NullMonitor())
+    publish_files(manifest(FILES, build_id=NEW_ID), tmp_path / "one", DOCUMENTS, output, Monitor())
     assert sorted(p.name for p in folder.iterdir()) == [OLD_ID[:12], NEW_ID[:12], "latest"]
     assert os.readlink(folder / "latest") == NEW_ID[:12]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.verify.result import SuiteResult
-from image_builder.verify.runner import SUITE, observe_suite, run_suite
+from image_builder.verify.result import SuiteResult, require_passed
+from image_builder.verify.runner import SUITE, observe_suite
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -50,7 +50,7 @@ def run(suite: Path, checks: str, *, timeout: float | None = None) -> SuiteResul
     (suite / "test_it.py").write_text(checks, encoding="utf-8")
     out = suite.parent / "out"
     out.mkdir(exist_ok=True)
-    return run_suite(
+    result = observe_suite(
         f"sandbox:{out}",
         suite.parent / "facts.json",
         out,
@@ -60,6 +60,8 @@ def run(suite: Path, checks: str, *, timeout: float | None = None) -> SuiteResul
         suite=suite,
         timeout=timeout,
     )
+    require_passed(result)
+    return result
 
 
 def refused(suite: Path, checks: str, **more: float) -> str:

@@ -15,8 +15,8 @@ import pytest
 from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_SUCCEEDED
 
 from image_builder.errors import BootError, CommandError
-from image_builder.machine.seed import write_key
 from image_builder.machine.ssh import SshAddress, SshTarget
+from image_builder.machine.vm import write_key
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import BootError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.lab import pause
-from image_builder.machine import accelerator, monitor, qemu
+from image_builder.machine import monitor, qemu
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
 from image_builder.verify.boot import boot
@@ -58,7 +58,7 @@ def _machines(directory: Path) -> list[int]:
 
 
 def test_emulation_works_here() -> None:
-    assert accelerator.works("tcg")
+    assert qemu.works("tcg")
 
 
 def test_a_firmware_that_does_not_get_through_is_no_machine(
@@ -69,7 +69,7 @@ def test_a_firmware_that_does_not_get_through_is_no_machine(
     code = tmp_path / "code.fd"
     code.write_bytes(b"\xf4" * 3653632)  # hlt, everywhere
     monkeypatch.setattr(qemu, "find_firmware", lambda: (code, variables))
-    assert not accelerator.works("tcg", seconds=3)
+    assert not qemu.works("tcg", seconds=3)
     assert not _machines(Path(tempfile.gettempdir(), "image-builder-probe-"))
 
 
@@ -129,7 +129,7 @@ def test_the_console_that_a_failed_boot_names_is_there_afterwards(blank: Path, t
             verify=False,
             out_dir=tmp_path / "out",
             settings=Settings(store=tmp_path / "store"),
-            monitor=NullMonitor(),
+            monitor=Monitor(),
             pause_archive=pause.archive,
             extra_disks=(),
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from image_builder.machine.seed import write_key
+from image_builder.machine.vm import write_key
 from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import (
     CertificateAuthority,

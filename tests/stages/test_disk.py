@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from image_builder.bake import boot_partition, identity
-from image_builder.bake.firmware_authorities import FIRMWARE_AUTHORITIES
+from image_builder.bake.boot_partition import FIRMWARE_AUTHORITIES
 from image_builder.bake.formats import gpt, vhd
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import StageContext
@@ -32,7 +32,7 @@ from image_builder.bake.stages.convert import run as convert
 from image_builder.bake.stages.disk import run as disk
 from image_builder.definition.model import ImageDefinition
 from image_builder.errors import ImageBuilderError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.namespace import run_isolated
@@ -107,7 +107,7 @@ def _context(
         inputs={"tools": base / "tools", **inputs},
         repo=None,
         files=None,
-        monitor=NullMonitor(),
+        monitor=Monitor(),
         log=base / "log",
         settings=Settings(store=base),
     )

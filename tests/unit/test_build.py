@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from image_builder.bake import build as building
+from image_builder.bake.executor import Build
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.resolve import requirements, resolve, supplier_plan
+from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoint
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.definition.model import record_name
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import cgroups
 
@@ -42,7 +43,7 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
     path = tmp_path / "given.json" if given else remembered_lock(settings, definition.record_name)
     lock.save(path)
     done = building.build(
-        definition, settings, NullMonitor(), EXTENSIONS, locked=path if given else None, stop_after="tools"
+        definition, settings, Monitor(), EXTENSIONS, locked=path if given else None, stop_after="tools"
     )
     assert [stage["cached"] for stage in done.stages] == [True]
     assert done.lock == path
@@ -64,7 +65,7 @@ def _fitting(definition: ImageDefinition, version: str) -> Lock:
 
 
 def _version(definition: ImageDefinition, settings: Settings) -> str:
-    lock = building.obtain_lock(definition, settings, NullMonitor(), EXTENSIONS)
+    lock = building.obtain_lock(definition, settings, Monitor(), EXTENSIONS)
     return lock.group("base").packages[0].version
 
 
@@ -98,7 +99,7 @@ def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
     older = settings.store / "locks/minimal.lock.json"
     _fitting(definition, "1").save(older)
     notes: list[str] = []
-    monitor = NullMonitor()
+    monitor = Monitor()
     monkeypatch.setattr(monitor, "note", notes.append)
     with monkeypatch.context() as ordinary_user:
         ordinary_user.setattr(Store, "adopt", _refuse)
@@ -136,11 +137,12 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
         for stage in plan.stages:
             (staging / stage.name / "product").mkdir(parents=True)
             store.commit(stage, staging / stage.name, 1.0, {})
-        with building.Supply(definition, lock, settings, NullMonitor(), staging, extensions) as supply:
+        work = Build(definition, lock, settings, store, Monitor(), staging, kinds(extensions))
+        with building.Supply(work, extensions) as supply:
             endpoints = supply.endpoints()
             assert endpoints["registry.lab.internal"].address == "127.1.2.3"
             assert supply.endpoints() is endpoints and served == ["begins"]
         assert served == ["begins", "ends"]
         minimal = _minimal(REPO_ROOT / "inventories/lab")
-        with building.Supply(minimal, lock, settings, NullMonitor(), staging, extensions) as supply:
+        with building.Supply(replace(work, definition=minimal), extensions) as supply:
             assert supply.endpoints() == {} and served == ["begins", "ends"]

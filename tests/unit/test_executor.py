@@ -20,7 +20,7 @@ from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.errors import StageError, VerifyError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.verify.stage import run as verify
 
@@ -58,9 +58,8 @@ def _work(store: Store, staging: Path) -> Build:
         archives=[LockedArchive(url="https://example.invalid/a.tar", sha256="a" * 64)],
     )
     definition: Any = SimpleNamespace(name="worker")
-    nothing: Any = None
     settings, all_kinds = Settings(store=store.path), kinds(EXTENSIONS)
-    return Build(definition, lock, nothing, settings, store, NullMonitor(), staging, all_kinds)
+    return Build(definition, lock, settings, store, Monitor(), staging, all_kinds)
 
 
 def _given(store: Store, stage: StagePlan, staging: Path) -> StageContext:

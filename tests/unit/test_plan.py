@@ -171,14 +171,7 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
             id="the disk's layout",
         ),
         pytest.param(_append("image_builder/suite/test_a.py", "\nx = 1\n"), {"verify"}, id="a check"),
-        pytest.param(
-            _append("image_builder/bake/stages/tools/run.py", "\nx = 1\n"), ALL, id="the tools stage"
-        ),
-        pytest.param(
-            _append("image_builder/bake/stages/base/run.py", "\nx = 1\n"),
-            ALL - {"tools"},
-            id="the base stage",
-        ),
+        pytest.param(_append("image_builder/bake/stages/root/run.py", "\nx = 1\n"), ALL, id="roots"),
         pytest.param(
             _append("image_builder/bake/stages/layer/run.py", "\nx = 1\n"), FROM_SYSTEM, id="the layer stage"
         ),
@@ -341,7 +334,7 @@ def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: 
             _append("image_builder/bake/stages/layer/run.py", "\nx = 1\n"), id="how layers are made"
         ),
         pytest.param(
-            _append("image_builder/bake/stages/base/run.py", "\nx = 1\n"), id="how the base is made"
+            _append("image_builder/bake/stages/root/run.py", "\nx = 1\n"), id="how the base is made"
         ),
         pytest.param(
             _replace("image_preload:", "image_pull: {parallel: 2}\n        image_preload:"), id="pull limits"
@@ -419,7 +412,7 @@ def test_an_image_without_a_digest_is_refused(preloading: Path) -> None:
 def test_an_image_that_was_left_out_is_not_pulled(preloading: Path) -> None:
     lock = _lock(images=_images()[:1], left_out=["registry.example/large:1"])
     images = _plan(preloading, lock).stage("preload").options["images"]
-    assert [i["ref"] for i in images] == ["registry.example/pause:3.10"]  # type: ignore[index,union-attr,call-overload]
+    assert [i["ref"] for i in images] == ["registry.example/pause:3.10"]
 
 
 def test_without_any_image_left_there_is_no_preload(preloading: Path) -> None:

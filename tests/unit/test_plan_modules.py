@@ -11,7 +11,7 @@ import pytest
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
-from image_builder.bake.stages.module_build.plan import MODULE_BUILD, MODULE_ROOT, modules_from_source
+from image_builder.bake.stages.module_build import MODULE_BUILD, MODULE_ROOT, modules_from_source
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
@@ -65,7 +65,7 @@ def test_modules_are_built_for_the_locked_kernel() -> None:
     found = plan()
     build = found.stage(MODULE_BUILD)
     assert build.options["kernel"] == KERNEL and build.options["driver"] == "535.261.03"
-    assert f"linux-headers-{KERNEL}" in found.stage(MODULE_ROOT).options["include"]  # type: ignore[operator]
+    assert f"linux-headers-{KERNEL}" in found.stage(MODULE_ROOT).options["include"]
     assert build.inputs == {MODULE_ROOT: found.stage(MODULE_ROOT).id} and not build.lowers
     assert found.stage("gpu").inputs == {MODULE_BUILD: build.id}
 

@@ -22,7 +22,7 @@ from image_builder.bake.store import Store
 from image_builder.bake.verification import passed_verification
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError, SpaceError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
@@ -39,7 +39,7 @@ def output(tmp_path: Path) -> Path:
 def _publish(output: Path, files: dict[str, bytes] | None = None, **changes: Any) -> Publication:
     files = FILES if files is None else files
     source = write(output.parent / "source", files)
-    return publish_files(manifest(files, **changes), source, DOCUMENTS, output, NullMonitor())
+    return publish_files(manifest(files, **changes), source, DOCUMENTS, output, Monitor())
 
 
 def _names(path: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) ->
     os.close(held)
 
 
-class _Slow(NullMonitor):
+class _Slow(Monitor):
     """Takes its time with every file, and remembers which were begun."""
 
     def __init__(self) -> None:
@@ -141,13 +141,13 @@ def test_a_copy_under_way_ends_with_a_failure(output: Path) -> None:
     (source / "worker.vhd").unlink()
     told: list[int] = []
 
-    class Monitor(NullMonitor):
+    class Recorder(Monitor):
         def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:  # noqa: ARG002
             told.append(done)
             time.sleep(0.3)
 
     with pytest.raises(PublishError, match=r"worker\.vhd"):
-        publish_files(manifest(files), source, DOCUMENTS, output, Monitor())
+        publish_files(manifest(files), source, DOCUMENTS, output, Recorder())
     assert len(told) < 3
 
 
@@ -155,7 +155,7 @@ def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
     earlier = _publish(output, {"worker.raw": b"good"}, build_id="cd" * 32).path
     source = write(output.parent / "bad", dict.fromkeys(FILES, b"rotten"))
     with pytest.raises(PublishError, match=r"worker\.(raw|vhd) differs on the disk"):
-        publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
+        publish_files(manifest(FILES), source, DOCUMENTS, output, Monitor())
     assert _names(output / "worker") == [earlier.name, "latest"]
     assert os.readlink(output / "worker/latest") == earlier.name
 
@@ -163,7 +163,7 @@ def test_bytes_that_are_not_the_builds_are_not_published(output: Path) -> None:
 def test_a_file_that_is_missing_is_named(output: Path) -> None:
     source = write(output.parent / "empty", {})
     with pytest.raises(PublishError, match=r"worker\.(raw|vhd): No such file"):
-        publish_files(manifest(FILES), source, DOCUMENTS, output, NullMonitor())
+        publish_files(manifest(FILES), source, DOCUMENTS, output, Monitor())
     assert _names(output / "worker") == []
 
 
@@ -278,7 +278,7 @@ def _built(tmp_path: Path) -> tuple[ImageDefinition, Lock, Plan, Store, Settings
 
 def test_the_stages_of_a_build_are_published(tmp_path: Path) -> None:
     built = _built(tmp_path)
-    path = publish.publish(*built)
+    path = publish.publish(*built, Monitor())
     assert _names(path) == sorted(
         ["facts.json", "junit.xml", "lock.json", "manifest.json", "verify.json", "worker.raw"]
     )
@@ -288,7 +288,7 @@ def test_the_stages_of_a_build_are_published(tmp_path: Path) -> None:
     assert told.tools["ansible-core"] == "2.19"
     assert Lock.load(path / "lock.json") == built[1]
     inode = path.stat().st_ino
-    assert publish.publish(*built) == path
+    assert publish.publish(*built, Monitor()) == path
     assert path.stat().st_ino == inode
 
 
@@ -296,7 +296,7 @@ def test_what_an_operator_ought_to_know_of_a_lock_is_in_the_manifest(tmp_path: P
     definition, lock, plan, store, settings, stages = _built(tmp_path)
     base = LockedGroup(suite="trixie", components=["main"], requested=[], packages=[])
     lock = lock.model_copy(update={"groups": {"base": base}, "repositories": {DEBIAN: None}})
-    path = publish.publish(definition, lock, plan, store, settings, stages)
+    path = publish.publish(definition, lock, plan, store, settings, stages, Monitor())
     told = manifests.load((path / "manifest.json").read_bytes())
     assert told.warnings == ("trixie was locked without its security updates: the mirror in use has none",)
 
@@ -306,5 +306,5 @@ def test_a_failed_verification_is_never_published(tmp_path: Path) -> None:
     product = built[3].product(built[2].stage("verify").id)
     write(product, _verdict(1, 0))
     with pytest.raises(PublishError, match="not verified"):
-        publish.publish(*built)
+        publish.publish(*built, Monitor())
     assert not (tmp_path / "output").exists()

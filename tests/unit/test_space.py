@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from image_builder.bake import space
+from image_builder.bake.executor import Build
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
@@ -18,6 +19,7 @@ from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import SpaceError
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 
 REPO = Path(__file__).resolve().parents[2]
@@ -72,8 +74,14 @@ def todo(*names: str) -> list[StagePlan]:
     return [StagePlan(name, STAGES[name], options) for name in names or STAGES]
 
 
+def work(store: Store) -> Build:
+    folder = store.path.parent
+    settings = Settings(store=store.path, output=folder / "output")
+    return Build(definition(), lock(), settings, store, Monitor(), folder, kinds())
+
+
 def estimate(store: Store, *names: str) -> tuple[int, int]:
-    return space.estimate(lock(), todo(*names), kinds(), store, definition())
+    return space.estimate(work(store), todo(*names))
 
 
 def test_a_build_that_stops_before_the_disk_needs_no_room_for_it(store: Store) -> None:
@@ -101,10 +109,9 @@ def test_what_compiling_takes_is_free_again_when_more_is_needed(store: Store) ->
 
 def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = sum(estimate(store))
-    settings = Settings(store=store.path, output=store.path.parent / "output")
-    free = SimpleNamespace(f_bavail=needed // 4096, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda _path: free)
+    free = SimpleNamespace(free=needed)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
     with pytest.raises(SpaceError, match=r"200 MiB are missing|201 MiB are missing"):
-        space.check(lock(), todo(), kinds(), store, settings, definition())
-    free.f_bavail += (201 << 20) // 4096
-    space.check(lock(), todo(), kinds(), store, settings, definition())
+        space.check(work(store), todo())
+    free.free += 201 << 20
+    space.check(work(store), todo())

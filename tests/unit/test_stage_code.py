@@ -14,7 +14,7 @@ from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages.kind import StageKind
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.settings import REPO_ROOT
-from image_builder.system.digests import executed
+from image_builder.system.trees import executed
 
 PROGRAM = REPO_ROOT / PACKAGE
 KINDS = kinds(EXTENSIONS)
@@ -40,7 +40,7 @@ def test_every_imported_module_is_in_the_id_or_neutral(kind: StageKind) -> None:
 def test_no_plan_is_in_an_id(kind: StageKind) -> None:
     """What a stage needs, how large it is and where it runs may change without making anything again."""
     plans = {REPO_ROOT / f"{k.module.replace('.', '/')}.py" for k in KINDS.values()}
-    names = {path.with_name("plan.py").relative_to(REPO_ROOT).as_posix() for path in plans}
+    names = {path.with_name("__init__.py").relative_to(REPO_ROOT).as_posix() for path in plans}
     assert not names & _code(kind).keys()
 
 
@@ -73,7 +73,7 @@ def test_the_neutral_list_has_what_stages_import_and_nothing_else() -> None:
         ("bake/pull/docker_engine.py", PRELOADS),
         ("bake/pull/containerd_engine.py", PRELOADS),
         ("bake/lock/repository.py", {"tools", "base", "module_build", *PLAYS}),
-        ("bake/lock/mmdebstrap.py", {"tools", "base"}),
+        ("bake/stages/root/run.py", {"tools", "base"}),
         ("bake/ansible.py", PLAYS),
         ("bake/plugins/connection/sandbox.py", PLAYS),
         ("bake/stages/go/run.py", {"go"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.events import NullMonitor
+from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.verify.command import verify
 from tests.unit.manifests import DOCUMENTS, manifest, write
@@ -30,4 +30,4 @@ def test_a_file_that_is_not_the_published_one(
     harm(build / "worker.raw")
     settings = Settings(store=tmp_path / "store")
     with pytest.raises(VerifyError, match=told):
-        verify(str(build), None, tmp_path / "out", settings=settings, monitor=NullMonitor())
+        verify(str(build), None, tmp_path / "out", settings=settings, monitor=Monitor())

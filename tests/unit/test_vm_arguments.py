@@ -14,7 +14,8 @@ import paramiko
 import pytest
 
 from image_builder.errors import BootError, HostError, UsageError
-from image_builder.machine import monitor, qemu, seed, ssh
+from image_builder.machine import monitor, qemu, ssh
+from image_builder.machine.vm import write_seed
 from image_builder.verify.boot import find_disk, import_command, local_disks, static_pod
 from image_builder.verify.runner import SUITE
 
@@ -186,7 +187,7 @@ def test_long_socket_path_is_refused_before_qemu_is() -> None:
 
 
 def test_seed_holds_the_public_key_alone(tmp_path: Path) -> None:
-    made = seed.write_seed(tmp_path, instance_id="i-1", hostname="worker")
+    made = write_seed(tmp_path, instance_id="i-1", hostname="worker")
     assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
     assert sorted(p.name for p in made.directory.iterdir()) == ["meta-data", "user-data"]
     header, _, body = (made.directory / "user-data").read_text().partition("\n")

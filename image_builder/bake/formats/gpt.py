@@ -52,13 +52,6 @@ class Gpt:
     size: int
     partitions: tuple[Partition, ...]
 
-    def partition(self, name: str) -> Partition:
-        """Return the partition with the PARTLABEL ``name``; raises KeyError."""
-        for partition in self.partitions:
-            if partition.name == name:
-                return partition
-        raise KeyError(name)
-
 
 @dataclass(frozen=True)
 class _Header:

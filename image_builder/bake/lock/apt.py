@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.bake.lock import apt_auth
-from image_builder.bake.lock.model import LockedFile, LockedPackage
+from image_builder.bake.lock.model import DEBIAN, SECURITY, LockedFile, LockedPackage
 from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.system import process
 
@@ -26,8 +26,8 @@ _RELEASE_FIELD = re.compile(r"^(Origin|Label|Suite|Codename|Date):[ \t]*(\S.*?)[
 # How mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
 _MMDEBSTRAP = Path("/usr/bin/mmdebstrap")
 _DEFAULTS = {
-    "debian": re.compile(r"^ *my \$mirror += '([^']+)';", re.MULTILINE),
-    "debian-security": re.compile(r"^ *my \$secmirror += '([^']+)';", re.MULTILINE),
+    DEBIAN: re.compile(r"^ *my \$mirror += '([^']+)';", re.MULTILINE),
+    SECURITY: re.compile(r"^ *my \$secmirror += '([^']+)';", re.MULTILINE),
 }
 
 
@@ -264,9 +264,9 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
         if uri is None:
             continue
         if codename in suites:
-            mirrors.setdefault("debian", uri)
+            mirrors.setdefault(DEBIAN, uri)
         if f"{codename}-security" in suites:
-            mirrors.setdefault("debian-security", uri)
+            mirrors.setdefault(SECURITY, uri)
     return mirrors
 
 
@@ -309,37 +309,20 @@ def debian_sources(
     """
     if mirror:
         base = mirror.rstrip("/")
-        mirrors = {"debian": base, "debian-security": f"{base}-security"}
+        mirrors = {DEBIAN: base, SECURITY: f"{base}-security"}
     else:
         mirrors = host_mirrors()
-    if "debian" not in mirrors:
+    if DEBIAN not in mirrors:
         mirrors = default_mirrors()
-    if "debian" not in mirrors:
+    if DEBIAN not in mirrors:
         raise HostError(
             "no Debian mirror is known", hint="set image_base.mirror or the variable IMAGE_BUILDER_MIRROR"
         )
     if not keyring.exists():
         raise HostError(f"the keyring {keyring} is missing", hint="apt-get install debian-archive-keyring")
-    sources = [
-        Source(
-            "debian",
-            mirrors["debian"].rstrip("/"),
-            (suite, f"{suite}-updates"),
-            components,
-            keyring,
-            with_sources,
-        )
+    suites = {DEBIAN: (suite, f"{suite}-updates"), SECURITY: (f"{suite}-security",)}
+    return [
+        Source(name, mirrors[name].rstrip("/"), of_name, components, keyring, with_sources)
+        for name, of_name in suites.items()
+        if name in mirrors
     ]
-    security = mirrors.get("debian-security")
-    if security:
-        sources.append(
-            Source(
-                "debian-security",
-                security.rstrip("/"),
-                (f"{suite}-security",),
-                components,
-                keyring,
-                with_sources,
-            )
-        )
-    return sources

@@ -22,6 +22,7 @@ import urllib3
 
 from image_builder.bake.lock import apt_auth
 from image_builder.errors import FetchError
+from image_builder.system import trees
 from image_builder.system.web import pool, split_credentials
 
 _PARALLEL = 6
@@ -92,8 +93,7 @@ def fetch(
 
 def _is_cached(path: Path, sha256: str) -> bool:
     try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+        return trees.sha256(path) == sha256
     except FileNotFoundError:
         return False
 

@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from image_builder.canonical import JSON, digest
 from image_builder.errors import LockError
 from image_builder.node import files as node_files
+from image_builder.strict_yaml import Strict
 
 FORMAT: Final = 1
 # The ids of Debian's own repositories; those of third parties have their own names.
@@ -27,11 +28,7 @@ DEBIAN, SECURITY = "debian", "debian-security"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class LockedFile(_Frozen):
+class LockedFile(Strict):
     """A file of a repository: ``path`` is relative to the repository's base address."""
 
     name: str
@@ -48,7 +45,7 @@ class LockedPackage(LockedFile):
     architecture: str
 
 
-class LockedArchive(_Frozen):
+class LockedArchive(Strict):
     """A file fetched by its address."""
 
     url: str
@@ -58,7 +55,7 @@ class LockedArchive(_Frozen):
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
-class LockedLayer(_Frozen):
+class LockedLayer(Strict):
     """A layer of a container image: ``digest`` and ``size`` are of the compressed blob, ``diff_id`` of the tar."""
 
     digest: Digest
@@ -66,7 +63,7 @@ class LockedLayer(_Frozen):
     diff_id: Digest
 
 
-class LockedImage(_Frozen):
+class LockedImage(Strict):
     """What a tag of a container image meant when it was locked.
 
     ``digest`` is what the tag named (an index, or a manifest), ``manifest`` the manifest of ``platform``,
@@ -86,7 +83,35 @@ class LockedImage(_Frozen):
         return sum(layer.size for layer in self.layers)
 
 
-class Question(_Frozen):
+# What a node does with an image, and no engine: a change of it pulls nothing.
+_OF_THE_NODE = frozenset({"mode", "required"})
+
+
+class Image(LockedImage):
+    """An image to preload: what a definition wants of it, with what it was locked to.
+
+    A pull knows no ``mode``: what nodes do with an image is the store's affair.
+    """
+
+    pin: bool
+    required: bool = True
+    mode: Literal["copy", "reference", "archive"] = "reference"
+
+    @classmethod
+    def listed(cls, options: Sequence[Mapping[str, JSON]]) -> list[Self]:
+        """Return the images in a stage's options."""
+        return [cls.model_validate(image) for image in options]
+
+    def for_pull(self) -> dict[str, JSON]:
+        """Return the image as the option of a pull."""
+        return self.model_dump(mode="json", exclude=set(_OF_THE_NODE))
+
+    def for_store(self) -> dict[str, JSON]:
+        """Return the image as the option of the preload store."""
+        return self.model_dump(mode="json")
+
+
+class Question(Strict):
     """What is asked of apt for one stage: names, and where they may come from.
 
     ``repositories`` are those of third parties, each in one line: address, suites, components, digest of its key.
@@ -94,7 +119,7 @@ class Question(_Frozen):
 
     suite: str
     components: list[str]
-    repositories: list[str] = []
+    repositories: list[str] = Field(default_factory=list)
     requested: list[str]
 
 
@@ -128,7 +153,7 @@ class LockedGroup(Question):
         return reasons
 
 
-class LockedSource(_Frozen):
+class LockedSource(Strict):
     """A source package: its .dsc and the files that this names."""
 
     suite: str
@@ -136,7 +161,7 @@ class LockedSource(_Frozen):
     files: list[LockedFile]
 
 
-class Lock(_Frozen):
+class Lock(Strict):
     """``source_date_epoch`` (seconds since 1970, UTC) is the date that a build's files bear.
 
     It is the newest of ``release_dates``, those of the Release files that were read, or of the last lock with the same
@@ -148,12 +173,12 @@ class Lock(_Frozen):
     source_date_epoch: int = Field(ge=0)
     repositories: dict[str, str | None]
     groups: dict[str, LockedGroup]
-    release_dates: dict[str, int] = {}
-    sources: dict[str, LockedSource] = {}
-    archives: list[LockedArchive] = []
-    images: list[LockedImage] = []
+    release_dates: dict[str, int] = Field(default_factory=dict)
+    sources: dict[str, LockedSource] = Field(default_factory=dict)
+    archives: list[LockedArchive] = Field(default_factory=list)
+    images: list[LockedImage] = Field(default_factory=list)
     # Images that could be done without, and that no registry had.
-    left_out: list[str] = []
+    left_out: list[str] = Field(default_factory=list)
 
     def locked_image(self, ref: str) -> LockedImage | None:
         """Return what a reference is locked to; None for one that was left out."""

@@ -1,4 +1,4 @@
-"""A flat apt repository of exactly the locked packages, for a sandbox without a network."""
+"""A flat apt repository of exactly the locked packages, for a sandbox without a network; packages' control files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from image_builder.bake.formats import deb
+from debian.arfile import ArError
+from debian.deb822 import Deb822
+from debian.debfile import DebError, DebFile
+
 from image_builder.bake.lock.model import LockedPackage
 from image_builder.errors import FetchError
 
@@ -28,6 +31,10 @@ Acquire::Languages "none";
 Dpkg::Use-Pty "false";
 Dpkg::Options { "--force-unsafe-io"; "--force-confdef"; "--force-confold"; };
 """
+
+
+class NotAPackageError(ValueError):
+    """The file is not a Debian package."""
 
 
 def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path, target: Path) -> int:
@@ -63,8 +70,8 @@ def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
         if text := cached.read_text(encoding="utf-8"):
             return text
     try:
-        text = deb.read_control(cache / package.sha256)
-    except (deb.NotAPackageError, OSError) as error:
+        text = read_control(cache / package.sha256)
+    except (NotAPackageError, OSError) as error:
         raise FetchError(f"{package.name} {package.version} is not a Debian package: {error}") from error
     partial = scratch / cached.name
     with partial.open("w", encoding="utf-8") as stream:
@@ -73,3 +80,21 @@ def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
         os.fsync(stream.fileno())
     partial.rename(cached)
     return text
+
+
+def read_control(package: Path) -> str:
+    """Return a package's control stanza. Raises NotAPackageError, OSError."""
+    try:
+        with DebFile(filename=os.fspath(package)) as deb:
+            return str(deb.debcontrol().dump())
+    except (DebError, ArError) as error:
+        raise NotAPackageError(str(error)) from error
+
+
+def fields(control: str) -> dict[str, str]:
+    """Return the fields of a control stanza; none for what has not even a name and a version."""
+    try:
+        stanza = {str(name): str(value) for name, value in Deb822(control).items()}
+    except ValueError:
+        return {}
+    return stanza if {"Package", "Version", "Architecture"} <= stanza.keys() else {}

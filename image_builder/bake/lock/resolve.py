@@ -5,7 +5,6 @@ The one place that asks what is newest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from image_builder.bake.lock.requirements import Group, Requirements, keyring, r
 from image_builder.bake.pull.registry import Endpoints, locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
-from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError
-from image_builder.events import Monitor
+from image_builder.errors import DefinitionError, LockError, Problem, PullError
+from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 
 
@@ -37,19 +36,12 @@ def resolve_lock(
         )
     store = Store(settings.store)
     store.prepare()
-    started = time.monotonic()
-    monitor.stage_started("lock")
-    try:
-        with store.staging() as staging:
-            lock = _resolve(definition, needs, settings, monitor, staging, previous)
-    except ImageBuilderError:
-        monitor.stage_failed("lock", time.monotonic() - started)
-        raise
-    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
-    remembered = remembered_lock(settings, definition.record_name)
-    for warning in (*lock.warnings, *_older_than(lock, remembered)):
+    with shown_stage(monitor, "lock"), store.staging() as staging:
+        lock = _resolve(definition, needs, settings, monitor, staging, previous)
+    before = _remembered(remembered_lock(settings, definition.record_name))
+    for warning in (*lock.warnings, *(lock.older_than(before) if before else ())):
         monitor.note(f"warning: {warning}")
-    return _with_the_date_of(lock, remembered)
+    return _with_the_date_of(lock, before)
 
 
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
@@ -59,9 +51,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     """
     images, left_out = [], []
     mirrors = registry_mirrors(definition)
-    started = time.monotonic()
-    monitor.stage_started("lock")
-    try:
+    with shown_stage(monitor, "lock"):
         for image in definition.preload:
             locked = lock.locked_image(image.ref)
             if locked is None or locked.platform != image.platform:
@@ -75,10 +65,6 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                     monitor.note(f"left out, it is not required: {error.message}")
                     continue
             images.append(locked)
-    except ImageBuilderError:
-        monitor.stage_failed("lock", time.monotonic() - started)
-        raise
-    monitor.stage_finished("lock", time.monotonic() - started, cached=False)
     return lock.model_copy(update={"images": images, "left_out": left_out})
 
 
@@ -87,25 +73,26 @@ def remembered_lock(settings: Settings, name: str) -> Path:
     return settings.store / "locks" / f"{name}.lock.json"
 
 
-def _older_than(lock: Lock, remembered: Path) -> list[str]:
+def _remembered(path: Path) -> Lock | None:
     try:
-        return lock.older_than(Lock.load(remembered))
-    except LockError:  # none yet; or a damaged one, which this one replaces
-        return []
+        return Lock.load(path)
+    except LockError:  # none yet; or a damaged one, which the new one replaces
+        return None
 
 
-def _with_the_date_of(lock: Lock, remembered: Path) -> Lock:
-    """Return a lock with the date of the remembered one while the base is the same.
+def _with_the_date_of(lock: Lock, before: Lock | None) -> Lock:
+    """Return a lock with the date of an earlier one while the base is the same.
 
     All files of a build bear that date, and the archive's moves several times a day: a newer one would make every layer
     anew, whatever became of its packages.
     """
-    try:
-        before = Lock.load(remembered)
-        same = before.group("base").digest == lock.group("base").digest
-    except LockError:  # none yet; or a damaged one, which this one replaces
+    if (
+        before is None
+        or "base" not in before.groups
+        or before.group("base").digest != lock.group("base").digest
+    ):
         return lock
-    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch}) if same else lock
+    return lock.model_copy(update={"source_date_epoch": before.source_date_epoch})
 
 
 def _resolve(

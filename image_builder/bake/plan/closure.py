@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from image_builder.settings import REPO_ROOT
-from image_builder.system.digests import code_digests, files_in
+from image_builder.system.trees import code_digests, files_in
 
 PACKAGE = "image_builder"
 # Packages and modules that decide how a stage is run, watched or refused, and why that is no byte of what it makes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from image_builder.canonical import JSON, digest
 
@@ -14,9 +15,9 @@ class StagePlan:
     """One stage to be.
 
     ``name`` is unique in its plan and shown to people; ``kind`` is the name of its ``StageKind``.
-    ``options`` are the values that the stage depends on, ``code`` maps each file that its result depends on to that
-    file's SHA-256, ``lowers`` are the ids of the trees it is mounted on (topmost first), ``inputs`` names
-    the other stages whose products it reads.
+    ``options`` are the values that the stage depends on, as its ``run`` takes them: JSON values, tuples for lists.
+    ``code`` maps each file that its result depends on to that file's SHA-256, ``lowers`` are the ids of the trees it
+    is mounted on (topmost first), ``inputs`` names the other stages whose products it reads.
 
     ``ground`` are trees (topmost first) that a stage works in and ``needs`` are further stages that must be there
     for it to run, without deciding its result: what counts of them stands in ``options``. The container engine
@@ -26,7 +27,7 @@ class StagePlan:
 
     name: str
     kind: str
-    options: Mapping[str, JSON] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
     lowers: tuple[str, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@
            └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
                               (in the tree of container_runtime)
 
-What a stage is and needs, its own ``plan.py`` says. No network, no clock, no root: only the definition, the lock and
+What a stage is and needs, its own folder says. No network, no clock, no root: only the definition, the lock and
 the files of this program are read.
 """
 
@@ -17,28 +17,28 @@ from pathlib import Path
 
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.lock.requirements import Requirements
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.model import Plan
-from image_builder.bake.stages.base import plan as base
-from image_builder.bake.stages.convert import plan as convert
-from image_builder.bake.stages.disk import plan as disk
-from image_builder.bake.stages.go import plan as go
-from image_builder.bake.stages.kind import Extensions, StageKind
-from image_builder.bake.stages.layer import plan as layer
-from image_builder.bake.stages.module_build import plan as module_build
-from image_builder.bake.stages.preload import plan as preload
-from image_builder.bake.stages.preload_store import plan as preload_store
-from image_builder.bake.stages.rehearsal import plan as rehearsal
-from image_builder.bake.stages.seal import plan as seal
-from image_builder.bake.stages.tools import plan as tools
+from image_builder.bake.stages import (
+    convert,
+    disk,
+    go,
+    layer,
+    module_build,
+    preload,
+    preload_store,
+    rehearsal,
+    root,
+    seal,
+)
+from image_builder.bake.stages.kind import Draft, Extensions, StageKind
 from image_builder.definition import ImageDefinition
 
 # The kinds that a bake has of itself.
 KINDS = (
-    tools.KIND,
+    root.TOOLS_KIND,
     go.KIND,
     module_build.KIND,
-    base.KIND,
+    root.BASE_KIND,
     layer.KIND,
     preload.KIND,
     preload_store.KIND,
@@ -70,7 +70,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions
     draft.add(*go.KIND.plan(draft))
     draft.add(*module_build.KIND.plan(draft))
     _add_supplier(draft, extensions)
-    for stage in base.KIND.plan(draft):
+    for stage in root.BASE_KIND.plan(draft):
         draft.lay(stage)
     joined = []
     for stage in layer.KIND.plan(draft):
@@ -98,7 +98,7 @@ def supplier_plan(definition: ImageDefinition, lock: Lock, repo_root: Path, exte
 
 def _draft(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions: Extensions) -> Draft:
     draft = Draft(definition, lock, repo_root, kinds(extensions))
-    draft.add(*tools.KIND.plan(draft))
+    draft.add(*root.TOOLS_KIND.plan(draft))
     return draft
 
 

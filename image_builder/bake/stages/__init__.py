@@ -1,4 +1,4 @@
-"""The context of a stage that runs. Each folder here is a kind of stage: ``plan.py`` and, hashed, ``run.py``."""
+"""The context of a stage that runs. Each folder here is a kind of stage: what is planned and, in ``run.py``, hashed."""
 
 from __future__ import annotations
 

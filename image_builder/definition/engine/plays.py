@@ -23,8 +23,7 @@ from image_builder.definition.engine.origins import place_of, unreadable
 from image_builder.definition.engine.reads import NotingLoader, Reads, is_predictable, noting
 from image_builder.definition.engine.rounds import Rounds, UnknownError, concealed
 from image_builder.definition.engine.sources import Sources
-from image_builder.definition.references import lookup_calls
-from image_builder.definition.values import is_template, strings
+from image_builder.definition.values import is_template, lookup_calls, strings
 
 _TASKS = frozenset({"pre_tasks", "tasks", "post_tasks", "handlers"})
 _ANSIBLE = Path(settings.__file__).parent

@@ -14,9 +14,8 @@ from ansible.module_utils.parsing.convert_bool import boolean
 
 from image_builder.definition.engine.reads import NotingLoader
 from image_builder.definition.engine.rounds import Rounds, UnknownError
-from image_builder.definition.references import lookup_calls
-from image_builder.definition.values import is_template
-from image_builder.system.digests import files_in
+from image_builder.definition.values import is_template, lookup_calls
+from image_builder.system.trees import files_in
 
 # Modules that read a file or a directory of the machine that builds, the arguments that name it, and where in a role it
 # is looked for.

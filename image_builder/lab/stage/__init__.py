@@ -1,1 +1,50 @@
-"""The stage ``lab_images``."""
+"""The lab as a supplier of images: the plan of the stage that makes them, and the registry that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_builder.bake.lock.requirements import Group, Requirements
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind, Supplier
+from image_builder.bake.stages.root import TOOLS
+from image_builder.canonical import JSON
+from image_builder.definition import ImageDefinition
+from image_builder.lab import large, pause
+
+if TYPE_CHECKING:
+    from image_builder.bake.pull.registry import Endpoint
+
+LAB_IMAGES = "lab_images"
+# Bytes in the registry per byte of package: images are kept as compressed layers of their packages.
+_COMPRESSED = 1.6
+
+
+def _needs(_definition: ImageDefinition) -> Requirements:
+    packages = tuple(name for layer in large.LARGE_LAYERS for name in layer)
+    return Requirements({LAB_IMAGES: Group(large.SUITE, packages)})
+
+
+def _plan(draft: Draft) -> Iterator[StagePlan]:
+    options: dict[str, JSON] = {"packages": draft.lock.group(LAB_IMAGES).digest}
+    yield StagePlan(LAB_IMAGES, KIND.name, options, draft.code(KIND), inputs={TOOLS: draft.id(TOOLS)})
+
+
+def _space(stage: StagePlan, sizes: Sizes) -> Need:
+    return Need(sizes.packed.get(stage.name, 0.0) * _COMPRESSED, sizes.unpacked.get(stage.name, 0.0))
+
+
+@contextmanager
+def _serve(tools: Path, product: Path, work: Path) -> Iterator[Endpoint]:
+    from image_builder.bake.pull.registry import Endpoint
+    from image_builder.lab.registry import serve
+
+    with serve(tools, product / "registry", work) as registry:
+        yield Endpoint(pause.HOST, registry.address, registry.port, registry.ca)
+
+
+KIND = StageKind(LAB_IMAGES, "image_builder.lab.stage.run", _plan, needs=_needs, space=_space)
+SUPPLIER = Supplier(KIND, pause.HOST, _serve)

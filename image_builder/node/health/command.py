@@ -196,9 +196,7 @@ def report_condition(
         from image_builder.node.net.retry import backoff
 
         after: float | None = getattr(error, "retry_after", None)
-        wait = backoff(
-            reported.failures, retry_after=after, base=report.FIRST_WAIT, cap=report.LONGEST_WAIT
-        )
+        wait = backoff(reported.failures, retry_after=after, base=report.FIRST_WAIT, cap=report.LONGEST_WAIT)
         if not reported.failures:
             status.tell(f"health: {settings.condition} could not be set: {error.message}")
         return report.after_failure(reported, now, wait)

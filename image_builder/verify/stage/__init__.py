@@ -1,1 +1,44 @@
-"""The stage ``verify``."""
+"""The plan of the stage that verifies: the sealed tree, what must be in it, and the suite that looks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages.kind import Draft, StageKind
+from image_builder.bake.stages.seal import SEAL
+from image_builder.canonical import JSON, digest
+from image_builder.definition import published_variables
+
+_SUITE = "image_builder/suite"
+
+
+def _plan(draft: Draft) -> Iterator[StagePlan]:
+    options: dict[str, JSON] = {
+        "build_id": draft.id(SEAL),
+        "facts": digest(published_variables(draft.definition)),
+        "packages": _packages(draft),
+        "preload": [
+            image.model_dump(mode="json")
+            for image in draft.definition.preload
+            if draft.lock.locked_image(image.ref)
+        ],
+        "pytest": importlib.metadata.version("pytest"),
+        "testinfra": importlib.metadata.version("pytest-testinfra"),
+    }
+    yield StagePlan(KIND.name, KIND.name, options, draft.code(KIND), draft.tree_ids)
+
+
+def _packages(draft: Draft) -> list[dict[str, JSON]]:
+    """Return what must be installed in the image: every package that the lock has for its stages."""
+    packages = [p for name in ("base", *draft.definition.layers) for p in draft.lock.group(name).packages]
+    return [
+        {"name": p.name, "version": p.version, "architecture": p.architecture}
+        for p in sorted(packages, key=lambda p: (p.name, p.architecture))
+    ]
+
+
+KIND = StageKind(
+    "verify", "image_builder.verify.stage.run", _plan, (_SUITE,), reports=("junit.xml", "verify.json")
+)

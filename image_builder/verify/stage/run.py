@@ -7,13 +7,13 @@ publishing reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from image_builder.bake.stages import StageContext
 from image_builder.bake.verification import Verdict
 from image_builder.canonical import JSON
 from image_builder.system.sandbox import open_root
-from image_builder.verify.runner import definition_facts, run_suite, write_facts
+from image_builder.verify.result import require_passed
+from image_builder.verify.runner import definition_facts, observe_suite, write_facts
 
 _TIMEOUT = 600.0
 # The checks run beside the disk and the conversion, which take longer and get the processors first.
@@ -24,10 +24,10 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
     with open_root(ctx.lowers, ctx.work) as root:
         path = ctx.product / "facts.json"
-        options: Mapping[str, Any] = ctx.plan.options
+        options = ctx.plan.options
         facts = definition_facts(ctx.definition, options["build_id"], options["packages"], options["preload"])
         write_facts(path, facts)
-        result = run_suite(
+        result = observe_suite(
             f"sandbox:{root.path}",
             path,
             ctx.product,
@@ -40,6 +40,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
                 ctx.plan.name, done, total, "checks"
             ),
         )
+    require_passed(result)
     verdict = Verdict(
         marker=result.marker,
         checks=len(result.checks),

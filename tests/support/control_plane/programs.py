@@ -19,11 +19,9 @@ from image_builder.bake.lock.apt import Apt, debian_sources
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.draft import Draft
 from image_builder.bake.plan.resolve import kinds
-from image_builder.bake.stages.base import plan as base
-from image_builder.bake.stages.go import plan as go
-from image_builder.bake.stages.tools import plan as tools
+from image_builder.bake.stages import go, root
+from image_builder.bake.stages.kind import Draft
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory
@@ -41,7 +39,7 @@ _BUILD, _CONTROLLERS_BUILD = "control_plane_build", "controllers_build"
 SERVERS = ("kube-apiserver", "kube-scheduler")
 CONTROLLERS = ("kube-controller-manager",)
 # What the kubelet needs as well: the same bytes, so the same stages.
-_SHARED = (tools.TOOLS, go.BUILD_ROOT)
+_SHARED = (root.TOOLS, go.BUILD_ROOT)
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,14 @@ def _make(
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
         draft = Draft(definition, lock, settings.repo_root, kinds())
-        draft.add(*tools.KIND.plan(draft))
+        draft.add(*root.TOOLS_KIND.plan(draft))
         for name, names in builds.items():
-            root, build = go.programs(draft, name, names)
-            draft.add(*([build] if root in draft.stages else [root, build]))
-        draft.add(base.root(draft, CONTROL_PLANE, _PACKAGES))
+            build_root, build = go.programs(draft, name, names)
+            draft.add(*([build] if build_root in draft.stages else [build_root, build]))
+        draft.add(root.root(draft, CONTROL_PLANE, _PACKAGES))
         plan = draft.plan()
         goals = [*builds, CONTROL_PLANE]
-        work = Build(definition, lock, plan, settings, store, monitor, staging, kinds())
+        work = Build(definition, lock, settings, store, monitor, staging, kinds())
         make(work, missing(plan, store, goals))
         store.record(CONTROL_PLANE, [s.id for s in plan.stages if store.has(s.id)])
     return [store.product(plan.stage(goal).id) for goal in goals]

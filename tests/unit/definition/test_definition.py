@@ -134,7 +134,6 @@ def test_needs_of_a_layer(load: Load) -> None:
     definition = load(group_vars__images=BOTH, group_vars__workers=extra).define("worker")
     assert layer_needs(definition, "system").packages == ("systemd", "chrony", "new")
     needs = layer_needs(definition, "runtime")
-    assert needs.roles == ("runtime",)
     assert needs.packages == ("engine=1.2.*",)
     assert needs.repositories == (
         Repository("engine", ("https://a.example", "https://b.example"), ("x",), ("main",), "key"),

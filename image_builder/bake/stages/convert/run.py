@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from image_builder.bake import identity
 from image_builder.bake.formats import vhd
@@ -43,8 +42,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
     Raises ImageBuilderError for a disk that a format can't hold, CommandError.
     """
-    image = str(ctx.plan.options["image"])
-    formats: Any = ctx.plan.options["formats"]
+    image, formats = ctx.plan.options["image"], ctx.plan.options["formats"]
     written: list[tuple[Path, str, int, Future[str]]] = []
     # One file is hashed while the next one is written.
     with ThreadPoolExecutor(1) as pool:
@@ -105,10 +103,10 @@ def _write_qcow2(ctx: StageContext, target: Path) -> int:
 
 
 def _write_vhd(ctx: StageContext, target: Path) -> int:
-    options: Mapping[str, Any] = ctx.plan.options
-    unique_id = uuid.UUID(identity.disk_uuid(str(options["build_id"])))
+    unique_id = uuid.UUID(identity.disk_uuid(ctx.plan.options["build_id"]))
+    epoch = ctx.plan.options["source_date_epoch"]
     try:
-        size = write_vhd(_disk(ctx), target, int(options["source_date_epoch"]), unique_id, _progress(ctx))
+        size = write_vhd(_disk(ctx), target, epoch, unique_id, _progress(ctx))
         with target.open("rb") as stream:
             vhd.read(stream)
     except vhd.VhdError as error:

@@ -139,8 +139,8 @@ def repart_definitions(layout: Layout) -> dict[str, str]:
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Make the disk. Raises ImageBuilderError for a tree that can't boot or doesn't fit, CommandError."""
-    options: Mapping[str, Any] = ctx.plan.options
-    build_id, epoch = str(options["build_id"]), int(options["source_date_epoch"])
+    options = ctx.plan.options
+    build_id, epoch = options["build_id"], options["source_date_epoch"]
     esp, work = ctx.work / "esp", ctx.work / "made"
     for path in (esp, work):
         path.mkdir()

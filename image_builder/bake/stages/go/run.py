@@ -11,14 +11,11 @@ Product: one static, stripped program for each entry of the option ``programs``,
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.go import openapi
@@ -26,6 +23,7 @@ from image_builder.bake.stages.go.openapi import BUILD, GO, IMPORT, TREE
 from image_builder.canonical import JSON
 from image_builder.errors import FetchError, LockError
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 SOURCE_PACKAGE = "kubernetes"
 
@@ -37,34 +35,14 @@ _VERSION_PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """One file of the source package, by the name that the .dsc gives it."""
-
-    name: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    version: str
-    programs: tuple[str, ...]
-    sources: tuple[Source, ...]
-
-    @property
-    def dsc(self) -> str:
-        return next(s.name for s in self.sources if s.name.endswith(".dsc"))
-
-
-def parse_options(options: Mapping[str, Any]) -> BuildOptions:
-    """Return the stage's options; raises LockError when the lock doesn't describe a source package."""
-    sources = tuple(Source(str(s["name"]), str(s["sha256"])) for s in options.get("sources", ()))
-    names = [s.name for s in sources]
-    if sum(name.endswith(".dsc") for name in names) != 1 or any("/" in name for name in names):
+def description(names: Collection[str]) -> str:
+    """Return the .dsc among the files of a source package; raises LockError where the lock doesn't describe one."""
+    descriptions = [name for name in names if name.endswith(".dsc")]
+    if len(descriptions) != 1 or any("/" in name for name in names):
         raise LockError(
             f"{SOURCE_PACKAGE}: one .dsc and its files are needed, got {', '.join(names) or 'none'}"
         )
-    return BuildOptions(str(options["version"]), tuple(options["programs"]), sources)
+    return descriptions[0]
 
 
 def linker_flags(version: str, source_version: str, epoch: int) -> str:
@@ -91,12 +69,14 @@ def linker_flags(version: str, source_version: str, epoch: int) -> str:
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Build the programs. Raises LockError, FetchError (a source file's hash), CommandError (the compiler)."""
     assert ctx.files is not None
-    options = parse_options(ctx.plan.options)
+    options = ctx.plan.options
+    version, programs, digests = options["version"], options["programs"], options["sources"]
+    dsc = description(digests)
     sources, build = ctx.work / "sources", ctx.work / "build"
     for directory in (sources, build):
         directory.mkdir()
     ctx.doing("checking the source package")
-    collect_sources(options.sources, [ctx.files], sources)
+    collect_sources(digests, ctx.files, sources)
     with open_root(
         [ctx.inputs["build_root"] / "tree"],
         ctx.work / "root",
@@ -108,26 +88,26 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         tree = f"{BUILD}/{TREE}"
         (build / "gopath/src/k8s.io").mkdir(parents=True)
         (build / "tmp").mkdir()
-        root.run(["dpkg-source", "-x", f"{_SOURCES}/{options.dsc}", tree], log=ctx.log)
+        root.run(["dpkg-source", "-x", f"{_SOURCES}/{dsc}", tree], log=ctx.log)
         source_version, epoch = _read_changelog(root, tree)
-        if options.version not in source_version:
-            raise LockError(f"{options.dsc} is version {source_version}, not {options.version}")
-        if openapi.is_needed(options.programs):
+        if version not in source_version:
+            raise LockError(f"{dsc} is version {source_version}, not {version}")
+        if openapi.is_needed(programs):
             ctx.doing("describing the API's types")
             openapi.describe_types(root, build / TREE, ctx.log)
-        flags = linker_flags(options.version, source_version, epoch)
-        for program in options.programs:
+        flags = linker_flags(version, source_version, epoch)
+        for program in programs:
             _compile(ctx, root, program, flags)
-            _check_version(root, program, options.version)
+            _check_version(root, program, version)
             shutil.move(os.fspath(build / program), ctx.product / program)
         go_version = root.run([GO, "env", "GOVERSION"]).stdout.strip()
         shutil.copyfile(build / TREE / "debian/copyright", ctx.product / "copyright")
-    (ctx.product / "VERSION").write_text(f"{options.version}\n", encoding="ascii")
+    (ctx.product / "VERSION").write_text(f"{version}\n", encoding="ascii")
     return {
-        "version": options.version,
+        "version": version,
         "source_version": source_version,
         "go": go_version,
-        "programs": {name: _sha256(ctx.product / name) for name in options.programs},
+        "programs": {name: sha256(ctx.product / name) for name in programs},
     }
 
 
@@ -145,18 +125,17 @@ def _go_environment() -> dict[str, str]:
     }
 
 
-def collect_sources(sources: Sequence[Source], places: Sequence[Path], target: Path) -> None:
-    """Copy every source file, by its name, out of the first of ``places`` that has it.
+def collect_sources(digests: Mapping[str, str], fetched: Path, target: Path) -> None:
+    """Copy every file of the source package; ``digests`` maps its name to the SHA-256 that is locked.
 
-    Raises FetchError for a file that isn't there or has other bytes than the lock says.
+    Raises FetchError for a file that wasn't fetched or has other bytes.
     """
-    for source in sources:
-        file = next((place / source.name for place in places if (place / source.name).is_file()), None)
-        if file is None:
-            raise FetchError(f"{SOURCE_PACKAGE}: {source.name} was not fetched")
-        shutil.copyfile(file, target / source.name)
-        if (actual := _sha256(target / source.name)) != source.sha256:
-            raise FetchError(f"{source.name}: sha256 is {actual}, the lock says {source.sha256}")
+    for name, digest in digests.items():
+        if not (fetched / name).is_file():
+            raise FetchError(f"{SOURCE_PACKAGE}: {name} was not fetched")
+        shutil.copyfile(fetched / name, target / name)
+        if (actual := sha256(target / name)) != digest:
+            raise FetchError(f"{name}: sha256 is {actual}, the lock says {digest}")
 
 
 def _read_changelog(root: Root, tree: str) -> tuple[str, int]:
@@ -189,11 +168,3 @@ def _check_version(root: Root, program: str, version: str) -> None:
     answer = root.run([f"{BUILD}/{program}", *arguments]).stdout.split()
     if not answer or answer[-1] != f"v{version}":
         raise LockError(f"the {program} that was built calls itself {' '.join(answer)!r}, not v{version}")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

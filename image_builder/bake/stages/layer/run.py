@@ -32,45 +32,40 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
         if ctx.repo:
             _offer_packages(root, ctx)
-        result = play(ctx, root, ctx.settings.repo_root / str(ctx.plan.options["playbook"]))
+        result = play(ctx, root, ctx.settings.repo_root / ctx.plan.options["playbook"])
     return {"tasks_ok": result.ok, "tasks_changed": result.changed}
 
 
 def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
     """Run a playbook in an open sandbox with the variables that every play of a bake gets."""
     try:
-        return _play(ctx, root, playbook)
+        return ansible.play(
+            playbook,
+            ctx.definition.name,
+            inventories=ctx.definition.inventory_paths,
+            root=root.path,
+            environment_in_root={
+                **root.environment,
+                "APT_CONFIG": repository.APT_CONFIG_PATH,
+                "SOURCE_DATE_EPOCH": str(ctx.plan.options["source_date_epoch"]),
+            },
+            variables={
+                **ctx.definition.play_variables,
+                "node_is_booted": False,
+                "node_archive_dir": ARCHIVES,
+                "node_input_dir": INPUTS,
+            },
+            work=ctx.work,
+            log=ctx.log,
+            roles=ctx.settings.repo_root / "roles",
+            doing=ctx.doing,
+            vault_password_file=ctx.settings.vault_password_file,
+            python=ctx.settings.python,
+        )
     except CommandError:
         if ctx.shell:
             ctx.shell(root)
         raise
-
-
-def _play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
-    epoch = ctx.plan.options["source_date_epoch"]
-    return ansible.play(
-        playbook,
-        ctx.definition.name,
-        inventories=ctx.definition.inventory_paths,
-        root=root.path,
-        environment_in_root={
-            **root.environment,
-            "APT_CONFIG": repository.APT_CONFIG_PATH,
-            "SOURCE_DATE_EPOCH": str(epoch),
-        },
-        variables={
-            **ctx.definition.play_variables,
-            "node_is_booted": False,
-            "node_archive_dir": ARCHIVES,
-            "node_input_dir": INPUTS,
-        },
-        work=ctx.work,
-        log=ctx.log,
-        roles=ctx.settings.repo_root / "roles",
-        doing=ctx.doing,
-        vault_password_file=ctx.settings.vault_password_file,
-        python=ctx.settings.python,
-    )
 
 
 def _offer_packages(root: Root, ctx: StageContext) -> None:

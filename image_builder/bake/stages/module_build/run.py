@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from image_builder.bake.lock import repository
 from image_builder.bake.stages import StageContext
@@ -62,11 +61,11 @@ class Module:
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Build the modules; raises ImageBuilderError for what doesn't compile, or is not what was asked for."""
-    options: Mapping[str, Any] = ctx.plan.options
-    kernel, driver, flavour = str(options["kernel"]), str(options["driver"]), str(options["flavour"])
-    certificate = str(options["certificate"])
+    options = ctx.plan.options
+    kernel, driver, flavour = options["kernel"], options["driver"], options["flavour"]
+    certificate = options["certificate"]
     signing = _signing_files(certificate, ctx.work) if certificate else {}
-    package, unsigned = _build(ctx, driver, kernel, int(options["source_date_epoch"]))
+    package, unsigned = _build(ctx, driver, kernel, options["source_date_epoch"])
     tree = ctx.inputs["module_root"] / "tree"
     # Another root than the one in which others' code ran: that never sees the key, nor does it leave anything here.
     with open_root([tree], ctx.work / "signing", binds=signing) as root:

@@ -1,1 +1,103 @@
-"""The stage ``preload``."""
+"""The plans of pulls: one for each engine whose data a node may be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from image_builder.bake.lock.model import Image
+from image_builder.bake.lock.requirements import Requirements
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind
+from image_builder.bake.stages.layer import archive_digests
+from image_builder.canonical import JSON
+from image_builder.definition import ImageDefinition, resolved_variables
+from image_builder.errors import LockError
+
+PRELOAD = "preload"
+# The layer that installs the container engine, and the snapshotters that are baked for.
+ENGINE_LAYER = "container_runtime"
+_SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
+
+
+def images(draft: Draft) -> list[Image]:
+    """Return the images to preload as they are locked; raises LockError for one that isn't."""
+    records = []
+    for image in draft.definition.preload:
+        locked = draft.lock.locked_image(image.ref)
+        if locked is not None:
+            mode = image.mode or draft.definition.preload_mode
+            records.append(Image(**dict(locked), pin=image.pin, required=image.required, mode=mode))
+        elif image.ref not in draft.lock.left_out:
+            raise LockError(
+                f"the lock of {draft.definition.name} has no digest for {image.ref}",
+                hint="image-builder lock asks the registry",
+            )
+    return records
+
+
+def engines(definition: ImageDefinition) -> list[str]:
+    """Return the engines whose data a node may be given: the one that runs containers, then others installed."""
+    variables = resolved_variables(definition)
+    first = str(variables["container_runtime_engine"])
+    installed = variables.get("container_runtime_install") or []
+    others = sorted({str(name) for name in installed} & set(_SNAPSHOTTERS) - {first})  # type: ignore[union-attr]
+    return [first, *others]
+
+
+def name_of(draft: Draft, engine: str) -> str:
+    """Return the name of the stage that pulls with an engine."""
+    return PRELOAD if engine == engines(draft.definition)[0] else f"{PRELOAD}_{engine}"
+
+
+def _needs(definition: ImageDefinition) -> Requirements:
+    return Requirements(preload=tuple(image.ref for image in definition.preload))
+
+
+def _plan(draft: Draft) -> Iterator[StagePlan]:
+    """Yield the stages that pull; their ids cover the engine's packages and the images, no role.
+
+    The first engine's images are saved as an archive, too; a further one's go into the store only.
+    """
+    for engine in engines(draft.definition):
+        name = name_of(draft, engine)
+        options: dict[str, JSON] = {
+            "engine": engine,
+            "snapshotter": _SNAPSHOTTERS[engine],
+            "packages": draft.lock.group(ENGINE_LAYER).digest,
+            "archives": archive_digests(draft.definition, ENGINE_LAYER),
+            "images": [image.for_pull() for image in images(draft)],
+            "save": name == PRELOAD,
+        }
+        yield StagePlan(
+            name,
+            KIND.name,
+            options,
+            draft.code(KIND),
+            ground=draft.tree_ids,
+            needs=tuple(stage.id for stage in draft.suppliers),
+        )
+
+
+def _space(_stage: StagePlan, sizes: Sizes) -> Need:
+    return Need(2 * sizes.images)
+
+
+def _shared(options: Mapping[str, Any], earlier: Mapping[str, Any]) -> int:
+    """Return how many of the images an earlier pull of the same engine has; none where the engine was another one."""
+    if any(earlier.get(key) != options[key] for key in ("engine", "snapshotter", "packages", "archives")):
+        return 0
+    digests = [{str(image["digest"]) for image in each["images"]} for each in (options, earlier)]
+    return len(digests[0] & digests[1])
+
+
+KIND = StageKind(
+    PRELOAD,
+    "image_builder.bake.stages.preload.run",
+    _plan,
+    needs=_needs,
+    space=_space,
+    shared=_shared,
+    beside=True,
+    pulls=True,
+)

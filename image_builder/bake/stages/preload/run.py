@@ -11,24 +11,23 @@ engine and what is known of each image; ``pulls.json``, how each pull went.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
 from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.node import layout
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 ARCHIVE = os.fspath(layout.ARCHIVE.relative_to("/"))
 LIST = os.fspath(layout.LIST.relative_to("/"))
@@ -42,7 +41,7 @@ _DOWNLOADS = 10
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     module = ENGINES[options["engine"]]
     images = Image.listed(options["images"])
     state, opt = ctx.product / "state", ctx.product / "tree" / "opt"
@@ -189,5 +188,4 @@ def write_names(root: Path, endpoints: Endpoints) -> None:
 
 def _binary(root: Root, program: str) -> dict[str, JSON]:
     """Return which program it was that pulled."""
-    with (root.path / program.lstrip("/")).open("rb") as stream:
-        return {"binary": program, "binary_sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return {"binary": program, "binary_sha256": sha256(root.path / program.lstrip("/"))}

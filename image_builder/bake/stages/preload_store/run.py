@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake import identity
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.bake.stages.preload.run import IMAGES, LAYERS
 from image_builder.canonical import JSON
 from image_builder.errors import ImageBuilderError
@@ -31,6 +31,7 @@ from image_builder.node import layout
 from image_builder.node.seed import records
 from image_builder.node.store import BLOCK, FORMAT
 from image_builder.system.sandbox import Root, open_root
+from image_builder.system.trees import sha256
 
 _FOLDER = layout.STORE_FILE.parent.relative_to("/")
 _PACK, _OUT = "/run/pack", "/run/out"
@@ -41,7 +42,7 @@ _EROFS, _VERITY = "erofs", "dm-verity"
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pack the layers of every engine. Raises ImageBuilderError: metadata that isn't root's, or an unfit kernel."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     images = Image.listed(options["images"])
     require_kernel(ctx.ground, verity=options["verity"])
     folder = ctx.product / "tree" / _FOLDER
@@ -65,7 +66,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     (pack / layout.LAYERS).mkdir()
     for diff_id in layers:
         (pack / layout.LAYERS / diff_id[7:]).mkdir()
-    epoch = int(options["source_date_epoch"])
+    epoch = options["source_date_epoch"]
     for path in (pack, *_all(pack)):
         if (
             path.is_dir() or path.lstat().st_nlink == 1
@@ -228,7 +229,7 @@ def _manifest(
         "file": os.fspath(layout.STORE_FILE),
         "bytes": file.stat().st_size,
         "verity": verity,
-        "sha256": None if verity else _sha256(file),
+        "sha256": None if verity else sha256(file),
         "engines": engines,
         "images": [
             {**entry, "mode": records[ref].mode, "required": records[ref].required}
@@ -236,11 +237,6 @@ def _manifest(
         ],
         "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],
     }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _bytes(tree: Path) -> int:

@@ -15,19 +15,17 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.stages import StageContext
-from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, ImageBuilderError
 from image_builder.node import layout, zipapp
 from image_builder.system import cgroups, namespace
-from image_builder.system.sandbox import Root, open_root
+from image_builder.system.sandbox import Root, bound, open_root
 
 FORMAT = 1
 _AGENT = "/run/image-builder/node-agent"
@@ -36,7 +34,7 @@ _DISK = "/run/image-builder/disk"
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Seed, list, start. Raises ImageBuilderError naming every image that isn't as it was locked."""
-    options: Mapping[str, Any] = ctx.plan.options
+    options = ctx.plan.options
     stored = {image["ref"] for image in json.loads(_manifest(ctx).read_bytes())["images"]}
     images = [i for i in Image.listed(options["images"]) if i.ref in stored and i.mode != "archive"]
     seeds: dict[str, dict[str, JSON]] = {}
@@ -101,7 +99,10 @@ def _rehearse(ctx: StageContext, name: str, images: list[Image]) -> Rehearsed:
         try:
             seeded = _seed(root, name)
             # An engine takes a data root for its own that is a mount, and leaves it mounted.
-            with cgroups.held(), _bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/")):
+            with (
+                cgroups.held(),
+                bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/"), read_only=False),
+            ):
                 seconds, read = _start_all(ctx, name, root, images)
         finally:
             if os.path.ismount(_store(root)):
@@ -111,16 +112,6 @@ def _rehearse(ctx: StageContext, name: str, images: list[Image]) -> Rehearsed:
 
 def _store(root: Root) -> Path:
     return root.path / layout.MOUNT_POINT.relative_to("/")
-
-
-@contextmanager
-def _bound(source: Path, target: Path) -> Iterator[None]:
-    target.mkdir(parents=True, exist_ok=True)
-    namespace.bind(os.fspath(source), os.fspath(target), read_only=False)
-    try:
-        yield
-    finally:
-        namespace.unmount(os.fspath(target))
 
 
 def _start_all(

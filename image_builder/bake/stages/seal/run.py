@@ -49,7 +49,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     tree = ctx.product / "tree"
     tree.mkdir()
     with open_root(ctx.lowers, ctx.work / "root", upper=tree) as root:
-        result = play(ctx, root, ctx.settings.repo_root / str(ctx.plan.options["playbook"]))
+        result = play(ctx, root, ctx.settings.repo_root / ctx.plan.options["playbook"])
         ctx.doing("scrubbing")
         removed = 0
         for path in _doomed(root.path):

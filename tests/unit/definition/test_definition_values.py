@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from image_builder.canonical import JSON
-from image_builder.definition.references import referenced_names
 from image_builder.definition.roles import RoleBook
+from image_builder.definition.values import referenced_names
 from image_builder.settings import REPO_ROOT
 
 VARIABLES: dict[str, JSON] = {

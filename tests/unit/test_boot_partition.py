@@ -6,7 +6,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import NameOID
 
-from image_builder.bake.firmware_authorities import FIRMWARE_AUTHORITIES
+from image_builder.bake.boot_partition import FIRMWARE_AUTHORITIES
 
 # SHA-1, as Windows and Microsoft's pages name certificates.
 THUMBPRINTS = {

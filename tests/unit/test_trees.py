@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.definition import layer_reading, load_inventory
-from image_builder.system.digests import file_digest, file_digests, named_digests
+from image_builder.system.trees import file_digest, file_digests, named_digests
 
 FOLDERS = (
     *("defaults", "vars", "meta", "tasks", "handlers", "templates", "files"),
