@@ -16,7 +16,7 @@ from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.resolve import requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoint
 from image_builder.bake.store import Store
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.definition.model import record_name
 from image_builder.events import NullMonitor
@@ -29,20 +29,20 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(cgroups, "reap", lambda: None)  # another build's, on this host
     definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
-    needs = requirements(definition, EXTENSIONS)
+    needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[]) for n, g in needs.groups.items()}
     lock = Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
     settings = Settings(store=tmp_path / "store", output=tmp_path / "output")
     store = Store(settings.store)
     store.prepare()
-    tools = resolve(definition, lock, REPO_ROOT, EXTENSIONS).stage("tools")
+    tools = resolve(definition, lock, REPO_ROOT, extensions()).stage("tools")
     with store.staging() as staging:
         (staging / "object/product").mkdir(parents=True)
         store.commit(tools, staging / "object", 1.0, {})
     path = tmp_path / "given.json" if given else remembered_lock(settings, definition.record_name)
     lock.save(path)
     done = building.build(
-        definition, settings, NullMonitor(), EXTENSIONS, locked=path if given else None, stop_after="tools"
+        definition, settings, NullMonitor(), extensions(), locked=path if given else None, stop_after="tools"
     )
     assert [stage["cached"] for stage in done.stages] == [True]
     assert done.lock == path
@@ -58,13 +58,13 @@ def _fitting(definition: ImageDefinition, version: str) -> Lock:
     package = LockedPackage(
         name="p", sha256="a" * 64, size=1, path="p", repository="debian", version=version, architecture="all"
     )
-    needs = requirements(definition, EXTENSIONS)
+    needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[package]) for n, g in needs.groups.items()}
     return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
 
 
 def _version(definition: ImageDefinition, settings: Settings) -> str:
-    lock = building.obtain_lock(definition, settings, NullMonitor(), EXTENSIONS)
+    lock = building.obtain_lock(definition, settings, NullMonitor(), extensions())
     return lock.group("base").packages[0].version
 
 
@@ -103,7 +103,7 @@ def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
     with monkeypatch.context() as ordinary_user:
         ordinary_user.setattr(Store, "adopt", _refuse)
         assert _version(definition, settings) == "1" and older.exists()
-    lock = building.obtain_lock(definition, settings, monitor, EXTENSIONS)
+    lock = building.obtain_lock(definition, settings, monitor, extensions())
     assert lock.group("base").packages[0].version == "1" and not older.exists()
     assert notes == [f"the lock and the builds remembered of minimal are now those of {tmp_path}/mine/lab"]
     assert _version(definition, settings) == "1"
@@ -119,7 +119,7 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
     settings = Settings(store=tmp_path / "store")
     store = Store(settings.store)
     store.prepare()
-    plan = supplier_plan(definition, lock, REPO_ROOT, EXTENSIONS)
+    plan = supplier_plan(definition, lock, REPO_ROOT, extensions())
     assert [stage.name for stage in plan.stages] == ["tools", "lab_images"]
     served: list[str] = []
 
@@ -131,16 +131,16 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
         yield Endpoint("registry.lab.internal", "127.1.2.3", 443, work / "ca.pem")
         served.append("ends")
 
-    extensions = replace(EXTENSIONS, supplier=replace(EXTENSIONS.supplier, serve=serve))
+    others = replace(extensions(), supplier=replace(extensions().supplier, serve=serve))
     with store.staging() as staging:
         for stage in plan.stages:
             (staging / stage.name / "product").mkdir(parents=True)
             store.commit(stage, staging / stage.name, 1.0, {})
-        with building.Supply(definition, lock, settings, NullMonitor(), staging, extensions) as supply:
+        with building.Supply(definition, lock, settings, NullMonitor(), staging, others) as supply:
             endpoints = supply.endpoints()
             assert endpoints["registry.lab.internal"].address == "127.1.2.3"
             assert supply.endpoints() is endpoints and served == ["begins"]
         assert served == ["begins", "ends"]
         minimal = _minimal(REPO_ROOT / "inventories/lab")
-        with building.Supply(minimal, lock, settings, NullMonitor(), staging, extensions) as supply:
+        with building.Supply(minimal, lock, settings, NullMonitor(), staging, others) as supply:
             assert supply.endpoints() == {} and served == ["begins", "ends"]

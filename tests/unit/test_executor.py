@@ -18,7 +18,7 @@ from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.errors import StageError, VerifyError
 from image_builder.events import NullMonitor
 from image_builder.settings import Settings
@@ -59,7 +59,7 @@ def _work(store: Store, staging: Path) -> Build:
     )
     definition: Any = SimpleNamespace(name="worker")
     nothing: Any = None
-    settings, all_kinds = Settings(store=store.path), kinds(EXTENSIONS)
+    settings, all_kinds = Settings(store=store.path), kinds(extensions())
     return Build(definition, lock, nothing, settings, store, NullMonitor(), staging, all_kinds)
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import register, show
-from image_builder.cli.options import AsJson, VaultFile
+from image_builder.cli.command import AsJson, VaultFile, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.text import columns, human_seconds
 

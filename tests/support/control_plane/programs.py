@@ -24,7 +24,7 @@ from image_builder.bake.stages.base import plan as base
 from image_builder.bake.stages.go import plan as go
 from image_builder.bake.stages.tools import plan as tools
 from image_builder.bake.store import Store
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
@@ -73,7 +73,7 @@ def obtain(
     """
     store = Store(settings.store)
     store.prepare()
-    shared = obtain_lock(definition, settings, monitor, EXTENSIONS)
+    shared = obtain_lock(definition, settings, monitor, extensions())
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
         plan = _plan(definition, lock, settings.repo_root, programs)
