@@ -12,7 +12,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.join import config
 from image_builder.node.net.fetch import proven_by
 from image_builder.pool.plan.plan import named
-from image_builder.pool.plan.render import doubles
+from image_builder.pool.plan.render import one_nodes_of_several
 from image_builder.pool.steps.control_plane import server_fault
 
 
@@ -44,7 +44,7 @@ def _wrong(files: Mapping[str, Path]) -> dict[str, list[str]]:
             wrong[error.message].append(name)
         except OSError as error:
             wrong[error.strerror or str(error)].append(name)
-    for (key, value), names in doubles(nodes).items():
+    for (key, value), names in one_nodes_of_several(nodes).items():
         wrong[f"node.{key}: {value} can belong to only one node"] += names
     for (server, ca), names in clusters.items():
         if fault := server_fault(server, proven_by(ca), time.time()):
