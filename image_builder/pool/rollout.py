@@ -33,9 +33,10 @@ from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.report import report
-from image_builder.pool.steps import node_configs, remote_slice
+from image_builder.pool.steps import node_configs
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings
 from image_builder.system.signals import waking
@@ -92,7 +93,7 @@ def prepare(options: Options) -> Rollout:
     policy = plan.policy
     workers = faults.collect(
         "workers",
-        lambda: remote_slice.workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
+        lambda: parse_workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
     )
     faults.report()
     assert control_plane is not None

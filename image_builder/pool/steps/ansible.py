@@ -26,8 +26,7 @@ from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, Joi
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import in_use
-from image_builder.pool.steps.remote_slice import DATA, WORKER, Worker, describe
-from image_builder.pool.steps.slice import CONTROL, PLAYBOOK
+from image_builder.pool.steps.slice import CONTROL, DATA, PLAYBOOK, WORKER, Worker, describe
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.system.trees import remove_tree
