@@ -89,14 +89,13 @@ def slice_(
     from image_builder.pool.reach.hostkeys import Pinned
     from image_builder.pool.reach.reach import Access
     from image_builder.pool.run.driver import Work
-    from image_builder.pool.steps import node_configs as configs
-    from image_builder.pool.steps.ansible import Slice, write_portable
+    from image_builder.pool.steps.ansible import Slice, read_configurations, write_portable
 
     rollout_plan = plans.load(plan)
     chosen = _wave(rollout_plan, wave)
     if not known_hosts.is_file():
         raise UsageError(f"no such file: {known_hosts}")
-    configurations = configs.read(node_configs, chosen.hosts) if node_configs else {}
+    configurations = read_configurations(node_configs, chosen.hosts) if node_configs else {}
     # The key isn't read: whoever runs the slice brings it.
     access = Access(user, Path("-"), Pinned(known_hosts.absolute()))
     with writing(out):

@@ -50,8 +50,7 @@ def plan(
         image-builder pool plan -i inventories/azure_vmss pools --out pools.plan.json
     """
     from image_builder.pool.plan.inventory import read_fleet
-    from image_builder.pool.plan.plan import make_plan, save
-    from image_builder.pool.run.faults import Faults
+    from image_builder.pool.plan.plan import Faults, make_plan, save
 
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))

@@ -6,7 +6,7 @@ It is made only from an inventory and a policy, without a clock: the same ones g
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from image_builder.canonical import digest
-from image_builder.errors import DefinitionError, Problem
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem
 from image_builder.node import files
 from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
 from image_builder.pool.plan.policy import Policy
@@ -142,6 +142,35 @@ def doubles(users: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
     for thing, name in users:
         names[thing].append(name)
     return {thing: alike for thing, alike in names.items() if len(alike) > 1}
+
+
+class Faults:
+    """Collects problems: all of them are reported at once, before the first host is touched."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def collect(self, path: str, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` does, or None where it raises, which is kept."""
+        try:
+            return work()
+        except DefinitionError as error:
+            self.problems += error.problems
+        except ImageBuilderError as error:
+            self.problems.append(Problem("", path, error.message))
+        return None
+
+    def add(self, path: str, reason: str) -> None:
+        self.problems.append(Problem("", path, reason))
+
+    def all(self) -> DefinitionError:
+        """Return the error with all of them."""
+        return DefinitionError(self.problems, hint="no host was touched")
+
+    def report(self) -> None:
+        """Raise DefinitionError, if anything was wrong."""
+        if self.problems:
+            raise self.all()
 
 
 class Difference(NamedTuple):

@@ -14,7 +14,7 @@ from image_builder.cli.main import app
 from image_builder.errors import UsageError
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.reach.hostkeys import known_as
-from image_builder.pool.steps import node_configs, worker_guard
+from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps import slice as slice_
 from tests import joins
 from tests.unit.pool.simulation import make
@@ -81,7 +81,7 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.Mon
     keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
     configs.mkdir()
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.
-    monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
+    monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     authority = joins.authority().certificate
     documents = {host.name: joins.document(authority, node={"name": host.name}) for host in plan.hosts}
     for name, document in documents.items():
