@@ -72,7 +72,7 @@ JOIN = Subject(
     (_LAB, *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join"))),
 )
 SLICES = Subject(
-    ("image_builder/pool", "image_builder/cli/pool/slice.py"),
+    ("image_builder/pool", "image_builder/cli/pool/exports.py"),
     "tests/e2e/slices.py",
     (_LAB, "playbooks/bootstrap.yml"),
 )

@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli import render
-from image_builder.cli.command import host_settings, register, show
-from image_builder.cli.options import AsJson, Image, Inventories, Locked, Mirror, Output, StoreDir, VaultFile
+from image_builder.cli.command import (
+    AsJson,
+    Image,
+    Inventories,
+    Locked,
+    Mirror,
+    Output,
+    StoreDir,
+    VaultFile,
+    extensions,
+    host_settings,
+    register,
+    show,
+)
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT
 from image_builder.text import columns, human_seconds
 
@@ -100,7 +112,6 @@ def lock(
     from image_builder.bake.build import make_lock
     from image_builder.bake.lock.model import Lock
     from image_builder.bake.lock.resolve import remembered_lock
-    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.errors import UsageError
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
@@ -110,7 +121,7 @@ def lock(
         raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")
     before = Lock.load(path) if path.exists() else None
     with render.monitor(f"lock {image}") as monitor:
-        new_lock = make_lock(definition, settings, monitor, EXTENSIONS)
+        new_lock = make_lock(definition, settings, monitor, extensions())
     new_lock.save(path)
     new_lock.save(remembered_lock(settings, definition.record_name))
     changes = _changed_packages(before, new_lock) if before else []
@@ -168,13 +179,12 @@ def plan(
     from image_builder.bake.plan.explain import explain as reasons
     from image_builder.bake.plan.resolve import resolve
     from image_builder.bake.store import Store
-    from image_builder.cli.extensions import EXTENSIONS
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
     with render.monitor(f"plan {image}") as monitor:
-        used_lock = obtain_lock(definition, settings, monitor, EXTENSIONS, locked)
-        resolved = resolve(definition, used_lock, settings.repo_root, EXTENSIONS)
+        used_lock = obtain_lock(definition, settings, monitor, extensions(), locked)
+        resolved = resolve(definition, used_lock, settings.repo_root, extensions())
         for warning in resolved.warnings:
             monitor.note(f"warning: {warning}")
     kept_stages = Store(settings.store)
@@ -226,7 +236,6 @@ def build(
         image-builder build worker --output /srv/images
     """
     from image_builder.bake import build as building
-    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.system import host
 
     host.check_host(store)
@@ -245,7 +254,7 @@ def build(
             definition,
             settings,
             monitor,
-            EXTENSIONS,
+            extensions(),
             locked=locked,
             stop_after=stop_after,
             shell=shell if shell_on_failure else None,

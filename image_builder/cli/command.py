@@ -1,4 +1,4 @@
-"""What every command shares: how it is registered, how its errors show, how its result is printed."""
+"""What commands share: registration, errors, results, and options with one name, help text and meaning each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 from image_builder.cli import failure
-from image_builder.settings import Settings
+from image_builder.settings import REPO_ROOT, Settings
+
+if TYPE_CHECKING:
+    from image_builder.bake.stages.kind import Extensions
+    from image_builder.node.net.kube import Client
 
 P = ParamSpec("P")
 
@@ -91,3 +95,93 @@ def host_settings(store: Path, **more: Any) -> Settings:
         # Ansible runs in another directory, and the shell expands no `~` of an environment variable.
         given["vault_password_file"] = password_file.expanduser().absolute()
     return Settings(store=store.absolute(), **given)
+
+
+def extensions() -> Extensions:
+    """Return what is handed in to every bake: the stage that verifies an image, and the lab's images."""
+    from image_builder.bake.stages.kind import Extensions
+    from image_builder.lab.stage import SUPPLIER
+    from image_builder.verify.stage import KIND
+
+    return Extensions(KIND, SUPPLIER)
+
+
+def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Client:
+    """Return a client of the API server in a kubeconfig, or of this pod's own; raises NodeError."""
+    from image_builder.node.net import kubeconfig as files
+    from image_builder.node.net.kube import Client
+
+    if kubeconfig:
+        return Client(files.load(kubeconfig), agent=agent, timeout=timeout)
+    return Client.in_cluster(agent=agent, timeout=timeout)
+
+
+def _complete_images(incomplete: str) -> list[str]:
+    """Complete names of images, of the default inventory; nothing when that can't be read."""
+    try:
+        from image_builder.definition import load_inventory
+
+        return [i for i in load_inventory([REPO_ROOT / "inventories/lab"]).images if i.startswith(incomplete)]
+    except Exception:  # a completion can't show an error: the command itself will
+        return []
+
+
+Image = Annotated[
+    str, typer.Argument(metavar="IMAGE", help="an image in the inventory", autocompletion=_complete_images)
+]
+Inventories = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "-i",
+        "--inventory",
+        metavar="PATH",
+        help="an inventory, as in Ansible; repeatable  [default: inventories/lab]",
+    ),
+]
+VaultFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--vault-password-file",
+        metavar="FILE",
+        envvar="ANSIBLE_VAULT_PASSWORD_FILE",
+        help="the file with the password for vaulted values",
+    ),
+]
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig",
+        metavar="FILE",
+        envvar="KUBECONFIG",
+        help="API server and credentials to use  [default: this pod's service account]",
+    ),
+]
+StoreDir = Annotated[
+    Path,
+    typer.Option(
+        "--store", metavar="DIR", envvar="IMAGE_BUILDER_STORE", help="directory for stages and downloads"
+    ),
+]
+Mirror = Annotated[
+    str | None,
+    typer.Option(
+        "--mirror",
+        metavar="URL",
+        envvar="IMAGE_BUILDER_MIRROR",
+        help="Debian mirror to use  [default: image_base.mirror, else the host's own]",
+    ),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="directory for the artifacts")]
+Locked = Annotated[
+    Path | None,
+    typer.Option(
+        "--locked", metavar="FILE", help="use exactly the packages in this lock  [default: the last lock]"
+    ),
+]
+Facts = Annotated[
+    Path | None,
+    typer.Option(
+        "--facts", metavar="FILE", help="expected facts of the image  [default: the facts.json next to it]"
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]

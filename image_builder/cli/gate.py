@@ -8,20 +8,23 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli.command import register, show
-from image_builder.cli.options import AsJson, Kubeconfig
+from image_builder.cli.command import AsJson, Kubeconfig, connect, register, show
 from image_builder.cluster.gate.model import Rules
 from image_builder.errors import ImageBuilderError
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kube import Client
 from image_builder.system.signals import waking
 from image_builder.text import columns
+
+if TYPE_CHECKING:
+    from image_builder.cluster.gate.controller import Settings
+    from image_builder.node.net.kube import Client
 
 app = typer.Typer(
     help="Admit nodes whose preflight passed, and no others.\n\nExample:\n\n\b\n  image-builder gate status",
@@ -29,13 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_AGENT = "image-builder-gate"
 _DEFAULTS = Rules()
 Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
-
-
-def _connect(kubeconfig: Path | None) -> Client:
-    agent = "image-builder-gate"
-    return Client.from_kubeconfig(kubeconfig, agent=agent) if kubeconfig else Client.in_cluster(agent=agent)
 
 
 def _user() -> str:
@@ -49,8 +48,15 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _failed(error: NodeError) -> ImageBuilderError:
-    return ImageBuilderError(error.message, hint="--kubeconfig FILE names another API server or another user")
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Raise ImageBuilderError where the API server can't be asked, or refuses."""
+    try:
+        yield
+    except NodeError as error:
+        raise ImageBuilderError(
+            error.message, hint="--kubeconfig FILE names another API server or another user"
+        ) from error
 
 
 @register(app)
@@ -92,8 +98,7 @@ def run(
         image-builder gate run --kubeconfig gate.conf
     """
     from image_builder.cluster.gate import breaker
-    from image_builder.cluster.gate.approver import Approver
-    from image_builder.cluster.gate.controller import Controller, Settings
+    from image_builder.cluster.gate.controller import Settings
     from image_builder.cluster.gate.lease import Settings as LeaseSettings
     from image_builder.cluster.gate.retest import Limits
 
@@ -105,7 +110,14 @@ def run(
         breaker=breaker.Limits(share=breaker_share),
         advises=advise,
     )
-    identity = f"{os.uname().nodename}_{os.getpid()}"
+    _run(settings, lambda: connect(kubeconfig, _AGENT), approves=approve, as_json=as_json)
+    return 0
+
+
+def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool, as_json: bool) -> None:
+    """Run the controller until SIGTERM or SIGINT; raises ImageBuilderError."""
+    from image_builder.cluster.gate.approver import Approver
+    from image_builder.cluster.gate.controller import Controller
 
     def tell(text: str) -> None:
         stream, line = (
@@ -115,15 +127,11 @@ def run(
         stream.flush()
 
     over = threading.Event()
-    try:
-        with waking(over.set, signal.SIGTERM, signal.SIGINT):
-            controller = Controller(lambda: _connect(kubeconfig), identity, settings, tell)
-            election = controller.election
-            approver = Approver(lambda: _connect(kubeconfig), lambda: election.leads, tell)
-            controller.run(over, *([approver.run] if approve else []))
-    except NodeError as error:
-        raise _failed(error) from error
-    return 0
+    with _answered(), waking(over.set, signal.SIGTERM, signal.SIGINT):
+        controller = Controller(connection, f"{os.uname().nodename}_{os.getpid()}", settings, tell)
+        election = controller.election
+        approver = Approver(connection, lambda: election.leads, tell)
+        controller.run(over, *([approver.run] if approves else []))
 
 
 @register(app)
@@ -144,10 +152,9 @@ def admit(
     from image_builder.cluster.gate.admit import admit as let_in
     from image_builder.cluster.gate.admit import why
 
-    try:
-        admitted = let_in(_connect(kubeconfig), node, Rules(taint=taint), who=who or _user(), reason=reason)
-    except NodeError as error:
-        raise _failed(error) from error
+    with _answered():
+        client = connect(kubeconfig, _AGENT)
+        admitted = let_in(client, node, Rules(taint=taint), who=who or _user(), reason=reason)
     result = {"node": node, "boot_id": admitted.boot_id, "was": why(admitted)}
     show(result, f"{node} is let in until it is started again; it was: {why(admitted)}", as_json=as_json)
     return 0
@@ -172,10 +179,8 @@ def release(
     """
     from image_builder.cluster.gate import breaker
 
-    try:
-        held = breaker.release(_connect(kubeconfig), code, pool, who=who or _user(), reason=reason)
-    except NodeError as error:
-        raise _failed(error) from error
+    with _answered():
+        held = breaker.release(connect(kubeconfig, _AGENT), code, pool, who=who or _user(), reason=reason)
     show(
         {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
         f"{held.name} is released until no node fails by it any more; it was held: {held.words}",
@@ -194,10 +199,8 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = _DEFAULTS.taint, as_jso
     """
     from image_builder.cluster.gate.admit import overview
 
-    try:
-        lines = overview(_connect(kubeconfig), Rules(taint=taint))
-    except NodeError as error:
-        raise _failed(error) from error
+    with _answered():
+        lines = overview(connect(kubeconfig, _AGENT), Rules(taint=taint))
     rows = [("node", "gate", "may work", "why")]
     rows += [(line["node"], line["gate"], line["may_work"], line["why"]) for line in lines]
     show({"nodes": lines}, columns(rows), as_json=as_json)

@@ -8,8 +8,16 @@ import sys
 import typer
 
 from image_builder.cli import render
-from image_builder.cli.command import host_settings, register, show
-from image_builder.cli.options import AsJson, Inventories, Mirror, StoreDir
+from image_builder.cli.command import (
+    AsJson,
+    Inventories,
+    Mirror,
+    StoreDir,
+    extensions,
+    host_settings,
+    register,
+    show,
+)
 from image_builder.errors import DefinitionError, Problem
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT
 
@@ -64,18 +72,18 @@ def up(
 @register(app, hidden=True, isolated=True)
 def serve(inventory: Inventories = None, store: StoreDir = DEFAULT_STORE, mirror: Mirror = None) -> int:
     """Serve in the foreground; what `lab up` starts."""
-    from image_builder.cli.extensions import EXTENSIONS
     from image_builder.definition import load_inventory
     from image_builder.lab import service as lab_service
 
+    handed_in = extensions()
     lab_inventory = load_inventory(inventory or [REPO_ROOT / "inventories/lab"])
     definitions = (lab_inventory.define(name) for name in lab_inventory.images)
-    definition = next((d for d in definitions if EXTENSIONS.supplier.serves(d)), None)
+    definition = next((d for d in definitions if handed_in.supplier.serves(d)), None)
     if definition is None:
         message = "no image in this inventory preloads anything from the lab's registry"
         raise DefinitionError([Problem(os.fspath(lab_inventory.paths[0]), "image_preload", message)])
     with render.monitor("lab serve") as monitor:
-        lab_service.serve(definition, host_settings(store, mirror=mirror), monitor, EXTENSIONS)
+        lab_service.serve(definition, host_settings(store, mirror=mirror), monitor, handed_in)
     return 0
 
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli import failure, render
-from image_builder.cli.command import host_settings, register, show
-from image_builder.cli.options import AsJson, Facts, Output, StoreDir
+from image_builder.cli.command import AsJson, Facts, Output, StoreDir, host_settings, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import human_seconds
 
 if TYPE_CHECKING:
-    pass
+    from image_builder.machine.vm import ExtraDisk
 
 app = typer.Typer()
 
@@ -51,9 +50,7 @@ def boot(
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
-    """Boot an artifact in QEMU. The machine's writes are discarded.
-
-    Reports go to OUTPUT/boot/NAME.
+    """Boot an artifact in QEMU. The machine's writes are discarded, and reports go to OUTPUT/boot/NAME.
 
     Example:
 
@@ -64,9 +61,7 @@ def boot(
     from image_builder.verify import boot as booting
     from image_builder.verify import result as verification
 
-    if local_disk and no_local_disk:
-        raise UsageError("--local-disk and --no-local-disk can't be used together")
-    disks = booting.local_disks(local_disk or ()) if local_disk or no_local_disk else None
+    extra_disks = _local_disks(local_disk, none=no_local_disk)
     host.check_store(store)
     path = _artefact(artefact, output)
     out_dir = output.absolute() / "boot" / path.stem
@@ -81,13 +76,22 @@ def boot(
             facts=facts,
             keep=keep,
             secure_boot=secure_boot,
-            extra_disks=disks,
+            extra_disks=extra_disks,
         )
     if result.suite:
         render.stderr_console().print(verification.table(result.suite))
-    text = f"{result.image}: {result.system_state}, ssh after {human_seconds(result.ssh_seconds)}"
-    show({**result.as_json(), "reports": out_dir}, f"{text}; reports in {out_dir}", as_json=as_json)
+    text = f"{result.image}: {result.system_state}, ssh after {human_seconds(result.ssh_seconds)}; reports in {out_dir}"
+    show({**result.as_json(), "reports": out_dir}, text, as_json=as_json)
     return _judge(result.require_passed) if verify else 0
+
+
+def _local_disks(sizes: list[str] | None, *, none: bool) -> tuple[ExtraDisk, ...] | None:
+    """Return the disks that the command line asks for, None where the image decides; raises UsageError."""
+    from image_builder.verify.boot import local_disks
+
+    if sizes and none:
+        raise UsageError("--local-disk and --no-local-disk can't be used together")
+    return local_disks(sizes or ()) if sizes or none else None
 
 
 def _judge(require_passed: Callable[[], None]) -> int:

@@ -5,15 +5,17 @@ What a command needs is imported when it runs, so that ``--help`` stays quick.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import importlib
+from types import ModuleType
+from typing import Annotated
 
 import typer
 
 from image_builder import __version__, text
-from image_builder.cli import build, failure, gate, lab, machine, pool, selftest, store
-
-if TYPE_CHECKING:
-    pass
+from image_builder.cli import build, failure, gate, lab, machine, pool, store
+from image_builder.cli.command import AsJson, StoreDir, register
+from image_builder.errors import UsageError
+from image_builder.settings import DEFAULT_STORE
 
 
 def _exit_code_table() -> str:
@@ -45,8 +47,42 @@ def _main(
         raise typer.Exit
 
 
-for _commands in (build, machine, selftest):
-    app.add_typer(_commands.app)
+# The project's own checks: a group without a name, so that they are the last of the commands.
+_checks = typer.Typer()
+
+
+@register(_checks, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def test(
+    context: typer.Context,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also run what takes too long for every commit: some hours")
+    ] = False,
+    store: StoreDir = DEFAULT_STORE,
+    as_json: AsJson = False,
+) -> int:
+    """Run this project's own checks: lint, types and unit tests, then tests that need root or boot machines.
+
+    Further arguments are passed to pytest.
+
+    Example:
+
+        image-builder test --fast -k lock
+    """
+    if fast and everything:
+        raise UsageError("--fast and --all can't be used together")
+    # Next to this package in a checkout; never installed.
+    checks: ModuleType = importlib.import_module("tests.selftest")
+    status: int = checks.run(
+        context.args, fast=fast, store=store.absolute(), as_json=as_json, nightly=everything
+    )
+    return status
+
+
+for _group in (build.app, machine.app, _checks):
+    app.add_typer(_group)
 for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "store": store}.items():
     app.add_typer(_commands.app, name=_name)
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli.command import register, show
-from image_builder.cli.options import AsJson, StoreDir
+from image_builder.cli.command import AsJson, StoreDir, register, show
 from image_builder.errors import StoreError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_bytes

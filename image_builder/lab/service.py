@@ -26,7 +26,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError
 from image_builder.events import Monitor, shown_stage
 from image_builder.lab.registry import HOST
-from image_builder.node.files import lock
+from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.signals import listening
@@ -98,7 +98,7 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
     for any more is killed. Who comes while another one starts it waits, and gets the same one.
     """
-    with lock(_STARTING):
+    with files.lock(_STARTING):
         return running() or _start(argv, store, monitor)
 
 
@@ -124,10 +124,8 @@ def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Moni
     while time.monotonic() < deadline and alive():
         if _SERVING.exists():
             document = json.loads(_SERVING.read_bytes())
-            partial = _STATE.with_suffix(".partial")
             record = {**document, "pid": pid, "started": _started(pid)}
-            partial.write_text(json.dumps(record), encoding="utf-8")
-            partial.rename(_STATE)
+            files.write_json(_STATE, record, durable=False)
             if state := running():
                 return state
         if last := _last_line(log):
@@ -158,9 +156,7 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, ext
                 "ca": os.fspath(_CA),
                 "images": images,
             }
-            partial = _SERVING.with_suffix(".partial")
-            partial.write_text(json.dumps(document), encoding="utf-8")
-            partial.rename(_SERVING)
+            files.write_json(_SERVING, document, durable=False)
             monitor.note(f"serving at {endpoint.address}")
             try:
                 wait()

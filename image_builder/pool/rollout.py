@@ -20,22 +20,22 @@ from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
 from image_builder.pool.plan.model import Host
-from image_builder.pool.plan.plan import Plan, make_plan, named
+from image_builder.pool.plan.plan import Faults, Plan, make_plan, named
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.reach.hostkeys import Verifier, known_as
 from image_builder.pool.reach.reach import Access, read_key
 from image_builder.pool.run import driver
-from image_builder.pool.run.faults import Faults
 from image_builder.pool.run.journal import in_use, journal_of, open_journal, read_journal, real_plan
 from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.report import report
-from image_builder.pool.steps import node_configs, remote_slice
+from image_builder.pool.steps.ansible import read_configurations
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings
 from image_builder.system.signals import waking
@@ -92,7 +92,7 @@ def prepare(options: Options) -> Rollout:
     policy = plan.policy
     workers = faults.collect(
         "workers",
-        lambda: remote_slice.workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
+        lambda: parse_workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
     )
     faults.report()
     assert control_plane is not None
@@ -246,7 +246,7 @@ def _built_image(path: Path) -> str:
 
 def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:
     folder = options.node_configs
-    return node_configs.read(folder, [host.name for host in hosts]) if folder else {}
+    return read_configurations(folder, [host.name for host in hosts]) if folder else {}
 
 
 class Display(Protocol):

@@ -240,15 +240,6 @@ def conversation(
             child.wait()
 
 
-def ends_within(child: Child, seconds: float) -> bool:
-    """Wait for a program; return whether it ended in time."""
-    try:
-        child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def tail(log: Path) -> str:
     """Return the last lines of a program's log, indented; empty when there is none."""
     lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []

@@ -97,7 +97,7 @@ def observe_suite(
     clear_records(out_dir)
     argv: list[process.Arg] = [
         *("nice", "-n", str(niceness)),
-        *suite_argv(python, suite, facts, out_dir, target, marker),
+        *(python, "-m", "pytest", *suite_arguments(suite, facts, target, marker), *record_options(out_dir)),
         *([suite / name for name in select] or [suite]),
     ]
     started = time.monotonic()
@@ -119,15 +119,19 @@ def clear_records(out_dir: Path) -> None:
         (out_dir / name).unlink(missing_ok=True)
 
 
-def suite_argv(
-    python: Path, suite: Path, facts: Path, out_dir: Path, target: str, marker: str, *options: process.Arg
+def suite_arguments(
+    suite: Path, facts: Path, target: str, marker: str, *options: process.Arg
 ) -> list[process.Arg]:
-    """Return how pytest is run with the suite; the checks' files are to follow. Its records go to ``out_dir``."""
+    """Return pytest's arguments for the suite; the checks' files are to follow."""
     return [
-        *(python, "-m", "pytest", "-v", "--tb=short", "-m", marker, *options),
-        *(f"--junitxml={out_dir / _JUNIT}", f"--report={out_dir / _REPORT}", f"--target={target}"),
+        *("-v", "--tb=short", "-m", marker, *options, f"--target={target}"),
         *(f"--facts={facts.resolve()}", f"--rootdir={suite}", "-c", suite / "pytest.ini"),
     ]
+
+
+def record_options(out_dir: Path) -> tuple[str, ...]:
+    """Return pytest's arguments by which the records of a run go to ``out_dir``."""
+    return f"--junitxml={out_dir / _JUNIT}", f"--report={out_dir / _REPORT}"
 
 
 def read_results(

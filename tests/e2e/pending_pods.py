@@ -21,7 +21,7 @@ from typing import Any
 from image_builder.bake.build import obtain_lock
 from image_builder.bake.plan.resolve import supplier_plan
 from image_builder.bake.store import Store
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import load_inventory
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
@@ -44,8 +44,8 @@ def lab_products(settings: Settings) -> tuple[Path, Path]:
     """Return the tools tree and the storage of the lab's registry from the store."""
     image, inventory, _ = MACHINES["ours"]
     definition = load_inventory([inventory]).define(image)
-    lock = obtain_lock(definition, settings, Monitor(), EXTENSIONS)
-    plan = supplier_plan(definition, lock, REPO_ROOT, EXTENSIONS)
+    lock = obtain_lock(definition, settings, Monitor(), extensions())
+    plan = supplier_plan(definition, lock, REPO_ROOT, extensions())
     tools, made = (Store(settings.store).product(stage.id) for stage in plan.stages)
     if not (made / "registry").is_dir():
         raise SystemExit("the store has no images of the lab: `image-builder lab up` makes them")

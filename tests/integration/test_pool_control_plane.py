@@ -16,7 +16,7 @@ import pytest
 
 from image_builder.errors import DefinitionError
 from image_builder.pool import rollout
-from image_builder.pool.steps import node_configs
+from image_builder.pool.steps import ansible
 from image_builder.pool.steps.control_plane import NODES, REQUESTS, TABLE, Kubernetes
 from tests import joins
 
@@ -139,7 +139,7 @@ def node_faults(folder: Path, port: int, ca: str) -> list[str]:
         document = joins.document(ca, f"https://127.0.0.1:{port}")
         (folder / f"{name}.json").write_text(json.dumps(document))
     try:
-        node_configs.read(folder, names)
+        ansible.read_configurations(folder, names)
     except DefinitionError as error:
         return [problem.reason for problem in error.problems]
     return []

@@ -74,6 +74,16 @@ def hanging(pool: Fleet) -> set[str]:
     return set(pool.run(HANGS, "pgrep", "-fx", SLEEP, ok=False).split())
 
 
+def children_of(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def has_ended(process: int) -> bool:
+    """Tell whether a process is gone, or only nobody has waited for it yet."""
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def wait_until_it_hangs(pool: Fleet, before: set[str]) -> None:
     deadline = time.monotonic() + 120
     while hanging(pool) <= before:
@@ -123,10 +133,39 @@ def test_a_killed_process_ends_only_its_hosts_run(pool: Fleet, tmp_path: Path) -
         earlier = hanging(pool)
         hangs = threads.submit(run, runs, pool, HANGS)
         wait_until_it_hangs(pool, earlier)
-        (process,) = set(children()) - before
+        (worker,) = set(children()) - before
+        (process,) = children_of(worker)
         os.kill(process, signal.SIGKILL)
         assert f"status {-signal.SIGKILL}" in hangs.result(120).detail
         assert run(runs, pool, 0).ok
+
+
+def test_a_killed_worker_takes_its_runs_along_and_is_replaced(pool: Fleet, tmp_path: Path) -> None:
+    before = set(children())
+    with runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs, ThreadPoolExecutor(1) as threads:
+        earlier = hanging(pool)
+        hangs = threads.submit(run, runs, pool, HANGS)
+        wait_until_it_hangs(pool, earlier)
+        (worker,) = set(children()) - before
+        (process,) = children_of(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert "the suite's worker ended" in hangs.result(120).detail
+        assert run(runs, pool, 0).ok
+    assert set(children()) == before and has_ended(process)
+
+
+def test_leaving_ends_what_still_runs(pool: Fleet, tmp_path: Path) -> None:
+    before = set(children())
+    with ThreadPoolExecutor(1) as threads, runs_of(pool, suite_of(tmp_path, test_fate=FATE)) as runs:
+        earlier = hanging(pool)
+        hangs = threads.submit(run, runs, pool, HANGS)
+        wait_until_it_hangs(pool, earlier)
+        (worker,) = set(children()) - before
+        (process,) = children_of(worker)
+        runs.__exit__(None, None, None)
+        assert f"status {-signal.SIGKILL}" in hangs.result(20).detail
+        assert run(runs, pool, 0).detail == "given up"
+    assert set(children()) == before and has_ended(process)
 
 
 def test_checks_that_can_not_be_collected_are_told(pool: Fleet, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -84,21 +84,24 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
         write("lint failed: see above")
     times = {name: round(spent, 2) for name, spent in (minutes | {"all": whole}).items()}
     if kind == durations.WHOLE_RUN:
-        last = durations.Run(
-            day=datetime.now(UTC).date().isoformat(),
-            store=store_state,
-            processors=os.cpu_count() or 1,
-            passed=is_sound,
-            minutes=times,
-            gigabytes=round(gigabytes, 2),
-        )
-        durations.keep(surroundings.reports, last)
+        durations.keep(surroundings.reports, _of_today(store_state, times, gigabytes, passed=is_sound))
     closing = lanes.closing_line(outcomes, whole * 60)
     write(closing)
     if as_json:
-        print(
-            json.dumps(
-                {"passed": passed, "minutes": times, "disk_gb": round(gigabytes, 2), "closing": closing}
-            )
-        )
+        result = {"passed": passed, "minutes": times, "disk_gb": round(gigabytes, 2), "closing": closing}
+        print(json.dumps(result))
     return 0 if passed else 1
+
+
+def _of_today(
+    store_state: str, minutes: Mapping[str, float], gigabytes: float, *, passed: bool
+) -> durations.Run:
+    """Return the record of a whole run that ended now."""
+    return durations.Run(
+        day=datetime.now(UTC).date().isoformat(),
+        store=store_state,
+        processors=os.cpu_count() or 1,
+        passed=passed,
+        minutes=minutes,
+        gigabytes=round(gigabytes, 2),
+    )

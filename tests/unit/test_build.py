@@ -17,7 +17,7 @@ from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.registry import Endpoint
 from image_builder.bake.store import Store
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.definition.model import record_name
 from image_builder.events import Monitor
@@ -30,20 +30,20 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(cgroups, "reap", lambda: None)  # another build's, on this host
     definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
-    needs = requirements(definition, EXTENSIONS)
+    needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[]) for n, g in needs.groups.items()}
     lock = Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
     settings = Settings(store=tmp_path / "store", output=tmp_path / "output")
     store = Store(settings.store)
     store.prepare()
-    tools = resolve(definition, lock, REPO_ROOT, EXTENSIONS).stage("tools")
+    tools = resolve(definition, lock, REPO_ROOT, extensions()).stage("tools")
     with store.staging() as staging:
         (staging / "object/product").mkdir(parents=True)
         store.commit(tools, staging / "object", 1.0, {})
     path = tmp_path / "given.json" if given else remembered_lock(settings, definition.record_name)
     lock.save(path)
     done = building.build(
-        definition, settings, Monitor(), EXTENSIONS, locked=path if given else None, stop_after="tools"
+        definition, settings, Monitor(), extensions(), locked=path if given else None, stop_after="tools"
     )
     assert [stage["cached"] for stage in done.stages] == [True]
     assert done.lock == path
@@ -59,13 +59,13 @@ def _fitting(definition: ImageDefinition, version: str) -> Lock:
     package = LockedPackage(
         name="p", sha256="a" * 64, size=1, path="p", repository="debian", version=version, architecture="all"
     )
-    needs = requirements(definition, EXTENSIONS)
+    needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[package]) for n, g in needs.groups.items()}
     return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
 
 
 def _version(definition: ImageDefinition, settings: Settings) -> str:
-    lock = building.obtain_lock(definition, settings, Monitor(), EXTENSIONS)
+    lock = building.obtain_lock(definition, settings, Monitor(), extensions())
     return lock.group("base").packages[0].version
 
 
@@ -104,7 +104,7 @@ def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
     with monkeypatch.context() as ordinary_user:
         ordinary_user.setattr(Store, "adopt", _refuse)
         assert _version(definition, settings) == "1" and older.exists()
-    lock = building.obtain_lock(definition, settings, monitor, EXTENSIONS)
+    lock = building.obtain_lock(definition, settings, monitor, extensions())
     assert lock.group("base").packages[0].version == "1" and not older.exists()
     assert notes == [f"the lock and the builds remembered of minimal are now those of {tmp_path}/mine/lab"]
     assert _version(definition, settings) == "1"
@@ -120,7 +120,7 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
     settings = Settings(store=tmp_path / "store")
     store = Store(settings.store)
     store.prepare()
-    plan = supplier_plan(definition, lock, REPO_ROOT, EXTENSIONS)
+    plan = supplier_plan(definition, lock, REPO_ROOT, extensions())
     assert [stage.name for stage in plan.stages] == ["tools", "lab_images"]
     served: list[str] = []
 
@@ -132,17 +132,17 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
         yield Endpoint("registry.lab.internal", "127.1.2.3", 443, work / "ca.pem")
         served.append("ends")
 
-    extensions = replace(EXTENSIONS, supplier=replace(EXTENSIONS.supplier, serve=serve))
+    others = replace(extensions(), supplier=replace(extensions().supplier, serve=serve))
     with store.staging() as staging:
         for stage in plan.stages:
             (staging / stage.name / "product").mkdir(parents=True)
             store.commit(stage, staging / stage.name, 1.0, {})
-        work = Build(definition, lock, settings, store, Monitor(), staging, kinds(extensions))
-        with building.Supply(work, extensions) as supply:
+        work = Build(definition, lock, settings, store, Monitor(), staging, kinds(others))
+        with building.Supply(work, others) as supply:
             endpoints = supply.endpoints()
             assert endpoints["registry.lab.internal"].address == "127.1.2.3"
             assert supply.endpoints() is endpoints and served == ["begins"]
         assert served == ["begins", "ends"]
         minimal = _minimal(REPO_ROOT / "inventories/lab")
-        with building.Supply(replace(work, definition=minimal), extensions) as supply:
+        with building.Supply(replace(work, definition=minimal), others) as supply:
             assert supply.endpoints() == {} and served == ["begins", "ends"]

@@ -18,7 +18,7 @@ from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.errors import StageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
@@ -58,7 +58,7 @@ def _work(store: Store, staging: Path) -> Build:
         archives=[LockedArchive(url="https://example.invalid/a.tar", sha256="a" * 64)],
     )
     definition: Any = SimpleNamespace(name="worker")
-    settings, all_kinds = Settings(store=store.path), kinds(EXTENSIONS)
+    settings, all_kinds = Settings(store=store.path), kinds(extensions())
     return Build(definition, lock, settings, store, Monitor(), staging, all_kinds)
 
 

@@ -11,7 +11,7 @@ import pytest
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
 
@@ -104,7 +104,7 @@ def _lock(**changes: object) -> Lock:
 
 
 def _plan(root: Path, lock: Lock | None = None) -> Plan:
-    return resolve(_definition(root), lock or _lock(), root, EXTENSIONS)
+    return resolve(_definition(root), lock or _lock(), root, extensions())
 
 
 def _changed(before: Plan, after: Plan) -> set[str]:

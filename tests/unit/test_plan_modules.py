@@ -12,7 +12,7 @@ from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.bake.stages.module_build import MODULE_BUILD, MODULE_ROOT, modules_from_source
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError
 
@@ -46,7 +46,7 @@ def lock(**packages: list[LockedPackage]) -> Lock:
             requested=list(group.names),
             packages=[package(f"p-{name}"), *packages.get(name, [])],
         )
-        for name, group in requirements(definition(), EXTENSIONS).groups.items()
+        for name, group in requirements(definition(), extensions()).groups.items()
     }
     return Lock(image="worker_gpu", source_date_epoch=1, repositories={"debian": None}, groups=groups)
 
@@ -57,7 +57,7 @@ HEADERS = package(f"linux-headers-{KERNEL}", "6.1.176-1")
 
 def plan(**packages: list[LockedPackage]) -> Plan:
     return resolve(
-        definition(), lock(**{"system": [IMAGE], MODULE_ROOT: [HEADERS], **packages}), REPO, EXTENSIONS
+        definition(), lock(**{"system": [IMAGE], MODULE_ROOT: [HEADERS], **packages}), REPO, extensions()
     )
 
 
@@ -101,12 +101,12 @@ def test_kernels_that_are_not_one_are_refused() -> None:
 
 def test_images_without_a_gpu_build_no_modules() -> None:
     assert modules_from_source(definition("minimal")) is None
-    assert MODULE_BUILD not in requirements(definition("minimal"), EXTENSIONS).groups
+    assert MODULE_BUILD not in requirements(definition("minimal"), extensions()).groups
 
 
 def test_only_the_source_is_fetched_and_not_what_it_depends_on() -> None:
-    group = requirements(definition(), EXTENSIONS).groups[MODULE_BUILD]
+    group = requirements(definition(), extensions()).groups[MODULE_BUILD]
     assert group.alone and group.names == ("nvidia-open-kernel-dkms=535.261.03-*",)
     assert not any(
-        g.alone for name, g in requirements(definition(), EXTENSIONS).groups.items() if name != MODULE_BUILD
+        g.alone for name, g in requirements(definition(), extensions()).groups.items() if name != MODULE_BUILD
     )

@@ -82,7 +82,7 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
         (provenance.PENDING_PODS, "image_builder/bake/pull/retry.py tests/e2e/machine.py tests/e2e/link.py"),
         (
             provenance.SLICES,
-            "image_builder/pool/steps/remote_slice.py tests/e2e/slices_run.py tests/slices_howto.py",
+            "image_builder/pool/steps/slice.py tests/e2e/slices_run.py tests/slices_howto.py",
         ),
     ],
     ids=["join", "local disk", "pending pods", "slices"],

@@ -12,12 +12,12 @@ import pytest
 from image_builder.bake.plan.closure import DECIDING, NEUTRAL, PACKAGE, Code, _imports, imported, is_neutral
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages.kind import StageKind
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.settings import REPO_ROOT
 from image_builder.system.trees import executed
 
 PROGRAM = REPO_ROOT / PACKAGE
-KINDS = kinds(EXTENSIONS)
+KINDS = kinds(extensions())
 PRELOADS = {"preload", "preload_store", "rehearsal"}
 PLAYS = {"layer", "seal"}
 

@@ -10,7 +10,7 @@ import pytest
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 
 REPO = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def plan(root: Path) -> Plan:
         for name in ("tools", "base", "first", "mine")
     }
     lock = Lock(image="worker", source_date_epoch=1, repositories={"debian": None}, groups=groups)
-    return resolve(definition(root), lock, root, EXTENSIONS)
+    return resolve(definition(root), lock, root, extensions())
 
 
 def changed(before: Plan, after: Plan) -> set[str]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import register, show
-from image_builder.cli.options import AsJson, Kubeconfig
+from image_builder.cli.command import AsJson, Kubeconfig, connect, register, show
 from image_builder.system.signals import listening
 
 if TYPE_CHECKING:
@@ -56,17 +55,8 @@ def broker(
             as_json=as_json,
         )
         return 0
-    _serve(settings, lambda: _connect(kubeconfig))
+    _serve(settings, lambda: connect(kubeconfig, _AGENT, _CLUSTER_SECONDS))
     return 0
-
-
-def _connect(path: Path | None) -> Client:
-    from image_builder.node.net import kubeconfig
-    from image_builder.node.net.kube import Client
-
-    if path is None:
-        return Client.in_cluster(agent=_AGENT, timeout=_CLUSTER_SECONDS)
-    return Client(kubeconfig.load(path), agent=_AGENT, timeout=_CLUSTER_SECONDS)
 
 
 def _serve(config: Config, connect: Callable[[], Client]) -> None:

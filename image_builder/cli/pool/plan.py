@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import register, show
-from image_builder.cli.options import AsJson, VaultFile
+from image_builder.cli.command import AsJson, VaultFile, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.text import columns, human_seconds
 
@@ -51,8 +50,7 @@ def plan(
         image-builder pool plan -i inventories/azure_vmss pools --out pools.plan.json
     """
     from image_builder.pool.plan.inventory import read_fleet
-    from image_builder.pool.plan.plan import make_plan, save
-    from image_builder.pool.run.faults import Faults
+    from image_builder.pool.plan.plan import Faults, make_plan, save
 
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))

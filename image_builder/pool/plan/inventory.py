@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.canonical import JSON
+from image_builder.canonical import JSON, digest
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
-from image_builder.pool.plan.plan import PlannedFrom, named
+from image_builder.pool.plan.plan import PlannedFrom, doubles, named
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
 from image_builder.text import did_you_mean
@@ -76,8 +76,8 @@ class _Reading:
     faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     # (pool, scale set) -> capacity that was told -> the hosts that told it
     capacities: dict[tuple[str, str], dict[JSON, list[str]]] = field(default_factory=dict)
-    addresses: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
-    ids: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    # What only one host may have, (variable, value, port), and who has it.
+    own: list[tuple[tuple[str, str, str], str]] = field(default_factory=list)
     # power state -> the hosts that are off
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -114,8 +114,7 @@ def read_fleet(
         ]
     if reading.problems:
         raise DefinitionError(reading.problems)
-    digest = inventory_digest(absolute, hosts)
-    planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=digest)
+    planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=inventory_digest(absolute, hosts))
     return Fleet(planned_from, counted_pools, tuple(hosts), skipped)
 
 
@@ -197,9 +196,9 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
     if isinstance(port, bool) or not str(port).isdigit() or not 0 < int(str(port)) < 65536:
         fault("ansible_port", f"must be a port, got {json.dumps(port)}")
     scale_set = texts.get("pool_scale_set", groups[0] if groups else pool)
-    reading.addresses[texts.get("ansible_host", name), str(port)].append(name)
+    reading.own.append((("ansible_host", texts.get("ansible_host", name), str(port)), name))
     if "pool_vm_id" in texts:
-        reading.ids[texts["pool_vm_id"]].append(name)
+        reading.own.append((("pool_vm_id", texts["pool_vm_id"], ""), name))
     capacities = reading.capacities.setdefault((pool, scale_set), {})
     capacities.setdefault(_hashable(values.get("pool_capacity")), []).append(name)
     if wrong:
@@ -260,12 +259,9 @@ def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None
 
 
 def _doubles(reading: _Reading) -> list[Problem]:
-    shared = [("ansible_host", address, names) for (address, _), names in reading.addresses.items()]
-    shared += [("pool_vm_id", vm_id, names) for vm_id, names in reading.ids.items()]
     return [
         Problem(where(reading.source, names[0], variable), variable, f"{value} is that of {named(names)}")
-        for variable, value, names in shared
-        if len(names) > 1
+        for (variable, value, _), names in doubles(reading.own).items()
     ]
 
 
@@ -276,13 +272,15 @@ def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
     reads.
     """
     files = [
-        [f"{number}/{file.relative_to(path if path.is_dir() else path.parent)}", _sha256(file)]
+        [
+            f"{number}/{file.relative_to(path if path.is_dir() else path.parent)}",
+            hashlib.sha256(file.read_bytes()).hexdigest(),
+        ]
         for number, path in enumerate(paths)
         for file in inventory_files(path)
     ]
     facts = [host.model_dump(mode="json") for host in sorted(hosts, key=lambda h: h.name)]
-    text = json.dumps([files, facts], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest([files, facts])
 
 
 def inventory_files(path: Path) -> list[Path]:
@@ -292,7 +290,3 @@ def inventory_files(path: Path) -> list[Path]:
         return sorted(f for f in files if f.is_file() and not f.relative_to(path).as_posix().startswith("."))
     beside = [f for name in _VARIABLES_BESIDE for f in (path.parent / name).rglob("*") if f.is_file()]
     return [path, *sorted(beside)]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

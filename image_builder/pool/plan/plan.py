@@ -5,23 +5,23 @@ It is made only from an inventory and a policy, without a clock: the same ones g
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from image_builder.errors import DefinitionError, Problem
+from image_builder.canonical import digest
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem
 from image_builder.node import files
 from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import Wave, plan_waves
 from image_builder.text import json_lines
 
+T = TypeVar("T")
 _NAMED = 5
 
 
@@ -80,9 +80,7 @@ def make_plan(
 
 
 def _digest(plan: Plan) -> str:
-    content = plan.model_dump(mode="json", exclude={"digest"})
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest(plan.model_dump(mode="json", exclude={"digest"}))
 
 
 def render(plan: Plan) -> bytes:
@@ -136,6 +134,43 @@ def named(names: Sequence[str]) -> str:
     """Return some names for a message: all, or the first few and the number of the rest."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def doubles(users: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
+    """Return what more than one name has, of pairs of a thing and a name: thing -> the names."""
+    names: dict[T, list[str]] = defaultdict(list)
+    for thing, name in users:
+        names[thing].append(name)
+    return {thing: alike for thing, alike in names.items() if len(alike) > 1}
+
+
+class Faults:
+    """Collects problems: all of them are reported at once, before the first host is touched."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def collect(self, path: str, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` does, or None where it raises, which is kept."""
+        try:
+            return work()
+        except DefinitionError as error:
+            self.problems += error.problems
+        except ImageBuilderError as error:
+            self.problems.append(Problem("", path, error.message))
+        return None
+
+    def add(self, path: str, reason: str) -> None:
+        self.problems.append(Problem("", path, reason))
+
+    def all(self) -> DefinitionError:
+        """Return the error with all of them."""
+        return DefinitionError(self.problems, hint="no host was touched")
+
+    def report(self) -> None:
+        """Raise DefinitionError, if anything was wrong."""
+        if self.problems:
+            raise self.all()
 
 
 class Difference(NamedTuple):

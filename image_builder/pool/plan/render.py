@@ -18,7 +18,7 @@ from image_builder.canonical import JSON
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
-from image_builder.pool.plan.plan import named
+from image_builder.pool.plan.plan import doubles, named
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import REPO_ROOT
 from image_builder.text import did_you_mean
@@ -88,7 +88,7 @@ def render(
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
         rendered = [_render(reading, host) for host in hosts]
-        for (key, value), alike in doubles(reading.nodes).items():
+        for (key, value), alike in one_nodes_of_several(reading.nodes).items():
             reading.faults[_variable(f"node.{key}"), f"{value} can belong to only one node"] += alike
         problems += _problems(reading)
     if problems:
@@ -103,18 +103,16 @@ def write(rendered: Iterable[Rendered], directory: Path) -> None:
         (directory / f"{configuration.host}.json").write_text(configuration.text, encoding="utf-8")
 
 
-def doubles(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
+def one_nodes_of_several(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
     """Return what belongs to a single node and is said of several: (key of ``node``, value) -> the hosts.
 
     Of two kubelets with one name the second takes the first one's Node object over.
     """
-    users: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for host, node in nodes.items():
-        for key in _ITS_OWN:
-            value = node.get(key, "")
-            if isinstance(value, str) and value not in ("", node_config.PLATFORM, node_config.NONE):
-                users[key, value].append(host)
-    return {key: hosts for key, hosts in users.items() if len(hosts) > 1}
+    users = (((key, node.get(key, "")), host) for host, node in nodes.items() for key in _ITS_OWN)
+    none = ("", node_config.PLATFORM, node_config.NONE)
+    return doubles(
+        ((key, value), host) for (key, value), host in users if isinstance(value, str) and value not in none
+    )
 
 
 def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem], list[str]]:

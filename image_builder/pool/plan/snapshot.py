@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.errors import DefinitionError, Problem, UsageError
-from image_builder.pool.plan.plan import named
+from image_builder.pool.plan.plan import doubles, named
 
 Json = Mapping[str, Any]
 
@@ -272,14 +272,10 @@ def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
         for group, count in groups.items()
         if count > 1
     ]
-    shared: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for machine in (m for snapshot in snapshots for m in snapshot.machines):
-        for key, value in (("name", machine.name), *_unique(machine)):
-            shared[key, value].append(machine.id)
+    machines = [machine for snapshot in snapshots for machine in snapshot.machines]
+    shared = doubles((own, machine.id) for machine in machines for own in _unique(machine))
     problems += [
-        Problem("", key, f"{value} is that of {named(sorted(ids))}")
-        for (key, value), ids in shared.items()
-        if len(ids) > 1
+        Problem("", key, f"{value} is that of {named(sorted(ids))}") for (key, value), ids in shared.items()
     ]
     if problems:
         hint = "nothing was written"
@@ -288,8 +284,10 @@ def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
         raise DefinitionError(problems, hint=hint)
 
 
-def _unique(machine: Machine) -> Iterable[tuple[str, str]]:
-    return ((key, str(machine.variables[key])) for key in ("ansible_host", "pool_vm_id"))
+def _unique(machine: Machine) -> list[tuple[str, str]]:
+    """Return what only one machine may have: (variable, value)."""
+    own = [(key, str(machine.variables[key])) for key in ("ansible_host", "pool_vm_id")]
+    return [("name", machine.name), *own]
 
 
 def document(snapshots: Sequence[Snapshot], at: str) -> bytes:

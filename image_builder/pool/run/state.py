@@ -100,6 +100,11 @@ class WaveStatus:
     def unfinished(self) -> int:
         return self.count("waiting", "probing", "ready", "joining", "joined", "verifying")
 
+    @property
+    def present(self) -> list[str]:
+        """Its hosts. Who is gone may be another machine by now, in a wave of its own."""
+        return [name for state, names in self.at.items() if state != "gone" for name in names]
+
 
 @dataclass
 class Progress:

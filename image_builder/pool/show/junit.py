@@ -30,8 +30,7 @@ def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
     root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
     suites = [_run_suite(report)]
     for wave in progress.waves:
-        names = sorted(name for state in wave.at if state != "gone" for name in wave.at[state])
-        statuses = [progress.hosts[name] for name in names]
+        statuses = [progress.hosts[name] for name in sorted(wave.present)]
         suites.append(_suite(wave.wave.name, wave.began, (_case(status) for status in statuses)))
     for suite in suites:
         root.append(suite)

@@ -138,16 +138,8 @@ def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]
             "stragglers": stragglers.get(number, 0),
             "failed": wave.failed,
             "budget": wave.wave.budget,
-            "verified": sum(
-                progress.hosts[name].verified
-                for state in wave.at
-                if state != "gone"
-                for name in wave.at[state]
-            ),
-            # Who is gone may be another machine by now, in a wave of its own.
-            "counts": counts(
-                progress.hosts[name] for state in wave.at if state != "gone" for name in wave.at[state]
-            ),
+            "verified": sum(progress.hosts[name].verified for name in wave.present),
+            "counts": counts(progress.hosts[name] for name in wave.present),
         }
         for number, wave in enumerate(progress.waves)
     ]

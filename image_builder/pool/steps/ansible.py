@@ -1,7 +1,8 @@
 """Slices by ansible-runner over OpenSSH: a private data directory, a process that runs it, a class for each host.
 
 The directory is the whole contract (inventory, project, env): another engine that runs ansible-runner can be given
-the same one. No secret is in it; the key is a path.
+the same one. No secret is in it; the key is a path. Node configurations that hosts get on the way are a file for each,
+HOST.json in one directory.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import shlex
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from image_builder.errors import ImageBuilderError
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem
+from image_builder.node.errors import NodeError
+from image_builder.node.join import config
+from image_builder.node.net.fetch import proven_by
 from image_builder.pool.plan.model import Outcome, ended, failed
+from image_builder.pool.plan.plan import named
+from image_builder.pool.plan.render import one_nodes_of_several
 from image_builder.pool.reach.hostkeys import openssh_options
 from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, JoinStatus, after_join
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import in_use
-from image_builder.pool.steps.remote_slice import DATA, WORKER, Worker, describe
-from image_builder.pool.steps.slice import CONTROL, PLAYBOOK
+from image_builder.pool.steps.control_plane import server_fault
+from image_builder.pool.steps.slice import CONTROL, DATA, PLAYBOOK, WORKER, Worker, describe
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.system.trees import remove_tree
@@ -382,3 +389,39 @@ def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_FORCE_COLOR": "false",
     }
+
+
+def read_configurations(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each host. What its node would refuse is refused here, by the same rules: DefinitionError."""
+    paths = {name: folder.absolute() / f"{name}.json" for name in hosts}
+    files = {name: file for name, file in paths.items() if file.is_file()}
+    missing = [name for name in paths if name not in files]
+    problems = [f"{folder} has no file for {named(missing)}"] if missing else []
+    problems += [f"{named(sorted(names))}: {fault}" for fault, names in sorted(_wrong(files).items())]
+    if problems:
+        raise DefinitionError(
+            [Problem("", "--node-configs", fault) for fault in problems], hint="no host was touched"
+        )
+    return files
+
+
+def _wrong(files: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return what is wrong, and the hosts that it is so of."""
+    wrong: dict[str, list[str]] = defaultdict(list)
+    nodes: dict[str, Mapping[str, object]] = {}
+    clusters: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, file in files.items():
+        try:
+            settings = config.parse(file.read_bytes())
+            nodes[name] = vars(settings)
+            clusters[settings.server, settings.ca].append(name)
+        except NodeError as error:
+            wrong[error.message].append(name)
+        except OSError as error:
+            wrong[error.strerror or str(error)].append(name)
+    for (key, value), names in one_nodes_of_several(nodes).items():
+        wrong[f"node.{key}: {value} can belong to only one node"] += names
+    for (server, ca), names in clusters.items():
+        if fault := server_fault(server, proven_by(ca), time.time()):
+            wrong[f"cluster: {fault}"] += names
+    return wrong

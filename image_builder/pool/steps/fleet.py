@@ -28,7 +28,7 @@ from image_builder.pool.run.gates import Reading
 from image_builder.pool.steps import ansible
 from image_builder.pool.steps.ansible import Slice
 from image_builder.pool.steps.control_plane import ControlPlane
-from image_builder.pool.steps.remote_slice import Worker
+from image_builder.pool.steps.slice import Worker
 from image_builder.pool.steps.suite import Runs, Suite
 from image_builder.system.trees import remove_tree
 

@@ -1,4 +1,4 @@
-"""The verification suite on the hosts of a pool: a run of pytest for each host, several at once.
+"""The verification suite on the hosts of a pool: pytest in a process for each host, several at once.
 
 The checks are those of ``image-builder verify ssh://…``. The connection stays here, where hosts are reached, so a host
 that was probed is verified over the same login. pytest sends each command through its standard input, a socket, as one
@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,10 +27,17 @@ from image_builder.pool.plan.model import OK, Host, Outcome, failed
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.reach.session import NotReachedError, Session
 from image_builder.system import process
-from image_builder.system.process import Arg, Child
+from image_builder.system.process import Arg
 from image_builder.system.trees import remove_tree
 from image_builder.verify.result import SuiteResult
-from image_builder.verify.runner import ENVIRONMENT, SUITE, clear_records, read_results, suite_argv
+from image_builder.verify.runner import (
+    ENVIRONMENT,
+    SUITE,
+    clear_records,
+    read_results,
+    record_options,
+    suite_arguments,
+)
 
 # What a facts.json has; the suite refuses one without, host by host (image_builder/suite/suite.py).
 FACTS = ("image", "build_id", "variables", "packages")
@@ -39,6 +46,7 @@ CHECKS, NO_RESULT = 1, 2
 _NAMED = 5
 # The session outlives the suite's time by this much, so that it is the suite's end that is reported.
 _SPARE_SECONDS = 60.0
+_STATUS_BYTES = 16
 # Of each stream of a command: the listing of a whole system is some megabytes.
 _MOST_BYTES = 1 << 27
 # Hundreds of hosts: no line for each check, no log, no traceback, no comparison of long values. `image-builder verify`
@@ -66,8 +74,10 @@ class Runs:
     def __init__(self, suite: Suite, reach: Reach) -> None:
         self._suite = suite
         self._reach = reach
+        self._log = suite.reports / "worker.log"
         self._guard = threading.Lock()
-        self._running: set[Child] = set()
+        self._worker: socket.socket | None = None
+        self._open = ExitStack()
         self._over = False
 
     def __enter__(self) -> Self:
@@ -79,8 +89,9 @@ class Runs:
         """End all that still run."""
         with self._guard:
             self._over = True
-            for child in self._running:
-                child.kill()
+            self._open.close()
+        if self._log.exists() and not self._log.stat().st_size:
+            self._log.unlink()
 
     def run(self, host: Host, seconds: float) -> Outcome:
         """Run it on one host; ``seconds`` is for all of it but the login. Raises HostError, of this machine."""
@@ -99,14 +110,13 @@ class Runs:
         return judge(result)
 
     def _observe(self, host: Host, out: Path, seconds: float) -> SuiteResult:
-        suite, log = self._suite, out / "suite.log"
+        log = out / "suite.log"
         log.unlink(missing_ok=True)
         clear_records(out)
-        facts = suite.facts[host.image]
-        argv = suite_argv(suite.python, suite.folder, facts, out.absolute(), "stdin:", "booted", *_TERSE)
+        argv = [*self._arguments(self._suite.facts[host.image]), *record_options(out.absolute())]
         started = time.monotonic()
         with self._reach.session(host, root=True, seconds=seconds + _SPARE_SECONDS) as session:
-            status = self._run([*argv, suite.folder], log, session, seconds)
+            status = self._run(argv, log, session, seconds)
         return read_results(
             out,
             status,
@@ -117,62 +127,85 @@ class Runs:
             log=log,
         )
 
+    def _arguments(self, facts: Path) -> list[Arg]:
+        folder = self._suite.folder
+        return [*suite_arguments(folder, facts, "stdin:", "booted", *_TERSE), folder]
+
     def _run(self, argv: Sequence[Arg], log: Path, session: Session, seconds: float) -> int:
         """Run pytest on a host; return its status, below 0 for a signal.
 
         Raises VerifyError when it doesn't end in time, and what the session raises when that is lost.
         """
         ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as stack:
-            child = stack.enter_context(
-                process.conversation(argv, stdin=theirs.fileno(), log=log, env=_ENVIRONMENT)
-            )
-            requests = stack.enter_context(Connection(ours.detach()))
-            theirs.close()
-            stack.enter_context(self._registered(child))
-            watch = _Watch(child, session, seconds)
+        end, its_end = socket.socketpair()
+        with Connection(ours.detach()) as requests, end:
+            with theirs, its_end, log.open("ab") as sink:
+                self._begin(argv, theirs.fileno(), sink.fileno(), its_end.fileno())
+            watch = _Watch(end, session, seconds)
             watch.start()
             try:
                 serve(requests, session)
             except Exception:
                 # Where pytest has ended, that cut the session, and its status says more. Else the session is lost.
-                if child.poll() is None:
+                if not watch.has_ended:
                     requests.close()
                     watch.join()  # soon: no command gets a reply
                     raise
             watch.join()
         if watch.is_late:
             raise VerifyError(f"the suite did not end within {seconds:.0f} s")
-        return child.wait()
+        if watch.status is None:
+            raise VerifyError(f"the suite's worker ended: {process.tail(self._log)}")
+        return watch.status
 
-    @contextmanager
-    def _registered(self, child: Child) -> Iterator[None]:
-        """Let a run be ended with all others; raises VerifyError where they have been."""
+    def _begin(self, argv: Sequence[Arg], *descriptors: int) -> None:
+        """Let a copy of the worker run pytest with this standard input, log and socket for its end."""
+        message = json.dumps([os.fspath(argument) for argument in argv]).encode()
         with self._guard:
             if self._over:
-                child.kill()
                 raise VerifyError("given up")
-            self._running.add(child)
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._running.remove(child)
+            try:
+                self._worker = self._worker or self._start()
+                socket.send_fds(self._worker, [message], descriptors)
+            except BrokenPipeError:  # it was killed, with all runs that it had
+                self._worker = self._start()
+                socket.send_fds(self._worker, [message], descriptors)
+
+    def _start(self) -> socket.socket:
+        """Start the worker, whose copies have what pytest and the checks import."""
+        suite = self._suite
+        module = ("-P", "-m", "image_builder.pool.steps.suite_worker")
+        argv = [suite.python, *module, *self._arguments(next(iter(suite.facts.values())))]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            child = process.conversation(argv, stdin=theirs.fileno(), log=self._log, env=_ENVIRONMENT)
+            self._open.enter_context(child)
+        return self._open.enter_context(ours)
 
 
 class _Watch(threading.Thread):
-    """Ends a run that is over its time, and cuts its session when it has ended: a command may still be waited for."""
+    """Ends a run that is over its time, and cuts its session when it has ended: a command may still be waited for.
 
-    def __init__(self, child: Child, session: Session, seconds: float) -> None:
+    ``status`` is pytest's, None where it has none: the worker has ended.
+    """
+
+    def __init__(self, end: socket.socket, session: Session, seconds: float) -> None:
         super().__init__(name="suite-watch")
-        self._child, self._session, self._seconds = child, session, seconds
-        self.is_late = False
+        self._end, self._session, self._seconds = end, session, seconds
+        self.has_ended = self.is_late = False
+        self.status: int | None = None
 
     def run(self) -> None:
-        if not process.ends_within(self._child, self._seconds):
+        self._end.settimeout(self._seconds)
+        try:
+            message = self._end.recv(_STATUS_BYTES)
+        except TimeoutError:
             self.is_late = True
-            self._child.kill()
-            self._child.wait()
+            self._end.settimeout(None)
+            self._end.shutdown(socket.SHUT_WR)
+            message = self._end.recv(_STATUS_BYTES)
+        self.status = int(message) if message else None
+        self.has_ended = True
         self._session.cut()
 
 

@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -36,19 +38,32 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(argv: list[str]) -> int:
     """Run the slice; return the runner's exit status, or 75 where it is no longer wanted."""
     runner, seconds, silent_seconds = argv[0], float(argv[1]), float(argv[2])
+    folder = tempfile.mkdtemp(prefix="image-builder-slice-", dir=_memory())
+    try:
+        with adopting(asked_seconds=_ASKED_SECONDS):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return _run(runner, folder, silent_seconds)
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def adopting(*, asked_seconds: float = 0.0) -> Iterator[None]:
+    """Adopt all that is started in the block, and end it with the block, which signals end, too.
+
+    It is asked to end first, if there are seconds for that. No signal interrupts what comes then.
+    """
     for number in _ENDS:
         signal.signal(number, _end)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    folder = tempfile.mkdtemp(prefix="image-builder-slice-", dir=_memory())
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        return _run(runner, folder, silent_seconds)
+        yield
     finally:
         for number in _ENDS:
             signal.signal(number, signal.SIG_IGN)
-        _ask_children_to_end()
+        if asked_seconds:
+            _ask_children_to_end(asked_seconds)
         end_children()
-        shutil.rmtree(folder)
 
 
 def _memory() -> str:
@@ -64,8 +79,9 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for this signal when this process's parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _run(runner: str, folder: str, silent_seconds: float) -> int:
@@ -76,7 +92,7 @@ def _run(runner: str, folder: str, silent_seconds: float) -> int:
         stdin=subprocess.PIPE,
         env={"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **inherited},
         bufsize=0,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     ) as child:
         try:
             return _attend(child, silent_seconds)
@@ -116,11 +132,11 @@ def _announced() -> int:
     return int(digits or b"0")
 
 
-def _ask_children_to_end() -> None:
+def _ask_children_to_end(seconds: float) -> None:
     """Let agents remove their sockets, which they have where they like: no variable tells a set-group-id program."""
     for pid in children():
         os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + _ASKED_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):

@@ -23,7 +23,7 @@ from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages import go, root
 from image_builder.bake.stages.kind import Draft
 from image_builder.bake.store import Store
-from image_builder.cli.extensions import EXTENSIONS
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
@@ -86,7 +86,7 @@ def _make(
     """Make the stages that the store lacks; return the products of ``builds`` (names, programs) and of the tree."""
     store = Store(settings.store)
     store.prepare()
-    shared = obtain_lock(definition, settings, monitor, EXTENSIONS)
+    shared = obtain_lock(definition, settings, monitor, extensions())
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
         draft = Draft(definition, lock, settings.repo_root, kinds())

@@ -22,7 +22,7 @@ from image_builder.pool.rollout import Stop
 from image_builder.pool.run import abort
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Opened, Stopped
-from image_builder.pool.steps import node_configs
+from image_builder.pool.steps import ansible
 from image_builder.pool.steps.suite import FACTS
 from image_builder.settings import REPO_ROOT
 from image_builder.verify.runner import definition_facts
@@ -45,7 +45,7 @@ def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"hosts are touched: {prepared}")
 
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.
-    monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
+    monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     monkeypatch.setattr(rollout, "drive", driven)
     monkeypatch.setattr(rollout, "verify", driven)
 

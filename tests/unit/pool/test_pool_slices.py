@@ -14,7 +14,8 @@ from image_builder.cli.main import app
 from image_builder.errors import UsageError
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.reach.hostkeys import known_as
-from image_builder.pool.steps import node_configs, remote_slice, worker_guard
+from image_builder.pool.steps import ansible, worker_guard
+from image_builder.pool.steps import slice as slice_
 from tests import joins
 from tests.unit.pool.simulation import make
 
@@ -32,7 +33,7 @@ def test_a_worker_is_known_and_its_key_is_there(tmp_path: Path, url: str, messag
     key = tmp_path / "key"
     key.touch()
     with pytest.raises(UsageError) as refused:
-        remote_slice.workers([url.replace("KEY", os.fspath(key))], "ansible-runner", 20)
+        slice_.parse_workers([url.replace("KEY", os.fspath(key))], "ansible-runner", 20)
     assert message in f"{refused.value.message} {refused.value.hint}"
 
 
@@ -41,12 +42,12 @@ def test_a_worker_is_reached_by_its_key_and_known_by_its_own(tmp_path: Path) -> 
     key.write_text("a secret")
     known_hosts.touch()
     url = f"ssh://runner@10.0.0.9:2222?key={key}&known_hosts={known_hosts}"
-    (worker,) = remote_slice.workers([url], "/opt/runner/bin/ansible-runner", 20)
+    (worker,) = slice_.parse_workers([url], "/opt/runner/bin/ansible-runner", 20)
     login = " ".join(worker.login)
     assert login.startswith("ssh -F none -T -p 2222") and login.endswith("runner@10.0.0.9 --")
     for option in ("StrictHostKeyChecking=yes", "IdentityAgent=none", "BatchMode=yes", f'"{known_hosts}"'):
         assert option in login
-    assert "a secret" not in remote_slice.describe(worker, key)
+    assert "a secret" not in slice_.describe(worker, key)
 
 
 @pytest.mark.parametrize("silent", [1.0, 3.0, 4.5, 20.0, 600.0])
@@ -54,7 +55,7 @@ def test_a_worker_has_ended_its_slice_when_it_is_given_up(tmp_path: Path, silent
     for name in ("key", "known"):
         (tmp_path / name).touch()
     url = f"ssh://runner@10.0.0.9?key={tmp_path / 'key'}&known_hosts={tmp_path / 'known'}"
-    (worker,) = remote_slice.workers([url], "ansible-runner", silent)
+    (worker,) = slice_.parse_workers([url], "ansible-runner", silent)
     options = dict(word.split("=", 1) for word in worker.login if word.startswith("ServerAlive"))
     interval, count = (int(options[f"ServerAlive{name}"]) for name in ("Interval", "CountMax"))
     assert silent + 4 <= interval * count <= silent + 7
@@ -80,7 +81,7 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.Mon
     keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
     configs.mkdir()
     # No socket here: tests/integration/test_pool_control_plane.py asks a server.
-    monkeypatch.setattr(node_configs, "server_fault", lambda *_: "")
+    monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     authority = joins.authority().certificate
     documents = {host.name: joins.document(authority, node={"name": host.name}) for host in plan.hosts}
     for name, document in documents.items():

@@ -1,0 +1,202 @@
+"""The commands that write files for other programs: ``pool snapshot``, ``pool render`` and ``pool slice``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from image_builder.cli.command import AsJson, VaultFile, register, show
+from image_builder.cli.pool.plan import Inventory, PlanFile, writing
+from image_builder.errors import UsageError
+from image_builder.text import columns, did_you_mean
+
+if TYPE_CHECKING:
+    from image_builder.pool.plan.plan import Plan
+    from image_builder.pool.plan.snapshot import Snapshot
+    from image_builder.pool.plan.waves import Wave
+
+app = typer.Typer()
+
+
+@register(app, name="render")
+def render(
+    names: Annotated[
+        list[str], typer.Argument(metavar="HOST|GROUP...", help="hosts and groups of the inventory")
+    ],
+    inventory: Inventory,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where to write HOST.json")],
+    vault_password_file: VaultFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write the node configuration of each host, to be its user data. Secrets are refused.
+
+    Example:
+
+        image-builder pool render -i inventories/azure_vmss vmss_h100_a --out h100
+    """
+    from image_builder.pool.plan.render import render as render_hosts
+    from image_builder.pool.plan.render import write
+
+    rendered = render_hosts(inventory, names, vault_password_file)
+    with writing(out):
+        write(rendered, out)
+    sizes = {configuration.host: configuration.user_data_bytes for configuration in rendered}
+    result = {
+        "directory": os.fspath(out),
+        "hosts": sizes,
+        "configurations": len({configuration.text for configuration in rendered}),
+    }
+    rows = [("host", "user data"), *((name, f"{size} B") for name, size in sizes.items())]
+    total = f"{len(rendered)} hosts, {result['configurations']} different configurations, in {out}"
+    show(result, f"{columns(rows)}\n{total}", as_json=as_json)
+    return 0
+
+
+@register(app, name="slice")
+def slice_(
+    plan: PlanFile,
+    wave: Annotated[str, typer.Option("--wave", metavar="NAME", help="a wave of the plan")],
+    known_hosts: Annotated[
+        Path, typer.Option("--known-hosts", metavar="FILE", help="the host keys, by VM id or name")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="where to make a directory for each slice: 0, 1, …")
+    ],
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help="log in to the hosts as NAME")] = "root",
+    node_configs: Annotated[
+        Path | None,
+        typer.Option(
+            "--node-configs", metavar="DIR", help="HOST.json for hosts without a configuration by user data"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write the slices of a wave for ansible-runner, for any engine to run. They contain no key.
+
+    Failures are not counted and waves not gated then: `pool run` of the same plan does that afterwards, and does not
+    tell hosts to join that have joined.
+
+    Example:
+
+        image-builder pool slice h100.plan.json --wave canaries --user admin --known-hosts hosts.keys --out slices
+    """
+    from image_builder.pool.plan import plan as plans
+    from image_builder.pool.reach.hostkeys import Pinned
+    from image_builder.pool.reach.reach import Access
+    from image_builder.pool.run.driver import Work
+    from image_builder.pool.steps.ansible import Slice, read_configurations, write_portable
+
+    rollout_plan = plans.load(plan)
+    chosen = _wave(rollout_plan, wave)
+    if not known_hosts.is_file():
+        raise UsageError(f"no such file: {known_hosts}")
+    configurations = read_configurations(node_configs, chosen.hosts) if node_configs else {}
+    # The key isn't read: whoever runs the slice brings it.
+    access = Access(user, Path("-"), Pinned(known_hosts.absolute()))
+    with writing(out):
+        out.mkdir(parents=True)
+    first = 0
+    for number, names in enumerate(chosen.slices):
+        rate = rollout_plan.policy.join_rate
+        work = tuple(Work(rollout_plan.host[name], 1, (first + n) / rate) for n, name in enumerate(names))
+        own = {name: configurations[name] for name in names if name in configurations}
+        write_portable(Slice(work, access, rollout_plan.policy.deadlines.bootstrap, own), out / str(number))
+        first += len(names)
+    result = {"directory": os.fspath(out), "slices": len(chosen.slices), "hosts": len(chosen.hosts)}
+    show(result, f"{result['hosts']} hosts in {result['slices']} slices, in {out}", as_json=as_json)
+    return 0
+
+
+def _wave(plan: Plan, name: str) -> Wave:
+    waves = {wave.name: wave for wave in plan.waves}
+    if name not in waves:
+        raise UsageError(f"no wave `{name}` in this plan{did_you_mean(name, list(waves))}")
+    return waves[name]
+
+
+@register(app, name="snapshot")
+def snapshot(
+    scale_sets: Annotated[
+        list[str],
+        typer.Argument(metavar="POOL=SCALE_SET_ID...", help="the scale sets of each pool, by Azure's ids"),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="the inventory's file, such as 00-nodes.yml")
+    ],
+    allow_fewer: Annotated[
+        bool, typer.Option("--allow-fewer", help="accept fewer hosts than a scale set's capacity")
+    ] = False,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            metavar="URL",
+            help="Azure Resource Manager  [default: that of AZURE_SDK_CLOUD_CONF]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write the hosts of scale sets as a static inventory: all of them, or the file stays as it was.
+
+    Signs in as Azure's own tools do: by environment variables, a managed identity, or `az login`.
+
+    Example:
+
+        image-builder pool snapshot h100_west=/subscriptions/…/virtualMachineScaleSets/gpu-a --out hosts/00-nodes.yml
+    """
+    from image_builder.node import files
+    from image_builder.pool.plan import snapshot as snapshots
+    from image_builder.pool.plan.azure import Reader
+
+    scale_set_ids = list(dict.fromkeys(map(snapshots.parse, scale_sets)))
+    at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    with Reader(endpoint=endpoint, say=_say) as reader:
+        taken_sets = [
+            snapshots.take(scale_set_id, reader.read(scale_set_id)) for scale_set_id in scale_set_ids
+        ]
+    snapshots.check(taken_sets, fewer=allow_fewer)
+    with writing(out):
+        files.write(out, snapshots.document(taken_sets, at))
+    result: dict[str, Any] = {
+        "inventory": os.fspath(out),
+        "taken": at,
+        "hosts": sum(len(scale_set.machines) for scale_set in taken_sets),
+        "scale_sets": [_summary(scale_set) for scale_set in taken_sets],
+        "requests": reader.traffic.requests,
+        "throttled": reader.traffic.throttled,
+        "left": reader.traffic.remaining,
+    }
+    show(result, _text(result), as_json=as_json)
+    return 0
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+
+
+def _summary(scale_set: Snapshot) -> dict[str, Any]:
+    running = sum(machine.variables.get("pool_power_state") == "running" for machine in scale_set.machines)
+    return {
+        "pool": scale_set.source.pool,
+        "scale_set": scale_set.source.name,
+        "hosts": len(scale_set.machines),
+        "expected": scale_set.expected,
+        "running": running,
+        "missing": list(scale_set.missing),
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    rows = [("pool", "scale set", "hosts", "expected", "running")]
+    rows += [
+        (s["pool"], s["scale_set"], str(s["hosts"]), str(s["expected"] or "-"), str(s["running"]))
+        for s in result["scale_sets"]
+    ]
+    missing = [f"{s['scale_set']}: {reason}" for s in result["scale_sets"] for reason in s["missing"]]
+    total = f"{result['hosts']} hosts, {result['requests']} requests, taken {result['taken']}"
+    return "\n".join([columns(rows), *missing, total, result["inventory"]])
