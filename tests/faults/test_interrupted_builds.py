@@ -145,7 +145,7 @@ def test_while_an_archive_is_packed(workplace: Workplace, tmp_path: Path) -> Non
     """What was pulled is taken over, so that packing begins at once."""
     workplace.forget("preload_store", "rehearsal", "seal", "verify")
     inventory = tmp_path / "inventory.yml"
-    refs = ("registry.lab.internal/large:1.0", "registry.lab.internal/pause:1.0")
+    refs = ("registry.lab.internal/software:1.0", "registry.lab.internal/pause:1.0")
     preload = "".join(f"        - {{ref: '{ref}', pin: false}}\n" for ref in refs)
     inventory.write_text(f"images:\n  hosts:\n    worker:\n      image_preload:\n{preload}", encoding="utf-8")
     inventories = ("-i", os.fspath(Path("inventories/lab").absolute()), "-i", inventory)
