@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
@@ -29,7 +30,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     debs = _debs(ctx.repo)
     # Under the same path in the root, so that the caller's file names hold there.
     with open_root([tools], ctx.work / "tools", writable_binds={os.fspath(layers): layers}) as root:
-        for reference in ctx.plan.options["images"]:
+        for reference in _references(ctx.plan.options):
             name = _name_and_tag(reference)[0]
             ctx.doing(f"making {reference}")
             by_layer = [[_deb(debs, deb) for deb in names] for names in software.IMAGES[reference]]
@@ -51,6 +52,10 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             for reference, image in by_reference.items()
         }
     }
+
+
+def _references(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(options["images"])
 
 
 def _name_and_tag(reference: str) -> tuple[str, str]:
