@@ -224,7 +224,6 @@ def test_a_wrong_vault_password(workplace: Workplace, published: dict[str, str],
 
 def test_a_vaulted_value_reaches_no_record_of_a_build(workplace: Workplace, tmp_path: Path) -> None:
     """A play may write it into the image; the plan, the records, the logs and the facts never show it."""
-    workplace.forget("disk", "convert")  # they are of the build before: gigabytes that need not be read
     secret = "9f1c-canary-77aa"
     password = tmp_path / "password"
     password.write_text("right\n")

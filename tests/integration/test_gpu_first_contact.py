@@ -34,7 +34,7 @@ from tests.bench.first_contact.steps import STEPS
 from tests.builds import REPO, Workplace
 from tests.gpu_stand_in import StandIn
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 PROGRAM = [sys.executable, os.fspath(REPO / "tests/bench/gpu.py")]
 # As much less is measured; the deadlines are those of a real run.
