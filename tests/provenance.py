@@ -69,7 +69,11 @@ JOIN = Subject(
         "image_builder/cluster/gate",
     ),
     "tests/e2e/join.py",
-    (_LAB, *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join"))),
+    (
+        _LAB,
+        "tests/e2e/large.yml",
+        *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join")),
+    ),
 )
 SLICES = Subject(
     ("image_builder/pool", "image_builder/cli/pool/exports.py"),
@@ -82,7 +86,7 @@ LOCAL_DISK = Subject(
 PENDING_PODS = Subject(
     ("image_builder/bake/pull", *_DISK_COMMANDS),
     "tests/e2e/pending_pods.py",
-    (_LAB, "tests/e2e/inventory", *_ROLES, "roles/container_runtime", "roles/kubelet"),
+    (_LAB, "tests/e2e/large.yml", "tests/e2e/inventory", *_ROLES, "roles/container_runtime", "roles/kubelet"),
 )
 
 

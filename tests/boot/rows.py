@@ -40,7 +40,7 @@ WHOLE = {"layers": True, "empty_files": 0, "different": []}
 PROMOTED = {"promotion": "ok", "links": 0}
 CHECKED = {"checks": True, "failed": []}
 
-LARGE = "registry.lab.internal/large:1.0"
+SOFTWARE = "registry.lab.internal/software:1.0"
 SLOW = 8 * MIB  # a second: slow enough to be caught in the act
 _ONE, _TWO, _THREE = Local("one"), Local("two"), Local("three")
 _SLOW = Local("one", rate=SLOW)
@@ -69,7 +69,7 @@ LIFE: tuple[Row, ...] = (
         (Local("one", rate=SLOW // 2),),
         (steps.copy_while_seeding, steps.wait_until_up, steps.cut_while_promoting),
         {**UP, "disk": "mount", "seed": ("seeded", "current"), "promoting": True, "copies": True},
-        "The half-made seed is dropped and made anew; QEMU killed when 300 MiB lie on the disk.",
+        "The half-made seed is dropped and made anew; QEMU killed when 160 MiB lie on the disk.",
     ),
     Row(
         "boot after the power cuts",
@@ -116,7 +116,7 @@ LIFE: tuple[Row, ...] = (
         "a",
         None,
         (steps.evict,),
-        {"deleted": [steps.MORE, LARGE]},
+        {"deleted": [steps.MORE, SOFTWARE]},
         "The kubelet deletes every image that no pod uses: not the pause image, which it was told of.",
     ),
     Row(

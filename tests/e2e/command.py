@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,22 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+# The lab's images, the workers with the large image.
+LARGE_LAB = (REPO_ROOT / "inventories/lab", REPO_ROOT / "tests/e2e/large.yml")
+
+
 def settings_of(told: argparse.Namespace) -> Settings:
     return Settings(store=told.store, output=told.output)
 
 
-def build(image: str, inventory: Path, settings: Settings) -> Path:
+def build(image: str, inventories: Sequence[Path], settings: Settings) -> Path:
     """Build an image with the real command; return the directory of its artefacts."""
     say(f"building {image}")
     argv = [os.fspath(REPO_ROOT / "image-builder"), "build", image, "--json"]
-    places = {"-i": inventory, "--store": settings.store, "--output": settings.output}
+    places = [("-i", inventory) for inventory in inventories]
+    places += [("--store", settings.store), ("--output", settings.output)]
     done = subprocess.run(
-        [*argv, *(word for name, path in places.items() for word in (name, os.fspath(path)))],
+        [*argv, *(word for name, path in places for word in (name, os.fspath(path)))],
         stdout=subprocess.PIPE,
         text=True,
         check=True,

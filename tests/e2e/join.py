@@ -2,11 +2,11 @@
 
     .venv/bin/python -m tests.e2e.join [--json] [--update-docs] [--render] [--artefact DIR] [--away SECONDS]
 
-Needs root and a store (--store). Builds `worker_join` of inventories/lab unless the directory of a build is given, and
-boots it before a control plane of the lab (etcd, API server, controller manager, scheduler) with the gate's controller.
-What the node is told is made by `pool render`. In the end the API server is away for some minutes. Ends with status 1
-unless every fact of `tests.e2e.join_facts` holds. With an emulated machine that takes a quarter of an hour, and the
-first time as long again to compile the control plane, which is why CI does not run it.
+Needs root and a store (--store). Builds `worker_join` of inventories/lab with the large image, unless the directory of
+a build is given, and boots it before a control plane of the lab (etcd, API server, controller manager, scheduler) with
+the gate's controller. What the node is told is made by `pool render`. In the end the API server is away for some
+minutes. Ends with status 1 unless every fact of `tests.e2e.join_facts` holds. With an emulated machine that takes a
+quarter of an hour, and the first time as long again to compile the control plane, which is why CI does not run it.
 
 --update-docs keeps the record (tests/e2e/join.json) and makes docs/reference/join-results.md anew.
 """
@@ -88,7 +88,7 @@ def main() -> int:
     settings = command.settings_of(told)
 
     def measured() -> dict[str, Any]:
-        artefact = (told.artefact or command.build(IMAGE, REPO_ROOT / "inventories/lab", settings)).resolve()
+        artefact = (told.artefact or command.build(IMAGE, command.LARGE_LAB, settings)).resolve()
         return command.measure(
             "join", settings, provenance.JOIN, lambda staging: join(settings, artefact, staging, told.away)
         )

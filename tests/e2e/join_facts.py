@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from image_builder.lab import large
+from image_builder.lab import software
 from image_builder.node.join.codes import PHASES
 from image_builder.node.preflight.model import CONDITION
 from tests import gates, joins
@@ -78,7 +78,7 @@ def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:
         "it takes as many pods as it was told": node["max_pods"] == str(wanted["max_pods"]),
         "the pod has an address of the pods' network": ipaddress.ip_address(pod["ip"]) in PODS,
         "the pod's image was there, and nothing was pulled": pod["pulling"] == 0
-        and any("already present" in words and large.REFERENCE in words for words in pod["pulled"]),
+        and any("already present" in words and software.LARGE_REFERENCE in words for words in pod["pulled"]),
         "all phases of the joining went well": [phase["name"] for phase in told["phases"]] == list(PHASES)
         and {phase["state"] for phase in told["phases"]} <= {"ok", "skipped"}
         and told["state"] == "ok",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from image_builder.lab import large
+from image_builder.lab import software
 from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight.model import CONDITION
 from tests import gates
@@ -45,7 +45,7 @@ def deployment() -> dict[str, Any]:
     labels = {"app": _POD_LABEL}
     container = {
         "name": "main",
-        "image": large.REFERENCE,
+        "image": software.LARGE_REFERENCE,
         "imagePullPolicy": "IfNotPresent",
         "command": ["sleep", "infinity"],
     }

@@ -3,10 +3,10 @@
     .venv/bin/python -m tests.e2e.pending_pods [--json] [--update-docs] [--only before|ours] [--before DIR] [--ours DIR]
 
 Needs root and a store (--store). Boots two machines, one after the other: `before` of tests/e2e/inventory and `worker`
-of inventories/lab, built first unless the directory of a build is given. Each gets the same four pods, from the lab's
-registry behind a link of limited rate; kubelet's own events tell what became of them. Ends with status 1 unless every
-fact of `tests.e2e.facts` holds. With emulated machines that takes half an hour or,
-on a busy host, a whole one, which is why CI does not run it.
+of inventories/lab with the large image, built first unless the directory of a build is given. Each gets
+the same four pods, from the lab's registry behind a link of limited rate; kubelet's own events tell what became of
+them. Ends with status 1 unless every fact of `tests.e2e.facts` holds. With emulated machines that takes half an hour
+or, on a busy host, a whole one, which is why CI does not run it.
 
 --update-docs keeps the record (tests/e2e/pending_pods.json), and makes the table and the plot of
 docs/explanation/pending-pods.md anew.
@@ -33,22 +33,25 @@ from tests.e2e.registry import CONNECTION_RATE, LINK_RATE, Registry
 from tests.pulls import leave_the_network
 
 RECORD = REPO_ROOT / "tests/e2e/pending_pods.json"
-# Image and inventory; and whether its kubelet pulls one image at a time, as kubelet's own default is.
+# Image and inventories; and whether its kubelet pulls one image at a time, as kubelet's own default is.
 MACHINES = {
-    "before": ("before", REPO_ROOT / "tests/e2e/inventory", True),
-    "ours": ("worker", REPO_ROOT / "inventories/lab", False),
+    "before": ("before", [REPO_ROOT / "tests/e2e/inventory"], True),
+    "ours": ("worker", command.LARGE_LAB, False),
 }
 
 
 def lab_products(settings: Settings) -> tuple[Path, Path]:
     """Return the tools tree and the storage of the lab's registry from the store."""
-    image, inventory, _ = MACHINES["ours"]
-    definition = load_inventory([inventory]).define(image)
+    image, inventories, _ = MACHINES["ours"]
+    definition = load_inventory(inventories).define(image)
     lock = obtain_lock(definition, settings, Monitor(), extensions())
     plan = supplier_plan(definition, lock, REPO_ROOT, extensions())
     tools, made = (Store(settings.store).product(stage.id) for stage in plan.stages)
     if not (made / "registry").is_dir():
-        raise SystemExit("the store has no images of the lab: `image-builder lab up` makes them")
+        raise SystemExit(
+            "the store lacks the large image: "
+            "`image-builder lab up -i inventories/lab -i tests/e2e/large.yml` makes it"
+        )
     return tools / "tree", made / "registry"
 
 

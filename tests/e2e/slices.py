@@ -79,7 +79,9 @@ def main() -> int:
     settings = command.settings_of(told)
 
     def measured() -> dict[str, Any]:
-        artefact = (told.artefact or command.build(IMAGE, REPO_ROOT / "inventories/lab", settings)).resolve()
+        artefact = (
+            told.artefact or command.build(IMAGE, [REPO_ROOT / "inventories/lab"], settings)
+        ).resolve()
         return command.measure(
             "slices", settings, provenance.SLICES, lambda staging: play(settings, artefact, staging)
         )

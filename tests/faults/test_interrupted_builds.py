@@ -116,9 +116,9 @@ def test_in_the_stages_of_a_worker(workplace: Workplace, worker: Workplace) -> N
     workplace.forget("preload", "preload_store", "rehearsal", "seal", "verify", "disk", "convert")
     for number, stage, line, delay in (
         # It serves the lab's images to itself before.
-        (signal.SIGTERM, "preload", " preload pulling", 2.0),
-        (signal.SIGINT, "preload_store", " preload_store started", 1.0),
-        (signal.SIGTERM, "rehearsal", " rehearsal started", 1.0),
+        (signal.SIGTERM, "preload", " preload pulling", 1.0),
+        (signal.SIGINT, "preload_store", " preload_store started", 0.2),
+        (signal.SIGTERM, "rehearsal", " rehearsal started", 0.5),
     ):
         _interrupt(workplace, number, line, delay, "--stop-after", "rehearsal")
         workplace.restore(worker, stage)
@@ -145,10 +145,10 @@ def test_while_an_archive_is_packed(workplace: Workplace, tmp_path: Path) -> Non
     """What was pulled is taken over, so that packing begins at once."""
     workplace.forget("preload_store", "rehearsal", "seal", "verify")
     inventory = tmp_path / "inventory.yml"
-    refs = ("registry.lab.internal/large:1.0", "registry.lab.internal/pause:1.0")
+    refs = ("registry.lab.internal/software:1.0", "registry.lab.internal/pause:1.0")
     preload = "".join(f"        - {{ref: '{ref}', pin: false}}\n" for ref in refs)
     inventory.write_text(f"images:\n  hosts:\n    worker:\n      image_preload:\n{preload}", encoding="utf-8")
     inventories = ("-i", os.fspath(Path("inventories/lab").absolute()), "-i", inventory)
     # Nothing is missing, so the archive is packed at once; a log tells only some of what a stage does.
-    line, delay = "preload pulling 0 of 2 images", 5.0
+    line, delay = "preload pulling 0 of 2 images", 1.0
     _interrupt(workplace, signal.SIGTERM, line, delay, *inventories, "--stop-after", "seal")

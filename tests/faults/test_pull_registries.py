@@ -31,7 +31,7 @@ from tests.pulls import (
     wait_until,
 )
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
 @pytest.fixture(scope="module", params=every_engine())

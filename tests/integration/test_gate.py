@@ -43,7 +43,7 @@ from tests.gates import (
 # An hour of it (3600) is what a pool may have to live through, and too long for every run.
 OUTAGE_SECONDS = float(os.environ.get("IMAGE_BUILDER_OUTAGE_SECONDS", "5"))
 
-pytestmark = [pytest.mark.root, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 
 @pytest.fixture(scope="module")

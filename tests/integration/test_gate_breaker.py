@@ -24,7 +24,7 @@ from image_builder.node.preflight.settings import Settings as PreflightSettings
 from tests.gates import GATE, Cluster, Machine, give_rights, healthy, in_background, running, wait_until
 from tests.integration.test_gate_preflight import FABRIC
 
-pytestmark = [pytest.mark.root, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 CODE = "gpu.kat.int"
 KEY = f"{CODE}.."  # of the nodes without a pool

@@ -26,7 +26,7 @@ from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model, retest
 from tests.gates import GATE, Cluster, Machine, give_rights, healthy, in_background, running, wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 WEEK = 8 * 86400.0
 PASS = {"status": "pass", "exit_code": 0, "summary": "8 GPUs"}

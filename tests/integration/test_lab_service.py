@@ -54,7 +54,7 @@ def test_it_serves_until_it_is_taken_down(own: Workplace) -> None:
     trust = ssl.create_default_context(cafile=state["ca"])
     trust.check_hostname = False  # asked by its address here; whoever pulls has it in /etc/hosts
     with urllib.request.urlopen(f"https://{state['address']}/v2/_catalog", context=trust) as answer:
-        assert json.load(answer)["repositories"] == ["large", "pause"]
+        assert json.load(answer)["repositories"] == ["pause", "software"]
     assert json.loads(_lab("down").stdout) == {"stopped": True}
     status = _lab("status")
     assert (status.returncode, json.loads(status.stdout)) == (1, {"running": False})

@@ -40,7 +40,7 @@ from tests.brokers import (
 )
 from tests.gates import give_rights, running, wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.gates import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 _JOINING = 3.0
 

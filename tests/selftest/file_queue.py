@@ -26,7 +26,7 @@ class TestFile:
 
     ``turn`` is what only one lane may use at a time ("" for nothing). A file that is ``alone`` looks at the whole
     machine: the first lane runs it before anything else, and beside it only machines are booted. One that is ``light``
-    only starts processes, most of which wait. ``images`` are the baked images that it needs.
+    waits about half of its time or longer. ``images`` are the baked images that it needs.
     """
 
     __test__ = False  # pytest would collect it by its name

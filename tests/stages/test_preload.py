@@ -16,7 +16,7 @@ from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
-PAUSE, LARGE = "registry.lab.internal/pause:1.0", "registry.lab.internal/large:1.0"
+PAUSE, SOFTWARE = "registry.lab.internal/pause:1.0", "registry.lab.internal/software:1.0"
 
 
 def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
@@ -57,8 +57,8 @@ def test_a_change_of_the_list_pulls_what_is_new(
     assert _state(original) == before
     workplace.forget_id(original.name)
     # One more: that one alone is pulled. (Without its pin the list is another one than the original's.)
-    both = _inventory(tmp_path, [PAUSE, LARGE])
-    assert _pulls(workplace, both) == {PAUSE: "there already", LARGE: "done"}
+    both = _inventory(tmp_path, [PAUSE, SOFTWARE])
+    assert _pulls(workplace, both) == {PAUSE: "there already", SOFTWARE: "done"}
 
 
 def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import ImageBuilderError
-from image_builder.lab import images, large, pause, registry
+from image_builder.lab import images, pause, registry, software
 
 
 def _gzip(argv: Sequence[str]) -> None:
@@ -223,23 +223,15 @@ def test_manifest_names_every_blob(tmp_path: Path) -> None:
     assert image.digest == f"sha256:{hashlib.sha256(image.manifest()).hexdigest()}"
 
 
-def test_large_image_has_a_layer_for_each_group_of_packages(tmp_path: Path) -> None:
+def test_image_of_packages_has_a_layer_for_each_group(tmp_path: Path) -> None:
     debs = [[_deb(tmp_path / f"{n}.deb", {f"./usr/{n}": n.encode()})] for n in ("one", "two", "three")]
-    image = large.build_large(debs, tmp_path, _gzip)
+    image = software.build_image("some", debs, tmp_path, _gzip)
     assert [list(_entries(layer)) for layer in image.layers] == [["usr/one"], ["usr/two"], ["usr/three"]]
     assert image.config["config"]["Cmd"] == ["/bin/sh"] and len(image.config["history"]) == 3
 
 
-def test_packages_of_the_large_image_are_named_once() -> None:
-    names = [name for layer in large.LARGE_LAYERS for name in layer]
-    assert len(names) == len(set(names))
-    assert {"base-files", "dash", "coreutils", "libc6"} <= set(large.LARGE_LAYERS[0])
-    assert len(large.LARGE_LAYERS) >= 4
-    assert all(list(layer) == sorted(layer) for layer in large.LARGE_LAYERS)
-
-
 def test_one_name_everywhere() -> None:
-    for reference in (pause.REFERENCE, large.REFERENCE):
+    for reference in (pause.REFERENCE, *software.IMAGES):
         assert reference.startswith(f"{registry.HOST}/")
     assert (
         registry.Registry("127.1.2.3", 443, Path("ca"), Path("log")).hosts_line

@@ -13,7 +13,7 @@ from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind, Suppli
 from image_builder.bake.stages.root import TOOLS
 from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition
-from image_builder.lab import large, pause
+from image_builder.lab import pause, software
 
 if TYPE_CHECKING:
     from image_builder.bake.pull.registry import Endpoint
@@ -23,13 +23,22 @@ LAB_IMAGES = "lab_images"
 _COMPRESSED = 1.6
 
 
-def _needs(_definition: ImageDefinition) -> Requirements:
-    packages = tuple(name for layer in large.LARGE_LAYERS for name in layer)
-    return Requirements({LAB_IMAGES: Group(large.SUITE, packages)})
+def _references(definition: ImageDefinition) -> tuple[str, ...]:
+    """Return the images of packages that are made for a definition: `software`, and others that it preloads."""
+    preloaded = {image.ref for image in definition.preload}
+    return tuple(ref for ref in software.IMAGES if ref == software.REFERENCE or ref in preloaded)
+
+
+def _needs(definition: ImageDefinition) -> Requirements:
+    names = {name for ref in _references(definition) for layer in software.IMAGES[ref] for name in layer}
+    return Requirements({LAB_IMAGES: Group(software.SUITE, tuple(sorted(names)))})
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
-    options: dict[str, JSON] = {"packages": draft.lock.group(LAB_IMAGES).digest}
+    options: dict[str, JSON] = {
+        "packages": draft.lock.group(LAB_IMAGES).digest,
+        "images": list(_references(draft.definition)),
+    }
     yield StagePlan(LAB_IMAGES, KIND.name, options, draft.code(KIND), inputs={TOOLS: draft.id(TOOLS)})
 
 
