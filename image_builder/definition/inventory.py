@@ -12,6 +12,7 @@ from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
 from image_builder.definition.model import NOT_FOR_ROLES, PREFIX, ImageBase, ImageDefinition
+from image_builder.definition.placeholders import placeholders
 from image_builder.definition.pools import pool_problems
 from image_builder.definition.problems import (
     closely_named,
@@ -21,6 +22,7 @@ from image_builder.definition.problems import (
     variable_problems,
 )
 from image_builder.definition.values import VAULT_HINT, Place
+from image_builder.definition.versions import version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
 from image_builder.settings import REPO_ROOT
 from image_builder.text import did_you_mean
@@ -78,8 +80,12 @@ class Inventory:
         return definition
 
     def problems(self, names: Iterable[str] | None = None) -> list[Problem]:
-        """Return everything that is wrong with these images (or all), each thing once, sorted."""
-        return sorted({p for name in (names or self.images) for p in self._define(name)[1]})
+        """Return everything that is wrong with these images (or all), each thing once, sorted.
+
+        What an example has in place of the user's own values is wrong in any file, whichever images are asked for.
+        """
+        wrong = {p for name in (names or self.images) for p in self._define(name)[1]}
+        return sorted({*wrong, *placeholders(self.paths)})
 
     def warnings(self, names: Iterable[str]) -> list[Problem]:
         """Return likely mistakes in images without problems, each once, sorted."""
@@ -123,6 +129,7 @@ class Inventory:
         problems += role_problems(definition, variables) or stage_problems(definition)
         if not problems:
             problems += pool_problems(definition, self._source)
+            problems += version_problems(definition, variables, self._source)
         return definition, tuple(problems)
 
     def _hostvars(self) -> dict[str, JSON]:

@@ -15,6 +15,8 @@ from image_builder.definition.model import ImageDefinition
 from image_builder.errors import Problem
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
+# A variable that lists the versions of the API servers that the pool's nodes talk to.
+API_SERVERS = "pool_api_server_versions"
 # The variable that lists the sizes that an image's GPU driver was chosen for.
 SIZES = "nvidia_vm_sizes"
 _LAYER, _JOIN_LAYER = "gpu", "join"
@@ -23,7 +25,7 @@ METADATA_SERVICE = "169.254.169.254"
 # What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
 POOL_NAMES = frozenset(
     {
-        *(IMAGE, SIZE, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
+        *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
         "pool_power_state",
         *("join_generation", "join_server", "join_ca", "join_dns", "join_credentials", "join_node_name"),
         *("join_node_ip", "join_provider_id", "join_max_pods", "join_labels", "join_platform_labels"),

@@ -60,6 +60,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "1.35-containerd": containerd("1.35"),
     "1.36-containerd": containerd("1.36"),
     "1.36-containerd-standalone": containerd("1.36", kubelet_mode="standalone"),
+    "1.37-containerd": containerd("1.37"),
     "1.36-every-option": containerd(
         "1.36.1",
         kubelet_cloud_provider="external",
@@ -73,6 +74,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         kubelet_extra_args=["--v=2"],
         kubelet_feature_gates={"ImageMaximumGCAge": True},
         kubelet_image_credential_providers=[PROVIDER],
+        kubelet_image_credentials_allowlist=["registry.test/team/*"],
+        kubelet_image_credentials_policy="NeverVerifyAllowlistedImages",
         kubelet_image_maximum_gc_age="336h",
         kubelet_node_labels={"node.test/sku": "nd96", "node.test/fabric": "ib"},
         kubelet_register_with_taints=[TAINT],

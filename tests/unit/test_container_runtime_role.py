@@ -108,7 +108,7 @@ def _goldens() -> dict[str, tuple[str, dict[str, Any]]]:
             "container_runtime_docker_version": "29",
             "container_runtime_docker_min_api_version": "1.40",
             "container_runtime_docker_no_new_privileges": True,
-            "container_runtime_docker_options": {"debug": True},
+            "container_runtime_docker_options": {"debug": True, "features": {"cdi": True}},
             "container_runtime_registry_mirrors": {"docker.io": MIRRORS["docker.io"]},
         },
     )
@@ -260,6 +260,17 @@ def test_known_versions_are_the_promised_ones() -> None:
         ({"container_runtime_layer_fetch_buffer": 1}, ("containerd 2.3",)),
         ({"container_runtime_docker_min_api_version": "1.40"}, ("Docker 29",)),
         ({"container_runtime_docker_options": {"storage-driver": "vfs"}}, ("storage-driver",)),
+        (
+            {"container_runtime_docker_options": {"features": {"containerd-snapshotter": True}}},
+            ("features.containerd-snapshotter isn't supported",),
+        ),
+        (
+            {
+                "container_runtime_docker_version": "29",
+                "container_runtime_docker_options": {"features": {"containerd-snapshotter": True}},
+            },
+            ("features.containerd-snapshotter isn't supported",),
+        ),
         ({"container_runtime_pause_image": "pause"}, ("registry and a tag",)),
         ({"container_runtime_pause_image": "registry.k8s.io/pause"}, ("registry and a tag",)),
         (

@@ -29,14 +29,20 @@ from tests.unit.kubelet_renderings import (
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "kubelet"
-KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
+KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 
 
 @cache
-def table() -> dict[str, Any]:
+def table(name: str = "__kubelet_versions") -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROLE / "vars" / "versions.yml").read_text(encoding="utf-8"))
-    rows: dict[str, Any] = loaded["__kubelet_versions"]
+    rows: dict[str, Any] = loaded[name]
     return rows
+
+
+def fields_of(version: str, name: str = "__kubelet_fields") -> set[str]:
+    """Return what a table of fields by version has up to this one."""
+    minor = int(version.split(".")[1])
+    return {field for since, new in table(name).items() if int(since.split(".")[1]) <= minor for field in new}
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -71,7 +77,9 @@ def test_flags_exist_in_their_version(version: str) -> None:
     """A kubelet exits at a flag that it doesn't know."""
     minor = int(version.split(".")[1])
     flags = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).flags
-    assert ("pod-infra-container-image" in flags) == (20 < minor < 35), "1.20 heeds it with dockershim alone"
+    assert "pod-infra-container-image" not in flags, (
+        "1.20 heeds it with dockershim only; later it is deprecated"
+    )
     assert ("container-runtime" in flags) == ("container-runtime-endpoint" in flags) == (minor < 27)
     assert ("register-with-taints" in flags) == (minor < 23)
     assert not {"image-pull-progress-deadline", "network-plugin", "docker-endpoint", "cni-bin-dir"} & set(
@@ -86,6 +94,59 @@ def test_fields_exist_in_their_version(version: str) -> None:
     assert ("maxParallelImagePulls" in config) == (minor >= 27)
     assert ("containerRuntimeEndpoint" in config) == (minor >= 27)
     assert ("registerWithTaints" in config) == (minor >= 23)
+    assert ("streamingConnectionIdleTimeout" in config) == (minor < 34)
+
+
+EVERY_OPTION = SCENARIOS["1.36-every-option"]
+
+
+@pytest.mark.parametrize("mode", ["cluster", "standalone"])
+@pytest.mark.parametrize("version", KNOWN)
+def test_every_written_field_is_one_of_its_version(version: str, mode: str) -> None:
+    """With all options set, as far as the version has them: nothing unknown, and nothing deprecated."""
+    newer = {"kubelet_image_maximum_gc_age": 29, "kubelet_seccomp_default": 25}
+    newer |= {"kubelet_image_credential_providers": 24, "kubelet_image_credentials_policy": 33}
+    newer |= {"kubelet_image_credentials_allowlist": 33}
+    minor = int(version.split(".")[1])
+    options = {name: value for name, value in EVERY_OPTION.items() if newer.get(name, 0) <= minor}
+    rendered = Rendered({**options, **containerd(version, kubelet_mode=mode)})
+    assert rendered.problems == []
+    written = rendered.config.keys() - {"apiVersion", "kind"}
+    assert written - fields_of(version) == set()
+    assert written & fields_of(version, "__kubelet_deprecated_fields") == set()
+    assert "failCgroupV1" not in written, "nobody asked for it"
+
+
+def test_the_table_of_fields_names_each_field_once_and_knows_the_versions() -> None:
+    named = [field for new in table("__kubelet_fields").values() for field in new]
+    assert len(named) == len(set(named))
+    assert len(fields_of("1.20")) == 94 and len(fields_of("1.37")) == 125, "as the sources' structs have"
+    deprecated = {field for old in table("__kubelet_deprecated_fields").values() for field in old}
+    assert deprecated <= set(named)
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34"])
+@pytest.mark.parametrize(
+    ("runtime", "has_flag"), [("1.6", True), ("1.6.33", True), ("1.7", False), ("2.2", False)]
+)
+def test_the_deprecated_pause_flag_is_for_a_runtime_that_does_not_pin(
+    version: str, runtime: str, has_flag: bool
+) -> None:
+    rendered = Rendered(containerd(version, container_runtime_containerd_version=runtime))
+    assert rendered.problems == []
+    assert ("pod-infra-container-image" in rendered.flags) == has_flag
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.36"])
+def test_who_may_use_a_preloaded_image_is_written(version: str) -> None:
+    name = "imagePullCredentialsVerificationPolicy"
+    assert name not in Rendered(containerd(version)).config
+    policy = {"kubelet_image_credentials_policy": "NeverVerifyAllowlistedImages"}
+    images = ["registry.test/team/trainer", "registry.test:5000/base/*", "registry.test/*"]
+    rendered = Rendered(containerd(version, **policy, kubelet_image_credentials_allowlist=images))
+    assert rendered.problems == []
+    assert rendered.config[name] == "NeverVerifyAllowlistedImages"
+    assert rendered.config["preloadedImagesVerificationAllowlist"] == images
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -319,8 +380,43 @@ def test_argument_specs_have_the_defaults() -> None:
             "kubelet_config: maxPods, readOnlyPort has a variable of its own",
         ),
         (
-            containerd("1.32", kubelet_config={"imagePullCredentialsVerificationPolicy": "AlwaysVerify"}),
-            "kubelet_config: Kubernetes 1.32 has no imagePullCredentialsVerificationPolicy",
+            containerd("1.34", kubelet_config={"imagePullCredentialsVerificationPolicy": "AlwaysVerify"}),
+            "kubelet_config: imagePullCredentialsVerificationPolicy has a variable of its own",
+        ),
+        (
+            containerd("1.32", kubelet_config={"userNamespaces": {}, "maxPod": 5, "failCgroupV1": False}),
+            "kubelet_config: Kubernetes 1.32 has no maxPod, userNamespaces",
+        ),
+        (
+            containerd("1.34", kubelet_config={"iptablesDropBit": 15}),
+            "kubelet_config: iptablesDropBit has no effect in Kubernetes 1.34",
+        ),
+        (
+            containerd("1.32", kubelet_image_credentials_policy="AlwaysVerify"),
+            "kubelet_image_credentials_policy: needs Kubernetes 1.33 or later, not 1.32",
+        ),
+        (
+            containerd("1.36", kubelet_image_credentials_allowlist=["registry.test/a"]),
+            "kubelet_image_credentials_allowlist: only counts with",
+        ),
+        (
+            containerd("1.36", kubelet_image_credentials_policy="NeverVerifyAllowlistedImages"),
+            "NeverVerifyAllowlistedImages needs at least one image",
+        ),
+        (
+            containerd(
+                "1.36",
+                kubelet_image_credentials_policy="NeverVerifyAllowlistedImages",
+                kubelet_image_credentials_allowlist=[
+                    "registry.test/a:1",
+                    "registry.test/a@sha256:ab",
+                    "registry.test/a*",
+                    "*",
+                    "a",
+                    "registry.test/good",
+                ],
+            ),
+            "registry.test/a:1, registry.test/a@sha256:ab, registry.test/a*, *, a must be registry/repository",
         ),
         (
             containerd("1.34", kubelet_config={"nodeStatusUpdateFrequency": "10s"}),

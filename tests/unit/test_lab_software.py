@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from image_builder.cli.command import extensions
 
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.resolve import requirements, supplier_plan
+from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.lab import software
 from image_builder.settings import REPO_ROOT

@@ -13,7 +13,7 @@ from image_builder.definition.roles import RoleBook
 
 BOOK = RoleBook(Path(__file__).resolve().parents[2])
 
-KUBERNETES = ["1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36"]
+KUBERNETES = ["1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37"]
 DOCKER = ["20.10", "23", "24", "25", "26", "27", "28", "29"]
 CONTAINERD = ["1.6", "1.7", "2.0", "2.1", "2.2", "2.3"]
 
@@ -63,7 +63,7 @@ def test_known_kubernetes(series: str, release: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", ["1.19", "1.21.14", "1.30", "1.37", "1.2", "2.0", "1", "latest", "v1.34.2", 1.2]
+    "version", ["1.19", "1.21.14", "1.30", "1.38", "1.2", "2.0", "1", "latest", "v1.34.2", 1.2]
 )
 def test_unknown_kubernetes(version: Any) -> None:
     assert kubelet(version) == [f"kubelet_version: {version} is not known; known are {', '.join(KUBERNETES)}"]

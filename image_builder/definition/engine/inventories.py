@@ -128,6 +128,18 @@ class Source:
         by_group = [{**g.get_vars(), **self._beside(g)} for g in self.manager.groups.values()]
         return [variables for variables in by_group if variables]
 
+    def inherited_variables(self) -> list[Mapping[str, Any]]:
+        """Return what each group sets itself or has from the groups above it."""
+        return [
+            {
+                key: value
+                for above in sorted(group.get_ancestors(), key=lambda g: (g.depth, g.priority, g.name))
+                for key, value in {**above.get_vars(), **self._beside(above)}.items()
+            }
+            | {**group.get_vars(), **self._beside(group)}
+            for group in self.manager.groups.values()
+        ]
+
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""
         return sorted(str(g.name) for g in self.manager.get_host(host).get_groups() if g.name != "all")

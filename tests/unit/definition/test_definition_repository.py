@@ -19,6 +19,7 @@ from image_builder.definition import (
     resolved_variables,
     seal_reading,
 )
+from image_builder.definition.placeholders import placeholders
 from image_builder.definition.roles import Role, RoleBook
 from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT
@@ -42,7 +43,7 @@ def _read(name: str) -> tuple[Inventory, Mapping[str, Sequence[LayerNeeds]]]:
 @pytest.mark.parametrize("name", ["lab", "azure_vmss"])
 def test_inventory_is_sound(name: str) -> None:
     inventory, needs = _read(name)
-    assert [str(p) for p in inventory.problems()] == []
+    assert {p.reason for p in inventory.problems()} <= {p.reason for p in placeholders(inventory.paths)}
     for image in inventory.images:
         definition = inventory.define(image)
         readings = [layer_reading(definition, layer) for layer in definition.layers]

@@ -1,0 +1,48 @@
+"""What an example has in place of a user's own values, and must not be left: REPLACE, and checksums of zeros.
+
+The files' text is read: a mark may be in a comment behind the value, and a checksum in a file that no image reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from image_builder.definition.values import Place
+from image_builder.errors import Problem
+
+_VARIABLES = ("group_vars", "host_vars")
+_SUFFIXES = ("", ".yml", ".yaml", ".json", ".ini")
+_KEY = re.compile(r"[ -]*[\"']?([A-Za-z_][A-Za-z0-9_.-]*)[\"']?\s*:(\s|$)")
+_REPLACE = re.compile(r"\bREPLACE\b")
+_ZEROS = re.compile(r"(?<![0-9A-Fa-f])0{64}(?![0-9A-Fa-f])")
+
+
+def placeholders(inventories: Sequence[Path]) -> list[Problem]:
+    """Return each line of the inventories' files that still has a placeholder; lines of comments don't count."""
+    return [problem for file in sorted(set(_files(inventories))) for problem in _of_file(file)]
+
+
+def _files(inventories: Sequence[Path]) -> Iterator[Path]:
+    for inventory in inventories:
+        folder = inventory if inventory.is_dir() else inventory.parent
+        yield from [inventory] if inventory.is_file() else inventory.iterdir()
+        for name in _VARIABLES:
+            yield from (folder / name).rglob("*")
+
+
+def _of_file(file: Path) -> Iterator[Problem]:
+    if not file.is_file() or file.suffix not in _SUFFIXES or file.name.startswith("."):
+        return
+    key = file.stem
+    for number, line in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
+        if line.lstrip().startswith(("#", ";")):
+            continue
+        if named := _KEY.match(line):
+            key = named[1]
+        where = str(Place(str(file), number))
+        if _ZEROS.search(line):
+            yield Problem(where, key, "a checksum of zeros is a placeholder: put in the file's own SHA-256")
+        elif _REPLACE.search(line):
+            yield Problem(where, key, "is marked REPLACE: put in your own value, and remove the mark")

@@ -1,0 +1,91 @@
+"""Kubernetes' rules of versions: an image's kubelet, the API servers of the pools that run it, and its cgroups.
+
+A pool says by ``pool_api_server_versions`` what its API servers are; during an upgrade they are of two versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from image_builder.canonical import JSON
+from image_builder.definition import engine
+from image_builder.definition.engine import Source
+from image_builder.definition.evaluate import resolved_variables
+from image_builder.definition.host_variables import HostVariables
+from image_builder.definition.model import ImageDefinition
+from image_builder.definition.pools import API_SERVERS, IMAGE
+from image_builder.errors import Problem
+
+_VERSION = re.compile(r"1\.(\d+)(\.\d+)?")
+# Minor versions that a kubelet may be older than its API server (kubernetes.io, "Version Skew Policy").
+_OLDER, _OLDER_BEFORE_1_25 = 3, 2
+# The first kubelet that doesn't start with cgroup v1 unless it is told to.
+_CGROUP_V2 = 35
+_CGROUP_V1 = re.compile(r"systemd\.unified_cgroup_hierarchy=(0|n|no|f|false|off)")
+
+
+def version_problems(definition: ImageDefinition, variables: HostVariables, source: Source) -> list[Problem]:
+    """Return what an image's kubelet can't work with: API servers of its pools, or the cgroups of its kernel."""
+    resolved = resolved_variables(definition)
+    kubelet = str(resolved.get("kubelet_version", ""))
+    if not (found := _VERSION.fullmatch(kubelet)):
+        return []
+    minor = int(found[1])
+    problems = _cgroup_problems(variables, resolved, minor)
+    for pool in source.inherited_variables():
+        if pool.get(IMAGE) == definition.name and API_SERVERS in pool:
+            key = next(key for key in pool if key == API_SERVERS)
+            where = str(engine.place_of(key) or engine.place_of(pool[API_SERVERS]) or "")
+            reasons = _skew(definition.name, kubelet, minor, _evaluated(pool))
+            problems += [Problem(where, API_SERVERS, reason) for reason in reasons]
+    return problems
+
+
+def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
+    """Return why API servers and a kubelet are too far apart: those of a pool may be of several versions."""
+    listed = servers if isinstance(servers, list) else [servers]
+    texts = [text for text in listed if isinstance(text, str) and _VERSION.fullmatch(text)]
+    versions = {int(text.split(".")[1]): text for text in texts}
+    if not versions or texts != listed:
+        return [f'must be a list of Kubernetes versions in quotes, such as ["1.36.2"], not {servers!r}']
+    oldest, newest = min(versions), max(versions)
+    allowed = _OLDER if minor >= 25 else _OLDER_BEFORE_1_25
+    reasons = []
+    if minor > oldest:
+        reasons.append(
+            f"the kubelet {kubelet} of `{image}` is newer than the API server {versions[oldest]}: upgrade every API "
+            f"server first, or set kubelet_version to 1.{oldest} or older"
+        )
+    if newest - minor > allowed:
+        reasons.append(
+            f"the kubelet {kubelet} of `{image}` is more than {allowed} minor versions older than the API server "
+            f"{versions[newest]}: set kubelet_version to 1.{newest - _OLDER} or later"
+        )
+    return reasons
+
+
+def _cgroup_problems(variables: HostVariables, resolved: Mapping[str, JSON], minor: int) -> list[Problem]:
+    arguments, config = resolved.get("image_kernel_args"), resolved.get("kubelet_config")
+    allowed = isinstance(config, Mapping) and config.get("failCgroupV1") is False
+    if minor < _CGROUP_V2 or allowed or not isinstance(arguments, list):
+        return []
+    return [
+        Problem(
+            variables.where(["image_kernel_args", number]),
+            f"image_kernel_args[{number}]",
+            f"a kubelet 1.{minor} does not start with cgroup v1, which `{argument}` chooses: remove it, or set "
+            "kubelet_config: {failCgroupV1: false}",
+        )
+        for number, argument in enumerate(arguments)
+        if _CGROUP_V1.fullmatch(str(argument))
+    ]
+
+
+def _evaluated(pool: Mapping[str, object]) -> JSON:
+    """Return the versions, or the text of a template that can't be evaluated from what the groups set."""
+    plain = {str(key): engine.plain(value) for key, value in pool.items()}
+    try:
+        return engine.Evaluator(plain).evaluate(plain[API_SERVERS])
+    except engine.EvaluationError:
+        return plain[API_SERVERS]
