@@ -1,32 +1,23 @@
 """A control plane of today's Kubernetes: API server and controller manager 1.36.2, as a cluster has them.
 
-The programs are not Debian's; they lie beside the checkout where somebody put them. etcd is that of the lab.
+The programs are those of ``tests/programs.py``; etcd is that of the lab.
 """
 
 from __future__ import annotations
 
-import lzma
-import shutil
 from pathlib import Path
 
-import pytest
-
-from tests.builds import REPO
+from tests.programs import unpack
 from tests.support.control_plane.servers import ControlPlane
 
-_PLACE = REPO.parent / "shared" / "programs" / "kubernetes-1.36.2"
 _PROGRAMS = ("kube-apiserver", "kube-controller-manager")
 _DROPPED = ("--port=0",)
 
 
 def programs(directory: Path) -> Path:
     """Unpack the programs; skips the test where nobody has them."""
-    if not _PLACE.is_dir():
-        pytest.skip("no programs of Kubernetes 1.36.2 beside the checkout")
     for name in _PROGRAMS:
-        with lzma.open(_PLACE / f"{name}.xz") as packed, (directory / name).open("wb") as out:
-            shutil.copyfileobj(packed, out, 1 << 20)
-        (directory / name).chmod(0o755)
+        unpack(f"kubernetes-1.36.2/{name}", directory)
     return directory
 
 

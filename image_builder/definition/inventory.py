@@ -128,6 +128,7 @@ class Inventory:
             pull=builder.image_pull,
             magic=MappingProxyType(self._source.magic(name, self.repo_root / "playbooks" / "layers")),
             hostvars=self._hostvars,
+            place_of=variables.place_of,
         )
         problems += role_problems(definition, variables) or stage_problems(definition)
         if not problems:
