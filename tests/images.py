@@ -39,6 +39,18 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
+def worker_current(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The worker of today, with containerd."""
+    return _build("worker_current", tmp_path_factory.mktemp("worker_current"))
+
+
+@pytest.fixture(scope="session")
+def worker_current_docker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The worker of today, with Docker."""
+    return _build("worker_current_docker", tmp_path_factory.mktemp("worker_current_docker"))
+
+
+@pytest.fixture(scope="session")
 def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Debian 12 with a GPU's driver."""
     return _build("worker_gpu", tmp_path_factory.mktemp("worker_gpu"))

@@ -48,14 +48,14 @@ from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.system import environment, namespace, process
 from image_builder.system.sandbox import Root, open_root
+from tests import programs
 from tests.builds import REPO, Workplace
 from tests.faults.registry_plan import Upstream
 from tests.faults.registry_proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
-# Engines newer than those of Debian's archive, as packages of a repository that lies beside some checkouts.
-PROGRAMS = REPO.parent / "shared/programs/repository"
-NEWER = {"containerd_2": "containerd.io_2.*.deb"}
+# Engines newer than those of Debian's archive, as packages of the directory of programs.
+NEWER = {"containerd_2": "repository/containerd.io_2.*.deb"}
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # Of the stages of a worker, those whose trees hold the engines, topmost first.
@@ -139,10 +139,10 @@ def family(engine: str) -> str:
 
 def every_engine() -> list[Any]:
     """Return the engines as parameters of a test, the newer ones too where their packages are there."""
-    absent = [name for name, pattern in NEWER.items() if not list(PROGRAMS.glob(pattern))]
-    reason = "no packages of newer engines beside this checkout"
+    absent = [name for name, pattern in NEWER.items() if not programs.find(pattern)]
     return [
-        pytest.param(n, marks=[pytest.mark.skip(reason)] if n in absent else []) for n in (*ENGINES, *NEWER)
+        pytest.param(n, marks=[pytest.mark.skip(programs.ABSENT)] if n in absent else [])
+        for n in (*ENGINES, *NEWER)
     ]
 
 
@@ -150,7 +150,7 @@ def _newer(engine: str, base: Path) -> list[str]:
     """Unpack the programs of a newer engine; return their tree, if it is one."""
     if engine not in NEWER:
         return []
-    (package,) = PROGRAMS.glob(NEWER[engine])
+    (package,) = programs.find(NEWER[engine])
     tree = base / "programs"
     subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
     return [os.fspath(tree)]

@@ -78,9 +78,9 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     where = addresses(work.definition, work.settings, lock)
     names = {s.name for s in todo}
     packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
-    debs = [_download(package, where) for package in packages.values()]
+    debs = [_download(package, where, work) for package in packages.values()]
     others = {file.sha256: file for stage in todo for file in work.kind(stage).files(stage, lock)}
-    files = [_download(file, where) for file in others.values()]
+    files = [_download(file, where, work) for file in others.values()]
     if not debs and not files:
         return
     with shown_stage(monitor, "fetch"):
@@ -93,10 +93,19 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
             )
 
 
-def _download(file: LockedFile | LockedArchive, where: Mapping[str, str]) -> Download:
+def _download(file: LockedFile | LockedArchive, where: Mapping[str, str], work: Build) -> Download:
+    """Return the download of a locked file, named so that a failure says which line of the inventory asks for it."""
+    place_of = work.definition.place_of
     if isinstance(file, LockedArchive):
-        return Download(file.url.rsplit("/", 1)[-1], file.url, file.sha256)
-    return Download(file.name, f"{where[file.repository]}/{file.path}", file.sha256, file.size)
+        place = place_of(file.sha256)
+        return Download(_name(file.url.rsplit("/", 1)[-1], place), file.url, file.sha256)
+    place = place_of(where[file.repository]) if work.lock.repositories[file.repository] else ""
+    address = f"{where[file.repository]}/{file.path}"
+    return Download(_name(file.name, place), address, file.sha256, file.size)
+
+
+def _name(name: str, place: str) -> str:
+    return f"{name} ({place})" if place else name
 
 
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:

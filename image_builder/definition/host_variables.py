@@ -38,6 +38,19 @@ class HostVariables:
         place = inner or self.places.get(name)
         return str(place) if place else ""
 
+    def place_of(self, text: str) -> str:
+        """Return ``file:line`` of the value that is ``text``, or nothing where none is written so."""
+        values: list[Any] = list(self.tagged.values())
+        while values:
+            value = values.pop()
+            if isinstance(value, Mapping):
+                values += value.values()
+            elif isinstance(value, list):
+                values += value
+            elif isinstance(value, str) and value == text:
+                return str(engine.place_of(value) or "")
+        return ""
+
 
 def read_host_variables(source: engine.Source, name: str) -> HostVariables:
     """Return a host's variables; raises VaultError for a value that can't be decrypted."""

@@ -125,6 +125,7 @@ class Inventory:
             repo_root=self.repo_root,
             magic=MappingProxyType(self._source.magic(name, self.repo_root / "playbooks" / "layers")),
             hostvars=self._hostvars,
+            place_of=variables.place_of,
         )
         problems += role_problems(definition, variables) or stage_problems(definition)
         if not problems:

@@ -269,7 +269,7 @@ class ImageDefinition:
     variables), without those that roles never see. ``repo_root`` holds ``roles/`` and ``playbooks/``.
 
     ``magic`` are variables that Ansible makes: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns those of
-    all hosts.
+    all hosts. ``place_of`` returns where the inventory has a value: its ``file:line``, or nothing.
     """
 
     name: str
@@ -288,6 +288,7 @@ class ImageDefinition:
     pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
     magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
     hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)
+    place_of: Callable[[str], str] = field(default=lambda _: "", repr=False, compare=False)
     # What was evaluated already, by playbook; see evaluate.evaluated_playbook.
     evaluated: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     # What layers read, by layer; see reading.layer_reading.

@@ -7,6 +7,7 @@ whose message names what was found.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -106,6 +107,12 @@ def _cat(host: Host, path: str) -> str:
 def output(host: Host, command: str, *args: str) -> str:
     """Return what a command prints; a check whose command fails fails, with the command's words."""
     return str(succeeded(command, host.run(command, *args)).stdout).rstrip("\n")
+
+
+def release(version: str) -> str:
+    """Return the numbers of a program's version, without what its builder added: 2.1.9 of ``v2.1.9+unknown``."""
+    match = re.match(r"v?([0-9.]+[0-9])", version)
+    return match[1] if match else version
 
 
 def load(host: Host, path: str) -> Any:

@@ -17,6 +17,7 @@ from suite import (
     offline,
     output,
     read,
+    release,
     starts_at_boot,
 )
 from testinfra.host import Host
@@ -142,7 +143,7 @@ def test_docker_accepts_its_configuration(host: Host) -> None:
 def test_docker_is_the_declared_version(host: Host, v: V) -> None:
     """Daemon and client are the version that the configuration was written for."""
     for program in ("dockerd", "docker"):
-        actual = output(host, f"{program} --version").split()[2].rstrip(",")
+        actual = release(output(host, f"{program} --version").split()[2])
         assert f"{actual}.".startswith(f"{v['container_runtime_docker_version']}."), f"{program} is {actual}"
 
 
@@ -179,7 +180,7 @@ def test_credential_helpers(host: Host, v: V) -> None:
 @booted
 @needs("container_runtime", __container_runtime_with_cri_dockerd=True)
 def test_cri_dockerd(host: Host, v: V) -> None:
-    """cri-dockerd is the declared version and gets the pull deadline and the pause image."""
+    """cri-dockerd is the declared version, gets the pull deadline and the pause image, and serves exec to this host."""
     unit = merged(host, "systemd/system/cri-docker.service")
     program = f"{v['__container_runtime_cri_dockerd_dir']}/cri-dockerd"
     assert v["container_runtime_cri_dockerd"]["version"] in output(host, "%s --version 2>&1", program)
@@ -188,6 +189,8 @@ def test_cri_dockerd(host: Host, v: V) -> None:
         ("--pod-infra-container-image", "container_runtime_pause_image"),
     ):
         assert f"{flag}={v[name]}" in unit.split(), f"{flag} is not {v[name]}"
+    # Without the flag, a port of its streaming server is open to the network.
+    assert "--streaming-bind-addr=127.0.0.1:0" in unit.split(), "the streaming server listens to the network"
 
 
 @offline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from suite import booted, differences, needs, nothing, offline, output, read
+from suite import booted, differences, needs, nothing, offline, output, read, release
 from testinfra.host import Host
 
 V = dict[str, Any]
@@ -34,7 +34,7 @@ def _plugin(containerd: dict[str, Any], v: V, part: str) -> dict[str, Any]:
 @with_layer
 def test_containerd_is_the_declared_version(host: Host, v: V) -> None:
     """containerd is the version that its configuration was written for."""
-    actual = output(host, "containerd --version").split()[2].lstrip("v").partition("~")[0]
+    actual = release(output(host, "containerd --version").split()[2])
     assert f"{actual}.".startswith(f"{v['container_runtime_containerd_version']}."), f"containerd is {actual}"
 
 

@@ -324,11 +324,13 @@ def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
     # What a container would see: all layers are in one place.
     folder = "/run/image-check"
     for image in images(host):
-        output(host, _ctr(v, f"images mount --snapshotter overlayfs %s {folder}"), image["ref"])
+        output(host, f"mkdir -p {folder}")
         try:
+            output(host, _ctr(v, f"images mount --snapshotter overlayfs %s {folder}"), image["ref"])
             nothing(_lost(host, image, [folder] * len(image["diff_ids"])))
         finally:
             host.run(_ctr(v, f"images unmount --rm {folder}"))
+            host.run(f"rmdir {folder}")
 
 
 @booted

@@ -62,6 +62,38 @@ def test_a_flat_repository_is_locked_and_its_sources_file_is_one_that_apt_takes(
     assert [package.name for package in again.install(["hello"])] == ["hello"]
 
 
+def test_a_repository_in_the_directory_of_programs(
+    tmp_path: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the directory's name nor its place is locked; what is wrong there is told with the inventory's line."""
+    key, line = _make_flat(repository), "group_vars/current.yml:7"
+    source = Source("flat", "file:debian", ("/",), (), key, place=line)
+    monkeypatch.setenv(fetching.PROGRAMS, str(tmp_path / "served"))
+    apt = Apt(tmp_path / "apt", [source], "amd64")
+    apt.update()
+    (package,) = apt.install(["hello"])
+    assert (package.repository, str(tmp_path) in package.model_dump_json()) == ("flat", False)
+    (tmp_path / "cache").mkdir()
+    wanted = Download(f"hello ({line})", f"file:debian/{package.path}", package.sha256, package.size)
+    assert fetch([wanted], tmp_path / "cache", tmp_path)[package.sha256].exists()
+    (tmp_path / "cache" / package.sha256).unlink()
+    deb = repository.path / package.path
+    deb.write_bytes(deb.read_bytes()[:-1] + b"x")
+    with pytest.raises(FetchError, match=rf"hello \({line}\): file:{deb} gave .*{package.sha256}"):
+        fetch([wanted], tmp_path / "cache", tmp_path)
+    deb.unlink()
+    with pytest.raises(FetchError, match=rf"hello \({line}\): file:{deb}: No such file"):
+        fetch([wanted], tmp_path / "cache", tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+    index = repository.path / "Packages"
+    index.write_bytes(index.read_bytes() + b"\n")
+    with pytest.raises(FetchError, match=rf"file:debian \({line}\)"):
+        Apt(tmp_path / "changed", [source], "amd64").update()
+    monkeypatch.setenv(fetching.PROGRAMS, str(tmp_path / "elsewhere"))
+    with pytest.raises(FetchError, match=rf"file:debian \({line}\)"):
+        Apt(tmp_path / "missing", [source], "amd64").update()
+
+
 def test_what_a_package_lacks_is_told(tmp_path: Path, repository: Repository) -> None:
     repository.add("needy", extra="Depends: absent (>= 2)\n")
     repository.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import lzma
 import os
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,15 @@ def files() -> ModuleType:
 
 def entry(dest: Path, **more: Any) -> dict[str, Any]:
     """Return an entry as the module gets it, all options there."""
-    return {"dest": str(dest), "mode": "0600", "state": "file", "content": None, "src": None, **more}
+    return {
+        "dest": str(dest),
+        "mode": "0600",
+        "state": "file",
+        "content": None,
+        "src": None,
+        "unpack": False,
+        **more,
+    }
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -118,3 +127,20 @@ def test_nothing_else_is_replaced(files: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="missing"):
         files.apply(entry(tmp_path / "new", src=str(tmp_path / "missing")), check=False)
     assert state_of(tmp_path) == before, "a half-written file was left"
+
+
+def test_a_compressed_program_is_unpacked_and_mended(files: ModuleType, tmp_path: Path) -> None:
+    program, packed, dest = os.urandom(3 << 20), tmp_path / "packed", tmp_path / "program"
+    packed.write_bytes(lzma.compress(program, preset=0))
+    unpack = entry(dest, src=str(packed), mode="0755", unpack=True)
+    assert files.apply(unpack, check=True) and not dest.exists()
+    assert files.apply(unpack, check=False) and dest.read_bytes() == program
+    assert not files.apply(unpack, check=False)
+    for other in (program[:-1], program + b"x", b"", program[:-1] + b"x"):
+        dest.write_bytes(other)
+        assert files.apply(unpack, check=False) and dest.read_bytes() == program, len(other)
+    packed.write_bytes(lzma.compress(program, preset=0)[:-100])
+    dest.unlink()
+    with pytest.raises(EOFError):
+        files.apply(unpack, check=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]

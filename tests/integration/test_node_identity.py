@@ -29,7 +29,7 @@ from image_builder.node.net import kubeconfig
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.pool.steps.control_plane import REQUESTS
-from tests import attested, identities, joins
+from tests import attested, identities, joins, programs
 from tests.brokers import (
     OTHER_VM,
     RIGHTS,
@@ -52,7 +52,6 @@ from tests.gates import (
     running,
     wait_until,
 )
-from tests.support import programs
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -88,8 +87,8 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    if programs.directory() is None:
-        pytest.skip(f"{programs.VARIABLE} names no directory with today's Kubernetes")
+    if programs.DIRECTORY is None:
+        pytest.skip(programs.ABSENT)
     with ExitStack() as stack:
         cluster = stack.enter_context(running(controllers=True))
         for page in (RIGHTS, JOINING, REPO / "docs/how-to/gate-a-pool.md"):

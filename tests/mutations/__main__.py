@@ -1,7 +1,7 @@
 """Make each recorded defect in a copy of the checkout and run its tests: ``python -m tests.mutations [AREA ...]``.
 
 ``--root`` makes those whose tests need root and no others, ``--json`` prints one object. Ends with 1 where a mutant
-is not killed, with 2 where the tests fail without any.
+is not killed, with 2 where the tests fail without any. Without IMAGE_BUILDER_PROGRAMS some tests are skipped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def copies(number: int) -> Iterator[list[Path]]:
     listed = subprocess.run(argv, cwd=REPO_ROOT, capture_output=True, check=True).stdout
     names = [name for name in listed.decode().split("\0") if name and (REPO_ROOT / name).is_file()]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        # Tests look for programs beside the checkout, and are skipped where there are none.
-        Path(folder, "shared").symlink_to(REPO_ROOT.parent / "shared")
         made = [Path(folder, str(n)) for n in range(number)]
         for copy in made:
             for name in names:

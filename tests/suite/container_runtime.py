@@ -134,6 +134,11 @@ record(
         r"--image-pull-progress-deadline=\S+",
         "--image-pull-progress-deadline=1m",
     ),
+    change(
+        "/etc/systemd/system/cri-docker.service",
+        r"--streaming-bind-addr=\S+",
+        "--streaming-bind-addr=0.0.0.0:0",
+    ),
 )
 record(
     "test_runtime_units_are_enabled",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.bake.lock import apt
+from image_builder.bake.lock import apt, fetch
 from image_builder.bake.lock.model import LockedPackage
-from image_builder.errors import CommandError
+from image_builder.errors import CommandError, FetchError
 
 
 @pytest.fixture
@@ -128,6 +128,47 @@ def test_the_dates_of_releases_are_known_by_what_all_mirrors_call_them(tmp_path:
         "Debian-Security trixie-security": 1_700_000_000,
         "vendor.example_Release": 1_700_000_000,
     }
+
+
+def test_the_dates_of_some_repositories(tmp_path: Path) -> None:
+    def source(name: str, uri: str) -> apt.Source:
+        return apt.Source(name, uri, ("x",), ("main",), "key")
+
+    sources = [
+        source("debian", "http://user:word@one.example:80/a_b/debian/"),
+        source("flat", "file:/srv/programs"),
+        source("other", "https://one.example"),
+    ]
+    asked = apt.Apt(tmp_path, sources, "amd64")
+    # As apt 2.6 and 3.0 name them.
+    for number, name in enumerate(
+        (
+            "one.example:80_a%5fb_debian_dists_trixie_InRelease",
+            "_srv_programs_._InRelease",
+            "one.example_dists_x_Release",
+        )
+    ):
+        date = f"Date: Tue, 14 Nov 2023 22:13:2{number} UTC\n"
+        (tmp_path / "lists" / name).write_text(f"Label: {number}\nCodename: x\n{date}")
+    assert asked.release_dates({"debian"}) == {"0 x": 1_700_000_000}
+    assert asked.release_dates({"flat", "other"}) == {"1 x": 1_700_000_001, "2 x": 1_700_000_002}
+    assert len(asked.release_dates()) == 3
+
+
+def test_a_relative_address_is_below_the_directory_of_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = apt.Source("flat", "file:repository", ("/",), (), "key")
+    monkeypatch.setenv(fetch.PROGRAMS, "/srv/my programs")
+    assert "URIs: file:/srv/my%20programs/repository\n" in flat.deb822()
+    asked = apt.Apt(tmp_path, [flat], "amd64")
+    assert asked._locate("file:/srv/my%20programs/repository/./x.deb") == ("flat", "./x.deb")
+    for address in ("file:/srv/x", "file:///srv/x", "https://one.example/x", "copy:/srv/x"):
+        assert fetch.located(address) == address
+    monkeypatch.delenv(fetch.PROGRAMS)
+    with pytest.raises(FetchError, match="file:repository is relative .* IMAGE_BUILDER_PROGRAMS") as caught:
+        fetch.located("file:repository")
+    assert caught.value.hint and "repository" in caught.value.hint
 
 
 def _package(name: str, version: str = "1.0", architecture: str = "amd64") -> LockedPackage:

@@ -133,6 +133,11 @@ def _goldens() -> dict[str, tuple[str, dict[str, Any]]]:
         "signed_by": "-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nmQ==\n-----END PGP PUBLIC KEY BLOCK-----\n",
     }
     files["repository.sources"] = ("repository.sources.j2", {"container_runtime_repository": repository})
+    on_the_host = {**repository, "uris": ["file:repository"], "suites": ["/"], "components": []}
+    files["repository-on-the-host.sources"] = (
+        "repository.sources.j2",
+        {"container_runtime_repository": on_the_host},
+    )
     return files
 
 

@@ -10,11 +10,12 @@ import email.utils
 import os
 import re
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.bake.lock import apt_auth
+from image_builder.bake.lock.fetch import located
 from image_builder.bake.lock.model import DEBIAN, SECURITY, LockedFile, LockedPackage
 from image_builder.errors import CommandError, FetchError, HostError, LockError
 from image_builder.system import process
@@ -35,7 +36,7 @@ _DEFAULTS = {
 class Source:
     """A repository: ``id`` names it in the lock, ``signed_by`` is its keyring's path or its armoured key.
 
-    A flat repository has the suite ``/`` and no components.
+    A flat repository has the suite ``/`` and no components. ``place`` is where the inventory names it.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Source:
     components: tuple[str, ...]
     signed_by: Path | str
     with_sources: bool = False
+    place: str = ""
 
     def deb822(self) -> str:
         """Return the stanza for apt's sources."""
@@ -53,7 +55,7 @@ class Source:
         if not key.startswith("/"):
             key = "".join(f"\n {line.rstrip() or '.'}" for line in key.strip().splitlines())
         return (
-            f"Types: {types}\nURIs: {self.uri}\nSuites: {' '.join(self.suites)}\n"
+            f"Types: {types}\nURIs: {located(self.uri)}\nSuites: {' '.join(self.suites)}\n"
             f"{components}Signed-By: {key}\n"
         )
 
@@ -82,18 +84,27 @@ class Apt:
         except CommandError as error:
             wrong = [line for line in error.tail.splitlines() if line.startswith(("E:", "W:", "Err:"))]
             reason = "\n  ".join(wrong or error.tail.splitlines()[-5:])
+            places = [
+                f"{s.uri} ({s.place})" for s in self.sources if s.place and located(s.uri) in error.tail
+            ]
+            reason += "".join(f"\n  of the inventory: {place}" for place in places)
             raise FetchError(
                 f"the package indices could not be read:\n  {reason}",
-                hint="check the mirror (image_base.mirror, or the host's own Debian source) and this host's clock",
+                hint="check the mirror (image_base.mirror, or the host's own Debian source), the repositories of the "
+                "inventory and this host's clock",
             ) from error
 
-    def release_dates(self) -> dict[str, int]:
-        """Return the Date of each Release file, in seconds since 1970.
+    def release_dates(self, ids: Container[str] | None = None) -> dict[str, int]:
+        """Return the Date of each Release file, in seconds since 1970; of the repositories with these ids, or of all.
 
         By what the repository calls itself and the suite, which all its mirrors agree on; else by its file's name.
         """
         dates: dict[str, int] = {}
+        chosen = [source for source in self.sources if ids is not None and source.id in ids]
+        beginnings = tuple(_list_name(source.uri) for source in chosen)
         for path in sorted((self.path / "lists").glob("*Release")):
+            if ids is not None and not path.name.startswith(beginnings):
+                continue
             fields = dict(_RELEASE_FIELD.findall(path.read_text(encoding="utf-8", errors="replace")))
             if "Date" in fields:
                 repository = fields.get("Label") or fields.get("Origin")
@@ -182,7 +193,7 @@ class Apt:
     def _locate(self, uri: str) -> tuple[str, str]:
         """Split an address into (repository id, path below the repository)."""
         for source in sorted(self.sources, key=lambda s: -len(s.uri)):
-            base = source.uri.rstrip("/") + "/"
+            base = located(source.uri).rstrip("/") + "/"
             if uri.startswith(base):
                 return source.id, uri.removeprefix(base)
         raise LockError(f"apt names a file of an unknown repository: {uri}")
@@ -206,6 +217,13 @@ class Apt:
         with (self.path / "status").open("a", encoding="utf-8") as status:
             for stanza in stanzas:
                 status.write(f"{stanza}\nStatus: install ok installed\n\n")
+
+
+def _list_name(uri: str) -> str:
+    """Return how the names begin that apt gives to a repository's lists (``URItoFileName``)."""
+    rest = re.sub(r"^[a-z+]+:(//)?([^/@]*@)?", "", located(uri).rstrip("/"))
+    quoted = re.sub(r'[\\|{}\[\]<>"^~_=!@#$%&*]', lambda match: f"%{ord(match[0]):02x}", rest)
+    return quoted.replace("/", "_") + "_"
 
 
 def _identity(package: LockedPackage) -> tuple[str, ...]:

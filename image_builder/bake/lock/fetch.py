@@ -37,12 +37,18 @@ _RETRIES = urllib3.Retry(
     total=4, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504)
 )
 
+# The directory that relative ``file:`` addresses are in: programs that no mirror has.
+PROGRAMS = "IMAGE_BUILDER_PROGRAMS"
+
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known."""
+    """A file to download: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known.
+
+    A relative ``file:`` address is that of a file below the directory of programs (``located``).
+    """
 
     name: str
     url: str
@@ -91,6 +97,23 @@ def fetch(
     return {sha256: cache / sha256 for sha256 in files}
 
 
+def located(url: str) -> str:
+    """Return an address with the directory of programs in it, if it is a relative ``file:`` one.
+
+    So neither a lock nor the id of a stage depends on where that directory is. Raises FetchError where it is needed and
+    not known.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "file" or parts.netloc or parts.path.startswith("/"):
+        return url
+    if not (directory := os.environ.get(PROGRAMS)):
+        raise FetchError(
+            f"{url} is relative to the directory of programs, and {PROGRAMS} doesn't say where that is",
+            hint=f"set {PROGRAMS} to the directory that has {parts.path}",
+        )
+    return f"file:{urllib.request.pathname2url(os.path.abspath(directory))}/{parts.path}"
+
+
 def _is_cached(path: Path, sha256: str) -> bool:
     try:
         return trees.sha256(path) == sha256
@@ -107,10 +130,14 @@ def _download(
     connections: urllib3.PoolManager, item: Download, cache: Path, scratch: Path, stop: threading.Event
 ) -> int:
     """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
-    address, _ = split_credentials(item.url)
+    try:
+        url = located(item.url)
+    except FetchError as error:
+        raise FetchError(f"{item.name}: {error.message}") from error
+    address, _ = split_credentials(url)
     partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
     try:
-        size, sha256 = _copy_with_retries(connections, item.url, partial, stop)
+        size, sha256 = _copy_with_retries(connections, url, partial, stop)
         if sha256 != item.sha256:
             raise FetchError(
                 f"{item.name}: {address} gave {size} bytes with SHA-256 {sha256}, "

@@ -164,8 +164,8 @@ class LockedSource(Strict):
 class Lock(Strict):
     """``source_date_epoch`` (seconds since 1970, UTC) is the date that a build's files bear.
 
-    It is the newest of ``release_dates``, those of the Release files that were read, or of the last lock with the same
-    base.
+    It is the newest of Debian's ``release_dates``, those of the Release files that were read, or of the last lock with
+    the same base.
     """
 
     format: Literal[1] = FORMAT

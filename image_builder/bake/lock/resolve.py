@@ -124,8 +124,7 @@ def _resolve(
             definition.base.architecture,
         )
         apt.update()
-        read = apt.release_dates()
-        dates |= read
+        dates |= apt.release_dates()
         if previous:
             apt.prefer(p for name in chain if name in previous.groups for p in previous.groups[name].packages)
         for name in chain:
@@ -144,7 +143,8 @@ def _resolve(
             sources[name] = LockedSource(suite=first.suite, version=version, files=files)
         if chain[0] == "base" and "base" not in reused:
             _require_debians(groups["base"])
-            epoch = max(read.values())
+            # A third party's repository is no reason to make the base and the layers below its own again.
+            epoch = max(apt.release_dates({DEBIAN, SECURITY}).values())
         repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
     return Lock(
         image=definition.name,
@@ -232,6 +232,7 @@ def _sources(
                 tuple(repository.suites),
                 tuple(repository.components),
                 repository.signed_by,
+                place=definition.place_of(uri),
             )
             for number, uri in enumerate(repository.uris)
         ]

@@ -7,6 +7,7 @@ With Ansible's own modules each of them costs one or two starts of an interprete
 from __future__ import annotations
 
 import filecmp
+import lzma
 import os
 import shutil
 import stat
@@ -34,6 +35,7 @@ options:
             state: {description: What it is., type: str, choices: [directory, file, link], default: file}
             content: {description: A file's text., type: str}
             src: {description: A file on the node to copy, or what a link names., type: path}
+            unpack: {description: Unpack C(src) while copying; it is compressed by xz., type: bool, default: false}
 author: [image-builder]
 attributes:
     check_mode: {support: full}
@@ -54,12 +56,14 @@ changed_paths:
     elements: str
 """
 
+_CHUNK = 1 << 20
 ENTRY: dict[str, dict[str, Any]] = {
     "dest": {"type": "path", "required": True},
     "mode": {"type": "str", "default": "0600"},
     "state": {"type": "str", "choices": ["directory", "file", "link"], "default": "file"},
     "content": {"type": "str", "no_log": False},
     "src": {"type": "path"},
+    "unpack": {"type": "bool", "default": False},
 }
 
 
@@ -70,7 +74,7 @@ class OccupiedError(Exception):
 def apply(entry: Mapping[str, Any], *, check: bool) -> bool:
     """Bring one entry about, or only look when ``check``; tell whether it was missing or differed.
 
-    Raises OccupiedError, and OSError naming the file.
+    Raises OccupiedError, OSError naming the file, and EOFError or LZMAError for one that can't be unpacked.
     """
     return {"directory": _directory, "file": _file, "link": _link}[entry["state"]](entry, check)
 
@@ -128,10 +132,21 @@ def _file(entry: Mapping[str, Any], check: bool) -> bool:
 
 def _has_content(entry: Mapping[str, Any]) -> bool:
     dest = entry["dest"]
+    if entry["unpack"]:
+        return _is_unpacked(entry["src"], dest)
     if entry["src"]:
         return filecmp.cmp(entry["src"], dest, shallow=False)
     with open(dest, "rb") as stream:
         return stream.read() == str(entry["content"]).encode()
+
+
+def _is_unpacked(packed: str, dest: str) -> bool:
+    """Tell whether ``dest`` holds what ``packed`` unpacks to."""
+    with lzma.open(packed) as expected, open(dest, "rb") as actual:
+        while chunk := expected.read(_CHUNK):
+            if actual.read(len(chunk)) != chunk:
+                return False
+        return not actual.read(1)
 
 
 def _write(entry: Mapping[str, Any], mode: int) -> None:
@@ -141,8 +156,8 @@ def _write(entry: Mapping[str, Any], mode: int) -> None:
     try:
         with os.fdopen(fd, "wb") as stream:
             if entry["src"]:
-                with open(entry["src"], "rb") as source:
-                    shutil.copyfileobj(source, stream, 1 << 20)
+                with (lzma.open if entry["unpack"] else open)(entry["src"], "rb") as source:
+                    shutil.copyfileobj(source, stream, _CHUNK)
             else:
                 stream.write(entry["content"].encode())
             os.fchown(stream.fileno(), 0, 0)
@@ -190,8 +205,9 @@ def main() -> None:
         try:
             if not apply(entry, check=module.check_mode):
                 continue
-        except (OccupiedError, OSError) as error:
-            module.fail_json(msg=str(error), changed_paths=changed)
+        except (OccupiedError, OSError, EOFError, lzma.LZMAError) as error:
+            at = "" if isinstance(error, (OccupiedError, OSError)) else f"{entry['src']}: "
+            module.fail_json(msg=f"{at}{error}", changed_paths=changed)
         changed.append(dest)
         headers = {"before_header": dest, "after_header": f"{dest} ({entry['mode']})"}
         diff.append({**headers, "before": before, "after": entry["content"] or ""})

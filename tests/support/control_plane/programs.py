@@ -28,7 +28,7 @@ from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
-from tests.support import programs
+from tests import programs
 
 # The tree that the control plane runs in, its lock, and what it has beside the essential packages.
 CONTROL_PLANE = "control_plane"
@@ -69,12 +69,10 @@ def obtain(settings: Settings, monitor: Monitor, *, controllers: bool = False) -
     tree with etcd takes one. Raises what a build raises.
     """
     definition = lab_definition()
-    if directory := programs.directory():
-        version = programs.control_plane_version(directory)
+    if programs.DIRECTORY:
         place = settings.store.parent / f"{settings.store.name}-programs"
-        unpacked = programs.unpack(directory, version, programs.CONTROL_PLANE, place)
-        *_, tree = _make(definition, settings, monitor, {})
-        return ControlPlane((unpacked,), tree / "tree")
+        (tree,) = _make(definition, settings, monitor, {})
+        return ControlPlane((programs.control_plane(programs.DIRECTORY, place),), tree / "tree")
     builds = {_BUILD: SERVERS} | ({_CONTROLLERS_BUILD: CONTROLLERS} if controllers else {})
     *built, tree = _make(definition, settings, monitor, builds)
     return ControlPlane(tuple(built), tree / "tree")

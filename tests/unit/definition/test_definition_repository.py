@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -55,10 +57,41 @@ def test_inventory_is_sound(name: str) -> None:
 
 def test_lab_needs_nothing_but_debian() -> None:
     inventory, needs = _read("lab")
-    assert inventory.images == ("minimal", "worker_gpu", "worker", "worker_join", "worker_containerd")
-    for layers in needs.values():
-        assert [n.repositories for n in layers] == [()] * len(layers)
-        assert [n.archives for n in layers] == [()] * len(layers)
+    current = {"worker_current", "worker_current_docker"}
+    debians = ("minimal", "worker_gpu", "worker", "worker_join", "worker_containerd")
+    assert inventory.images == (*debians, *sorted(current))
+    for image in debians:
+        assert [n.repositories for n in needs[image]] == [()] * len(needs[image])
+        assert [n.archives for n in needs[image]] == [()] * len(needs[image])
+
+
+def test_todays_workers_come_from_the_directory_of_programs_or_from_their_makers(tmp_path: Path) -> None:
+    of_makers = "{current_from: makers}"
+    (tmp_path / "hosts.yml").write_text(
+        f"images: {{hosts: {{worker_current: {of_makers}, worker_current_docker: {of_makers}}}}}\n"
+    )
+    makers = load_inventory([INVENTORIES / "lab", tmp_path / "hosts.yml"])
+    for image in ("worker_current", "worker_current_docker"):
+        for inventory, scheme in ((_read("lab")[0], "file"), (makers, "https")):
+            definition = inventory.define(image)
+            needs = [layer_needs(definition, layer) for layer in definition.layers]
+            archives = [archive for layer in needs for archive in layer.archives]
+            addresses = [archive.url for archive in archives]
+            addresses += [
+                uri for layer in needs for repository in layer.repositories for uri in repository.uris
+            ]
+            assert {urllib.parse.urlsplit(address).scheme for address in addresses} == {scheme}
+            assert len(archives) == (3 if image.endswith("docker") else 2), "kubelet, crictl, cri-dockerd"
+            for archive in archives:
+                assert re.search(r"lab/group_vars/current\.yml:\d+$", definition.place_of(archive.sha256))
+
+
+def test_a_value_that_the_inventory_does_not_have_has_no_place() -> None:
+    definition = _read("lab")[0].define("worker_current")
+    line = definition.place_of("file:repository").rpartition(":")[2]
+    text = (INVENTORIES / "lab/group_vars/current.yml").read_text().splitlines()
+    assert "file:repository" in text[int(line) - 1]
+    assert definition.place_of("f" * 64) == ""
 
 
 def _flat(option: object) -> object:

@@ -1,0 +1,83 @@
+"""Programs that Debian's archive doesn't have: today's Kubernetes and engines.
+
+They are in the directory that IMAGE_BUILDER_PROGRAMS names. Without one, the tests that run them are skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from image_builder.bake.lock.fetch import PROGRAMS
+
+ABSENT = f"{PROGRAMS} names no directory of today's programs"
+_NAMED = os.environ.get(PROGRAMS, "")
+DIRECTORY: Path | None = Path(_NAMED).absolute() if _NAMED and Path(_NAMED).is_dir() else None
+needs_programs = pytest.mark.skipif(DIRECTORY is None, reason=ABSENT)
+
+
+# The version that programs are of; a build from source writes it too.
+VERSION_FILE = "VERSION"
+CONTROL_PLANE = ("kube-apiserver", "kube-scheduler", "kube-controller-manager")
+
+
+def find(pattern: str) -> list[Path]:
+    """Return the files of the directory that match a pattern, sorted; none without a directory."""
+    return sorted(DIRECTORY.glob(pattern)) if DIRECTORY else []
+
+
+def unpack(name: str, directory: Path) -> Path:
+    """Unpack a program (``kubernetes-1.36.2/kubelet``) into a directory and return it; skips the test without it."""
+    packed = find(f"{name}.xz")
+    if not packed:
+        pytest.skip(ABSENT)
+    target = directory / Path(name).name
+    _unpack(packed[0], target)
+    return target
+
+
+def control_plane(directory: Path, place: Path) -> Path:
+    """Unpack the newest whole control plane of a directory, once, below ``place``; return where its programs are.
+
+    Raises ValueError for an archive whose digest isn't the one in SHA256SUMS.
+    """
+    folders = [
+        folder
+        for folder in directory.glob("kubernetes-*")
+        if all((folder / f"{name}.xz").is_file() for name in CONTROL_PLANE)
+    ]
+    version, folder = max((folder.name.removeprefix("kubernetes-"), folder) for folder in folders)
+    unpacked = place / folder.name
+    if unpacked.is_dir():
+        return unpacked
+    listed = (line.split(maxsplit=1) for line in (directory / "SHA256SUMS").read_text().splitlines())
+    digests = {path: digest for digest, path in listed}
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        draft = Path(temporary) / "draft"
+        draft.mkdir()
+        for name in CONTROL_PLANE:
+            archive = folder / f"{name}.xz"
+            if (
+                hashlib.sha256(archive.read_bytes()).hexdigest()
+                != digests[f"./{archive.relative_to(directory)}"]
+            ):
+                raise ValueError(f"{archive}: SHA256SUMS has another digest")
+            _unpack(archive, draft / name)
+        (draft / VERSION_FILE).write_text(f"{version}\n", encoding="utf-8")
+        with suppress(OSError):  # another test was faster
+            draft.rename(unpacked)
+    return unpacked
+
+
+def _unpack(packed: Path, target: Path) -> None:
+    with lzma.open(packed) as source, target.open("wb") as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
+    target.chmod(0o755)
