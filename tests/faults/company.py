@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.lab.registry import HOST
@@ -22,7 +22,8 @@ from tests.faults.registry_plan import Tokens
 from tests.faults.registry_proxy import RegistryProxy
 from tests.pulls import Lab
 
-REGISTRY, STORAGE = "registry.company.test", "storage.company.test"
+REGISTRY, STORAGE, HUB = "registry.company.test", "storage.company.test", "registry-1.docker.io"
+_HUB_IN_HELPERS = "https://index.docker.io/v1/"
 # As `docker login` of many versions leaves it: a helper for each registry.
 _HELPER = """#!/bin/sh
 read -r server
@@ -33,22 +34,22 @@ printf '{{"ServerURL": "%s", "Username": "{name}", "Secret": "{password}"}}' "$s
 
 @dataclass
 class Company:
-    """The registry and where it keeps its layers, the way to both, and every secret that is about."""
+    """The registry, where it keeps its layers, what poses as Docker Hub, the way to them, and every secret there is."""
 
     registry: RegistryProxy
     storage: RegistryProxy
+    hub: RegistryProxy
     way: ConnectProxy
     login: tuple[str, str]
     way_login: tuple[str, str]
-    known: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def secrets(self) -> set[str]:
         """Return what may show nowhere: passwords as they are and as they are sent, tokens."""
         pairs = [":".join(login) for login in (self.login, self.way_login)]
         encoded = {base64.b64encode(pair.encode()).decode() for pair in pairs}
-        tokens = self.registry.tokens.given if self.registry.tokens else ()
-        return {self.login[1], self.way_login[1], *encoded, *list(tokens)}
+        tokens = [t for r in (self.registry, self.hub) if r.tokens for t in list(r.tokens.given)]
+        return {self.login[1], self.way_login[1], *encoded, *tokens}
 
     def reference(self, image: LockedImage) -> str:
         """Return what the company calls an image of the lab's."""
@@ -59,21 +60,23 @@ class Company:
 def company(lab: Lab, *, token_seconds: float = 60.0) -> Iterator[Company]:
     """Serve, and set this process' environment as a build's there."""
     folder = lab.folder("company")
-    registry, storage = lab.serve_proxy(REGISTRY), lab.serve_proxy(STORAGE)
-    endpoints = [lab.endpoints.pop(name) for name in (REGISTRY, STORAGE)]
+    registry, storage, hub = (lab.serve_proxy(name) for name in (REGISTRY, STORAGE, HUB))
+    endpoints = [lab.endpoints.pop(name) for name in (REGISTRY, STORAGE, HUB)]
     known = {endpoint.host: (endpoint.address, endpoint.port) for endpoint in endpoints}
     authorities = folder / "authorities.pem"
     authorities.write_bytes(b"".join(endpoint.ca.read_bytes() for endpoint in endpoints))
     login = ("robot", f"canary-{secrets.token_hex(12)}")
     way_login = ("builder", f"canary-{secrets.token_hex(12)}")
-    registry.tokens = Tokens(login, token_seconds)
+    registry.tokens = hub.tokens = Tokens(login, token_seconds)
     with connect_proxy(way_login, known) as way:
-        place = Company(registry, storage, way, login, way_login, known)
+        place = Company(registry, storage, hub, way, login, way_login)
         asked = folder / "asked"
         helper = folder / "docker-credential-company"
         helper.write_text(_HELPER.format(asked=asked, name=login[0], password=login[1]))
         helper.chmod(0o700)
-        (folder / "config.json").write_text(json.dumps({"credHelpers": {REGISTRY: "company"}}))
+        (folder / "config.json").write_text(
+            json.dumps({"credHelpers": dict.fromkeys((REGISTRY, _HUB_IN_HELPERS), "company")})
+        )
         settings = {
             "HTTPS_PROXY": f"http://{':'.join(way_login)}@{way.address[0]}:{way.address[1]}",
             "SSL_CERT_FILE": os.fspath(authorities),

@@ -71,11 +71,9 @@ class Tokens:
 
     def answer(self, authorization: str | None) -> tuple[int, dict[str, object]]:
         """Return the status and the body for who asks with this header's value."""
-        if self.login is None:
-            return 401, {}
-        basic = base64.b64encode(":".join(self.login).encode()).decode()
-        if authorization != f"Basic {basic}":
-            return 401, {}
+        basic = base64.b64encode(":".join(self.login or ()).encode()).decode()
+        if self.login is None or authorization != f"Basic {basic}":
+            return 401, {"errors": [{"code": "UNAUTHORIZED", "message": "incorrect username or password"}]}
         issued = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=max(60 - self.seconds, 0))
         left = {"expires_in": 60, "issued_at": issued.strftime("%Y-%m-%dT%H:%M:%SZ")}
         return 200, {"token": self.give(), **left}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
+from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull.registry import locate
 from tests.builds import Workplace
 from tests.faults.canaries import files_with, watched_processes
 from tests.faults.company import REGISTRY, STORAGE, company
-from tests.faults.pull_cases import AFTER, PATIENT, large_layer, layer_fault, placed
-from tests.faults.registry_plan import Fault
-from tests.pulls import MB, PLATFORM, Lab, Result, every_engine, with_each_engine
+from tests.faults.pull_cases import AFTER, HASTY, PATIENT, large_layer, layer_fault, partial, placed
+from tests.faults.registry_plan import Fault, Tokens
+from tests.pulls import MB, PLATFORM, Lab, Result, every_engine, family, wait_until, with_each_engine
 
 pytestmark = pytest.mark.root
 
@@ -89,3 +93,60 @@ def test_a_companys_registry_is_locked_and_pulled_from(worker: Workplace, engine
     assert found["arguments"] == [] and not found["told"]
     (canary,) = found["files"]
     assert canary.endswith("/canary"), "secrets are found where they were put, and nowhere else"
+
+
+# -- what fails in the middle of a layer -----------------------------------------------------------------------
+
+
+def fail_midway(lab: Lab) -> Result:
+    """Refuse the login, or lose the way out, once a part of a layer has come; then pull without either."""
+    pushed = {name: lab.push(name, 3 * MB) for name in ("refused", "cut")}
+    result: Result = {}
+    with company(lab, token_seconds=TOKEN_SECONDS) as place:
+        refused, cut = (
+            locate(place.reference(pushed[n]), PLATFORM, lab.endpoints) for n in ("refused", "cut")
+        )
+
+        def when_half_is_there(image: LockedImage, act: Callable[[], None]) -> threading.Thread:
+            def wait_and_act() -> None:
+                layer = large_layer(image)
+                wait_until(lambda: any(layer in r.path and r.sent > MB for r in place.registry.requests))
+                act()
+
+            thread = threading.Thread(target=wait_and_act)
+            thread.start()
+            return thread
+
+        def refuse() -> None:
+            place.registry.tokens = Tokens(None, TOKEN_SECONDS)
+
+        place.registry.rate = 1.0 * MB
+        place.registry.faults = [placed(layer_fault("short", times=1), "refused", refused)]
+        state = lab.folder("state")
+        with lab.running(state) as engine:
+            thread = when_half_is_there(refused, refuse)
+            result["refused"] = lab.pull(engine, [refused], limits=HASTY)
+            thread.join()
+            place.registry.tokens = Tokens(place.login, TOKEN_SECONDS)
+            thread = when_half_is_there(cut, place.way.die)
+            result["cut"] = lab.pull(engine, [cut], limits=HASTY, attempts=2)
+            thread.join()
+            result["has"] = [engine.has(refused), engine.has(cut)]
+        lab.module.strip(state)
+        result["partial"] = partial(state)
+        result["secrets"] = [word for word in place.secrets if word in str(result)]
+    return result
+
+
+def test_what_fails_within_a_layer_is_told_and_ends(worker: Workplace, engine: str) -> None:
+    found = with_each_engine(fail_midway, worker, engine)
+    assert found["has"] == [False, False] and found["partial"] == [] and found["secrets"] == []
+    refused = found["refused"]
+    assert not refused["bug"] and refused["error"].startswith(f"{REGISTRY}/refused:1: ")
+    assert "401" in refused["error"] or "unauthorized" in refused["error"], refused
+    # Docker goes on trying for a minute by itself, longer than this attempt may last; the next one is told why.
+    assert len(refused["records"][0]["attempts"]) == (2 if family(engine) == "docker" else 1), refused
+    cut = found["cut"]
+    assert not cut["bug"] and cut["error"].startswith(f"{REGISTRY}/cut:1: ")
+    assert "proxy" in cut["error"], cut
+    assert len(cut["records"][0]["attempts"]) == 2 and cut["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5

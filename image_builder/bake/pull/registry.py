@@ -114,20 +114,31 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
         raise PullError(
             f"{ref}: is for {own_platform}, not for {platform}", hint="choose a tag for this platform"
         )
-    if not manifest["layers"]:
-        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
-    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
-    if len(diff_ids) != len(manifest["layers"]):
-        raise PullError(
-            f"{ref}: its configuration names {len(diff_ids)} layers, its manifest {len(manifest['layers'])}"
-        )
-    layers = [
-        LockedLayer(digest=str(layer["digest"]), size=int(layer["size"]), diff_id=str(diff_id))
-        for layer, diff_id in zip(manifest["layers"], diff_ids, strict=True)
-    ]
+    layers = _layers(ref, manifest, config)
     return LockedImage(
         ref=ref, platform=platform, digest=digest, manifest=of_platform, config=config_digest, layers=layers
     )
+
+
+def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[LockedLayer]:
+    """Return the layers of a manifest; raises PullError for what no engine could unpack or both don't fetch alike."""
+    layers = manifest["layers"]
+    if not layers:
+        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
+    for layer in layers:
+        if urls := layer.get("urls"):
+            raise PullError(
+                f"{ref}: layer {str(layer['digest'])[7:19]} is foreign: it is kept outside of the registry,"
+                f" at {urls[0]}",
+                hint="Docker and containerd treat such layers differently; build the image from a base without them",
+            )
+    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
+    if len(diff_ids) != len(layers):
+        raise PullError(f"{ref}: its configuration names {len(diff_ids)} layers, its manifest {len(layers)}")
+    return [
+        LockedLayer(digest=str(layer["digest"]), size=int(layer["size"]), diff_id=str(diff_id))
+        for layer, diff_id in zip(layers, diff_ids, strict=True)
+    ]
 
 
 def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
