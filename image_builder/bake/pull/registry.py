@@ -55,8 +55,12 @@ _RETRIES = urllib3.Retry(
 _SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
 _NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
+_DOCUMENT_SECONDS = 120.0
 _READS = 3
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+# A parameter, or else the scheme that those after it belong to.
+_CHALLENGE = re.compile(
+    r'(?P<name>[\w-]+)\s*=\s*(?:"(?P<quoted>[^"]*)"|(?P<plain>[^\s,"]+))|(?P<scheme>[\w-]+)'
+)
 
 
 @dataclass(frozen=True)
@@ -280,18 +284,27 @@ class RegistryClient:
             tries -= 1
             with closing(self.stream("GET", self.path(resource), headers, redirect=True)) as answer:
                 try:
-                    data = answer.read(_LARGEST_DOCUMENT + 1)
+                    data = self._read(answer, resource)
                 except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
                     if not tries:
                         raise
                     time.sleep(1)
                     continue
-                if len(data) > _LARGEST_DOCUMENT:
-                    raise PullError(f"{self.image}: {resource} is too large to be what it should be")
                 if answer.status != 200:
                     reason = self.refusal(answer, data)
                     raise PullError(f"{self.image}: {reason}", hint=_HINTS.get(answer.status))
                 return data
+
+    def _read(self, answer: urllib3.BaseHTTPResponse, resource: str) -> bytes:
+        """Return a document, which is small: a server that sends one for minutes is as good as one that is silent."""
+        data, deadline = b"", time.monotonic() + _DOCUMENT_SECONDS
+        while block := answer.read1(_LARGEST_DOCUMENT + 1):
+            data += block
+            if len(data) > _LARGEST_DOCUMENT:
+                raise PullError(f"{self.image}: {resource} is too large to be what it should be")
+            if time.monotonic() > deadline:
+                raise PullError(f"{self.image}: {resource} did not come within {_DOCUMENT_SECONDS:g} s")
+        return data
 
     def stream(
         self, method: str, path: str, headers: Mapping[str, str], *, redirect: bool = False
@@ -338,33 +351,58 @@ class RegistryClient:
         return f"{self.registry} answered {answer.status} {message}".rstrip()
 
     def _log_in(self, challenge: str) -> None:
-        """Get what the registry asks for: the password itself, or a token for it."""
-        kind = challenge.partition(" ")[0].lower()
-        parameters = dict(_CHALLENGE.findall(challenge))
-        if kind == "basic" and self.credentials:
+        """Get what the registry asks for: a token, or the password itself; raises PullError when that is refused."""
+        challenges = _challenges(challenge)
+        bearer = challenges.get("bearer", {})
+        if bearer.get("realm", "").startswith("https://"):
+            self._authorization = self._token(bearer)
+        elif "basic" in challenges and self.credentials:
             self._authorization = _basic(self.credentials)
-            return
-        if kind != "bearer" or not parameters.get("realm", "").startswith("https://"):
-            return
-        answer = self._ask_for_token(parameters["realm"], parameters.get("service", ""))
-        if answer.status != 200:
-            raise PullError(f"{self.image}: {parameters['realm']} answered {answer.status}: login refused")
-        token = self._json(answer.data)
-        self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
 
-    def _ask_for_token(self, realm: str, service: str) -> urllib3.BaseHTTPResponse:
+    def _token(self, challenge: Mapping[str, str]) -> str:
+        realm = challenge["realm"]
+        answer = self._ask_for_token(challenge)
+        if answer.status in (400, 401, 403):
+            raise PullError(f"{self.image}: {realm} answered {answer.status}: login refused")
+        if answer.status != 200:
+            raise PullError(f"{self.image}: {realm} answered {answer.status} {answer.reason or ''}".rstrip())
+        document = self._json(answer.data)
+        token = document.get("token") or document.get("access_token")
+        if not isinstance(token, str):
+            raise PullError(f"{self.image}: {realm} answered without a token")
+        return f"Bearer {token}"
+
+    def _ask_for_token(self, challenge: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         """Request a token to pull with, by our credentials if there are any.
 
-        An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
-        OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").
+        The scope is that of the challenge: what a mirror calls the repository only it knows. An identity token is what
+        `az acr login` and credential helpers leave instead of a password; it is exchanged as OAuth 2.0 has it
+        (distribution's "Docker Registry v2 authentication using OAuth2").
         """
-        fields = {"service": service, "scope": f"repository:{self.image.api_name}:pull"}
+        realm = challenge["realm"]
+        scope = challenge.get("scope") or f"repository:{self.image.api_name}:pull"
+        fields = {"service": challenge.get("service", ""), "scope": scope}
         if self.credentials and self.credentials.token:
             fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}
             fields["refresh_token"] = self.credentials.token
             return self._send("POST", realm, {}, fields=fields, encode_multipart=False, redirect=False)
         headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
-        return self._send("GET", f"{realm}?{urllib.parse.urlencode(fields)}", headers)
+        query = urllib.parse.urlencode(fields)
+        return self._send("GET", f"{realm}{'&' if '?' in realm else '?'}{query}", headers)
+
+
+def _challenges(header: str) -> dict[str, dict[str, str]]:
+    """Return the challenges of a WWW-Authenticate header by scheme, in lower case (RFC 9110 11.6.1)."""
+    challenges: dict[str, dict[str, str]] = {}
+    parameters: dict[str, str] = {}
+    for match in _CHALLENGE.finditer(header):
+        if match["scheme"]:
+            parameters = challenges.setdefault(match["scheme"].lower(), {})
+        else:
+            parameters[match["name"].lower()] = (
+                match["quoted"] if match["quoted"] is not None else match["plain"]
+            )
+    return challenges
 
 
 _HINTS = {
