@@ -36,8 +36,8 @@ import pytest
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine, retry
-from image_builder.bake.pull.mirrors import Mirrors
 from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.outbound import Network
 from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.registry import Endpoint, locate
 from image_builder.bake.stages.preload.run import write_names
@@ -233,8 +233,10 @@ class Lab:
         self.base, self.tools, self.trees, self.engine = base, tools, list(trees), engine
         self.module = ENGINES[engine]
         self.endpoints: dict[str, Endpoint] = {}
+        self.names: dict[str, str] = {}
         self.log = base / f"{engine}.log"
         self.root: Root | None = None
+        self.network = Network()
         self._stack = ExitStack()
         self._numbers = iter(range(1000))
 
@@ -319,7 +321,7 @@ class Lab:
     # -- the engine -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, state: Path, *, downloads: int = 64, mirrors: Mirrors | None = None) -> Iterator[Any]:
+    def running(self, state: Path, *, downloads: int = 64, network: Network | None = None) -> Iterator[Any]:
         """Run the engine on a data root in the worker's tree, as the stage ``preload`` does."""
         self.out = self.folder("out")
         with open_root(
@@ -328,12 +330,19 @@ class Lab:
             writable_binds={self.module.DATA_ROOT: state, _OUT: self.out},
             network=True,
         ) as root:
-            write_names(root.path, self.endpoints)
+            self.name(root)
             self.root = root
+            self.network = network or Network()
             with self.module.running(
-                root, downloads=downloads, endpoints=self.endpoints, log=self.log, mirrors=mirrors
+                root, downloads=downloads, endpoints=self.endpoints, log=self.log, network=self.network
             ) as engine:
                 yield engine
+
+    def name(self, root: Root) -> None:
+        """Let a root know the registries that have a name: what a resolver would do outside."""
+        write_names(root.path, self.endpoints)
+        with (root.path / "etc/hosts").open("a") as hosts:
+            hosts.writelines(f"{address} {name}\n" for name, address in self.names.items())
 
     def pull(
         self,
@@ -354,6 +363,7 @@ class Lab:
             policy=retry.Policy(attempts=attempts, longest_wait=longest_wait),
             parallel=parallel,
             endpoints=self.endpoints,
+            outbound=self.network.outbound,
             stage="preload",
             monitor=monitor or NullMonitor(),
             stop=stop,

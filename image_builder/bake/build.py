@@ -17,7 +17,7 @@ from typing import Any, Self
 from image_builder.bake import publish, space
 from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
-from image_builder.bake.lock.requirements import registry_mirrors
+from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
@@ -256,7 +256,7 @@ def build(
         space.check(lock, todo, work.kinds, store, settings, definition)
         fetch_locked(work, todo)
         if any(work.kind(stage).pulls for stage in todo):
-            work = replace(work, endpoints=supply.endpoints(), mirrors=registry_mirrors(definition))
+            work = replace(work, endpoints=supply.endpoints(), network=node_network(definition))
         run_all(work, todo)
         if not stop_after:
             store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 import time
 
 import pytest
 
-from image_builder.bake.pull.mirrors import Mirror
 from image_builder.bake.pull.model import Limits
-from image_builder.bake.pull.registry import Endpoint, locate
-from image_builder.lab.registry import HOST, PORT
+from image_builder.lab.registry import HOST
 from tests.builds import Workplace
-from tests.faults.pull_cases import HASTY, PATIENT, REFUSED
+from tests.faults.pull_cases import HASTY, PATIENT
 from tests.faults.registry_plan import Fault
 from tests.pulls import (
     MB,
-    PLATFORM,
     Lab,
     Result,
     every_engine,
     isolated,
-    new_address,
     wait_until,
 )
 
@@ -33,35 +27,6 @@ pytestmark = pytest.mark.root
 @pytest.fixture(scope="module", params=every_engine())
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-# -- a mirror that is the only way out ----------------------------------------------------------------------------
-
-OUTSIDE = "outside.lab.internal"
-
-
-def ask_a_mirror(lab: Lab) -> Result:
-    """Lock and pull from a registry that is gone, by a mirror of it."""
-    image = lab.push("one", MB)
-    proxy = lab.serve_proxy(OUTSIDE)
-    lab.endpoints[REFUSED] = Endpoint(REFUSED, new_address(), PORT, lab.endpoints[HOST].ca)
-    shutil.copyfile(lab.endpoints[OUTSIDE].ca, lab.base / "mirror.pem")
-    os.environ["SSL_CERT_FILE"] = os.fspath(lab.base / "mirror.pem")
-    mirrors = {REFUSED: [Mirror(f"https://{OUTSIDE}")]}
-    ref = image.ref.replace(HOST, REFUSED)
-    located = locate(ref, PLATFORM, lab.endpoints, mirrors)
-    asked = len(proxy.requests)
-    with lab.running(lab.folder("state"), mirrors=mirrors) as engine:
-        result = lab.pull(engine, [located], attempts=1)
-        result["has"] = engine.has(located)
-    return {**result, "same": located.digest == image.digest, "asked": [asked, len(proxy.requests) - asked]}
-
-
-@pytest.mark.parametrize("engine", [e for e in every_engine() if "docker" not in e.values], indirect=True)
-def test_mirrors_of_the_nodes_count_for_lock_and_bake(worker: Workplace, engine: str) -> None:
-    found = isolated(ask_a_mirror, worker, engine)
-    assert found["same"] and not found["bug"] and not found["error"] and found["has"], found
-    assert all(found["asked"])
 
 
 # -- a manifest that never comes -------------------------------------------------------------------------------

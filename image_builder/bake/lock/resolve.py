@@ -11,7 +11,7 @@ from pathlib import Path
 
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
-from image_builder.bake.lock.requirements import Group, Requirements, keyring, registry_mirrors
+from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
 from image_builder.bake.pull.registry import Endpoints, locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
@@ -58,7 +58,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     Raises PullError for a required image that can't be had; any other is left out with a note.
     """
     images, left_out = [], []
-    mirrors = registry_mirrors(definition)
+    network = node_network(definition)
     started = time.monotonic()
     monitor.stage_started("lock")
     try:
@@ -67,7 +67,7 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
             if locked is None or locked.platform != image.platform:
                 monitor.stage_doing("lock", f"asking for {image.ref}")
                 try:
-                    locked = locate(image.ref, image.platform, endpoints, mirrors)
+                    locked = locate(image.ref, image.platform, endpoints, network.mirrors, network.outbound)
                 except PullError as error:
                     if image.required:
                         raise

@@ -73,18 +73,20 @@ def _ask_helper(name: str, server: str) -> dict[str, str] | None:
     What it prints stays here, since that may be the secret. It runs in the caller's environment, which helpers read.
     """
     program = f"docker-credential-{name}"
+    reason = "its answer is not the protocol's JSON"
     try:
         done = process.run(
             [program, "get"], input=server, env=os.environ, timeout=_HELPER_SECONDS, ok=range(-64, 256)
         )
-        if done.returncode and _NOT_FOUND in done.stdout:
+        if done.returncode == 0:
+            answer = json.loads(done.stdout)
+            if isinstance(answer, Mapping) and {"Username", "Secret"} <= answer.keys():
+                found = {key: str(answer[key]) for key in ("Username", "Secret")}
+                return found if any(found.values()) else None
+        elif _NOT_FOUND in done.stdout:
             return None
-        reason = (
-            f"exit status {done.returncode}" if done.returncode else "its answer is not the protocol's JSON"
-        )
-        answer = {} if done.returncode else json.loads(done.stdout)
-        if isinstance(answer, Mapping) and {"Username", "Secret"} <= answer.keys():
-            return {key: str(answer[key]) for key in ("Username", "Secret")} if any(answer.values()) else None
+        else:
+            reason = f"exit status {done.returncode}"
     except ValueError:
         pass
     except CommandError as error:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine
-from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.outbound import NO_NETWORK, Network
 from image_builder.bake.pull.puller import Engine
 from image_builder.bake.pull.registry import Endpoints
 from image_builder.system.sandbox import Root
@@ -18,7 +18,9 @@ from image_builder.system.sandbox import Root
 class RunningEngine(Engine, Protocol):
     """A running daemon. Methods may be called from several threads and raise PullError."""
 
-    binary: str
+    @property
+    def binary(self) -> str:
+        """Return the path of the daemon's program in its root."""
 
     def version(self) -> str:
         """Return the daemon's version."""
@@ -53,7 +55,7 @@ class EngineModule(Protocol):
     DATA_ROOT: str
 
     def running(
-        self, root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+        self, root: Root, *, downloads: int, endpoints: Endpoints, log: Path, network: Network = NO_NETWORK
     ) -> AbstractContextManager[RunningEngine]:
         """Run the engine in ``root``, which has a network and a data root, while the block lasts."""
 

@@ -26,7 +26,7 @@ from image_builder.bake.pull.credentials import Credentials, credentials_for
 from image_builder.bake.pull.mirrors import Mirror, Mirrors
 from image_builder.bake.pull.reference import Reference, parse
 from image_builder.errors import PullError
-from image_builder.system.web import pool
+from image_builder.system.web import NOTHING_DECLARED, Outbound, pool
 
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -76,7 +76,13 @@ class Endpoint:
 Endpoints = Mapping[str, Endpoint]
 
 
-def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | None = None) -> LockedImage:
+def locate(
+    ref: str,
+    platform: str,
+    endpoints: Endpoints,
+    mirrors: Mirrors | None = None,
+    outbound: Outbound = NOTHING_DECLARED,
+) -> LockedImage:
     """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
 
     Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
@@ -85,7 +91,7 @@ def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | Non
     failures = []
     for mirror in (mirrors or {}).get(image.registry, ()):
         try:
-            with RegistryClient(image, endpoints, mirror, retries=False) as client:
+            with RegistryClient(image, endpoints, mirror, outbound=outbound, retries=False) as client:
                 return _locate(ref, platform, client)
         except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
             authority = (
@@ -93,7 +99,7 @@ def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | Non
             )
             failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
     try:
-        with RegistryClient(image, endpoints) as client:
+        with RegistryClient(image, endpoints, outbound=outbound) as client:
             return _locate(ref, platform, client)
     except PullError as error:
         raise PullError(f"{error.message}{''.join(failures)}", hint=error.hint) from error
@@ -145,14 +151,14 @@ def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) ->
     ]
 
 
-def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
+def retry_after(ref: str, digest: str, endpoints: Endpoints, outbound: Outbound) -> float:
     """Ask the registry how long to wait before the next request: seconds, 0 when it answers.
 
     Runtimes hand on that it said 429, but not for how long.
     """
     image = parse(ref)
     try:
-        with RegistryClient(image, endpoints, retries=False, timeout=_SHORT) as client:
+        with RegistryClient(image, endpoints, outbound=outbound, retries=False, timeout=_SHORT) as client:
             # It logs in: without credentials a registry answers 401, however often it is asked.
             answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
             answer.close()
@@ -192,10 +198,11 @@ class RegistryClient:
         endpoints: Endpoints,
         mirror: Mirror | None = None,
         *,
+        outbound: Outbound = NOTHING_DECLARED,
         retries: bool = True,
         timeout: urllib3.Timeout = _TIMEOUT,
     ) -> None:
-        self.image, self.endpoints = image, endpoints
+        self.image, self.endpoints, self.outbound = image, endpoints, outbound
         self.server = mirror.server if mirror else f"https://{image.api_host}"
         self.api = mirror.api if mirror else "/v2"
         self.registry = mirror.host if mirror else image.registry
@@ -217,7 +224,7 @@ class RegistryClient:
 
     def path(self, resource: str) -> str:
         """Return the path of a manifest or a blob."""
-        return f"{self.api}/{self.image.api_name}/{resource}"
+        return f"{self.api}/{self.image.name}/{resource}"
 
     def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
         """Return an error of the connection in words."""
@@ -247,7 +254,8 @@ class RegistryClient:
         """Return connections to a server, under which address, and what it calls itself."""
         endpoint = self.endpoints.get(host)
         if endpoint is None:
-            return pool(site, **({"cert_reqs": "CERT_NONE"} if self._unchecked else {})), site, host
+            options = {"cert_reqs": "CERT_NONE"} if self._unchecked else {}
+            return pool(site, self.outbound, **options), site, host
         connections = urllib3.PoolManager(
             ca_certs=str(endpoint.ca), server_hostname=endpoint.host, assert_hostname=endpoint.host
         )
@@ -380,7 +388,7 @@ class RegistryClient:
         (distribution's "Docker Registry v2 authentication using OAuth2").
         """
         realm = challenge["realm"]
-        scope = challenge.get("scope") or f"repository:{self.image.api_name}:pull"
+        scope = challenge.get("scope") or f"repository:{self.image.name}:pull"
         fields = {"service": challenge.get("service", ""), "scope": scope}
         if self.credentials and self.credentials.token:
             fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}

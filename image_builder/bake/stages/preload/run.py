@@ -60,7 +60,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         write_names(root.path, ctx.endpoints)
         downloads = max(_DOWNLOADS, ctx.definition.pull.parallel)
         with module.running(
-            root, downloads=downloads, endpoints=ctx.endpoints, mirrors=ctx.mirrors, log=ctx.log
+            root, downloads=downloads, endpoints=ctx.endpoints, network=ctx.network, log=ctx.log
         ) as engine:
             engine.keep_only(images)
             failed = _pull(ctx, engine, images)
@@ -119,6 +119,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
         policy=retry.Policy(attempts=settings.attempts),
         parallel=settings.parallel,
         endpoints=ctx.endpoints,
+        outbound=ctx.network.outbound,
         stage=ctx.plan.name,
         monitor=ctx.monitor,
         stop=ctx.stop,
