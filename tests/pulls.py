@@ -399,6 +399,20 @@ def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
     return holds
 
 
+@contextmanager
+def when_part_is_there(proxy: RegistryProxy, layer: str, act: Callable[[], None]) -> Iterator[None]:
+    """Act once, beside the block, when a megabyte of a layer has been sent."""
+
+    def wait_and_act() -> None:
+        wait_until(lambda: any(layer in r.path and r.sent > MB for r in proxy.requests), 200)
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    yield
+    thread.join()
+
+
 @dataclass(frozen=True)
 class Process:
     """A process of this PID namespace."""

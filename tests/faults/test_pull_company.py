@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 
-from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull.registry import locate
 from tests.builds import Workplace
 from tests.faults.canaries import files_with, watched_processes
 from tests.faults.company import REGISTRY, STORAGE, company
 from tests.faults.pull_cases import AFTER, HASTY, PATIENT, large_layer, layer_fault, partial, placed
 from tests.faults.registry_plan import Fault, Tokens
-from tests.pulls import MB, PLATFORM, Lab, Result, every_engine, family, wait_until, with_each_engine
+from tests.pulls import MB, PLATFORM, Lab, Result, every_engine, family, when_part_is_there, with_each_engine
 
 pytestmark = pytest.mark.root
 
@@ -107,16 +103,6 @@ def fail_midway(lab: Lab) -> Result:
             locate(place.reference(pushed[n]), PLATFORM, lab.endpoints) for n in ("refused", "cut")
         )
 
-        def when_half_is_there(image: LockedImage, act: Callable[[], None]) -> threading.Thread:
-            def wait_and_act() -> None:
-                layer = large_layer(image)
-                wait_until(lambda: any(layer in r.path and r.sent > MB for r in place.registry.requests))
-                act()
-
-            thread = threading.Thread(target=wait_and_act)
-            thread.start()
-            return thread
-
         def refuse() -> None:
             place.registry.tokens = Tokens(None, TOKEN_SECONDS)
 
@@ -124,13 +110,11 @@ def fail_midway(lab: Lab) -> Result:
         place.registry.faults = [placed(layer_fault("short", times=1), "refused", refused)]
         state = lab.folder("state")
         with lab.running(state) as engine:
-            thread = when_half_is_there(refused, refuse)
-            result["refused"] = lab.pull(engine, [refused], limits=HASTY)
-            thread.join()
+            with when_part_is_there(place.registry, large_layer(refused), refuse):
+                result["refused"] = lab.pull(engine, [refused], limits=HASTY)
             place.registry.tokens = Tokens(place.login, TOKEN_SECONDS)
-            thread = when_half_is_there(cut, place.way.die)
-            result["cut"] = lab.pull(engine, [cut], limits=HASTY, attempts=2)
-            thread.join()
+            with when_part_is_there(place.registry, large_layer(cut), place.way.die):
+                result["cut"] = lab.pull(engine, [cut], limits=HASTY, attempts=2)
             result["has"] = [engine.has(refused), engine.has(cut)]
         lab.module.strip(state)
         result["partial"] = partial(state)
