@@ -37,9 +37,9 @@ import pytest
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine, retry
 from image_builder.bake.pull.model import Limits
-from image_builder.bake.pull.outbound import Network
+from image_builder.bake.pull.network import Endpoint, Network
 from image_builder.bake.pull.puller import Puller, Request
-from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.pull.registry import locate
 from image_builder.bake.stages.preload.run import write_names
 from image_builder.bake.store import Store
 from image_builder.errors import PullError
@@ -401,16 +401,22 @@ def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
 
 @contextmanager
 def when_part_is_there(proxy: RegistryProxy, layer: str, act: Callable[[], None]) -> Iterator[None]:
-    """Act once, beside the block, when a megabyte of a layer has been sent."""
+    """Act once, beside the block, when a megabyte of a layer has been sent; never, where the block ends before."""
+    over = threading.Event()
 
     def wait_and_act() -> None:
-        wait_until(lambda: any(layer in r.path and r.sent > MB for r in proxy.requests), 200)
-        act()
+        while not over.wait(0.05):
+            if any(layer in r.path and r.sent > MB for r in proxy.requests):
+                act()
+                return
 
     thread = threading.Thread(target=wait_and_act)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

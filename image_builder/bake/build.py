@@ -21,7 +21,7 @@ from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints
 from image_builder.bake.stages.convert.plan import CONVERT
 from image_builder.bake.stages.kind import Extensions, Supplier
 from image_builder.bake.store import Store

@@ -22,8 +22,7 @@ from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
 from image_builder.bake.plan.model import Plan, StagePlan
-from image_builder.bake.pull.outbound import Network
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store

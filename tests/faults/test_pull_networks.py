@@ -20,7 +20,7 @@ import pytest
 
 from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.pull import containerd_engine, docker_engine, registry
-from image_builder.bake.pull.outbound import Network
+from image_builder.bake.pull.network import Network
 from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import locate
 from image_builder.system import namespace, process

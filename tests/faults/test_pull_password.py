@@ -13,7 +13,8 @@ import bcrypt
 import pytest
 
 from image_builder.bake.pull.credentials import VARIABLE
-from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.pull.network import Endpoint
+from image_builder.bake.pull.registry import locate
 from image_builder.lab import certificate, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.system import process

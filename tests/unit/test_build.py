@@ -14,7 +14,7 @@ from image_builder.bake import build as building
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.resolve import requirements, resolve, supplier_plan
-from image_builder.bake.pull.registry import Endpoint
+from image_builder.bake.pull.network import Endpoint
 from image_builder.bake.store import Store
 from image_builder.cli.extensions import EXTENSIONS
 from image_builder.definition import ImageDefinition, load_inventory

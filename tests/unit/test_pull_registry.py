@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from image_builder.bake.pull.mirrors import Mirror
+from image_builder.bake.pull.network import Mirror
 from image_builder.bake.pull.registry import RegistryClient, _challenges, _choose, locate
 from image_builder.errors import PullError
 

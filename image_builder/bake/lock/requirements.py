@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake.lock.model import Lock, LockedArchive, Question
-from image_builder.bake.pull.mirrors import Mirror
-from image_builder.bake.pull.outbound import Network
+from image_builder.bake.pull.network import Mirror, Network
 from image_builder.definition import ImageDefinition, Repository, resolved_variables
 from image_builder.system.web import Outbound
 

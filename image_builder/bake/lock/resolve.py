@@ -12,7 +12,8 @@ from pathlib import Path
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
-from image_builder.bake.pull.registry import Endpoints, locate
+from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import DefinitionError, ImageBuilderError, LockError, Problem, PullError

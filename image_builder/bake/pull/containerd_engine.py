@@ -22,11 +22,11 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import outbound
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.gateway import Gateway, gateway
-from image_builder.bake.pull.mirrors import Mirror
 from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Mirror, Network
 from image_builder.bake.pull.reference import Reference, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
-from image_builder.bake.pull.registry import STREAM, Endpoints, RegistryClient
+from image_builder.bake.pull.registry import STREAM, RegistryClient
 from image_builder.errors import CommandError, PullError
 from image_builder.system import cgroups, process
 from image_builder.system.sandbox import Root
@@ -70,7 +70,7 @@ def running(
     downloads: int,
     endpoints: Endpoints,
     log: Path,
-    network: outbound.Network = outbound.NO_NETWORK,
+    network: Network = NOTHING_SPECIAL,
 ) -> Iterator[ContainerdEngine]:
     """Run containerd in ``root``, which has a network and a data root; yields it when it answers.
 
@@ -106,7 +106,7 @@ class ContainerdEngine:
         self.root, self.downloads, self.endpoints = root, downloads, endpoints
         self.pid, self.alive, self.log = pid, alive, log
         self.data_root = root.path / DATA_ROOT.lstrip("/")
-        self.network = outbound.NO_NETWORK
+        self.network = NOTHING_SPECIAL
         self.outbound: Mapping[str, str] = {}
 
     def _ctr(self, *arguments: str) -> str:

@@ -30,9 +30,9 @@ from image_builder.bake.pull.attempt import Attempt
 from image_builder.bake.pull.credentials import credentials_for, docker_header
 from image_builder.bake.pull.docker_events import Failed, parse
 from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Network
 from image_builder.bake.pull.reference import familiar, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.errors import PullError
 from image_builder.system import cgroups, process
 from image_builder.system.sandbox import Root
@@ -79,7 +79,7 @@ def running(
     downloads: int,
     endpoints: Endpoints,
     log: Path,
-    network: outbound.Network = outbound.NO_NETWORK,
+    network: Network = NOTHING_SPECIAL,
 ) -> Iterator[DockerEngine]:
     """Run dockerd in ``root``, which has a network and a data root; yields it when it answers.
 

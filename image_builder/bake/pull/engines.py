@@ -9,9 +9,8 @@ from typing import Protocol
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine
-from image_builder.bake.pull.outbound import NO_NETWORK, Network
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Network
 from image_builder.bake.pull.puller import Engine
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.system.sandbox import Root
 
 
@@ -55,7 +54,13 @@ class EngineModule(Protocol):
     DATA_ROOT: str
 
     def running(
-        self, root: Root, *, downloads: int, endpoints: Endpoints, log: Path, network: Network = NO_NETWORK
+        self,
+        root: Root,
+        *,
+        downloads: int,
+        endpoints: Endpoints,
+        log: Path,
+        network: Network = NOTHING_SPECIAL,
     ) -> AbstractContextManager[RunningEngine]:
         """Run the engine in ``root``, which has a network and a data root, while the block lasts."""
 

@@ -1,28 +1,15 @@
-"""The network outside for an engine in the sandbox, and what a definition declares of it for its nodes."""
+"""The network outside for an engine in the sandbox: proxies, authorities."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 
-from image_builder.bake.pull.mirrors import Mirrors
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints
 from image_builder.system.environment import environment
 from image_builder.system.sandbox import Root
-from image_builder.system.web import NOTHING_DECLARED, Outbound, trusted_authorities
+from image_builder.system.web import Outbound, trusted_authorities
 
 _BUNDLE = "run/image-builder/authorities.pem"
-
-
-@dataclass(frozen=True)
-class Network:
-    """How nodes reach registries, as their definition declares it: a bake goes the same way."""
-
-    mirrors: Mirrors = field(default_factory=dict)
-    outbound: Outbound = NOTHING_DECLARED
-
-
-NO_NETWORK = Network()
 
 
 def variables(root: Root, endpoints: Endpoints, outbound: Outbound) -> dict[str, str]:

@@ -13,7 +13,8 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.model import Event, Limits
-from image_builder.bake.pull.registry import Endpoints, retry_after
+from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.registry import retry_after
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.events import Monitor, Part

@@ -15,15 +15,13 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import urllib3
 
 from image_builder.bake.lock.model import LockedImage, LockedLayer
 from image_builder.bake.pull.credentials import Credentials, credentials_for
-from image_builder.bake.pull.mirrors import Mirror, Mirrors
+from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors
 from image_builder.bake.pull.reference import Reference, parse
 from image_builder.errors import PullError
 from image_builder.system.web import NOTHING_DECLARED, Outbound, pool
@@ -61,19 +59,6 @@ _READS = 3
 _CHALLENGE = re.compile(
     r'(?P<name>[\w-]+)\s*=\s*(?:"(?P<quoted>[^"]*)"|(?P<plain>[^\s,"]+))|(?P<scheme>[\w-]+)'
 )
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the registry called ``host`` is really reached: the lab's has no name in any DNS."""
-
-    host: str
-    address: str
-    port: int
-    ca: Path
-
-
-Endpoints = Mapping[str, Endpoint]
 
 
 def locate(

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.pull.outbound import Network
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.canonical import JSON
 from image_builder.events import Monitor
 from image_builder.settings import Settings

@@ -21,8 +21,8 @@ from typing import Any
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Endpoints
 from image_builder.bake.pull.puller import Puller, Request
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.preload.images import Image
 from image_builder.canonical import JSON
