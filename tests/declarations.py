@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 
 from tests.variants import Declaration, StandIn
@@ -57,6 +58,18 @@ _HELPER = StandIn(
     {"usr/bin/docker-credential-pass": (0o755, _program("a stand-in"))},
 )
 
+# An authority that signs nothing; its key is gone.
+CA = """-----BEGIN CERTIFICATE-----
+MIIBTDCB8qADAgECAgEBMAoGCCqGSM49BAMCMCQxIjAgBgNVBAMMGUEgY29tcGFu
+eSdzIENBLCBmb3IgdGVzdHMwIBcNMjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAw
+MDBaMCQxIjAgBgNVBAMMGUEgY29tcGFueSdzIENBLCBmb3IgdGVzdHMwWTATBgcq
+hkjOPQIBBggqhkjOPQMBBwNCAAQ95knXqcDV1ZqT8VZQmW4tUv8ykvnVgpAQezgp
+kI7SOr6rigMmSYoQbSCTq/tJE+KfYagAgBY0lH6lS3UePVZPoxMwETAPBgNVHRMB
+Af8EBTADAQH/MAoGCCqGSM49BAMCA0kAMEYCIQCE9sYxn4rHIU0w8FBnQvQ306de
+J57ZERPEaFshGbgAFgIhAJoXFuJ2H1D+gAJWCc8ICObZHrWLcsGiPKFIZcZQTUcL
+-----END CERTIFICATE-----
+"""
+
 CONTAINERD = Declaration(
     image="worker",
     variables=f"""
@@ -83,6 +96,8 @@ DOCKER = Declaration(
     variables=f"""
 azure_guest_agent: true
 container_runtime_engine: docker
+container_runtime_ca_certificates: {{company: {json.dumps(CA)}}}
+container_runtime_proxy: {{https: "http://proxy.test:3128", no_proxy: [.test, 10.0.0.0/8]}}
 container_runtime_credential_helpers: {{registry.test: pass}}
 container_runtime_credential_helper_packages: [docker-credential-helpers]
 container_runtime_cri_dockerd:
@@ -107,8 +122,10 @@ SELECTED = {
     ),
     "docker": (
         "test_cloud.py::test_agent_leaves_the_local_disk_alone",
+        "test_container_runtime.py::test_cas_of_registries_are_trusted",
         "test_container_runtime.py::test_credential_helpers",
         "test_container_runtime.py::test_cri_dockerd",
+        "test_container_runtime.py::test_engines_pull_through_the_proxy",
     ),
 }
 DECLARATIONS = {"containerd": CONTAINERD, "docker": DOCKER}

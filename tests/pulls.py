@@ -36,10 +36,10 @@ import pytest
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine, retry
-from image_builder.bake.pull.mirrors import Mirrors
 from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Endpoint, Network
 from image_builder.bake.pull.puller import Puller, Request
-from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.pull.registry import locate
 from image_builder.bake.stages.preload.run import write_names
 from image_builder.bake.store import Store
 from image_builder.errors import PullError
@@ -55,7 +55,10 @@ from tests.faults.registry_proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 # Engines newer than those of Debian's archive, as packages of the directory of programs.
-NEWER = {"containerd_2": "repository/containerd.io_2.*.deb"}
+NEWER = {
+    "containerd_2": ("repository/containerd.io_2.*.deb",),
+    "docker_28": ("repository/docker-ce_28.*.deb", "repository/containerd.io_2.*.deb"),
+}
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # Of the stages of a worker, those whose trees hold the engines, topmost first.
@@ -139,7 +142,7 @@ def family(engine: str) -> str:
 
 def every_engine() -> list[Any]:
     """Return the engines as parameters of a test, the newer ones too where their packages are there."""
-    absent = [name for name, pattern in NEWER.items() if not programs.find(pattern)]
+    absent = [n for n, patterns in NEWER.items() if not all(map(programs.find, patterns))]
     return [
         pytest.param(n, marks=[pytest.mark.skip(programs.ABSENT)] if n in absent else [])
         for n in (*ENGINES, *NEWER)
@@ -150,9 +153,10 @@ def _newer(engine: str, base: Path) -> list[str]:
     """Unpack the programs of a newer engine; return their tree, if it is one."""
     if engine not in NEWER:
         return []
-    (package,) = programs.find(NEWER[engine])
     tree = base / "programs"
-    subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
+    for pattern in NEWER[engine]:
+        (package,) = programs.find(pattern)
+        subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
     return [os.fspath(tree)]
 
 
@@ -229,8 +233,10 @@ class Lab:
         self.base, self.tools, self.trees, self.engine = base, tools, list(trees), engine
         self.module = ENGINES[engine]
         self.endpoints: dict[str, Endpoint] = {}
+        self.names: dict[str, str] = {}
         self.log = base / f"{engine}.log"
         self.root: Root | None = None
+        self.network = Network()
         self._stack = ExitStack()
         self._numbers = iter(range(1000))
 
@@ -315,7 +321,7 @@ class Lab:
     # -- the engine -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, state: Path, *, downloads: int = 64, mirrors: Mirrors | None = None) -> Iterator[Any]:
+    def running(self, state: Path, *, downloads: int = 64, network: Network | None = None) -> Iterator[Any]:
         """Run the engine on a data root in the worker's tree, as the stage ``preload`` does."""
         self.out = self.folder("out")
         with open_root(
@@ -324,12 +330,19 @@ class Lab:
             writable_binds={self.module.DATA_ROOT: state, _OUT: self.out},
             network=True,
         ) as root:
-            write_names(root.path, self.endpoints)
+            self.name(root)
             self.root = root
+            self.network = network or Network()
             with self.module.running(
-                root, downloads=downloads, endpoints=self.endpoints, log=self.log, mirrors=mirrors
+                root, downloads=downloads, endpoints=self.endpoints, log=self.log, network=self.network
             ) as engine:
                 yield engine
+
+    def name(self, root: Root) -> None:
+        """Let a root know the registries that have a name: what a resolver would do outside."""
+        write_names(root.path, self.endpoints)
+        with (root.path / "etc/hosts").open("a") as hosts:
+            hosts.writelines(f"{address} {name}\n" for name, address in self.names.items())
 
     def pull(
         self,
@@ -350,6 +363,7 @@ class Lab:
             policy=retry.Policy(attempts=attempts, longest_wait=longest_wait),
             parallel=parallel,
             endpoints=self.endpoints,
+            outbound=self.network.outbound,
             stage="preload",
             monitor=monitor or Monitor(),
             stop=stop,
@@ -383,6 +397,26 @@ def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
     while not (holds := what()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return holds
+
+
+@contextmanager
+def when_part_is_there(proxy: RegistryProxy, layer: str, act: Callable[[], None]) -> Iterator[None]:
+    """Act once, beside the block, when a megabyte of a layer has been sent; never, where the block ends before."""
+    over = threading.Event()
+
+    def wait_and_act() -> None:
+        while not over.wait(0.05):
+            if any(layer in r.path and r.sent > MB for r in proxy.requests):
+                act()
+                return
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from typing import Any, Self
 from image_builder.bake import publish, space
 from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
-from image_builder.bake.lock.requirements import registry_mirrors
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints
 from image_builder.bake.stages.convert import CONVERT
 from image_builder.bake.stages.kind import Extensions, Supplier
 from image_builder.bake.store import Store
@@ -179,8 +178,7 @@ def make(work: Build, todo: Sequence[StagePlan], supply: Supply | None = None) -
     space.check(work, todo)
     fetch_locked(work, todo)
     if supply and any(work.kind(stage).pulls for stage in todo):
-        mirrors = registry_mirrors(work.definition)
-        work = replace(work, endpoints=supply.endpoints(), mirrors=mirrors)
+        work = replace(work, endpoints=supply.endpoints(), network=node_network(work.definition))
     run_all(work, todo)
 
 

@@ -22,8 +22,7 @@ from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
 from image_builder.bake.plan.model import Plan, StagePlan
-from image_builder.bake.pull.mirrors import Mirrors
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
@@ -48,7 +47,7 @@ class Build:
     kinds: Mapping[str, StageKind]
     shell: Callable[[Root], None] | None = None
     endpoints: Endpoints = field(default_factory=dict)
-    mirrors: Mirrors = field(default_factory=dict)
+    network: Network = field(default_factory=Network)
     stop: threading.Event = field(default_factory=threading.Event)
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
@@ -250,7 +249,7 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
         settings=work.settings,
         shell=work.shell,
         endpoints=work.endpoints,
-        mirrors=work.mirrors,
+        network=work.network,
         previous=_previous(work, stage),
         stop=work.stop,
     )

@@ -136,6 +136,11 @@ class PreloadedImage(Strict):
             raise ValueError(
                 f"must name registry, image and tag, such as registry.k8s.io/pause:3.10, got `{ref}`"
             )
+        registry, _, name = ref.partition("/")
+        if registry == "index.docker.io" or (registry == "docker.io" and "/" not in name):
+            # The kubelet asks containerd for Docker Hub's images by their full names, and there is no other there.
+            full = f"docker.io/{name if '/' in name else f'library/{name}'}"
+            raise ValueError(f"is a short name of Docker Hub's, write `{full}`")
         return ref
 
 

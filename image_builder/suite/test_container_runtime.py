@@ -167,6 +167,33 @@ def test_docker_listens_on_its_socket_alone(host: Host) -> None:
 
 @offline
 @booted
+@needs("container_runtime", container_runtime_ca_certificates=bool)
+def test_cas_of_registries_are_trusted(host: Host, v: V) -> None:
+    """The trust store that the engines read has every declared CA."""
+    trusted = read(host, "/etc/ssl/certs/ca-certificates.crt")
+    nothing(
+        name for name, pem in v["container_runtime_ca_certificates"].items() if pem.strip() not in trusted
+    )
+
+
+@offline
+@booted
+@needs("container_runtime", container_runtime_proxy=bool)
+def test_engines_pull_through_the_proxy(host: Host, v: V) -> None:
+    """Every service that pulls has the declared proxy in its environment."""
+    pulls = {"docker": "__container_runtime_with_docker", "containerd": "__container_runtime_with_cri"}
+    for unit in (unit for unit, flag in pulls.items() if v[flag]):
+        text = merged(host, f"systemd/system/{unit}.service")
+        actual = dict(re.findall(r'^Environment="(\w+_PROXY)=([^"]*)"', text, re.MULTILINE))
+        expected = {
+            name: str(value).replace("%", "%%")
+            for name, value in v["__container_runtime_environment"].items()
+        }
+        assert actual == expected, unit
+
+
+@offline
+@booted
 @needs("container_runtime", container_runtime_credential_helpers=bool)
 def test_credential_helpers(host: Host, v: V) -> None:
     """The docker client knows the declared credential helpers, and they are installed."""

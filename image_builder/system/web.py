@@ -7,25 +7,49 @@ from __future__ import annotations
 
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import urllib3
 
-from image_builder.system.environment import environment
+from image_builder.system.environment import PROXIES, environment
 
 # Where Debian keeps all authorities that its administrator trusts, a company's own among them.
 _HOST_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
-def pool(url: str, **options: Any) -> urllib3.PoolManager:
+@dataclass(frozen=True)
+class Outbound:
+    """The way out that a definition declares: ``proxies`` by variable (``https_proxy``), ``authorities`` (PEM).
+
+    A variable of this host's environment comes before one of ``proxies``; all authorities count.
+    """
+
+    proxies: Mapping[str, str] = field(default_factory=dict)
+    authorities: bytes = b""
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables for proxies that count."""
+        here = environment()
+        return {**self.proxies, **{name: here[name] for name in PROXIES if name in here}}
+
+
+NOTHING_DECLARED = Outbound()
+
+
+def pool(url: str, outbound: Outbound = NOTHING_DECLARED, **options: Any) -> urllib3.PoolManager:
     """Return what fetches from the server of ``url``; ``options`` are urllib3's."""
     for variable, option in (("SSL_CERT_FILE", "ca_certs"), ("SSL_CERT_DIR", "ca_cert_dir")):
         if path := environment().get(variable):
             options.setdefault(option, path)
+    if outbound.authorities:
+        options["ca_cert_data"] = (trusted_authorities() + outbound.authorities).decode()
     parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies_environment().get(parts.scheme)
-    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+    proxies = {name.removesuffix("_proxy"): value for name, value in outbound.variables().items()}
+    proxy = proxies.get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass_environment(parts.hostname or "", proxies):  # type: ignore[attr-defined]
         return urllib3.PoolManager(**options)
     # Others take an address without a scheme, and a password in it.
     proxy = proxy if "://" in proxy else f"http://{proxy}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import re
 import secrets
 import ssl
@@ -9,7 +11,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["stall", "reset", "status", "short", "wrong", "redirect_loop", "drip", "drop", "silence"]
+Kind = Literal[
+    "stall", "reset", "status", "short", "wrong", "redirect_loop", "elsewhere", "drip", "drop", "silence"
+]
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Fault:
     - ``wrong``: the right length, but every bit from byte ``after`` on is turned over;
     - ``drip``: from byte ``after`` on ``rate`` bytes per second;
     - ``status``: ``status``, ``headers`` and a registry's error as the body, without asking the registry;
-    - ``redirect_loop``: 307 to the same URL; ``drop``: the connection is closed without an answer;
+    - ``redirect_loop``: 307 to the same URL; ``elsewhere``: 307 to the same path of the server ``host``;
+    - ``drop``: the connection is closed without an answer;
     - ``silence``: not even headers, until the client leaves.
 
     A body that isn't longer than ``after`` comes through whole, and uses up one of ``times`` all the same.
@@ -36,6 +41,7 @@ class Fault:
     rate: float = 0.0  # bytes per second
     skip: int = 0  # matching requests let through before the first fault
     method: str = "GET"
+    host: str = ""  # of `elsewhere`
 
     def __post_init__(self) -> None:
         re.compile(self.path)
@@ -47,9 +53,13 @@ class Fault:
 
 @dataclass
 class Tokens:
-    """Makes a registry want tokens that live for ``seconds``; ``login`` (user, password) gets one at ``/token``."""
+    """Makes a registry want tokens that live for ``seconds``; ``login`` (user, password) gets one at ``/token``.
 
-    login: tuple[str, str]
+    ``login`` None gives none to anybody. Clients take a token to live for a minute at least: it was issued so long ago
+    that ``seconds`` are left of one (``issued_at`` of distribution's "Token Authentication Specification").
+    """
+
+    login: tuple[str, str] | None
     seconds: float
     given: dict[str, float] = field(default_factory=dict)
 
@@ -58,6 +68,15 @@ class Tokens:
         token = secrets.token_hex(16)
         self.given[token] = time.monotonic() + self.seconds
         return token
+
+    def answer(self, authorization: str | None) -> tuple[int, dict[str, object]]:
+        """Return the status and the body for who asks with this header's value."""
+        basic = base64.b64encode(":".join(self.login or ()).encode()).decode()
+        if self.login is None or authorization != f"Basic {basic}":
+            return 401, {"errors": [{"code": "UNAUTHORIZED", "message": "incorrect username or password"}]}
+        issued = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=max(60 - self.seconds, 0))
+        left = {"expires_in": 60, "issued_at": issued.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return 200, {"token": self.give(), **left}
 
     def lets_in(self, authorization: str) -> bool:
         """Return whether the value of a request's header has a token that still lives."""

@@ -6,7 +6,6 @@ opens one connection per request. Linux only: it asks the kernel for what is sti
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -255,10 +254,9 @@ class _Connection(BaseHTTPRequestHandler):
     def _refuse(self, tokens: Tokens) -> bool:
         """Give a token, or ask for one; return whether that was all there is to a request."""
         if self.path.startswith("/token"):
-            basic = base64.b64encode(":".join(tokens.login).encode()).decode()
-            known = self.headers.get("Authorization") == f"Basic {basic}"
-            body = json.dumps({"token": tokens.give(), "expires_in": 60} if known else {}).encode()
-            status, headers = 200 if known else 401, [("Content-Length", str(len(body)))]
+            status, answer = tokens.answer(self.headers.get("Authorization"))
+            body = json.dumps(answer).encode()
+            headers = [("Content-Length", str(len(body)))]
         elif tokens.lets_in(self.headers.get("Authorization", "")):
             return False
         else:
@@ -283,11 +281,11 @@ class _Connection(BaseHTTPRequestHandler):
                 case Fault(kind="status"):
                     deque(self._body(), maxlen=0)
                     self._error(fault.status, "as the plan says", fault.headers)
-                case Fault(kind="redirect_loop"):
+                case Fault(kind="redirect_loop" | "elsewhere"):
                     deque(self._body(), maxlen=0)
                     scheme = "http" if self.proxy.tls is None else "https"
-                    here = f"{scheme}://{self.headers['Host']}{self.path}"
-                    self._head(307, [("Location", here), ("Content-Length", "0")])
+                    place = f"{scheme}://{fault.host or self.headers['Host']}{self.path}"
+                    self._head(307, [("Location", place), ("Content-Length", "0")])
                 case _:
                     self._forward(fault)
         finally:

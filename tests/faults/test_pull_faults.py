@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from image_builder.bake.pull.model import Limits
-from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.pull.network import Endpoint
+from image_builder.bake.pull.registry import locate
 from image_builder.lab.registry import HOST, PORT
 from tests.builds import Workplace
 from tests.faults.pull_cases import (

@@ -6,26 +6,26 @@ import base64
 import json
 import os
 import secrets
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import bcrypt
 import pytest
 
 from image_builder.bake.pull.credentials import VARIABLE
-from image_builder.bake.pull.registry import Endpoint, locate
+from image_builder.bake.pull.network import Endpoint
+from image_builder.bake.pull.registry import locate
 from image_builder.lab import certificate, registry
 from image_builder.lab.registry import HOST, PORT
 from image_builder.system import process
 from image_builder.system.sandbox import open_root
 from tests.builds import Workplace
+from tests.faults.canaries import files_with, watched_processes
 from tests.faults.pull_cases import (
     PRIVATE,
     told,
 )
-from tests.pulls import MB, PLATFORM, Lab, Result, isolated, new_address, processes
+from tests.pulls import MB, PLATFORM, Lab, Result, isolated, new_address
 
 pytestmark = pytest.mark.root
 
@@ -67,16 +67,6 @@ def use_password(lab: Lab) -> Result:
         base64.b64encode(header).decode(),
         base64.urlsafe_b64encode(header).decode(),
     }
-    found: set[str] = set()
-    programs: set[str] = set()
-    over = threading.Event()
-
-    def sample() -> None:
-        while not over.wait(0.005):
-            for one in processes():
-                programs.add(Path(one.words[0]).name)
-                text = " ".join((*one.words, *one.environment))
-                found.update(f"{one.pid} {one.words[0]}" for word in words if word in text)
 
     def login(secret: str) -> str:
         return json.dumps({PRIVATE: {"username": username, "password": secret}})
@@ -88,11 +78,8 @@ def use_password(lab: Lab) -> Result:
             result["locate_without"] = told(lambda: locate(locked.ref, PLATFORM, lab.endpoints))
             os.environ[VARIABLE] = login(password)
             result["located"] = locate(locked.ref, PLATFORM, lab.endpoints) == locked
-            sampler = threading.Thread(target=sample)
-            sampler.start()
-            result["with"] = lab.pull(engine, [locked])
-            over.set()
-            sampler.join()
+            with watched_processes(lambda: words) as seen:
+                result["with"] = lab.pull(engine, [locked])
             result["has"] = engine.has(locked)
             os.environ[VARIABLE] = login("wrong")
             result["wrong"] = lab.pull(engine, [denied])
@@ -102,22 +89,10 @@ def use_password(lab: Lab) -> Result:
             files = files_with(lab.root.path / "run", words)
     (lab.base / "canary").write_text(password)
     result["files"] = [*files, *files_with(lab.base, words)]
-    result["processes"], result["programs"] = sorted(found), sorted(programs)
+    result["processes"] = sorted(seen.arguments | seen.environment)
+    result["programs"] = sorted(seen.programs)
     result["records"] = any(word in json.dumps(result) for word in words)
     return result
-
-
-def files_with(folder: Path, words: set[str]) -> list[str]:
-    """Return the files below ``folder`` that hold one of the words; what is mounted there is not looked into."""
-    found = []
-    device = folder.stat().st_dev
-    for place, names, files in os.walk(folder):
-        names[:] = [name for name in names if Path(place, name).lstat().st_dev == device]
-        for path in (Path(place, name) for name in files):
-            if path.is_file() and not path.is_symlink():
-                data = path.read_bytes()
-                found += [os.fspath(path) for word in words if word.encode() in data]
-    return found
 
 
 def test_a_password_opens_a_registry_and_is_found_nowhere(worker: Workplace, engine: str) -> None:

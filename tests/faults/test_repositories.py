@@ -20,7 +20,7 @@ from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.errors import FetchError, LockError
 from tests.faults.mirror import SUITE, Repository
 from tests.servers import running
-from tests.unit.test_container_runtime_role import render
+from tests.unit.container_runtime_renderings import render
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

@@ -7,10 +7,12 @@ The server is a stand-in that answers as the specifications of distribution have
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import ssl
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +25,7 @@ from image_builder.bake.pull.credentials import VARIABLE
 from image_builder.bake.pull.gateway import gateway
 from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import RegistryClient, locate
+from image_builder.bake.pull.retry import classify
 from image_builder.errors import PullError
 from tests.support.control_plane.pki import Authority
 
@@ -46,15 +49,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self) -> None:
-        if self.path.startswith("/token?"):
+        if self.path.startswith("/v2/slow/"):
+            self._drip()
+        elif self.path.startswith("/busy?"):
+            self._answer(503)
+        elif self.path.startswith("/token?"):
             basic = base64.b64encode(b"robot:secret").decode()
             known = self.headers.get("Authorization") == f"Basic {basic}"
             self._answer(200 if known else 401, json.dumps({"token": BEARER}).encode())
         elif self.headers.get("Authorization") != f"Bearer {BEARER}":
-            realm = f"https://{self.headers['Host']}/token"
+            way = "busy" if self.path.startswith("/v2/busy/") else "token"
+            realm = f"https://{self.headers['Host']}/{way}"
             self._answer(401, WWW_Authenticate=f'Bearer realm="{realm}",service="lab"')
         else:
             self._answer(200, _CONFIG if "/blobs/" in self.path else _MANIFEST)
+
+    def _drip(self) -> None:
+        """Send a byte now and then until the client leaves: never silent, never done."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.02)
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -134,3 +152,21 @@ def test_what_is_not_taken_is_told_without_it(tmp_path: Path, registry: str, ent
     with pytest.raises(PullError, match="answered 401: login refused") as caught:
         locate(f"{registry}/made:1", "linux/amd64", {})
     assert "canary" not in str(caught.value) and "robot" not in str(caught.value)
+
+
+def test_a_manifest_that_comes_drop_by_drop_is_given_up(
+    registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("image_builder.bake.pull.registry._DOCUMENT_SECONDS", 0.3)
+    with pytest.raises(PullError, match=r"manifests/1 did not come within 0\.3 s"):
+        locate(f"{registry}/slow:1", "linux/amd64", {})
+
+
+def test_a_token_server_that_is_busy_has_refused_nobody(registry: str) -> None:
+    with (
+        RegistryClient(parse(f"{registry}/busy:1"), {}, retries=False) as client,
+        pytest.raises(PullError) as caught,
+    ):
+        client.manifest("1")
+    assert caught.value.message.endswith("/busy answered 503 Service Unavailable")
+    assert classify(caught.value.message) == "transient"

@@ -27,6 +27,11 @@ def without(name: str) -> Mutation:
     return change(DAEMON, rf'^ *"{name}": ("[^"]*"|[^,\[{{\n]+),?\n', "")
 
 
+def _pulling_dropin(variables: dict[str, Any]) -> str:
+    """Return the drop-in of the service that pulls."""
+    return DOCKER_DROPIN if variables["__container_runtime_with_docker"] else CONTAINERD_DROPIN
+
+
 def _without_helper(variables: dict[str, Any]) -> Mutation:
     """Remove the first credential helper's program."""
     helper = next(iter(variables["container_runtime_credential_helpers"].values()))
@@ -121,6 +126,18 @@ record(
 )
 record(
     "test_containerd_mirrors", given(lambda v: remove(f"{v['__container_runtime_certs_dir']}/*/hosts.toml"))
+)
+record(
+    "test_cas_of_registries_are_trusted",
+    write("/etc/ssl/certs/ca-certificates.crt", ""),
+    change("/etc/ssl/certs/ca-certificates.crt", "MII", "MIJ"),
+)
+record(
+    "test_engines_pull_through_the_proxy",
+    given(lambda v: change(_pulling_dropin(v), "^Environment=.*HTTPS_PROXY.*\n", "")),
+    given(
+        lambda v: append(_pulling_dropin(v), '[Service]\nEnvironment="HTTPS_PROXY=http://other.invalid:1"\n')
+    ),
 )
 record(
     "test_credential_helpers",

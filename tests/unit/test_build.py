@@ -15,7 +15,7 @@ from image_builder.bake.executor import Build
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
-from image_builder.bake.pull.registry import Endpoint
+from image_builder.bake.pull.network import Endpoint
 from image_builder.bake.store import Store
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ansible.parsing.dataloader import DataLoader
-from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
-ROLE = Path(__file__).resolve().parents[2] / "roles" / "container_runtime"
+from tests.declarations import CA
+from tests.unit.container_runtime_renderings import ROLE, render, value
+
 GOLDEN = Path(__file__).parent / "golden" / "container_runtime"
-TRIXIE = {"distribution": "debian", "suite": "trixie"}
 DOCKER = ("20.10", "23.0", "26.1", "28", "29")
 CONTAINERD = ("1.6", "1.7", "2.0", "2.1", "2.2.2", "2.2.4", "2.3")
 CRI_DOCKERD = {"version": "0.3.16", "url": "https://archive.test/cri-dockerd.tgz", "sha256": "ab" * 32}
@@ -31,44 +29,6 @@ FALLBACKS = {
     "image_pull_with_sync_fs",
     "use_local_image_pull",
 }
-
-
-@cache
-def _role_file(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = DataLoader().load_from_file(str(ROLE / name), trusted_as_template=True)
-    return loaded
-
-
-def templar(**variables: Any) -> Templar:
-    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest first."""
-    scope = {
-        **_role_file("defaults/main.yml"),
-        "image_base": TRIXIE,
-        "node_is_booted": False,
-        **variables,
-        **_role_file("vars/main.yml"),
-    }
-    return Templar(DataLoader(), scope)
-
-
-def value(name: str, **variables: Any) -> Any:
-    """Return one variable of the role as plain data."""
-    return json.loads(templar(**variables).template(trust_as_template("{{ " + name + " | to_json }}")))
-
-
-def render(template: str, *, item: Any = None, **variables: Any) -> str:
-    """Render one of the role's templates as ansible.builtin.template does."""
-    source = ROLE / "templates" / template
-    engine = templar(**variables, item=item)
-    engine.available_variables = {
-        **engine.available_variables,
-        **generate_ansible_template_vars(template, str(source)),
-    }
-    text = engine.template(
-        trust_as_template(source.read_text()), escape_backslashes=False, overrides={"trim_blocks": True}
-    )
-    assert isinstance(text, str)
-    return text
 
 
 def containerd(version: str, **variables: Any) -> dict[str, Any]:
@@ -95,6 +55,9 @@ MIRRORS = {
 }
 
 
+PROXY = {"https": "http://proxy.test:3128", "no_proxy": [".test", "10.0.0.0/8", "100%.test"]}
+
+
 def _goldens() -> dict[str, tuple[str, dict[str, Any]]]:
     files: dict[str, tuple[str, dict[str, Any]]] = {}
     for version in DOCKER:
@@ -114,6 +77,13 @@ def _goldens() -> dict[str, tuple[str, dict[str, Any]]]:
     )
     files["docker-service.conf"] = ("docker.conf.j2", {})
     files["containerd-service.conf"] = ("containerd.conf.j2", {})
+    proxy = {"container_runtime_proxy": PROXY}
+    files["docker-service-proxy.conf"] = ("docker.conf.j2", proxy)
+    files["containerd-service-proxy.conf"] = (
+        "containerd.conf.j2",
+        {**proxy, "container_runtime_engine": "containerd"},
+    )
+    files["containerd-service-below-docker.conf"] = ("containerd.conf.j2", proxy)
     files["cri-docker.service"] = ("cri-docker.service.j2", {"container_runtime_cri_dockerd": CRI_DOCKERD})
     files["cri-docker.socket"] = ("cri-docker.socket.j2", {"container_runtime_cri_dockerd": CRI_DOCKERD})
     files["crictl-dockershim.yaml"] = ("crictl.yaml.j2", {})
@@ -262,6 +232,11 @@ def test_known_versions_are_the_promised_ones() -> None:
             ("needs docker",),
         ),
         ({"container_runtime_registry_mirrors": MIRRORS}, ("only docker.io, not registry.test",)),
+        ({"container_runtime_proxy": {"https": "http://a:b@proxy.test:3128"}}, ("has a password",)),
+        ({"container_runtime_proxy": {"http": "proxy.test:3128"}}, ("like http://proxy.example:3128",)),
+        ({"container_runtime_ca_certificates": {"../a": CA}}, ("under a name of",)),
+        ({"container_runtime_ca_certificates": {"a": CA + CA}}, ("each must be one certificate",)),
+        ({"container_runtime_ca_certificates": {"a": "/etc/ssl/a.pem"}}, ("each must be one certificate",)),
         ({"container_runtime_layer_fetch_buffer": 1}, ("containerd 2.3",)),
         ({"container_runtime_docker_min_api_version": "1.40"}, ("Docker 29",)),
         ({"container_runtime_docker_options": {"storage-driver": "vfs"}}, ("storage-driver",)),
@@ -295,6 +270,14 @@ def test_bad_settings_are_named(variables: dict[str, Any], words: tuple[str, ...
 @pytest.mark.parametrize("version", ["0.3.15", "0.3.17", "0.4.0", "0.4.3"])
 def test_cri_dockerd_that_extracts_in_peace(version: str) -> None:
     settings = {"container_runtime_cri_dockerd": {**CRI_DOCKERD, "version": version}}
+    assert value("__container_runtime_problems", **settings) == []
+
+
+def test_proxies_and_authorities_that_are_fine() -> None:
+    settings = {
+        "container_runtime_proxy": {**PROXY, "http": "http://10.0.0.1:3128/"},
+        "container_runtime_ca_certificates": {"company-root.1": f"\n{CA}\n"},
+    }
     assert value("__container_runtime_problems", **settings) == []
 
 

@@ -59,17 +59,17 @@ def test_dockers_header_holds_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "registry", "name", "tag", "host", "path"),
+    ("text", "registry", "name", "tag", "host"),
     [
-        ("registry.k8s.io/pause:3.10", "registry.k8s.io", "pause", "3.10", "registry.k8s.io", "pause"),
-        ("localhost:5000/a/b:1", "localhost:5000", "a/b", "1", "localhost:5000", "a/b"),
-        ("docker.io/busybox:1", "docker.io", "busybox", "1", "registry-1.docker.io", "library/busybox"),
-        ("docker.io/a/b:1", "docker.io", "a/b", "1", "registry-1.docker.io", "a/b"),
+        ("registry.k8s.io/pause:3.10", "registry.k8s.io", "pause", "3.10", "registry.k8s.io"),
+        ("localhost:5000/a/b:1", "localhost:5000", "a/b", "1", "localhost:5000"),
+        ("docker.io/library/busybox:1", "docker.io", "library/busybox", "1", "registry-1.docker.io"),
+        ("docker.io/a/b:1", "docker.io", "a/b", "1", "registry-1.docker.io"),
     ],
 )
-def test_references(text: str, registry: str, name: str, tag: str, host: str, path: str) -> None:
+def test_references(text: str, registry: str, name: str, tag: str, host: str) -> None:
     found = parse(text)
     assert (found.registry, found.name, found.tag) == (registry, name, tag)
-    assert (found.api_host, found.api_name) == (host, path)
+    assert found.api_host == host
     assert str(found) == text
     assert found.at("sha256:1") == f"{registry}/{name}@sha256:1"

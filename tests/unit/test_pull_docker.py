@@ -96,3 +96,13 @@ def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(
     with pytest.raises(PullError, match=f"no container of {PAUSE}:3.10 starts: libcuda.so.1") as error:
         engine.try_out(image(f"{PAUSE}:3.10"))
     assert error.value.hint == CANT_START and "`mode: archive`" in CANT_START
+
+
+@pytest.mark.parametrize("place", ["usr/sbin/dockerd", "usr/bin/dockerd"])
+def test_the_daemon_is_where_debian_or_docker_puts_it(tmp_path: Path, place: str) -> None:
+    engine = DockerEngine(Root(tmp_path, {}), "unix://", lambda: True, tmp_path / "log")
+    with pytest.raises(PullError, match="there is no dockerd at /usr/sbin/dockerd or /usr/bin/dockerd"):
+        _ = engine.binary
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).touch()
+    assert engine.binary == f"/{place}"

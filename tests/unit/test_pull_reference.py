@@ -12,7 +12,6 @@ from image_builder.bake.pull.reference import familiar
     [
         ("docker.io/library/nginx:1.25", "nginx:1.25"),
         ("docker.io/nginx@sha256:0", "nginx@sha256:0"),
-        ("index.docker.io/team/app:1", "team/app:1"),
         ("nginx:1.25", "nginx:1.25"),
         ("team/app:1", "team/app:1"),
         ("registry.example/library/nginx:1", "registry.example/library/nginx:1"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import urllib3
 
-from image_builder.bake.pull.mirrors import Mirror
-from image_builder.bake.pull.registry import RegistryClient, _choose, locate
+from image_builder.bake.pull.network import Mirror
+from image_builder.bake.pull.registry import RegistryClient, _challenges, _choose, locate
 from image_builder.errors import PullError
 
 REF, PLATFORM = "registry.example/app:1", "linux/amd64"
@@ -50,6 +50,36 @@ def test_what_no_runtime_would_take_is_not_taken() -> None:
         _choose("x", _index(("linux/amd64/v3",)), "linux/amd64")
 
 
+@pytest.mark.parametrize(
+    ("header", "challenges"),
+    [
+        ("", {}),
+        ('Basic realm="Registry"', {"basic": {"realm": "Registry"}}),
+        (
+            'Bearer realm="https://a.example/token",service="a.example",scope="repository:x/y:pull"',
+            {
+                "bearer": {
+                    "realm": "https://a.example/token",
+                    "service": "a.example",
+                    "scope": "repository:x/y:pull",
+                }
+            },
+        ),
+        # More than one, as a registry behind a proxy of its own has it, and without quotes.
+        (
+            'Negotiate, Basic realm="a, b", bearer Realm = https://a.example/t , service=x',
+            {
+                "negotiate": {},
+                "basic": {"realm": "a, b"},
+                "bearer": {"realm": "https://a.example/t", "service": "x"},
+            },
+        ),
+    ],
+)
+def test_challenges(header: str, challenges: dict[str, dict[str, str]]) -> None:
+    assert _challenges(header) == challenges
+
+
 class Body(io.BytesIO):
     """What a server sends: ``taken`` bytes of it were read."""
 
@@ -59,6 +89,8 @@ class Body(io.BytesIO):
         data = super().read(size)
         self.taken += len(data)
         return data
+
+    read1 = read
 
 
 class Servers:
@@ -106,6 +138,15 @@ def test_an_image_without_layers_is_refused(servers: Servers) -> None:
     assert len(locate(REF, PLATFORM, {}).layers) == 1
     servers.has("registry.example", 0)
     with pytest.raises(PullError, match="registry.example/app:1: has no layers, so there is nothing to pre"):
+        locate(REF, PLATFORM, {})
+
+
+def test_a_foreign_layer_is_refused_and_named(servers: Servers) -> None:
+    servers.has("registry.example", 1)
+    manifest = json.loads(servers.answers["registry.example", "manifests/1"])  # type: ignore[arg-type]
+    manifest["layers"][0]["urls"] = ["https://elsewhere.example/layer"]
+    servers.answers["registry.example", "manifests/1"] = json.dumps(manifest).encode()
+    with pytest.raises(PullError, match=r"layer 0{12} is foreign: .* at https://elsewhere\.example/layer"):
         locate(REF, PLATFORM, {})
 
 

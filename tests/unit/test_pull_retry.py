@@ -21,6 +21,8 @@ SAID: list[tuple[str, Class]] = [
     ('failed to resolve reference "r/a@sha256:1": r/a@sha256:1: not found', "permanent"),
     ("pull access denied for r/a, repository does not exist or may require 'docker login'", "permanent"),
     ('Get "https://r/v2/": unauthorized: authentication required', "permanent"),
+    ("r/a:1: https://r/token answered 400: login refused", "permanent"),
+    ("r/a:1: https://r/token answered 503 Service Unavailable", "transient"),
     ("no matching manifest for linux/arm64 in the manifest list entries", "permanent"),
     ("tls: failed to verify certificate: x509: certificate has expired or is not yet valid", "permanent"),
     ('Get "https://r/v2/a/blobs/sha256:1": stopped after 10 redirects', "permanent"),

@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from image_builder.bake.lock.model import Lock, LockedArchive, Question
-from image_builder.bake.pull.mirrors import Mirror, Mirrors
+from image_builder.bake.pull.network import Mirror, Network
 from image_builder.definition import ImageDefinition, Repository, resolved_variables
+from image_builder.system.web import Outbound
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,25 @@ class Requirements:
         return lock.misfit(questions, self.sources, self.all_archives)
 
 
-def registry_mirrors(definition: ImageDefinition) -> Mirrors:
-    """Return the mirrors that the nodes have of each registry: a bake may have no other way either."""
-    declared = resolved_variables(definition).get("container_runtime_registry_mirrors")
-    if not isinstance(declared, Mapping):
-        return {}
-    return {
+def node_network(definition: ImageDefinition) -> Network:
+    """Return how the nodes reach registries: a bake may have no other way either."""
+    variables = resolved_variables(definition)
+
+    def declared(name: str) -> Mapping[str, Any]:
+        value = variables.get(f"container_runtime_{name}")
+        return value if isinstance(value, Mapping) else {}
+
+    mirrors = {
         str(registry): [Mirror.declared(mirror) for mirror in mirrors if isinstance(mirror, Mapping)]
-        for registry, mirrors in declared.items()
+        for registry, mirrors in declared("registry_mirrors").items()
         if isinstance(mirrors, list)
     }
+    proxy = declared("proxy")
+    proxies = {f"{scheme}_proxy": str(proxy[scheme]) for scheme in ("http", "https") if proxy.get(scheme)}
+    if direct := proxy.get("no_proxy"):
+        proxies["no_proxy"] = ",".join(map(str, direct))
+    authorities = "".join(f"{str(pem).strip()}\n" for pem in declared("ca_certificates").values())
+    return Network(mirrors, Outbound(proxies, authorities.encode()))
 
 
 def keyring(definition: ImageDefinition) -> Path:

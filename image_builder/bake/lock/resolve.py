@@ -10,8 +10,9 @@ from pathlib import Path
 
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
-from image_builder.bake.lock.requirements import Group, Requirements, keyring, registry_mirrors
-from image_builder.bake.pull.registry import Endpoints, locate
+from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
+from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import DefinitionError, LockError, Problem, PullError
@@ -50,14 +51,14 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     Raises PullError for a required image that can't be had; any other is left out with a note.
     """
     images, left_out = [], []
-    mirrors = registry_mirrors(definition)
+    network = node_network(definition)
     with shown_stage(monitor, "lock"):
         for image in definition.preload:
             locked = lock.locked_image(image.ref)
             if locked is None or locked.platform != image.platform:
                 monitor.stage_doing("lock", f"asking for {image.ref}")
                 try:
-                    locked = locate(image.ref, image.platform, endpoints, mirrors)
+                    locked = locate(image.ref, image.platform, endpoints, network.mirrors, network.outbound)
                 except PullError as error:
                     if image.required:
                         raise

@@ -22,11 +22,11 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import outbound
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.gateway import Gateway, gateway
-from image_builder.bake.pull.mirrors import Mirror, Mirrors
 from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Mirror, Network
 from image_builder.bake.pull.reference import Reference, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
-from image_builder.bake.pull.registry import STREAM, Endpoints, RegistryClient
+from image_builder.bake.pull.registry import STREAM, RegistryClient
 from image_builder.errors import CommandError, PullError
 from image_builder.system import cgroups, process
 from image_builder.system.sandbox import Root
@@ -65,7 +65,12 @@ disabled_plugins = [
 
 @contextmanager
 def running(
-    root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+    root: Root,
+    *,
+    downloads: int,
+    endpoints: Endpoints,
+    log: Path,
+    network: Network = NOTHING_SPECIAL,
 ) -> Iterator[ContainerdEngine]:
     """Run containerd in ``root``, which has a network and a data root; yields it when it answers.
 
@@ -77,8 +82,8 @@ def running(
     argv = root.argv(["containerd", "--config", f"/{_RUN}/containerd.toml"])
     with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
         engine = ContainerdEngine(root, downloads, endpoints, daemon.pid, lambda: daemon.poll() is None, log)
-        engine.mirrors = mirrors or {}
-        engine.outbound = outbound.variables(root, endpoints)
+        engine.network = network
+        engine.outbound = outbound.variables(root, endpoints, network.outbound)
         engine.wait_until_it_answers()
         yield engine
 
@@ -101,7 +106,7 @@ class ContainerdEngine:
         self.root, self.downloads, self.endpoints = root, downloads, endpoints
         self.pid, self.alive, self.log = pid, alive, log
         self.data_root = root.path / DATA_ROOT.lstrip("/")
-        self.mirrors: Mirrors = {}
+        self.network = NOTHING_SPECIAL
         self.outbound: Mapping[str, str] = {}
 
     def _ctr(self, *arguments: str) -> str:
@@ -234,7 +239,13 @@ class ContainerdEngine:
         with ExitStack() as stack:
             stack.callback(remove_tree, folder)
             client = stack.enter_context(
-                RegistryClient(reference, self.endpoints, retries=False, timeout=STREAM)
+                RegistryClient(
+                    reference,
+                    self.endpoints,
+                    outbound=self.network.outbound,
+                    retries=False,
+                    timeout=STREAM,
+                )
             )
             way = stack.enter_context(gateway(client)) if client.credentials else None
             endpoint = self.endpoints.get(reference.registry)
@@ -250,7 +261,7 @@ class ContainerdEngine:
             if way:
                 lines += ["[header]", f"Authorization = [{_toml(way.authorization)}]"]
             lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
-            for mirror in self.mirrors.get(reference.registry, ()):
+            for mirror in self.network.mirrors.get(reference.registry, ()):
                 lines += _mirror(mirror, has_authority=(self.root.path / mirror.ca.lstrip("/")).is_file())
             (place / "hosts.toml").touch(mode=0o600)
             (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")

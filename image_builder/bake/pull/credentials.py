@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import docker.auth
 from docker.errors import DockerException
 
-from image_builder.errors import PullError
+from image_builder.errors import CommandError, PullError
+from image_builder.system import process
 
 # {"registry.example": {"username": "…", "password": "…"}}
 VARIABLE = "IMAGE_BUILDER_REGISTRY_AUTH"
+# What the Docker client calls Docker Hub when it asks a helper.
+_HUB = "https://index.docker.io/v1/"
+# A helper may ask a cloud; one that waits for a person at a terminal waits for ever.
+_HELPER_SECONDS = 30.0
+_NOT_FOUND = "credentials not found in native keychain"
+_ACCOUNT = ("username", "password", "IdentityToken")
+_TOKEN_USER = "<token>"  # noqa: S105  # the protocol's word for an identity token
 
 
 @dataclass(frozen=True)
@@ -45,22 +54,47 @@ def credentials_for(registry: str) -> Credentials | None:
             ) from None
     try:
         config = docker.auth.load_config()
-        entry = config.resolve_authconfig(
-            "https://index.docker.io/v1/" if registry == "docker.io" else registry
+    except (DockerException, OSError, ValueError) as error:
+        raise PullError(f"the Docker client's configuration can't be read: {type(error).__name__}") from None
+    server = _HUB if registry == "docker.io" else registry
+    if (name := config.get_credential_store(server)) and (entry := _ask_helper(name, server)):
+        if entry["Username"] == _TOKEN_USER:
+            return Credentials("", "", entry["Secret"])
+        return Credentials(entry["Username"], entry["Secret"])
+    for known, account in config.auths.items():
+        if account and docker.auth.resolve_index_name(known) == registry:
+            return Credentials(*(str(account.get(key) or "") for key in _ACCOUNT))
+    return None
+
+
+def _ask_helper(name: str, server: str) -> dict[str, str] | None:
+    """Return a credential helper's answer, None when it knows nothing of a server; raises PullError.
+
+    What it prints stays here, since that may be the secret. It runs in the caller's environment, which helpers read.
+    """
+    program = f"docker-credential-{name}"
+    reason = "its answer is not the protocol's JSON"
+    try:
+        done = process.run(
+            [program, "get"], input=server, env=os.environ, timeout=_HELPER_SECONDS, ok=range(-64, 256)
         )
-    except (DockerException, OSError) as error:
-        # The library puts what the helper printed into its words, and that may be the secret.
-        raise PullError(
-            f"the credential helper for {registry} failed: {type(error).__name__}",
-            hint=f"see what it says: echo {registry} | docker-credential-NAME get",
-        ) from None
-    if not entry:
-        return None
-    return Credentials(
-        str(entry.get("username") or entry.get("Username") or ""),
-        str(entry.get("password") or entry.get("Password") or ""),
-        str(entry.get("identitytoken") or entry.get("IdentityToken") or ""),
-    )
+        if done.returncode == 0:
+            answer = json.loads(done.stdout)
+            if isinstance(answer, Mapping) and {"Username", "Secret"} <= answer.keys():
+                found = {key: str(answer[key]) for key in ("Username", "Secret")}
+                return found if any(found.values()) else None
+        elif _NOT_FOUND in done.stdout:
+            return None
+        else:
+            reason = f"exit status {done.returncode}"
+    except ValueError:
+        pass
+    except CommandError as error:
+        reason = error.message.partition(": docker-credential")[0]
+    raise PullError(
+        f"the credential helper for {server} failed: {reason}",
+        hint=f"see what it says: echo {server} | {program} get",
+    ) from None
 
 
 def docker_header(credentials: Credentials | None) -> dict[str, str]:

@@ -29,11 +29,10 @@ from image_builder.bake.pull import outbound
 from image_builder.bake.pull.attempt import Attempt
 from image_builder.bake.pull.credentials import credentials_for, docker_header
 from image_builder.bake.pull.docker_events import Failed, parse
-from image_builder.bake.pull.mirrors import Mirrors
 from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Network
 from image_builder.bake.pull.reference import familiar, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.errors import PullError
 from image_builder.system import cgroups, process
 from image_builder.system.sandbox import Root
@@ -44,6 +43,8 @@ _RUN = "run/image-builder"
 _START_SECONDS, _STOP_SECONDS = 60.0, 60.0
 _API_SECONDS = 120
 _BLOCK = 1 << 20
+# Debian's package has it in the first place, Docker's own in the second.
+_PROGRAMS = ("/usr/sbin/dockerd", "/usr/bin/dockerd")
 _FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
 # What of a data root is images; the rest is of the daemon that ran.
 _IMAGE_DATA = ("image", "overlay2")
@@ -73,7 +74,12 @@ def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]
 
 @contextmanager
 def running(
-    root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+    root: Root,
+    *,
+    downloads: int,
+    endpoints: Endpoints,
+    log: Path,
+    network: Network = NOTHING_SPECIAL,
 ) -> Iterator[DockerEngine]:
     """Run dockerd in ``root``, which has a network and a data root; yields it when it answers.
 
@@ -81,13 +87,13 @@ def running(
     """
     run = root.path / _RUN
     run.mkdir(parents=True, exist_ok=True)
-    hub = [mirror.url for mirror in (mirrors or {}).get("docker.io", ())]
+    hub = [mirror.url for mirror in network.mirrors.get("docker.io", ())]
     (run / "daemon.json").write_text(json.dumps(configuration(downloads, hub)), encoding="utf-8")
     for endpoint in endpoints.values():
         certs = root.path / "etc/docker/certs.d" / endpoint.host
         certs.mkdir(parents=True, exist_ok=True)
         (certs / "ca.crt").write_bytes(endpoint.ca.read_bytes())
-    surroundings = outbound.variables(root, endpoints)
+    surroundings = outbound.variables(root, endpoints, network.outbound)
     argv = root.argv(["dockerd", f"--config-file=/{_RUN}/daemon.json"], surroundings, proxies=True)
     folder = os.open(root.path / "run", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -125,10 +131,17 @@ class DockerEngine:
     """A running dockerd. Methods may be called from several threads and raise PullError."""
 
     name = "docker"
-    binary = "/usr/sbin/dockerd"
 
     def __init__(self, root: Root, url: str, alive: Callable[[], bool], log: Path) -> None:
         self.root, self.url, self.alive, self.log = root, url, alive, log
+
+    @property
+    def binary(self) -> str:
+        """Return where the daemon is; raises PullError where it is in none of the places of its packages."""
+        for path in _PROGRAMS:
+            if (self.root.path / path.lstrip("/")).is_file():
+                return path
+        raise PullError(f"there is no dockerd at {' or '.join(_PROGRAMS)}")
 
     def version(self) -> str:
         """Return the daemon's version."""

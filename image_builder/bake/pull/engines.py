@@ -9,16 +9,17 @@ from typing import Protocol
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine
-from image_builder.bake.pull.mirrors import Mirrors
+from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Network
 from image_builder.bake.pull.puller import Engine
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.system.sandbox import Root
 
 
 class RunningEngine(Engine, Protocol):
     """A running daemon. Methods may be called from several threads and raise PullError."""
 
-    binary: str
+    @property
+    def binary(self) -> str:
+        """Return the path of the daemon's program in its root."""
 
     def version(self) -> str:
         """Return the daemon's version."""
@@ -53,7 +54,13 @@ class EngineModule(Protocol):
     DATA_ROOT: str
 
     def running(
-        self, root: Root, *, downloads: int, endpoints: Endpoints, log: Path, mirrors: Mirrors | None = None
+        self,
+        root: Root,
+        *,
+        downloads: int,
+        endpoints: Endpoints,
+        log: Path,
+        network: Network = NOTHING_SPECIAL,
     ) -> AbstractContextManager[RunningEngine]:
         """Run the engine in ``root``, which has a network and a data root, while the block lasts."""
 

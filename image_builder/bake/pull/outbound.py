@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints
 from image_builder.system.environment import environment
 from image_builder.system.sandbox import Root
-from image_builder.system.web import trusted_authorities
+from image_builder.system.web import Outbound, trusted_authorities
 
 _BUNDLE = "run/image-builder/authorities.pem"
 
 
-def variables(root: Root, endpoints: Endpoints) -> dict[str, str]:
-    """Hand the host's authorities to the sandbox, on its tmpfs; return the variables of a program that asks outside.
+def variables(root: Root, endpoints: Endpoints, outbound: Outbound) -> dict[str, str]:
+    """Hand all authorities to the sandbox, on its tmpfs; return the variables of a program that asks outside.
 
-    The proxies' addresses are not among them, since they may hold a password: ``Root.argv(…, proxies=True)``.
+    The addresses of the environment's own proxies are not among them, since they may hold a password:
+    ``Root.argv(…, proxies=True)``.
     """
-    env = {}
-    if bundle := trusted_authorities():
+    env = {name: value for name, value in outbound.variables().items() if name not in environment()}
+    if bundle := trusted_authorities() + outbound.authorities:
         path = root.path / _BUNDLE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bundle)
         env["SSL_CERT_FILE"] = os.fspath("/" + _BUNDLE)
-    direct = [environment().get("no_proxy", ""), *endpoints]
+    direct = [outbound.variables().get("no_proxy", ""), *endpoints]
     if excepted := ",".join(filter(None, direct)):
         env["no_proxy"] = excepted
     return env

@@ -13,10 +13,12 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.model import Event, Limits
-from image_builder.bake.pull.registry import Endpoints, retry_after
+from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.registry import retry_after
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.events import Monitor, Part
+from image_builder.system.web import Outbound
 
 _WATCH_SECONDS = 0.25
 _IN_WORDS = {
@@ -79,13 +81,15 @@ class Puller:
         policy: retry.Policy,
         parallel: int,
         endpoints: Endpoints,
+        outbound: Outbound,
         stage: str,
         monitor: Monitor,
         stop: threading.Event | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.engine, self.limits, self.policy, self.parallel = engine, limits, policy, parallel
-        self.endpoints, self.stage, self.monitor, self.chance = endpoints, stage, monitor, chance
+        self.endpoints, self.outbound = endpoints, outbound
+        self.stage, self.monitor, self.chance = stage, monitor, chance
         self._stop = stop or threading.Event()
         self._over = threading.Event()
 
@@ -187,7 +191,8 @@ class Puller:
         kind: retry.Class = "transient" if attempt.given_up else retry.classify(why)
         requested_seconds = 0.0
         if kind == "limited":
-            requested_seconds = retry_after(job.request.image.ref, job.request.image.digest, self.endpoints)
+            image = job.request.image
+            requested_seconds = retry_after(image.ref, image.digest, self.endpoints, self.outbound)
         pause = retry.pause_before_next(
             self.policy, kind, len(job.attempts), self.chance(), requested_seconds
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from image_builder.bake.lock.model import LockedImage
 
-_DOCKER_HUB = ("docker.io", "index.docker.io")
+DOCKER_HUB = "docker.io"
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,7 @@ class Reference:
     @property
     def api_host(self) -> str:
         """Return the host that serves the registry's API: Docker Hub's is another one than its name says."""
-        return "registry-1.docker.io" if self.registry in _DOCKER_HUB else self.registry
-
-    @property
-    def api_name(self) -> str:
-        """Return the repository's path in the API: Docker Hub's short names lie below ``library/``."""
-        hub = self.registry in _DOCKER_HUB and "/" not in self.name
-        return f"library/{self.name}" if hub else self.name
+        return "registry-1.docker.io" if self.registry == DOCKER_HUB else self.registry
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.tag}"
@@ -52,7 +46,7 @@ def parse(text: str) -> Reference:
 def familiar(name: str) -> str:
     """Return a name as Docker lists it: of what is Docker Hub's, neither the registry nor ``library/`` is said."""
     registry, _, rest = name.partition("/")
-    return rest.removeprefix("library/") if registry in _DOCKER_HUB else name
+    return rest.removeprefix("library/") if registry == DOCKER_HUB else name
 
 
 def names_of(images: Iterable[LockedImage]) -> set[str]:

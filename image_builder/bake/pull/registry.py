@@ -15,18 +15,16 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import urllib3
 
 from image_builder.bake.lock.model import LockedImage, LockedLayer
 from image_builder.bake.pull.credentials import Credentials, credentials_for
-from image_builder.bake.pull.mirrors import Mirror, Mirrors
+from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors
 from image_builder.bake.pull.reference import Reference, parse
 from image_builder.errors import PullError
-from image_builder.system.web import pool
+from image_builder.system.web import NOTHING_DECLARED, Outbound, pool
 
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -55,24 +53,21 @@ _RETRIES = urllib3.Retry(
 _SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
 _NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
+_DOCUMENT_SECONDS = 120.0
 _READS = 3
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+# A parameter, or else the scheme that those after it belong to.
+_CHALLENGE = re.compile(
+    r'(?P<name>[\w-]+)\s*=\s*(?:"(?P<quoted>[^"]*)"|(?P<plain>[^\s,"]+))|(?P<scheme>[\w-]+)'
+)
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the registry called ``host`` is really reached: the lab's has no name in any DNS."""
-
-    host: str
-    address: str
-    port: int
-    ca: Path
-
-
-Endpoints = Mapping[str, Endpoint]
-
-
-def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | None = None) -> LockedImage:
+def locate(
+    ref: str,
+    platform: str,
+    endpoints: Endpoints,
+    mirrors: Mirrors | None = None,
+    outbound: Outbound = NOTHING_DECLARED,
+) -> LockedImage:
     """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
 
     Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
@@ -81,7 +76,7 @@ def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | Non
     failures = []
     for mirror in (mirrors or {}).get(image.registry, ()):
         try:
-            with RegistryClient(image, endpoints, mirror, retries=False) as client:
+            with RegistryClient(image, endpoints, mirror, outbound=outbound, retries=False) as client:
                 return _locate(ref, platform, client)
         except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
             authority = (
@@ -89,7 +84,7 @@ def locate(ref: str, platform: str, endpoints: Endpoints, mirrors: Mirrors | Non
             )
             failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
     try:
-        with RegistryClient(image, endpoints) as client:
+        with RegistryClient(image, endpoints, outbound=outbound) as client:
             return _locate(ref, platform, client)
     except PullError as error:
         raise PullError(f"{error.message}{''.join(failures)}", hint=error.hint) from error
@@ -114,30 +109,41 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
         raise PullError(
             f"{ref}: is for {own_platform}, not for {platform}", hint="choose a tag for this platform"
         )
-    if not manifest["layers"]:
-        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
-    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
-    if len(diff_ids) != len(manifest["layers"]):
-        raise PullError(
-            f"{ref}: its configuration names {len(diff_ids)} layers, its manifest {len(manifest['layers'])}"
-        )
-    layers = [
-        LockedLayer(digest=str(layer["digest"]), size=int(layer["size"]), diff_id=str(diff_id))
-        for layer, diff_id in zip(manifest["layers"], diff_ids, strict=True)
-    ]
+    layers = _layers(ref, manifest, config)
     return LockedImage(
         ref=ref, platform=platform, digest=digest, manifest=of_platform, config=config_digest, layers=layers
     )
 
 
-def retry_after(ref: str, digest: str, endpoints: Endpoints) -> float:
+def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[LockedLayer]:
+    """Return the layers of a manifest; raises PullError for what no engine could unpack or both don't fetch alike."""
+    layers = manifest["layers"]
+    if not layers:
+        raise PullError(f"{ref}: has no layers, so there is nothing to preload")
+    for layer in layers:
+        if urls := layer.get("urls"):
+            raise PullError(
+                f"{ref}: layer {str(layer['digest'])[7:19]} is foreign: it is kept outside of the registry,"
+                f" at {urls[0]}",
+                hint="Docker and containerd treat such layers differently; build the image from a base without them",
+            )
+    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
+    if len(diff_ids) != len(layers):
+        raise PullError(f"{ref}: its configuration names {len(diff_ids)} layers, its manifest {len(layers)}")
+    return [
+        LockedLayer(digest=str(layer["digest"]), size=int(layer["size"]), diff_id=str(diff_id))
+        for layer, diff_id in zip(layers, diff_ids, strict=True)
+    ]
+
+
+def retry_after(ref: str, digest: str, endpoints: Endpoints, outbound: Outbound) -> float:
     """Ask the registry how long to wait before the next request: seconds, 0 when it answers.
 
     Runtimes hand on that it said 429, but not for how long.
     """
     image = parse(ref)
     try:
-        with RegistryClient(image, endpoints, retries=False, timeout=_SHORT) as client:
+        with RegistryClient(image, endpoints, outbound=outbound, retries=False, timeout=_SHORT) as client:
             # It logs in: without credentials a registry answers 401, however often it is asked.
             answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
             answer.close()
@@ -177,10 +183,11 @@ class RegistryClient:
         endpoints: Endpoints,
         mirror: Mirror | None = None,
         *,
+        outbound: Outbound = NOTHING_DECLARED,
         retries: bool = True,
         timeout: urllib3.Timeout = _TIMEOUT,
     ) -> None:
-        self.image, self.endpoints = image, endpoints
+        self.image, self.endpoints, self.outbound = image, endpoints, outbound
         self.server = mirror.server if mirror else f"https://{image.api_host}"
         self.api = mirror.api if mirror else "/v2"
         self.registry = mirror.host if mirror else image.registry
@@ -202,7 +209,7 @@ class RegistryClient:
 
     def path(self, resource: str) -> str:
         """Return the path of a manifest or a blob."""
-        return f"{self.api}/{self.image.api_name}/{resource}"
+        return f"{self.api}/{self.image.name}/{resource}"
 
     def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
         """Return an error of the connection in words."""
@@ -232,7 +239,8 @@ class RegistryClient:
         """Return connections to a server, under which address, and what it calls itself."""
         endpoint = self.endpoints.get(host)
         if endpoint is None:
-            return pool(site, **({"cert_reqs": "CERT_NONE"} if self._unchecked else {})), site, host
+            options = {"cert_reqs": "CERT_NONE"} if self._unchecked else {}
+            return pool(site, self.outbound, **options), site, host
         connections = urllib3.PoolManager(
             ca_certs=str(endpoint.ca), server_hostname=endpoint.host, assert_hostname=endpoint.host
         )
@@ -269,18 +277,27 @@ class RegistryClient:
             tries -= 1
             with closing(self.stream("GET", self.path(resource), headers, redirect=True)) as answer:
                 try:
-                    data = answer.read(_LARGEST_DOCUMENT + 1)
+                    data = self._read(answer, resource)
                 except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
                     if not tries:
                         raise
                     time.sleep(1)
                     continue
-                if len(data) > _LARGEST_DOCUMENT:
-                    raise PullError(f"{self.image}: {resource} is too large to be what it should be")
                 if answer.status != 200:
                     reason = self.refusal(answer, data)
                     raise PullError(f"{self.image}: {reason}", hint=_HINTS.get(answer.status))
                 return data
+
+    def _read(self, answer: urllib3.BaseHTTPResponse, resource: str) -> bytes:
+        """Return a document, which is small: a server that sends one for minutes is as good as one that is silent."""
+        data, deadline = b"", time.monotonic() + _DOCUMENT_SECONDS
+        while block := answer.read1(_LARGEST_DOCUMENT + 1):
+            data += block
+            if len(data) > _LARGEST_DOCUMENT:
+                raise PullError(f"{self.image}: {resource} is too large to be what it should be")
+            if time.monotonic() > deadline:
+                raise PullError(f"{self.image}: {resource} did not come within {_DOCUMENT_SECONDS:g} s")
+        return data
 
     def stream(
         self, method: str, path: str, headers: Mapping[str, str], *, redirect: bool = False
@@ -327,33 +344,58 @@ class RegistryClient:
         return f"{self.registry} answered {answer.status} {message}".rstrip()
 
     def _log_in(self, challenge: str) -> None:
-        """Get what the registry asks for: the password itself, or a token for it."""
-        kind = challenge.partition(" ")[0].lower()
-        parameters = dict(_CHALLENGE.findall(challenge))
-        if kind == "basic" and self.credentials:
+        """Get what the registry asks for: a token, or the password itself; raises PullError when that is refused."""
+        challenges = _challenges(challenge)
+        bearer = challenges.get("bearer", {})
+        if bearer.get("realm", "").startswith("https://"):
+            self._authorization = self._token(bearer)
+        elif "basic" in challenges and self.credentials:
             self._authorization = _basic(self.credentials)
-            return
-        if kind != "bearer" or not parameters.get("realm", "").startswith("https://"):
-            return
-        answer = self._ask_for_token(parameters["realm"], parameters.get("service", ""))
-        if answer.status != 200:
-            raise PullError(f"{self.image}: {parameters['realm']} answered {answer.status}: login refused")
-        token = self._json(answer.data)
-        self._authorization = f"Bearer {token.get('token') or token.get('access_token')}"
 
-    def _ask_for_token(self, realm: str, service: str) -> urllib3.BaseHTTPResponse:
+    def _token(self, challenge: Mapping[str, str]) -> str:
+        realm = challenge["realm"]
+        answer = self._ask_for_token(challenge)
+        if answer.status in (400, 401, 403):
+            raise PullError(f"{self.image}: {realm} answered {answer.status}: login refused")
+        if answer.status != 200:
+            raise PullError(f"{self.image}: {realm} answered {answer.status} {answer.reason or ''}".rstrip())
+        document = self._json(answer.data)
+        token = document.get("token") or document.get("access_token")
+        if not isinstance(token, str):
+            raise PullError(f"{self.image}: {realm} answered without a token")
+        return f"Bearer {token}"
+
+    def _ask_for_token(self, challenge: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         """Request a token to pull with, by our credentials if there are any.
 
-        An identity token is what `az acr login` and credential helpers leave instead of a password; it is exchanged as
-        OAuth 2.0 has it (distribution's "Docker Registry v2 authentication using OAuth2").
+        The scope is that of the challenge: what a mirror calls the repository only it knows. An identity token is what
+        `az acr login` and credential helpers leave instead of a password; it is exchanged as OAuth 2.0 has it
+        (distribution's "Docker Registry v2 authentication using OAuth2").
         """
-        fields = {"service": service, "scope": f"repository:{self.image.api_name}:pull"}
+        realm = challenge["realm"]
+        scope = challenge.get("scope") or f"repository:{self.image.name}:pull"
+        fields = {"service": challenge.get("service", ""), "scope": scope}
         if self.credentials and self.credentials.token:
             fields |= {"grant_type": "refresh_token", "client_id": "image-builder"}
             fields["refresh_token"] = self.credentials.token
             return self._send("POST", realm, {}, fields=fields, encode_multipart=False, redirect=False)
         headers = {"Authorization": _basic(self.credentials)} if self.credentials else {}
-        return self._send("GET", f"{realm}?{urllib.parse.urlencode(fields)}", headers)
+        query = urllib.parse.urlencode(fields)
+        return self._send("GET", f"{realm}{'&' if '?' in realm else '?'}{query}", headers)
+
+
+def _challenges(header: str) -> dict[str, dict[str, str]]:
+    """Return the challenges of a WWW-Authenticate header by scheme, in lower case (RFC 9110 11.6.1)."""
+    challenges: dict[str, dict[str, str]] = {}
+    parameters: dict[str, str] = {}
+    for match in _CHALLENGE.finditer(header):
+        if match["scheme"]:
+            parameters = challenges.setdefault(match["scheme"].lower(), {})
+        else:
+            parameters[match["name"].lower()] = (
+                match["quoted"] if match["quoted"] is not None else match["plain"]
+            )
+    return challenges
 
 
 _HINTS = {

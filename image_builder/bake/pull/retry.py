@@ -27,7 +27,7 @@ _CLASSES: tuple[tuple[Class, str], ...] = (
     ),
     (
         "permanent",
-        r"unauthorized|authentication required|no basic auth credentials|access.* denied|\b(401|403)\b",
+        r"unauthorized|login refused|authentication required|no basic auth credentials|access.* denied|\b(401|403)\b",
     ),
     (
         "permanent",

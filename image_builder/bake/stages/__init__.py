@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.pull.mirrors import Mirrors
-from image_builder.bake.pull.registry import Endpoints
+from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.canonical import JSON
 from image_builder.events import Monitor
 from image_builder.settings import Settings
@@ -30,8 +29,8 @@ class StageContext:
     an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
     locked packages that this stage may install, ``files`` a directory of its other locked files: those of a source
     package by name, those with an address by SHA-256. ``shell``, when set, gives the terminal a shell in a root
-    in which something failed. ``endpoints`` says where registries are reached that no DNS knows, ``mirrors`` who else
-    has their images, ``previous`` is the product of the last finished stage of this kind that it may take over
+    in which something failed. ``endpoints`` says where registries are reached that no DNS knows, ``network`` how all
+    others are, ``previous`` is the product of the last finished stage of this kind that it may take over
     from, and ``stop`` is set when the build is to end.
     """
 
@@ -49,7 +48,7 @@ class StageContext:
     settings: Settings
     shell: Callable[[Root], None] | None = None
     endpoints: Endpoints = field(default_factory=dict)
-    mirrors: Mirrors = field(default_factory=dict)
+    network: Network = field(default_factory=Network)
     previous: Path | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -14,7 +14,7 @@ from image_builder.bake.plan.model import Plan, StagePlan
 
 if TYPE_CHECKING:
     from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
-    from image_builder.bake.pull.registry import Endpoint
+    from image_builder.bake.pull.network import Endpoint
     from image_builder.definition import ImageDefinition
 
 MIB = 1 << 20

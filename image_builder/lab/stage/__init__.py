@@ -16,7 +16,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.lab import pause, software
 
 if TYPE_CHECKING:
-    from image_builder.bake.pull.registry import Endpoint
+    from image_builder.bake.pull.network import Endpoint
 
 LAB_IMAGES = "lab_images"
 # Bytes in the registry per byte of package: images are kept as compressed layers of their packages.
@@ -48,7 +48,7 @@ def _space(stage: StagePlan, sizes: Sizes) -> Need:
 
 @contextmanager
 def _serve(tools: Path, product: Path, work: Path) -> Iterator[Endpoint]:
-    from image_builder.bake.pull.registry import Endpoint
+    from image_builder.bake.pull.network import Endpoint
     from image_builder.lab.registry import serve
 
     with serve(tools, product / "registry", work) as registry:

@@ -135,6 +135,18 @@ def lines(inventory: Inventory) -> list[str]:
             id="an image without a tag",
         ),
         pytest.param(
+            "image_preload:\n  - ref: docker.io/nginx:1.25\n",
+            "group_vars/workers.yml:2  image_preload[0].ref: is a short name of Docker Hub's, write "
+            "`docker.io/library/nginx:1.25`",
+            id="a short name of Docker Hub",
+        ),
+        pytest.param(
+            "image_preload:\n  - ref: index.docker.io/bitnami/nginx:1.25\n",
+            "group_vars/workers.yml:2  image_preload[0].ref: is a short name of Docker Hub's, write "
+            "`docker.io/bitnami/nginx:1.25`",
+            id="another name of Docker Hub",
+        ),
+        pytest.param(
             "image_preload:\n  - ref: registry.example/a:1\n    pinned: true\n",
             "group_vars/workers.yml:3  image_preload[0].pinned: unknown key, did you mean `pin`?",
             id="an unknown key of an image",

@@ -20,8 +20,8 @@ from image_builder.bake.lock.model import Image
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Endpoints
 from image_builder.bake.pull.puller import Puller, Request
-from image_builder.bake.pull.registry import Endpoints
 from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
@@ -59,7 +59,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         write_names(root.path, ctx.endpoints)
         downloads = max(_DOWNLOADS, ctx.definition.pull.parallel)
         with module.running(
-            root, downloads=downloads, endpoints=ctx.endpoints, mirrors=ctx.mirrors, log=ctx.log
+            root, downloads=downloads, endpoints=ctx.endpoints, network=ctx.network, log=ctx.log
         ) as engine:
             engine.keep_only(images)
             failed = _pull(ctx, engine, images)
@@ -118,6 +118,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
         policy=retry.Policy(attempts=settings.attempts),
         parallel=settings.parallel,
         endpoints=ctx.endpoints,
+        outbound=ctx.network.outbound,
         stage=ctx.plan.name,
         monitor=ctx.monitor,
         stop=ctx.stop,

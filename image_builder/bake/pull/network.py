@@ -1,11 +1,28 @@
-"""Registries' mirrors, as the definition declares them for the nodes: a bake goes the same way."""
+"""How registries are reached: as the definition declares it for the nodes, by mirrors, a proxy and CAs; or, where no
+DNS knows one, by its address."""
 
 from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
+
+from image_builder.system.web import NOTHING_DECLARED, Outbound
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the registry called ``host`` is really reached: the lab's has no name in any DNS."""
+
+    host: str
+    address: str
+    port: int
+    ca: Path
+
+
+Endpoints = Mapping[str, Endpoint]
 
 
 @dataclass(frozen=True)
@@ -46,3 +63,14 @@ class Mirror:
 
 
 Mirrors = Mapping[str, Sequence[Mirror]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The mirrors of each registry, in their order, and the way out to them and to the registries."""
+
+    mirrors: Mirrors = field(default_factory=dict)
+    outbound: Outbound = NOTHING_DECLARED
+
+
+NOTHING_SPECIAL = Network()
