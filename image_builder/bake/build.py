@@ -17,6 +17,7 @@ from typing import Any, Self
 from image_builder.bake import publish, space
 from image_builder.bake.executor import Build, fetch_locked, missing, run_all
 from image_builder.bake.lock.model import Lock, LockedImage
+from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
