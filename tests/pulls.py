@@ -140,13 +140,20 @@ def family(engine: str) -> str:
     return engine.partition("_")[0]
 
 
-def every_engine() -> list[Any]:
-    """Return the engines as parameters of a test, the newer ones too where their packages are there."""
-    absent = [n for n, patterns in NEWER.items() if not all(list(PROGRAMS.glob(p)) for p in patterns)]
+def every_engine(*, nightly: bool = False) -> list[Any]:
+    """Return the engines as parameters of a test, the newer ones too where their packages are there.
+
+    Docker 28 is for the night, and so are all newer ones where ``nightly``.
+    """
     reason = "no packages of newer engines beside this checkout"
-    return [
-        pytest.param(n, marks=[pytest.mark.skip(reason)] if n in absent else []) for n in (*ENGINES, *NEWER)
-    ]
+    found: list[Any] = [pytest.param(name) for name in ENGINES]
+    for name, patterns in NEWER.items():
+        absent = not all(list(PROGRAMS.glob(pattern)) for pattern in patterns)
+        marks = [pytest.mark.skip(reason)] if absent else []
+        if nightly or name == "docker_28":
+            marks.append(pytest.mark.nightly)
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 def _newer(engine: str, base: Path) -> list[str]:
