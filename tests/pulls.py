@@ -140,13 +140,19 @@ def family(engine: str) -> str:
     return engine.partition("_")[0]
 
 
-def every_engine() -> list[Any]:
-    """Return the engines as parameters of a test, the newer ones too where their packages are there."""
-    absent = [n for n, patterns in NEWER.items() if not all(map(programs.find, patterns))]
-    return [
-        pytest.param(n, marks=[pytest.mark.skip(programs.ABSENT)] if n in absent else [])
-        for n in (*ENGINES, *NEWER)
-    ]
+def every_engine(*, nightly: bool = False) -> list[Any]:
+    """Return the engines as parameters of a test, the newer ones too where their packages are there.
+
+    Docker 28 is for the night, and so are all newer ones where ``nightly``.
+    """
+    found: list[Any] = [pytest.param(name) for name in ENGINES]
+    for name, patterns in NEWER.items():
+        absent = not all(map(programs.find, patterns))
+        marks = [pytest.mark.skip(programs.ABSENT)] if absent else []
+        if nightly or name == "docker_28":
+            marks.append(pytest.mark.nightly)
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 def _newer(engine: str, base: Path) -> list[str]:

@@ -15,7 +15,7 @@ from tests.pulls import MB, PLATFORM, Lab, Result, every_engine, family, when_pa
 pytestmark = pytest.mark.root
 
 
-@pytest.fixture(scope="module", params=every_engine())
+@pytest.fixture(scope="module", params=every_engine(nightly=True))
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -43,7 +43,7 @@ VARIABLES = {
 _ANY = tuple(range(-64, 256))
 
 
-@pytest.fixture(scope="module", params=every_engine())
+@pytest.fixture(scope="module", params=every_engine(nightly=True))
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
