@@ -54,8 +54,11 @@ from tests.faults.registry_proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 # Engines newer than those of Debian's archive, as packages of a repository that lies beside some checkouts.
-PROGRAMS = REPO.parent / "shared/programs/repository"
-NEWER = {"containerd_2": "containerd.io_2.*.deb"}
+PROGRAMS = Path(os.environ.get("IMAGE_BUILDER_PROGRAMS", REPO.parent / "shared/programs")) / "repository"
+NEWER = {
+    "containerd_2": ("containerd.io_2.*.deb",),
+    "docker_28": ("docker-ce_28.*.deb", "containerd.io_2.*.deb"),
+}
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # Of the stages of a worker, those whose trees hold the engines, topmost first.
@@ -139,7 +142,7 @@ def family(engine: str) -> str:
 
 def every_engine() -> list[Any]:
     """Return the engines as parameters of a test, the newer ones too where their packages are there."""
-    absent = [name for name, pattern in NEWER.items() if not list(PROGRAMS.glob(pattern))]
+    absent = [n for n, patterns in NEWER.items() if not all(list(PROGRAMS.glob(p)) for p in patterns)]
     reason = "no packages of newer engines beside this checkout"
     return [
         pytest.param(n, marks=[pytest.mark.skip(reason)] if n in absent else []) for n in (*ENGINES, *NEWER)
@@ -150,9 +153,10 @@ def _newer(engine: str, base: Path) -> list[str]:
     """Unpack the programs of a newer engine; return their tree, if it is one."""
     if engine not in NEWER:
         return []
-    (package,) = PROGRAMS.glob(NEWER[engine])
     tree = base / "programs"
-    subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
+    for pattern in NEWER[engine]:
+        (package,) = PROGRAMS.glob(pattern)
+        subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
     return [os.fspath(tree)]
 
 

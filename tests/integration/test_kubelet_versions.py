@@ -3,13 +3,11 @@
 A kubelet has no dry run, so each one is started: it reads its flags and configuration, says its version, and
 then ends, since it finds no cgroups (they are hidden from it) or, in cluster mode, nothing to join with.
 
-``KUBELET_PROGRAMS`` names more programs, separated by colons, one for each version there is. By default it is the
-one that a bake of the lab's worker builds.
+That of the lab's worker is built by a bake. Those of today are in the directory that IMAGE_BUILDER_PROGRAMS names.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -17,11 +15,11 @@ import pytest
 
 from image_builder.system import process
 from tests.builds import Workplace
+from tests.kubelets import VERSIONS, needs_programs, program
 
 pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
-PROGRAMS: list[Path | None] = [Path(p) for p in os.environ.get("KUBELET_PROGRAMS", "").split(":") if p]
 
 # Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory.
 _START = """
@@ -37,13 +35,12 @@ exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file=
 _STARTED = re.compile(r"Version: v1|kubeletVersion=")
 
 
-@pytest.fixture(params=PROGRAMS or [None], ids=lambda p: p.name if p else "none")
-def kubelet(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
+@pytest.fixture(scope="module", params=["built", *(pytest.param(v, marks=needs_programs) for v in VERSIONS)])
+def kubelet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "built":
         built: Workplace = request.getfixturevalue("worker")
         return built.object("kubelet_build") / "product" / "kubelet"
-    assert isinstance(request.param, Path)
-    return request.param
+    return program(request.param, tmp_path_factory.mktemp("programs"))
 
 
 def series(kubelet: Path) -> str:
