@@ -1,7 +1,7 @@
 """The golden renderings of the role kubelet, shown to real kubelets.
 
 A kubelet has no dry run, so each one is started: it reads its flags and configuration, says its version, and
-then ends, since it finds no cgroups (they are hidden from it) or, in cluster mode, nothing to join with.
+then ends, since it finds no cgroups that it can use or, in cluster mode, nothing to join with.
 
 That of the lab's worker is built by a bake. Those of today are in the directory that IMAGE_BUILDER_PROGRAMS names.
 """
@@ -21,12 +21,14 @@ pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
 
-# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory.
+# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for cgroups of version 2.
 _START = """
 mount -t tmpfs tmpfs /sys/fs/cgroup
+# From 1.35 on, one that finds no version 2 ends before it says anything.
+if test "$2" = v2; then mount -t cgroup2 none /sys/fs/cgroup; mount -o remount,bind,ro /sys/fs/cgroup; fi
 mount -t tmpfs tmpfs /run
 if test -d /var/lib/kubelet; then mount -t tmpfs tmpfs /var/lib/kubelet; fi
-scratch=$1; shift
+scratch=$1; shift 2
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -subj /CN=ca \
   -keyout "$scratch/key" -out "$scratch/ca" 2>/dev/null
 exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file="$scratch/ca" --v=1
@@ -49,6 +51,10 @@ def series(kubelet: Path) -> str:
     return found[1]
 
 
+def _cgroups(kubelet: Path) -> str:
+    return "v2" if int(series(kubelet).split(".")[1]) >= 35 else "none"
+
+
 def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
     """Start a kubelet as the scenario's unit does, for a moment, and return what it said."""
     unit = (scenario / "kubelet.service").read_text(encoding="utf-8")
@@ -59,7 +65,18 @@ def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
     # As systemd does it where the node has no node.env.
     flags = [re.sub(r"\$\{\w+\}", "", w) for w in words[1:] if not w.startswith("$")]
     isolate = "unshare --mount --net --pid --fork --kill-child --mount-proc --propagation private timeout 20"
-    argv = [*isolate.split(), "sh", "-c", _START, "sh", str(scratch), str(kubelet), *flags, *more]
+    argv = [
+        *isolate.split(),
+        "sh",
+        "-c",
+        _START,
+        "sh",
+        str(scratch),
+        _cgroups(kubelet),
+        str(kubelet),
+        *flags,
+        *more,
+    ]
     done = process.run(argv, ok=range(256), timeout=60)
     return done.stdout + done.stderr
 
