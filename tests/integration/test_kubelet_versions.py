@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
 
-# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for cgroups of version 2.
+# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for cgroups
+# of version 2.
 _START = """
 mount -t tmpfs tmpfs /sys/fs/cgroup
 # From 1.35 on, one that finds no version 2 ends before it says anything.
