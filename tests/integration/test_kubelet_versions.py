@@ -1,15 +1,13 @@
 """The golden renderings of the role kubelet, shown to real kubelets.
 
 A kubelet has no dry run, so each one is started: it reads its flags and configuration, says its version, and
-then ends, since it finds no cgroups (they are hidden from it) or, in cluster mode, nothing to join with.
+then ends, since it finds no cgroups that it can use or, in cluster mode, nothing to join with.
 
-``KUBELET_PROGRAMS`` names more programs, separated by colons, one for each version there is. By default it is the
-one that a bake of the lab's worker builds.
+That of the lab's worker is built by a bake. Those of today are in the directory that IMAGE_BUILDER_PROGRAMS names.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -17,18 +15,22 @@ import pytest
 
 from image_builder.system import process
 from tests.builds import Workplace
+from tests.kubelets import VERSIONS, program
+from tests.programs import needs_programs
 
 pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
-PROGRAMS: list[Path | None] = [Path(p) for p in os.environ.get("KUBELET_PROGRAMS", "").split(":") if p]
 
-# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory.
+# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for cgroups
+# of version 2.
 _START = """
 mount -t tmpfs tmpfs /sys/fs/cgroup
+# From 1.35 on, one that finds no version 2 ends before it says anything.
+if test "$2" = v2; then mount -t cgroup2 none /sys/fs/cgroup; mount -o remount,bind,ro /sys/fs/cgroup; fi
 mount -t tmpfs tmpfs /run
 if test -d /var/lib/kubelet; then mount -t tmpfs tmpfs /var/lib/kubelet; fi
-scratch=$1; shift
+scratch=$1; shift 2
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -subj /CN=ca \
   -keyout "$scratch/key" -out "$scratch/ca" 2>/dev/null
 exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file="$scratch/ca" --v=1
@@ -37,19 +39,22 @@ exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file=
 _STARTED = re.compile(r"Version: v1|kubeletVersion=")
 
 
-@pytest.fixture(params=PROGRAMS or [None], ids=lambda p: p.name if p else "none")
-def kubelet(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
+@pytest.fixture(scope="module", params=["built", *(pytest.param(v, marks=needs_programs) for v in VERSIONS)])
+def kubelet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "built":
         built: Workplace = request.getfixturevalue("worker")
         return built.object("kubelet_build") / "product" / "kubelet"
-    assert isinstance(request.param, Path)
-    return request.param
+    return program(request.param, tmp_path_factory.mktemp("programs"))
 
 
 def series(kubelet: Path) -> str:
     found = re.search(r"v(\d+\.\d+)", process.run([kubelet, "--version"]).stdout)
     assert found, f"{kubelet} does not say its version"
     return found[1]
+
+
+def _cgroups(kubelet: Path) -> str:
+    return "v2" if int(series(kubelet).split(".")[1]) >= 35 else "none"
 
 
 def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
@@ -62,7 +67,18 @@ def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
     # As systemd does it where the node has no node.env.
     flags = [re.sub(r"\$\{\w+\}", "", w) for w in words[1:] if not w.startswith("$")]
     isolate = "unshare --mount --net --pid --fork --kill-child --mount-proc --propagation private timeout 20"
-    argv = [*isolate.split(), "sh", "-c", _START, "sh", str(scratch), str(kubelet), *flags, *more]
+    argv = [
+        *isolate.split(),
+        "sh",
+        "-c",
+        _START,
+        "sh",
+        str(scratch),
+        _cgroups(kubelet),
+        str(kubelet),
+        *flags,
+        *more,
+    ]
     done = process.run(argv, ok=range(256), timeout=60)
     return done.stdout + done.stderr
 

@@ -14,7 +14,7 @@ import pytest
 from image_builder.bake.lock.model import LockedImage
 from tests.builds import Workplace
 from tests.data_roots import layers_in, links_in, state_of, trees, two_images
-from tests.pulls import ENGINES, MB, Lab, isolated, with_each_engine
+from tests.pulls import MB, Lab, every_engine, family, isolated, with_each_engine
 from tests.seeds import (
     AGENT,
     Node,
@@ -33,9 +33,26 @@ from tests.seeds import (
 pytestmark = pytest.mark.root
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
+# containerd 1.6, of an image that is Debian 12.
+_DEBIAN_12 = "containerd_debian12"
+
+
+@pytest.fixture(scope="module", params=[*every_engine(), pytest.param(_DEBIAN_12, marks=pytest.mark.nightly)])
+def programs(request: pytest.FixtureRequest) -> str:
+    """Which release of an engine it is."""
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def place(request: pytest.FixtureRequest, programs: str) -> Workplace:
+    """The image whose programs they are, or are laid over."""
+    found: Workplace = request.getfixturevalue("worker_gpu" if programs == _DEBIAN_12 else "worker")
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(programs: str) -> str:
+    return family(programs)
 
 
 def _members(archive: Path) -> dict[str, str]:
@@ -148,8 +165,8 @@ def _files(here: Node, image: LockedImage) -> Result:
 
 
 @pytest.fixture(scope="module")
-def lived(worker: Workplace, engine: str) -> Result:
-    found: Result = with_each_engine(live, worker, engine, seconds=600)
+def lived(place: Workplace, programs: str) -> Result:
+    found: Result = with_each_engine(live, place, programs, seconds=600)
     return found
 
 
@@ -259,8 +276,8 @@ def _compare_copies(here: Node) -> list[list[str]]:
     return [differences(stored[0], copy) for copy in copies if copy not in stored]
 
 
-def test_modes_of_images(worker: Workplace, engine: str) -> None:
-    found = with_each_engine(modes, worker, engine)
+def test_modes_of_images(place: Workplace, programs: str) -> None:
+    found = with_each_engine(modes, place, programs)
     assert found["seed"]["state"] == "ok" and found["seed"]["by_archive"] == ["registry.lab.internal/three:1"]
     assert not {name for name in found["stored"] if f"sha256:{name}" in found["three"]}
     # pause, below, above are copied; `other` of two is a link.

@@ -16,6 +16,7 @@ from image_builder.bake import build as builds
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.cli import failure
 from image_builder.cli.main import app
+from image_builder.settings import REPO_ROOT
 from tests.attested import SUBSCRIPTION
 
 COMMANDS = [
@@ -100,6 +101,13 @@ def test_validate_names_all_problems_at_once(bad_inventory: Path) -> None:
     assert out == ""
     assert "image_layers" in err and "image_formats" in err
     assert "broken.yml:1" in err and "broken.yml:2" in err
+
+
+def test_validate_names_what_is_left_to_replace_in_the_example() -> None:
+    status, out, err = _run("validate", "-i", str(REPO_ROOT / "inventories/azure_vmss"))
+    assert (status, out) == (errors.DefinitionError.exit_code, "")
+    named = [line for line in err.splitlines() if "REPLACE" in line or "of zeros" in line]
+    assert len(named) > 5 and all(re.search(r"\.yml:\d+  [\w.]+: ", line) for line in named), named
 
 
 def test_validate_tells_programs_the_same(bad_inventory: Path) -> None:
