@@ -1,9 +1,9 @@
 """Run the boot matrix, row by row.
 
-    .venv/bin/python -m tests.boot.matrix [--row NAME ...] [--artefact DIR] [--update-docs]
+    .venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--artefact DIR] [--update-docs]
 
-A named row brings those that it stands on. With ``--update-docs`` what came out is kept in ``record.json``, and
-docs/reference/boot-matrix.md is written from it.
+A named row brings those that it stands on. With ``--update-docs`` what came out is kept in ``record.json``, apart for
+each image, and docs/reference/boot-matrix.md is written from it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.boot.matrix", description=__doc__)
     parser.add_argument("--row", action="append", metavar="NAME", help="a row, with those that it stands on")
     parser.add_argument(
-        "--artefact", type=Path, default=REPO_ROOT / "output/worker/latest", metavar="DIR", help="a build"
+        "--image", choices=page.IMAGES, default=page.IMAGES[0], help="which image's last build [%(default)s]"
     )
+    parser.add_argument("--artefact", type=Path, metavar="DIR", help="another build of that image")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where machines and disks lie meanwhile")
     parser.add_argument("--update-docs", action="store_true", help="keep the results, write the page")
     options = parser.parse_args(argv)
@@ -98,13 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
         parser.error(f"disks of the rows are made by these packages: apt-get install {' '.join(missing)}")
     failed = 0
-    with lab(options.artefact.resolve(), options.work) as made:
+    artefact = options.artefact or REPO_ROOT / "output" / options.image / "latest"
+    with lab(artefact.resolve(), options.work) as made:
+        if (image := made.image.told["image"]) != options.image:
+            parser.error(f"{artefact} is a build of {image}, not of {options.image}")
         for row in rows:
             outcome = run_row(made, row)
             failed += bool(outcome.wrong)
             _tell(outcome)
             if options.update_docs:
-                _keep(outcome)
+                _keep(options.image, outcome)
     return 1 if failed else 0
 
 
@@ -116,11 +120,12 @@ def _tell(outcome: Outcome) -> None:
     sys.stdout.flush()
 
 
-def _keep(outcome: Outcome) -> None:
-    found = json.loads(RECORD.read_bytes()) if RECORD.exists() else {"rows": {}}
+def _keep(image: str, outcome: Outcome) -> None:
+    found = json.loads(RECORD.read_bytes())
     found["machine"] = machine()
     kept = {key: value for key, value in asdict(outcome).items() if key != "name"}
-    found["rows"][outcome.name] = {**kept, "code": provenance.digest(provenance.LOCAL_DISK)}
+    rows = found["images"].setdefault(image, {})
+    rows[outcome.name] = {**kept, "code": provenance.digest(provenance.LOCAL_DISK)}
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     page.PAGE.write_text(page.text(found), encoding="utf-8")
 

@@ -7,19 +7,22 @@ from typing import Any
 
 from image_builder.settings import REPO_ROOT
 from tests import provenance
-from tests.boot.rows import CI, ROWS, Row
+from tests.boot.rows import CUT, NIGHT, ROWS, Row
 
 PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
+# Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36.
+IMAGES = ("worker", "worker_current")
 
 _HEAD = """# Boot matrix
 
-What happens to a node's local disk from its first boot on, and the required result. Each row boots the image
-`worker` in QEMU, with NVMe disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh
-OS disk with a used local disk a reimage; a power cut kills QEMU (SIGKILL), which honors the guest's flushes, and
-loses the guest's cache. Writes that QEMU acknowledged are kept: disks that lose those aren't covered.
+What happens to a node's local disk from its first boot on, and the required result. Each row boots an image (`worker`
+with Docker, `worker_current` with containerd) in QEMU, with NVMe disks that are files. The same OS disk with a blank
+local disk is a deallocation, a fresh OS disk with a used local disk a reimage; a power cut kills QEMU (SIGKILL), which
+honors the guest's flushes, and loses the guest's cache. Writes that QEMU acknowledged are kept: disks that lose those
+aren't covered.
 
 ```sh
-.venv/bin/python -m tests.boot.matrix [--row NAME ...] [--update-docs]
+.venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--update-docs]
 ```
 
 The host needs `xfsprogs` in addition to the builder's packages: some disks with foreign data are made there.
@@ -27,8 +30,9 @@ The host needs `xfsprogs` in addition to the builder's packages: some disks with
 Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no broken
 links; `images run` means that a container of every preloaded image was started.
 
-CI runs `tests/boot/test_boot_worker.py` (a first boot with the whole booted suite, promotion to its end, every check's
-mutation) and `tests/boot/test_local_disk.py`: {ci}.
+CI runs `tests/boot/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
+its end and every check's mutation. The night runs it on each of the workers, and `tests/boot/test_local_disk.py`:
+{night}.
 
 ## Last results
 
@@ -39,14 +43,16 @@ changed since, and the row was not run again.
 
 def text(record: Mapping[str, Any]) -> str:
     """Return the page."""
-    ci = "; ".join(row.name for row in CI)
-    lines = [_HEAD.format(ci=ci, machine=record.get("machine", "no machine yet"))]
-    lines += [
-        "| row | what is done | what happened | seconds | date | code | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    night = "; ".join(row.name for row in NIGHT)
+    lines = [_HEAD.format(cut=CUT.name, night=night, machine=record["machine"])]
     code = provenance.digest(provenance.LOCAL_DISK)
-    lines += [_line(row, record.get("rows", {}).get(row.name), code) for row in ROWS]
+    for image in IMAGES:
+        lines += [
+            f"\n### {image}\n",
+            "| row | what is done | what happened | seconds | date | code | verdict |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        lines += [_line(row, record["images"].get(image, {}).get(row.name), code) for row in ROWS]
     return "\n".join(lines) + "\n"
 
 

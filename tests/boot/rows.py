@@ -7,7 +7,7 @@ are files that outlive an instance: the same name is the same disk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.boot import probes, steps
@@ -272,16 +272,24 @@ OTHERS: tuple[Row, ...] = (
 
 ROWS = LIFE + OTHERS
 
-# What a continuous integration runs: one cut, and a disk that fails.
-CI: tuple[Row, ...] = (
-    Row(
-        "power cut while seeding a blank disk",
-        "ci",
-        (Local("ci", rate=SLOW),),
-        (steps.cut_while_seeding,),
-        {"disk": "format", "seeded": False, "copies": True},
-        "QEMU killed at the seed's first writes.",
-    ),
+# What begins the booted test of every commit.
+CUT = Row(
+    "power cut while seeding a blank disk",
+    "ci",
+    (Local("ci", rate=SLOW),),
+    (steps.cut_while_seeding,),
+    {"disk": "format", "seeded": False, "copies": True},
+    "QEMU killed at the seed's first writes.",
+)
+
+
+def _in_the_night(name: str) -> Row:
+    return replace(next(row for row in LIFE if row.name == name), machine="ci")
+
+
+# What the night runs: that cut, a disk that fails, and what a node meets in its life.
+NIGHT: tuple[Row, ...] = (
+    CUT,
     Row(
         "boot after it",
         "ci",
@@ -298,6 +306,7 @@ CI: tuple[Row, ...] = (
         {"promotion": "promote.io", "reason": True},
         "From the middle of the promotion on, every access of the local disk is answered with an error.",
     ),
+    *map(_in_the_night, ("deallocation", "reboot", "disk pressure", "boot after the disk pressure")),
 )
 
 

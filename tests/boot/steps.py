@@ -15,6 +15,7 @@ from image_builder.lab import pause
 from image_builder.node import layout
 from image_builder.verify.boot import SUITE_SECONDS, start_pod
 from image_builder.verify.runner import observe_suite
+from tests.boot.engines import engine_of
 from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
 
 Facts = dict[str, Any]
@@ -25,6 +26,7 @@ USERS_SECONDS = 6.0
 PROMOTION_SECONDS = 1200.0
 EVICTION_SECONDS = 600.0
 MORE = "more.lab.internal/built-here:1"  # an image that no bake knows
+_SETTLED = 20.0  # the kubelet deletes one image after the other
 _CRASHES = 12
 _AT_ONCE = 0.005
 
@@ -229,20 +231,16 @@ def _wait_for_copies(place: Place, amount: int) -> None:
 def run_images(place: Place) -> Facts:
     """Start a container of every preloaded image: a shell of the one that has it, the other as a pod's first."""
     node, variables = place.node, place.lab.image.variables
+    engine = engine_of(variables)
     pause = str(variables["container_runtime_pause_image"])
     found = []
     for image in variables["image_preload"]:
         reference = image["ref"]
         if reference == pause:
-            name = node.shell(f"docker run --detach --network none --pull never {reference}").strip()
-            time.sleep(2)
-            running = node.shell(f"docker inspect --format '{{{{.State.Running}}}}' {name}").strip()
-            node.shell(f"docker rm --force {name}")
-            found.append(running == "true")
+            found.append(engine.runs_detached(node.ssh, reference))
         else:
             command = "cat /usr/lib/os-release && python3.13 --version && echo it runs"
-            said = node.shell(f"docker run --rm --network none --pull never {reference} sh -c '{command}'")
-            found.append(said.endswith("it runs\n"))
+            found.append(engine.run(node.ssh, reference, command).endswith("it runs\n"))
     return {"images": "run" if found and all(found) else found}
 
 
@@ -351,30 +349,23 @@ def pin_images(place: Place) -> Facts:
 
 def evict(place: Place) -> Facts:
     """Put the kubelet under disk pressure: it deletes every image that it may; one more is there to be deleted."""
-    node, pause = place.node, place.lab.image.variables["container_runtime_pause_image"]
-    node.shell(f"docker create --name more {pause}\ndocker commit more {MORE}\ndocker rm more")
-    before = _names(node)
+    node, engine = place.node, engine_of(place.lab.image.variables)
+    engine.add_image(node.ssh, MORE)
+    before = engine.images(node.ssh)
     node.shell(
         "cp /run/node/kubelet.env /run/kubelet.env.kept\n"
         "sed -i 's/$/ --eviction-hard=imagefs.available<99%/' /run/node/kubelet.env\nsystemctl restart kubelet"
     )
     deadline = time.monotonic() + EVICTION_SECONDS
-    while MORE in _names(node):
+    while MORE in (after := engine.images(node.ssh)):
         assert time.monotonic() < deadline, "the kubelet deletes no image"
         time.sleep(5)
-    after = _names(node)
-    while (now := _names(node, wait=20)) != after:
+    time.sleep(_SETTLED)
+    while (now := engine.images(node.ssh)) != after:
         after = now
+        time.sleep(_SETTLED)
     node.shell("mv /run/kubelet.env.kept /run/node/kubelet.env\nsystemctl restart kubelet")
     return {"deleted": sorted(name for name in before - after if "@" not in name)}
-
-
-def _names(node: Instance, wait: float = 0) -> set[str]:
-    """Return what Docker's images are called, tags and digests."""
-    time.sleep(wait)
-    form = "{{.Repository}}:{{.Tag}} {{.Repository}}@{{.Digest}}"
-    said = node.shell(f"docker image ls --all --no-trunc --digests --format '{form}'")
-    return {name for name in said.split() if "<none>" not in name}
 
 
 def break_disk(place: Place) -> Facts:

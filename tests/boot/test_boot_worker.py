@@ -1,17 +1,21 @@
-"""The published worker disk, booted once with a blank local disk: the verification suite, a static pod, a clean
-console, promotion to its end; then everything broken that the suite's booted checks are about, and the suite again.
+"""The published disk of a worker: its power is cut while it seeds a blank local disk, then it is booted with what that
+left. The verification suite, a static pod, a clean console, promotion to its end; then everything broken that the
+suite's booted checks are about, and the suite again.
 
-``IMAGE_BUILDER_ARTEFACT`` names the directory of one build (by default the worker is built).
+On every commit it is today's worker with containerd; for the night those with Docker. Without today's programs it is
+the worker of Debian's archive. ``IMAGE_BUILDER_ARTEFACT`` names the directory of one build of any of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,29 +25,52 @@ import pytest
 from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import ExtraDisk
 from image_builder.settings import Settings
 from image_builder.verify.boot import BootResult, boot, find_disk
 from image_builder.verify.result import SuiteResult
-from tests import mutants
-from tests.boot.node import SHELL_SECONDS
+from tests import mutants, programs
+from tests.boot import matrix
+from tests.boot.engines import Engine, engine_of
+from tests.boot.node import SHELL_SECONDS, read_image
+from tests.boot.rows import CUT
 from tests.builds import Workplace
 
-pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.image("worker")]
+pytestmark = [pytest.mark.boot, pytest.mark.root]
 
 PROMOTION_SECONDS = 1200.0
-# The suite's checks of a booted `worker`, and those of them that a sealed tree can't be asked: a check that is lost is
-# seen here.
-CHECKS = 199
-BOOTED_CHECKS = 53
+# The suite's checks of each image when it is booted, and those of them that a sealed tree can't be asked: a check that
+# is lost is seen here.
+CHECKS = {"worker_current": (190, 51), "worker_current_docker": (199, 53), "worker": (199, 53)}
+
+
+def _images() -> list[Any]:
+    """Return the images as parameters: one for every commit, the others for the night."""
+    first = "worker_current" if programs.DIRECTORY else "worker"
+    return [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.image(name),
+                *([] if name == first else [pytest.mark.nightly]),
+                *([] if name == "worker" else [programs.needs_programs]),
+            ],
+        )
+        for name in CHECKS
+    ]
 
 
 @dataclass(frozen=True)
 class Booted:
     """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine.
 
-    ``promoted`` is what the agent told when promotion had ended, ``links`` what led into the preload store then.
+    ``cut`` is what the power cut before it came to, ``promoted`` what the agent told when promotion had ended,
+    ``links`` what led into the preload store then.
     """
 
+    artefact: Path
+    engine: Engine
+    cut: matrix.Outcome
     result: BootResult
     records: Path
     digest: str
@@ -52,16 +79,32 @@ class Booted:
     links: list[str]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=_images())
 def artefact(request: pytest.FixtureRequest) -> Path:
     if "IMAGE_BUILDER_ARTEFACT" in os.environ:
-        return Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
-    built: Workplace = request.getfixturevalue("worker")
+        given = Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
+        if read_image(given).told["image"] != request.param:
+            pytest.skip("IMAGE_BUILDER_ARTEFACT is a build of another image")
+        return given
+    built: Workplace = request.getfixturevalue(request.param)
     return built.artefact
 
 
 @pytest.fixture(scope="module")
-def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
+def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Booted]:
+    with matrix.lab(artefact) as place:
+        cut = matrix.run_row(place, CUT)
+        # The same local disk at its own speed, a fresh OS disk.
+        disk = dataclasses.replace(CUT.disks[0], rate=0).extra(place.folder) if CUT.disks else None
+        assert disk is not None
+        place.instances["ci"].end()
+        yield _boot(artefact, cut, disk, tmp_path_factory)
+
+
+def _boot(
+    artefact: Path, cut: matrix.Outcome, disk: ExtraDisk, tmp_path_factory: pytest.TempPathFactory
+) -> Booted:
+    engine = engine_of(read_image(artefact).variables)
     records, digest = tmp_path_factory.mktemp("boot"), _sha256(find_disk(artefact))
     settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
     again = tmp_path_factory.mktemp("broken")
@@ -71,7 +114,7 @@ def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
 
     def break_and_verify(ssh: SshTarget) -> None:
         promoted.update(_wait_for_promotion(ssh))
-        links.extend(ssh.run(["find", "/mnt/local/docker", "-lname", "/var/lib/preload/*"]).stdout.split())
+        links.extend(ssh.run(["find", engine.root, "-lname", "/var/lib/preload/*"]).stdout.split())
         broken.append(mutants.observe_broken(ssh.url, artefact / "facts.json", again, ()))
 
     result = boot(
@@ -82,9 +125,10 @@ def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
         monitor=Monitor(),
         pause_archive=pause.archive,
         then=break_and_verify,
+        extra_disks=(disk,),
     )
     assert not list((settings.store / "staging").iterdir()), "the machine left files behind"
-    return Booted(result, records, digest, broken[0], promoted, links)
+    return Booted(artefact, engine, cut, result, records, digest, broken[0], promoted, links)
 
 
 def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
@@ -105,9 +149,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def test_the_power_is_cut_while_it_seeds(booted: Booted) -> None:
+    assert booted.cut.wrong == [], booted.cut.facts
+
+
 def test_every_check_passes(booted: Booted) -> None:
     booted.result.require_passed()
-    assert booted.result.suite is not None and len(booted.result.suite.checks) == CHECKS
+    assert booted.result.suite is not None
+    assert len(booted.result.suite.checks) == CHECKS[booted.result.image][0]
     names = {p.name for p in booted.records.iterdir()}
     assert names >= {"boot.json", "console.log", "junit.xml", "verify.json"}
 
@@ -127,8 +176,10 @@ def test_console_is_clean(booted: Booted) -> None:
 
 def test_images_were_seeded_and_not_loaded(booted: Booted) -> None:
     console = (booted.records / "console.log").read_text(errors="replace")
-    assert "node-agent: disk: ok: format: " in console
-    assert re.search(r"node-agent: seed: docker: seeded, \d+ layers in ", console)
+    assert re.search(r"node-agent: disk: ok: (mount|rebuild): ", console), (
+        "the disk was not known for its own"
+    )
+    assert re.search(rf"node-agent: seed: {booted.engine.name}: (seeded, \d+ layers in |current)", console)
     preload = booted.promoted["preload"]
     assert preload["state"] == "ok" and preload["loaded"] == {} and preload["seeded"] > 0
 
@@ -147,8 +198,8 @@ def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:
     checked = {check.name.partition("::")[2] for check in booted.result.suite.checks}
     mutated = checked & mutants.booted_mutations()
     assert {name.partition("::")[2] for name in mutants.names(booted.broken)} == mutated
-    assert len(booted.broken.checks) == 2 * len(mutated) == 2 * BOOTED_CHECKS
+    assert len(booted.broken.checks) == 2 * len(mutated) == 2 * CHECKS[booted.result.image][1]
 
 
-def test_artefact_is_untouched(booted: Booted, artefact: Path) -> None:
-    assert _sha256(find_disk(artefact)) == booted.digest
+def test_artefact_is_untouched(booted: Booted) -> None:
+    assert _sha256(find_disk(booted.artefact)) == booted.digest

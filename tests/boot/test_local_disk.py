@@ -1,4 +1,5 @@
-"""A node whose power is cut, and whose local disk fails: some rows of the boot matrix (``rows.CI``).
+"""A node whose power is cut, whose local disk fails, fills up or is another one: some rows of the boot matrix
+(``rows.NIGHT``).
 
 For the night; the whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
 """
@@ -11,27 +12,35 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.boot.matrix import lab, run_row
-from tests.boot.rows import CI, Row
+from tests.boot.node import read_image
+from tests.boot.rows import NIGHT, Row
 from tests.boot.steps import Lab
 from tests.builds import Workplace
 
-pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly, pytest.mark.image("worker")]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
+IMAGES = [
+    pytest.param("worker", marks=pytest.mark.image("worker")),
+    pytest.param("worker_current", marks=[pytest.mark.image("worker_current"), programs.needs_programs]),
+]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=IMAGES)
 def place(request: pytest.FixtureRequest) -> Iterator[Lab]:
     if "IMAGE_BUILDER_ARTEFACT" in os.environ:
         artefact = Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
+        if read_image(artefact).told["image"] != request.param:
+            pytest.skip("IMAGE_BUILDER_ARTEFACT is a build of another image")
     else:
-        built: Workplace = request.getfixturevalue("worker")
+        built: Workplace = request.getfixturevalue(request.param)
         artefact = built.artefact
     with lab(artefact) as made:
         yield made
 
 
 # In their order: each stands on the one before it.
-@pytest.mark.parametrize("row", CI, ids=[row.name for row in CI])
+@pytest.mark.parametrize("row", NIGHT, ids=[row.name for row in NIGHT])
 def test_row(place: Lab, row: Row) -> None:
     outcome = run_row(place, row)
     assert outcome.wrong == [], outcome.facts

@@ -1,7 +1,8 @@
 """Every verification check can fail: each gets a good image with one thing broken, and must turn red.
 
-The image is the worker, built when it isn't yet. Or a tree alone: ``IMAGE_BUILDER_SEALED_TREE`` has its layers,
-topmost first, separated by colons, ``IMAGE_BUILDER_FACTS`` its facts.json.
+The images are the worker and, in the night, today's workers, built when they aren't yet. Or a tree alone:
+``IMAGE_BUILDER_SEALED_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_FACTS`` its
+facts.json.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants
+from tests import mutants, programs
 from tests.builds import Workplace
 
-pytestmark = [pytest.mark.root, pytest.mark.image("worker")]
+pytestmark = [pytest.mark.root]
+IMAGES = [
+    pytest.param("worker", marks=pytest.mark.image("worker")),
+    *(
+        pytest.param(name, marks=[pytest.mark.image(name), pytest.mark.nightly, programs.needs_programs])
+        for name in ("worker_current", "worker_current_docker")
+    ),
+]
 
 
-@pytest.fixture
+@pytest.fixture(params=IMAGES)
 def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
     """The layers of a sealed image, topmost first, and its facts."""
     if "IMAGE_BUILDER_SEALED_TREE" in os.environ:
         layers = os.environ["IMAGE_BUILDER_SEALED_TREE"].split(":")
         return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_FACTS"])
-    built: Workplace = request.getfixturevalue("worker")
+    built: Workplace = request.getfixturevalue(request.param)
     return built.sealed()
 
 

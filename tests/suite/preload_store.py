@@ -93,6 +93,8 @@ record_booted(
 )
 record_booted(
     "test_every_layer_is_somewhere",
-    "for d in /mnt/local/docker/overlay2/*/diff; do mv $d $d.gone; ln -s /var/lib/preload/layers/gone $d; done",
+    "for d in /mnt/local/docker/overlay2/*/diff "
+    "/mnt/local/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/*/fs; do if test -e $d; "
+    "then mv $d $d.gone; ln -s /var/lib/preload/layers/gone $d; fi; done",
     turn=4,
 )

@@ -9,7 +9,7 @@ import pytest
 from tests.boot import foreign, page, steps
 from tests.boot.matrix import RECORD
 from tests.boot.node import Local
-from tests.boot.rows import CI, ROWS, chain
+from tests.boot.rows import NIGHT, ROWS, chain
 
 
 def test_names_are_unique_and_every_need_is_an_earlier_row() -> None:
@@ -41,7 +41,7 @@ def test_disk_of_a_row_that_reads_its_file_is_given() -> None:
         steps.break_disk,
         steps.grow,
     }
-    assert [row.name for row in (*ROWS, *CI) if set(row.steps) & on_disk and not row.disks] == []
+    assert [row.name for row in (*ROWS, *NIGHT) if set(row.steps) & on_disk and not row.disks] == []
 
 
 def test_mismatch_names_the_fact_and_both_values() -> None:

@@ -1,4 +1,4 @@
-"""Compare each layer in Docker's data root with the preload store. Runs on the node; prints one JSON object.
+"""Compare each layer in the engine's data root with the preload store. Runs on the node; prints one JSON object.
 
 Every file's kind and size, and of one file in sixteen every byte: {"layers": 7, "links": 0, "files": 12345,
 "empty": 0, "different": []}. ``empty`` counts files without a byte that have some in the store.
@@ -11,12 +11,14 @@ import os
 import stat
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, "/usr/local/sbin/node-agent")
 
 from image_builder.node import layout, mounts, preload_settings, store
+from image_builder.node.seed import containerd
 
 AT = Path("/run/boot-matrix/store")
 
@@ -27,21 +29,35 @@ def main() -> None:
     if not there:  # promotion is through with it
         AT.mkdir(parents=True, exist_ok=True)
         store.open_store(baked, verity=False, at=AT)
-    top = (layout.MOUNT_POINT if there else AT) / layout.LAYERS
+    opened = layout.MOUNT_POINT if there else AT
+    top = opened / layout.LAYERS
+    local = docker_layers if settings.engine == "docker" else containerd_layers
     found: dict[str, Any] = {"layers": 0, "links": 0, "files": 0, "empty": 0, "different": []}
-    for record in (settings.data_root / "image/overlay2/layerdb/sha256").iterdir():
-        name = (record / "diff").read_text().strip().removeprefix("sha256:")
+    for name, directory in local(settings.data_root, opened):
         if not (top / name).is_dir():
             continue
-        diff = settings.data_root / "overlay2" / (record / "cache-id").read_text().strip() / "diff"
         found["layers"] += 1
-        found["links"] += diff.is_symlink()
-        if not diff.is_symlink():
-            compare(top / name, diff, found)
+        found["links"] += directory.is_symlink()
+        if not directory.is_symlink():
+            compare(top / name, directory, found)
     if not there:
         store.close_store(AT)
     found["different"] = found["different"][:20]
     print(json.dumps(found))
+
+
+def docker_layers(data_root: Path, _: Path) -> Iterator[tuple[str, Path]]:
+    """Yield each layer's diff id (hex) and the directory of its files, as Docker has noted them."""
+    for record in (data_root / "image/overlay2/layerdb/sha256").iterdir():
+        name = (record / "diff").read_text().strip().removeprefix("sha256:")
+        yield name, data_root / "overlay2" / (record / "cache-id").read_text().strip() / "diff"
+
+
+def containerd_layers(data_root: Path, opened: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the same by the links of the store: a snapshot's number is the same in the data root."""
+    for link in (opened / containerd.SOURCE / containerd.SNAPSHOTS).glob("*/fs"):
+        if link.is_symlink():
+            yield link.readlink().name, data_root / containerd.SNAPSHOTS / link.parent.name / "fs"
 
 
 def compare(stored: Path, local: Path, found: dict[str, Any]) -> None:

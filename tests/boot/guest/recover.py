@@ -48,7 +48,7 @@ def seed_at(mount_point: Path, baked: store.Store) -> dict[str, Any]:
     mount_point.mkdir(exist_ok=True)
     (mount_point / ".node").mkdir(exist_ok=True)
     real = preload_settings.load()
-    made = dataclasses.replace(real, mount_point=mount_point, data_root=mount_point / "docker")
+    made = dataclasses.replace(real, mount_point=mount_point, data_root=mount_point / real.data_root.name)
     return seeding.seed(made, baked)
 
 
@@ -62,7 +62,8 @@ def recover(serial: str, baked: store.Store, reference: Path) -> dict[str, Any]:
         return {"disk": f"{told['code']}: {told['reason']}"}
     left = sorted(path.name for path in (ROOT / ".node").iterdir())
     section = seed_at(ROOT, baked)
-    different = differences(reference / "docker", ROOT / "docker")
+    name = preload_settings.load().data_root.name
+    different = differences(reference / name, ROOT / name)
     subprocess.run(["umount", ROOT], check=True)
     return {"disk": told["action"], "seed": section["action"], "left": left, "different": different[:10]}
 
