@@ -21,13 +21,15 @@ API_SERVERS = "pool_api_server_versions"
 SIZES = "nvidia_vm_sizes"
 _LAYER, _JOIN_LAYER = "gpu", "join"
 CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
+# What joining writes azure.json from, and the variables that say who reads it and where it is.
+AZURE, PROVIDERS, KUBERNETES = "join_azure", "kubelet_image_credential_providers", "node_join_kubernetes"
 METADATA_SERVICE = "169.254.169.254"
 # What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
 POOL_NAMES = frozenset(
     {
         *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
         "pool_power_state",
-        *("join_generation", "join_server", "join_ca", "join_dns", "join_credentials", "join_node_name"),
+        *("join_generation", "join_server", "join_ca", "join_dns", "join_credentials", AZURE, "join_node_name"),
         *("join_node_ip", "join_provider_id", "join_max_pods", "join_labels", "join_platform_labels"),
         *("join_taints", "join_hosts", "join_rate", "join_budget_seconds", "join_deadlines"),
     }
@@ -56,7 +58,11 @@ def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
 
     Groups are looked at, not their machines: there may be thousands.
     """
-    return [*_size_problems(definition, source), *_join_problems(definition, source)]
+    return [
+        *_size_problems(definition, source),
+        *_join_problems(definition, source),
+        *_azure_problems(definition, source),
+    ]
 
 
 def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
@@ -78,6 +84,31 @@ def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     return [
         Problem(str(engine.place_of(key) or engine.place_of(value) or ""), CREDENTIALS, reason)
         for key, value in credentials
+    ]
+
+
+def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
+    """Return where a credential provider of this image reads azure.json, and no node would have one."""
+    groups = source.own_variables()
+    if _JOIN_LAYER not in definition.layers or any(AZURE in group for group in groups):
+        return []
+    resolved = resolved_variables(definition)
+    path = f"{resolved.get(KUBERNETES)}/azure.json"
+    providers = resolved.get(PROVIDERS)
+    readers = [
+        str(provider.get("name"))
+        for provider in (providers if isinstance(providers, list) else [])
+        if isinstance(provider, Mapping) and path in provider.get("args", [])
+    ]
+    reason = (
+        f"is missing: {', '.join(readers)} of `{definition.name}` reads {path}, which joining writes from "
+        f"{AZURE}: {{tenant_id: ..., client_id: ...}}"
+    )
+    return [
+        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), AZURE, reason)
+        for group in groups
+        for key, value in group.items()
+        if readers and key == CREDENTIALS
     ]
 
 

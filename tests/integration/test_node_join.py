@@ -134,6 +134,34 @@ def test_a_new_generation_is_written_and_the_kubelet_started_again(world: World)
     assert not (world.kubernetes / "bootstrap-kubelet.conf").exists()
 
 
+AZURE = {
+    "tenant_id": "72f988bf-86f1-41af-91ab-2d7cd011db47",
+    "client_id": "2b9a3f1e-3a5e-4b57-9d5a-0a7b4f6d8c11",
+}
+
+
+def test_credential_providers_find_what_they_read(world: World) -> None:
+    assert world.join() == 0
+    cloud_config = world.kubernetes / "azure.json"
+    assert not cloud_config.exists()
+    world.tell(generation=8, azure=AZURE)
+    assert world.join() == 0
+    assert json.loads(cloud_config.read_bytes()) == {
+        "cloud": "AzurePublicCloud",
+        "tenantId": AZURE["tenant_id"],
+        "subscriptionId": "8d10da13-8125-4ba9-a717-bf7490507b3d",
+        "resourceGroup": "Pools-West",
+        "location": "westus3",
+        "useManagedIdentityExtension": True,
+        "userAssignedIdentityID": AZURE["client_id"],
+    }
+    before = world.tree()
+    assert world.join() == 0 and world.tree() == before
+    world.tell(generation=8, azure={"tenant_id": AZURE["tenant_id"]})
+    assert world.join() == 0
+    assert json.loads(cloud_config.read_bytes())["userAssignedIdentityID"] == ""
+
+
 def test_a_member_whose_certificate_is_over_keeps_the_token_until_it_has_another(world: World) -> None:
     assert world.join() == 0
     before = (world.directory / "client.pem").read_text()
@@ -194,6 +222,12 @@ def _alone(world: World) -> None:
     (world.directory / "node-config.json").write_bytes(world.user_data)
 
 
+def _no_cloud(world: World) -> None:
+    """There is no metadata service to say which cloud it is."""
+    world.tell(azure=AZURE, node={"ip": "127.0.0.1", "provider_id": "none"})
+    _alone(world)
+
+
 def _not_ready(world: World) -> None:
     world.ready = "False"
     world.tell(join=SHORT)
@@ -204,6 +238,8 @@ FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
     "a schema error": (_told(join={"rate": -1}), "identity", 13),
     "a secret in user data": (_told(generation=joins.TOKEN), "identity", 14),
     "an address that the platform does not know": (_alone, "identity", 15),
+    "a cloud that the platform does not name": (_no_cloud, "identity", 15),
+    "a tenant that is none": (_told(azure={"tenant_id": "example.com"}), "identity", 13),
     "an address of another machine": (_told(node={"ip": "192.0.2.1"}, join=SHORT), "network", 21),
     "a name that does not resolve": (
         lambda w: w.tell(

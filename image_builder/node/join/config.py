@@ -76,6 +76,14 @@ class Credentials:
 
 
 @dataclass(frozen=True)
+class Azure:
+    """The tenant, and the managed identity that pulls; without ``client_id`` the machine has one identity."""
+
+    tenant_id: str
+    client_id: str = ""
+
+
+@dataclass(frozen=True)
 class Taint:
     key: str
     effect: str
@@ -96,6 +104,7 @@ class NodeConfig:
     server: str
     ca: str
     credentials: Credentials
+    azure: Azure | None = None
     dns: tuple[str, ...] = ()
     name: str = ""
     provider_id: str = PLATFORM
@@ -175,6 +184,7 @@ def _build(document: Mapping[str, Any], digest: str) -> NodeConfig:
         server=cluster["server"],
         ca=cluster["ca"],
         credentials=Credentials(**document["credentials"]),
+        azure=Azure(**document["azure"]) if "azure" in document else None,
         dns=tuple(cluster.get("dns", ())),
         name=node.get("name", ""),
         provider_id=node.get("provider_id", PLATFORM),

@@ -38,6 +38,9 @@ class Machine:
 
     vm_id: str
     resource_id: str = ""
+    cloud: str = ""
+    subscription: str = ""
+    resource_group: str = ""
     ip: str = ""
     region: str = ""
     zone: str = ""
@@ -100,6 +103,9 @@ def parse_instance(document: Mapping[str, Any]) -> Machine:
     return Machine(
         vm_id=str(compute["vmId"]).lower(),
         resource_id=str(compute.get("resourceId") or ""),
+        cloud=str(compute.get("azEnvironment") or ""),
+        subscription=str(compute.get("subscriptionId") or ""),
+        resource_group=str(compute.get("resourceGroupName") or ""),
         ip=str(addresses[0]["privateIpAddress"]) if addresses else "",
         region=str(compute.get("location") or ""),
         zone=str(compute.get("zone") or ""),
@@ -211,10 +217,11 @@ def _parsed(text: bytes, source: str) -> NodeConfig:
 def _check(identity: Identity) -> None:
     """Raise JoinError (15) with all that the platform should have said and did not."""
     missing = [
-        f"node.{name}: the configuration leaves it to the platform, which does not provide it"
-        for name, chosen, value in (
-            ("ip", identity.config.ip, identity.ip),
-            ("provider_id", identity.config.provider_id, identity.provider_id),
+        f"{path}: the configuration leaves it to the platform, which does not provide it"
+        for path, chosen, value in (
+            ("node.ip", identity.config.ip, identity.ip),
+            ("node.provider_id", identity.config.provider_id, identity.provider_id),
+            ("azure", PLATFORM if identity.config.azure else NONE, identity.machine.cloud),
         )
         if chosen == PLATFORM and not value
     ]

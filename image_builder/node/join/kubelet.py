@@ -81,6 +81,27 @@ def environment(identity: Identity, build: str, taints: Sequence[str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in lines.items() if value)
 
 
+def cloud_config(identity: Identity) -> str:
+    """Return ``azure.json``, by which image credential providers pull; empty where the configuration names no tenant.
+
+    The keys are those of the cloud provider's configuration (kubernetes-sigs/cloud-provider-azure, ``pkg/azclient`` and
+    ``pkg/credentialprovider``). There is no secret in it: the machine's identity is proven by the metadata service.
+    """
+    azure, machine = identity.config.azure, identity.machine
+    if azure is None:
+        return ""
+    value = {
+        "cloud": machine.cloud,
+        "tenantId": azure.tenant_id,
+        "subscriptionId": machine.subscription,
+        "resourceGroup": machine.resource_group,
+        "location": machine.region,
+        "useManagedIdentityExtension": True,
+        "userAssignedIdentityID": azure.client_id,
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
 def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
     """Return the kubeconfig that a kubelet asks for its certificate with; JSON, which is YAML."""
     value = {
@@ -112,7 +133,11 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
             child.run(places.restart)
         except ProgramError as error:
             raise JoinError(82, error.message) from error
-    key = digest(environment(identity, build, settings_files.kubelet_taints(places.etc)), identity.config.ca)
+    key = digest(
+        environment(identity, build, settings_files.kubelet_taints(places.etc)),
+        identity.config.ca,
+        cloud_config(identity),
+    )
     return Done(key, f"written: {', '.join(changed)}" if changed else "nothing changed")
 
 
@@ -125,8 +150,11 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
         places.kubernetes / "node.env": environment(
             identity, build, settings_files.kubelet_taints(places.etc)
         ),
+        places.kubernetes / "azure.json": cloud_config(identity),
     }
-    changed += [path.name for path, text in contents.items() if files.write_changed(path, text.encode())]
+    changed += [
+        path.name for path, text in contents.items() if text and files.write_changed(path, text.encode())
+    ]
     if TAINTS in changed or "join" not in status.read(places.run):
         # The environment that the agent gives the kubelet is written again with it.
         section = {

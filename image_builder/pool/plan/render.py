@@ -31,6 +31,7 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "join_ca": ("cluster", "ca"),
     "join_dns": ("cluster", "dns"),
     "join_credentials": ("credentials",),
+    "join_azure": ("azure",),
     "join_node_name": ("node", "name"),
     "join_node_ip": ("node", "ip"),
     "join_provider_id": ("node", "provider_id"),

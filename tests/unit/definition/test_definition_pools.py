@@ -104,6 +104,32 @@ def test_nodes_whose_pods_reach_the_metadata_service_join_by_no_broker(
         assert found[0].where.endswith(f"hosts.yml:{line}") and "`joining`" in found[0].reason
 
 
+_PROVIDER = """
+        kubelet_image_credential_providers:
+          - {{name: acr-credential-provider, match_images: ["*.azurecr.io"], args: [{path}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "pool", "is_refused"),
+    [
+        ("/etc/kubernetes/azure.json", "", True),
+        ("/etc/kubernetes/azure.json", "        join_azure: {tenant_id: a}\n", False),
+        ("/etc/other.json", "", False),
+    ],
+)
+def test_a_credential_provider_has_a_file_to_read(
+    tmp_path: Path, path: str, pool: str, is_refused: bool
+) -> None:
+    inventory = tmp_path / "hosts.yml"
+    text = JOINING.format(more=_PROVIDER.format(path=path), kind="custom-data")
+    inventory.write_text(text.replace("      hosts:\n        node-1:", f"{pool}      hosts:\n        node-1:"))
+    found = load_inventory([inventory]).problems()
+    assert [one.path for one in found] == ["join_azure"] * is_refused, found
+    if found:
+        assert "acr-credential-provider of `joining` reads /etc/kubernetes/azure.json" in found[0].reason
+
+
 def test_what_closes_the_metadata_service() -> None:
     assert is_closed([{"address": "169.254.169.254", "ports": [443, 80]}])
     wrong: list[JSON] = [None, [], ["x"], [{"address": "169.254.169.254", "ports": [443]}], [{"ports": [80]}]]
