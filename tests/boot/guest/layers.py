@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, "/usr/local/sbin/node-agent")
 
+from image_builder.node import data_root as roots
 from image_builder.node import layout, mounts, preload_settings, store
 from image_builder.node.seed import containerd
 
@@ -55,9 +56,9 @@ def docker_layers(data_root: Path, _: Path) -> Iterator[tuple[str, Path]]:
 
 def containerd_layers(data_root: Path, opened: Path) -> Iterator[tuple[str, Path]]:
     """Yield the same by the links of the store: a snapshot's number is the same in the data root."""
-    for link in (opened / containerd.SOURCE / containerd.SNAPSHOTS).glob("*/fs"):
+    for link in (opened / containerd.SOURCE / roots.SNAPSHOTS).glob("*/fs"):
         if link.is_symlink():
-            yield link.readlink().name, data_root / containerd.SNAPSHOTS / link.parent.name / "fs"
+            yield link.readlink().name, data_root / roots.SNAPSHOTS / link.parent.name / "fs"
 
 
 def compare(stored: Path, local: Path, found: dict[str, Any]) -> None:
