@@ -116,7 +116,9 @@ def bake(
         }
         for image in locked
     ]
-    pulled = stage(lab, base, "preload", {"engine": lab.engine, "images": listed, "save": True}, {})
+    pulled = stage(
+        lab, base, "preload", {"engine": lab.engine, "images": listed, "list": True, "save": True}, {}
+    )
     preload.run(pulled)
     inputs = {lab.engine: pulled.product, "tools": lab.tools.parent}
     options = {"images": listed, "verity": verity, "source_date_epoch": EPOCH, "salt": salt}

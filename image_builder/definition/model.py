@@ -194,6 +194,11 @@ class BuilderVariables(Strict):
         description="The kernel checks the preload store by dm-verity, and the build fails without it. False: it "
         "isn't checked.",
     )
+    image_preload_archive: bool = Field(
+        True,
+        description="Keep an archive of the preloaded images in the image, for nodes that can't use the preload store. "
+        "False saves its space; without a usable store such a node is tainted and names the missing images.",
+    )
     image_pull: ImagePull = Field(
         default_factory=lambda: ImagePull.model_validate({}),
         description="Limits of these pulls; they don't affect the image.",
@@ -227,6 +232,11 @@ class BuilderVariables(Strict):
             raise ValueError(f"image_disk: a VHD for Azure holds at most {MAX_VHD_MIB} MiB")
         if self.image_preload and "container_runtime" not in self.image_layers:
             raise ValueError("image_preload: needs an engine, so the layer container_runtime")
+        modes = {i.mode or self.image_preload_mode: i.ref for i in self.image_preload}
+        if "archive" in modes and not self.image_preload_archive:
+            raise ValueError(
+                f"image_preload_archive: {modes['archive']} has the mode archive, so nodes need the archive"
+            )
         own = f"linux/{self.image_base.architecture}"
         if other := [i.ref for i in self.image_preload if i.platform != own]:
             raise ValueError(f"image_preload: this image runs {own}, not the platform of {', '.join(other)}")
@@ -290,6 +300,7 @@ class ImageDefinition:
     preload: tuple[PreloadedImage, ...] = ()
     preload_mode: PreloadMode = "reference"
     preload_verity: bool = True
+    preload_archive: bool = True
     pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
     magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
     hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)

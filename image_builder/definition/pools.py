@@ -29,7 +29,15 @@ POOL_NAMES = frozenset(
     {
         *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
         "pool_power_state",
-        *("join_generation", "join_server", "join_ca", "join_dns", "join_credentials", AZURE, "join_node_name"),
+        *(
+            "join_generation",
+            "join_server",
+            "join_ca",
+            "join_dns",
+            "join_credentials",
+            AZURE,
+            "join_node_name",
+        ),
         *("join_node_ip", "join_provider_id", "join_max_pods", "join_labels", "join_platform_labels"),
         *("join_taints", "join_hosts", "join_rate", "join_budget_seconds", "join_deadlines"),
     }

@@ -9,6 +9,7 @@ from testinfra.host import Host
 
 LIST = "/opt/preloaded_docker_images.json"
 ARCHIVE = "/opt/preloaded_docker_images.tar"
+STORE_FILE = "/opt/preload/store.erofs"
 
 
 def listed(host: Host) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from preloaded import ARCHIVE, LIST, familiar, images, plain
+from preloaded import ARCHIVE, LIST, STORE_FILE, familiar, images, plain
 from questions import merged
 from suite import (
     assignments,
@@ -62,6 +62,36 @@ with tarfile.open(sys.argv[1]) as archive:
         samples += [sample] if sample else []
 print(json.dumps(samples))
 """
+
+# The same from the preload store, where the image has no archive: its layers are mounted at argv[1], the others are the
+# diff ids, the lowest first. A whiteout is a character device 0:0.
+_STORE_SAMPLES = """
+import hashlib, json, os, stat, sys
+
+samples, hidden = [], set()
+for number, diff_id in reversed(list(enumerate(sys.argv[2:]))):
+    layer, sample, mine = os.path.join(sys.argv[1], diff_id.removeprefix("sha256:")), None, set()
+    for folder, folders, names in os.walk(layer):
+        folders.sort()
+        here = os.path.relpath(folder, layer)
+        try:
+            opaque = os.getxattr(folder, "trusted.overlay.opaque") == b"y"
+        except OSError:
+            opaque = False
+        mine |= {here} if opaque else set()
+        for name in sorted(names):
+            path = os.path.normpath(os.path.join(here, name))
+            info = os.lstat(os.path.join(folder, name))
+            parents = {path[:at] for at, letter in enumerate(path) if letter == "/"}
+            if sample is None and stat.S_ISREG(info.st_mode) and info.st_size and not hidden & (parents | {path}):
+                with open(os.path.join(folder, name), "rb") as stream:
+                    sample = [number, path, hashlib.sha256(stream.read(65536)).hexdigest()]
+            mine.add(path)
+    hidden |= mine
+    samples += [sample] if sample else []
+print(json.dumps(samples))
+"""
+_STORE = "/run/store-check"
 
 with_unit = needs("container_runtime", "node")
 preloaded = needs("container_runtime", "node", image_preload=bool)
@@ -271,7 +301,7 @@ def _docker_images(host: Host) -> dict[str, str]:
 
 @booted
 @with_docker
-def test_preloaded_layers_are_in_docker(host: Host) -> None:
+def test_preloaded_layers_are_in_docker(host: Host, v: V) -> None:
     """Docker has all layers of every image, and their directories are on the disk."""
     for image in images(host):
         (actual,) = json.loads(output(host, "docker image inspect %s", image["id"]))
@@ -280,14 +310,30 @@ def test_preloaded_layers_are_in_docker(host: Host) -> None:
         folders = [f for key in ("UpperDir", "LowerDir") for f in data.get(key, "").split(":") if f]
         assert len(folders) == len(image["diff_ids"]), f"{image['ref']}: {folders}"
         # The archive begins with the lowest layer.
-        nothing(_lost(host, image, list(reversed(folders))))
+        nothing(_lost(host, v, image, list(reversed(folders))))
 
 
-def _lost(host: Host, image: dict[str, Any], folders: list[str]) -> list[str]:
+def _samples(host: Host, v: V, image: dict[str, Any]) -> list[list[Any]]:
+    """Return files that an image's layers must have, from the archive or, where there is none, from the store."""
+    if v["image_preload_archive"]:
+        names = (image["ref"], familiar(image["ref"]))
+        text = output(host, "python3 -c %s %s %s %s", _SAMPLES, ARCHIVE, *names)
+    else:
+        output(host, f"mkdir -p {_STORE} && mount -t erofs -o ro,loop {STORE_FILE} {_STORE}")
+        try:
+            holes = " ".join(["%s"] * len(image["diff_ids"]))
+            command = f"python3 -c %s {_STORE}/layers {holes}"
+            text = output(host, command, _STORE_SAMPLES, *image["diff_ids"])
+        finally:
+            host.run(f"umount {_STORE}")
+    samples: list[list[Any]] = json.loads(text)
+    assert samples, f"what was baked has no file of {image['ref']}"
+    return samples
+
+
+def _lost(host: Host, v: V, image: dict[str, Any], folders: list[str]) -> list[str]:
     """Return the samples of an image that aren't in its layers' directories, the lowest layer's first."""
-    names = (image["ref"], familiar(image["ref"]))
-    samples = json.loads(output(host, "python3 -c %s %s %s %s", _SAMPLES, ARCHIVE, *names))
-    assert samples, f"the archive has no file of {image['ref']}"
+    samples = _samples(host, v, image)
     paths = [f"{folders[layer]}/{path}" for layer, path, _ in samples]
     heads = " ".join(map(shlex.quote, paths))
     digests = output(host, f'for f in {heads}; do head -c 65536 "$f" 2>/dev/null | sha256sum; done').split()[
@@ -327,7 +373,7 @@ def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
         output(host, f"mkdir -p {folder}")
         try:
             output(host, _ctr(v, f"images mount --snapshotter overlayfs %s {folder}"), image["ref"])
-            nothing(_lost(host, image, [folder] * len(image["diff_ids"])))
+            nothing(_lost(host, v, image, [folder] * len(image["diff_ids"])))
         finally:
             host.run(_ctr(v, f"images unmount --rm {folder}"))
             host.run(f"rmdir {folder}")

@@ -12,6 +12,7 @@ from testinfra.host import Host
 
 V = dict[str, Any]
 baked = needs("container_runtime", image_preload=bool)
+saved = needs("container_runtime", image_preload=bool, image_preload_archive=True)
 
 # Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,
 # where a link leads, and what small members hold.
@@ -94,14 +95,14 @@ def _json(archive: dict[str, Any], name: str) -> Any:
         raise AssertionError(f"{name} of the archive is not JSON: {error}") from error
 
 
-def _saved(archive: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _entries(archive: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the entries of the archive's manifest.json by reference."""
     entries = _json(archive, "manifest.json")
     return {tag: entry for entry in entries for tag in entry["RepoTags"] or []}
 
 
 def _saved_image(archive: dict[str, Any], image: dict[str, Any]) -> dict[str, Any]:
-    saved = _saved(archive)
+    saved = _entries(archive)
     names = {image["ref"], familiar(image["ref"])} & saved.keys()
     assert names, f"the archive has no {image['ref']}, only {', '.join(saved) or 'nothing'}"
     return saved[names.pop()]
@@ -125,7 +126,16 @@ def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
 
 
 @offline
+@booted
 @baked
+def test_preload_archive_is_as_declared(host: Host, v: V) -> None:
+    """The image has an archive of the preloaded images, and the list names it, where that is declared; else neither."""
+    actual = {"file": host.run("test -e %s", ARCHIVE).rc == 0, "list": listed(host)["archive"] is not None}
+    nothing(differences(dict.fromkeys(actual, v["image_preload_archive"]), actual))
+
+
+@offline
+@saved
 def test_preload_archive_is_the_recorded_one(host: Host) -> None:
     """The archive has the recorded size and sha256, and is a readable tar."""
     recorded, actual = listed(host)["archive"], _archive(host)
@@ -136,7 +146,7 @@ def test_preload_archive_is_the_recorded_one(host: Host) -> None:
 
 
 @offline
-@baked
+@saved
 def test_preload_archive_holds_every_image(host: Host) -> None:
     """Every listed reference is in the archive and means the listed image id there."""
     archive = _archive(host)
@@ -147,7 +157,7 @@ def test_preload_archive_holds_every_image(host: Host) -> None:
 
 
 @offline
-@baked
+@saved
 def test_preload_images_are_complete(host: Host) -> None:
     """Every layer of every image is in the archive, unpacks, and is what the image's configuration names."""
     archive = _archive(host)
@@ -161,7 +171,7 @@ def test_preload_images_are_complete(host: Host) -> None:
 
 
 @offline
-@baked
+@saved
 def test_preload_images_are_of_their_platform(host: Host) -> None:
     """Every image is for the operating system and the processor that the list names."""
     archive = _archive(host)

@@ -65,10 +65,10 @@ def test_store_is_the_recorded_one(host: Host) -> None:
 @booted
 @stored
 def test_store_lists_the_preloaded_images(host: Host) -> None:
-    """The store's images are those of the archive, with the same ids and layers, and it has all the layers."""
+    """The store's images are those of the list, with the same ids and layers, and it has all the layers."""
     manifest, archive = load(host, MANIFEST), _by_ref(load(host, LIST))
     images = _by_ref(manifest)
-    assert images.keys() == archive.keys(), f"{sorted(images)}, in the archive {sorted(archive)}"
+    assert images.keys() == archive.keys(), f"{sorted(images)}, in the list {sorted(archive)}"
     layers = {layer["diff_id"] for layer in manifest["layers"]}
     for ref, image in images.items():
         keys = ("id", "digest", "manifest", "diff_ids", "pin")

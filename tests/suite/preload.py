@@ -152,6 +152,11 @@ record(
     edit(lambda content: content.update(engine="podman")),
     write(LIST, "[]"),
 )
+record(
+    "test_preload_archive_is_as_declared",
+    given(lambda v: remove(ARCHIVE) if v["image_preload_archive"] else write(ARCHIVE)),
+    given(lambda v: edit(lambda content: content.update(archive=None if v["image_preload_archive"] else {}))),
+)
 record("test_preload_archive_is_the_recorded_one", last_byte, longer, damaged_layer, remove(ARCHIVE))
 record("test_preload_archive_holds_every_image", renamed_tag, of_last("id", f"sha256:{'0' * 64}"))
 record(

@@ -113,6 +113,12 @@ LAYERS = {
     ),
     "preloaded_docker_images.tar": json.dumps([[1, "app", "22"], [0, "bin/sh", "11"]]),
 }
+BARE_LAYERS = {
+    **{name: answer for name, answer in LAYERS.items() if not name.endswith(".tar")},
+    "mount -t erofs": "",
+    "umount": "",
+    "/run/store-check/layers": LAYERS["preloaded_docker_images.tar"],
+}
 STORE = {
     "cat /opt/preload/store.json": json.dumps(
         {
@@ -133,6 +139,14 @@ def unchecked_node(sha256: str, recorded: str | None = "ab" * 32) -> dict[str, A
     return {
         "cat /opt/preload/store.json": json.dumps(manifest),
         "sha256sum": f"{sha256}  /opt/preload/store.erofs\n",
+    }
+
+
+def archive_node(*, file: bool, listed: bool) -> dict[str, Answer]:
+    content = {"format": 1, "archive": {} if listed else None, "images": [IMAGE]}
+    return {
+        "cat /opt/preloaded_docker_images.json": json.dumps(content),
+        "test -e /opt/preloaded_docker_images.tar": "" if file else (1, ""),
     }
 
 
@@ -270,6 +284,37 @@ CASES = (
             "every layer is empty": {**LAYERS, "sha256sum": "e3b0 -\ne3b0 -\n"},
             "a layer is empty": {**LAYERS, "sha256sum": "22 -\ne3b0 -\n"},
         },
+        {"image_preload_archive": True},
+    ),
+    Case(
+        "test_preload",
+        "test_preloaded_layers_are_in_docker",
+        {**BARE_LAYERS, "sha256sum": "22 -\n11 -\n"},
+        {
+            "a layer is empty": {**BARE_LAYERS, "sha256sum": "22 -\ne3b0 -\n"},
+            "the store has no file": {**BARE_LAYERS, "/run/store-check/layers": "[]", "sha256sum": ""},
+        },
+        {"image_preload_archive": False},
+    ),
+    Case(
+        "test_preload_archive",
+        "test_preload_archive_is_as_declared",
+        archive_node(file=True, listed=True),
+        {
+            "no archive": archive_node(file=False, listed=True),
+            "not listed": archive_node(file=True, listed=False),
+        },
+        {"image_preload_archive": True},
+    ),
+    Case(
+        "test_preload_archive",
+        "test_preload_archive_is_as_declared",
+        archive_node(file=False, listed=False),
+        {
+            "an archive": archive_node(file=True, listed=False),
+            "a listed one": archive_node(file=False, listed=True),
+        },
+        {"image_preload_archive": False},
     ),
     Case(
         "test_preload_store",

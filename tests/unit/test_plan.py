@@ -13,7 +13,7 @@ from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.errors import LockError
+from image_builder.errors import LockError, SpaceError
 
 REPO = Path(__file__).resolve().parents[2]
 # The suite is told the builder's and all roles' variables, so `verify` (seconds) follows every one of them.
@@ -381,6 +381,11 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
             id="whether an image may be missing",
         ),
         pytest.param(
+            _replace("image_preload:", "image_preload_archive: false\n        image_preload:"),
+            FROM_PRELOAD,
+            id="whether there is an archive",
+        ),
+        pytest.param(
             _append("image_builder/bake/pull/docker_engine.py", "\nx = 1\n"), FROM_PRELOAD, id="how is pulled"
         ),
         pytest.param(
@@ -402,6 +407,20 @@ def test_what_reaches_the_preload(
     before = _plan(preloading, lock)
     change(preloading)
     assert _changed(before, _plan(preloading, lock)) == expected
+
+
+def test_a_root_partition_that_is_too_small_is_no_plan(preloading: Path) -> None:
+    """Said before anything is pulled, with the archive's share of it: without the archive it fits."""
+    layer = LockedLayer(digest=f"sha256:{'2' * 64}", size=1_000_000_000, diff_id=f"sha256:{'2' * 64}")
+    images = _images()
+    images[1] = images[1].model_copy(update={"layers": [layer]})
+    lock = _lock(images=images)
+    _replace("image_formats:", "image_disk: {root_size_mib: 4000}\n        image_formats:")(preloading)
+    with pytest.raises(SpaceError, match=r"image_disk\.root_size_mib is 4000") as caught:
+        _plan(preloading, lock)
+    assert "image_preload_archive: false saves about 3051 MiB" in str(caught.value.hint)
+    _replace("image_preload:", "image_preload_archive: false\n        image_preload:")(preloading)
+    assert _plan(preloading, lock).stage("preload").options["save"] is False
 
 
 def test_an_image_without_a_digest_is_refused(preloading: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from image_builder.bake import space
 from image_builder.bake.executor import Build
-from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.lock.model import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.store import Store
@@ -115,3 +116,31 @@ def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -
         space.check(work(store), todo())
     free.free += 201 << 20
     space.check(work(store), todo())
+
+
+@pytest.mark.parametrize(
+    ("engine", "archive", "bytes_"),
+    [
+        pytest.param("docker", True, 3.2 + 1.92, id="docker"),
+        pytest.param("docker", False, 1.92, id="docker, the store only"),
+        pytest.param("containerd", True, 1 + 1.92 + 1, id="containerd"),
+        pytest.param("containerd", False, 1.92 + 1, id="containerd, the store only"),
+    ],
+)
+def test_preloaded_images_take_so_much_of_the_disk(
+    monkeypatch: pytest.MonkeyPatch, engine: str, archive: bool, bytes_: float
+) -> None:
+    """By a byte of the layers as they are pulled; a layer that two images share counts once."""
+    layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1000 * MB, diff_id=f"sha256:{'2' * 64}")
+    digest = layer.digest
+    shared = [
+        LockedImage(
+            ref=ref, platform="linux/amd64", digest=digest, manifest=digest, config=digest, layers=[layer]
+        )
+        for ref in ("a.test/a:1", "a.test/b:1")
+    ]
+    monkeypatch.setattr(space, "engines", lambda _definition: [engine])
+    declared = replace(definition(), preload_archive=archive)
+    bare = space._sizes(lock(), declared).tree
+    sizes = space._sizes(lock().model_copy(update={"images": shared}), declared)
+    assert sizes.tree - bare == pytest.approx(bytes_ * 1000 * MB)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from image_builder.bake import space
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.lock.requirements import Requirements
 from image_builder.bake.plan.model import Plan
@@ -65,7 +66,11 @@ def requirements(definition: ImageDefinition, extensions: Extensions) -> Require
 
 
 def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions: Extensions) -> Plan:
-    """Return the plan of an image. Raises LockError when the lock lacks a stage of the definition."""
+    """Return the plan of an image.
+
+    Raises LockError when the lock lacks a stage of the definition, SpaceError when the root partition is too small.
+    """
+    space.check_root(lock, definition)
     draft = _draft(definition, lock, repo_root, extensions)
     draft.add(*go.KIND.plan(draft))
     draft.add(*module_build.KIND.plan(draft))
@@ -80,7 +85,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions
             for kind in (preload.KIND, preload_store.KIND, rehearsal.KIND):
                 branch = list(kind.plan(draft))
                 draft.add(*branch)
-                joined += [s for s in branch if kind is not preload.KIND or s.options["save"]]
+                joined += [s for s in branch if kind is not preload.KIND or s.options["list"]]
     draft.trees += joined
     for stage in seal.KIND.plan(draft):
         draft.lay(stage)

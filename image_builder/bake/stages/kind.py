@@ -33,11 +33,16 @@ class Need:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes: of each group's packages, packed and unpacked; of the preloaded images' files; of the image's tree."""
+    """Bytes: of each group's packages, packed and unpacked; of the preloaded images' layers as ``blobs`` that a
+    registry has, as files, in the archive and in the store; of the image's tree.
+    """
 
     packed: Mapping[str, float]
     unpacked: Mapping[str, float]
+    blobs: float
     images: float
+    archive: float
+    store: float
     tree: float
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from image_builder.node import child
 from image_builder.node.errors import NodeError
-from image_builder.node.preload.images import Preload
+from image_builder.node.preload.images import Archive
 from image_builder.node.store import Image
 
 # The kubelet deletes images until so much of their filesystem is used (imageGCLowThresholdPercent's default).
@@ -20,14 +20,14 @@ _CHUNK = 4 << 20
 STALLED_SECONDS = 600.0
 
 
-def check(preload: Preload, tell: Callable[[str], None], interval: float) -> None:
+def check(archive: Archive, tell: Callable[[str], None], interval: float) -> None:
     """Read the archive once; raises NodeError (``preload.archive``) unless it is the one that was baked."""
     digest, done, reported = hashlib.sha256(), 0, time.monotonic()
-    path = preload.archive
+    path = archive.path
     try:
         size = path.stat().st_size
-        if size != preload.size:
-            raise NodeError("preload.archive", f"{path} is damaged: {size} bytes, not {preload.size}")
+        if size != archive.size:
+            raise NodeError("preload.archive", f"{path} is damaged: {size} bytes, not {archive.size}")
         with path.open("rb") as stream:
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
@@ -37,7 +37,7 @@ def check(preload: Preload, tell: Callable[[str], None], interval: float) -> Non
                     tell(f"checking the archive: {portion(done, size)}")
     except OSError as error:
         raise NodeError("preload.archive", f"{path}: {error.strerror}") from error
-    checksum, expected = digest.hexdigest(), preload.sha256.removeprefix("sha256:")
+    checksum, expected = digest.hexdigest(), archive.sha256.removeprefix("sha256:")
     if checksum != expected:
         raise NodeError("preload.archive", f"{path} is damaged: its sha256 is {checksum}, not {expected}")
 
@@ -51,7 +51,8 @@ def portion(done: int, total: int) -> str:
 
 
 def check_room(
-    preload: Preload,
+    archive: Archive,
+    engine: str,
     lacking: Iterable[Image],
     layers: Mapping[str, int],
     data_root: Path,
@@ -66,9 +67,9 @@ def check_room(
         return
     room = os.statvfs(place)
     capacity, available = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    need = needed(preload.engine, preload.size, unpacked(lacking, layers))
+    need = needed(engine, archive.size, unpacked(lacking, layers))
     if fault := room_fault(need, capacity, available):
-        message = f"{preload.archive} is not loaded: {data_root} is on the root filesystem, {fault}"
+        message = f"{archive.path} is not loaded: {data_root} is on the root filesystem, {fault}"
         raise NodeError("preload.space", message)
 
 

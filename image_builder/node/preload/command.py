@@ -82,18 +82,21 @@ def bring(
     tell: Callable[[str], None],
     interval: float,
 ) -> Done:
-    """Load what is missing, name what is unnamed, and return what was done. Raises NodeError."""
+    """Load what is missing, name what is unnamed, and return what was done. Raises NodeError.
+
+    Without an archive nothing can be loaded: what is missing stays a problem.
+    """
     state = engine.look(preload.images)
     lacking = state.faults
     for ref, fault in lacking.items():
         tell(f"{ref} {fault}")
-    if lacking:
-        tell(f"{len(lacking)} of {len(preload.images)} images are loaded from {preload.archive}")
+    if lacking and (source := preload.archive):
+        tell(f"{len(lacking)} of {len(preload.images)} images are loaded from {source.path}")
         images_to_load = [image for image in preload.images if image.ref in lacking]
-        archive.check_room(preload, images_to_load, store.layers, data_root)
-        archive.check(preload, tell, interval)
+        archive.check_room(source, preload.engine, images_to_load, store.layers, data_root)
+        archive.check(source, tell, interval)
         engine.forget(images_to_load)
-        archive.load(engine.load(preload.archive), preload.archive, data_root, tell, interval)
+        archive.load(engine.load(source.path), source.path, data_root, tell, interval)
         state = engine.look(preload.images)
     faults, named = dict(state.faults), dict(state.misnamed)
     sound = [image for image in preload.images if image.ref not in faults]
@@ -138,31 +141,34 @@ def section_of(preload: Preload, store: Store, seed: Mapping[str, Any], done: Do
     # What is there although the seed gave up came from the archive, at an earlier boot.
     seeded = [ref for ref in whole if ref in expected and seed.get("state") == status.OK]
     return {
-        **_verdict(store, seed, done, expected),
+        **_verdict(preload, store, seed, done),
         "engine": preload.engine,
         "images": len(preload.images),
         "seeded": len(seeded),
         "there": len(whole) - len(seeded),
         "loaded": done.loaded,
-        "bytes": preload.size if done.lacking else 0,
+        "bytes": preload.archive.size if preload.archive and done.lacking else 0,
         "named": list(done.named),
         "problems": [f"{ref} {fault}" for ref, fault in done.problems.items()],
     }
 
 
 def _verdict(
-    store: Store, seed: Mapping[str, Any], done: Done, expected: set[str]
+    preload: Preload, store: Store, seed: Mapping[str, Any], done: Done
 ) -> dict[str, str | list[str]]:
     """Return state, code and reason; ``reasons`` has one for each image that is not as it was baked."""
     fell = [f"{ref} {fault}" for ref, fault in done.lacking.items() if store.seeded.get(ref)]
     bare = [
         f"{ref} {fault}"
         for ref, fault in done.digestless.items()
-        if ref in expected and ref not in done.lacking
+        if ref in store.seeded and ref not in done.lacking
     ]
     if done.problems:
         problems = [f"{ref} {fault}" for ref, fault in done.problems.items()]
-        return _state(status.FAILED, "preload.missing", f"{len(problems)} images are not usable", problems)
+        why = f"{len(problems)} images are not usable"
+        if not preload.archive:
+            why += f", and this node was baked without an archive of them: {cause(seed)}"
+        return _state(status.FAILED, "preload.missing", why, problems)
     if fell:
         why = f"{len(fell)} required images came from the archive, not from the preload store: {cause(seed)}"
         return _state(status.DEGRADED, "preload.fallback", why, [*fell, *bare])

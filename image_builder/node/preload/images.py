@@ -24,13 +24,20 @@ _B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
-class Preload:
-    """The list: where the archive is, its size in bytes, and the images in it."""
+class Archive:
+    """Where the archive is, its size in bytes, and its digest."""
 
-    engine: str
-    archive: Path
+    path: Path
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Preload:
+    """The list: the images, and the archive that holds them; None where the image was baked without one."""
+
+    engine: str
+    archive: Archive | None
     images: tuple[Image, ...]
 
 
@@ -45,6 +52,8 @@ class Store:
 def read_list(path: Path, pause: str = "") -> Preload:
     """Read the list of images; the one called ``pause`` is pinned in any case.
 
+    Without an archive all of containerd's are: its seed can't bring back what the kubelet deleted, Docker's can.
+
     Raises NodeError (``preload.list``).
     """
     try:
@@ -52,16 +61,17 @@ def read_list(path: Path, pause: str = "") -> Preload:
         if document["format"] != FORMAT:
             message = f"{path} has format {document['format']}, this program reads {FORMAT}"
             raise NodeError("preload.list", message)
+        engine, record = str(document["engine"]), document["archive"]
+        archive = None
+        if record is not None:
+            archive = Archive(Path(record["path"]), int(record["bytes"]), record["sha256"])
+        all_pinned = engine == "containerd" and archive is None
         images = tuple(
-            parse_image(
-                {**image, "pin": image["pin"] or image["ref"] == pause, "required": False, "mode": "archive"}
-            )
+            parse_image({**image, "pin": pin, "required": False, "mode": "archive"})
             for image in document["images"]
+            for pin in (all_pinned or image["pin"] or image["ref"] == pause,)
         )
-        archive = document["archive"]
-        return Preload(
-            str(document["engine"]), Path(archive["path"]), int(archive["bytes"]), archive["sha256"], images
-        )
+        return Preload(engine, archive, images)
     except OSError as error:
         raise NodeError("preload.list", f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:

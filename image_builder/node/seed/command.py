@@ -323,7 +323,7 @@ def describe(section: Mapping[str, Any]) -> str:
     """Return the outcome as one line for people."""
     if section["state"] != status.OK:
         outcome = {"seed.busy": "nothing was done"}.get(
-            section["code"], "missing images come from the archive"
+            section["code"], "missing images come from the archive, if there is one"
         )
         return f"seed: {section['code']}: {section['reason']}; {outcome}"
     outcome = f"{section['engine']}: {section['action']}"

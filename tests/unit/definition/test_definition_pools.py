@@ -123,7 +123,9 @@ def test_a_credential_provider_has_a_file_to_read(
 ) -> None:
     inventory = tmp_path / "hosts.yml"
     text = JOINING.format(more=_PROVIDER.format(path=path), kind="custom-data")
-    inventory.write_text(text.replace("      hosts:\n        node-1:", f"{pool}      hosts:\n        node-1:"))
+    inventory.write_text(
+        text.replace("      hosts:\n        node-1:", f"{pool}      hosts:\n        node-1:")
+    )
     found = load_inventory([inventory]).problems()
     assert [one.path for one in found] == ["join_azure"] * is_refused, found
     if found:

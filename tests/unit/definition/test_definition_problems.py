@@ -162,6 +162,13 @@ def lines(inventory: Inventory) -> list[str]:
             id="images without an engine",
         ),
         pytest.param(
+            "image_layers: [system, container_runtime]\nimage_preload_archive: false\n"
+            "image_preload:\n  - ref: registry.example/a:1\n    mode: archive\n",
+            "group_vars/workers.yml:2  image_preload_archive: registry.example/a:1 has the mode archive, "
+            "so nodes need the archive",
+            id="an archive that is needed",
+        ),
+        pytest.param(
             "image_layers: [system, container_runtime]\n"
             "image_preload:\n  - ref: registry.example/a:1\n    platform: linux/arm64\n",
             "group_vars/workers.yml:2  image_preload: this image runs linux/amd64, not the platform of "

@@ -12,13 +12,15 @@ import pytest
 from image_builder.definition.values import words
 from image_builder.node.preload import command
 from image_builder.node.preload.command import Done, Places
-from image_builder.node.preload.images import Preload, Store
+from image_builder.node.preload.images import Archive, EngineState, Preload, Store
+from image_builder.node.status import kubelet_environment
 from image_builder.node.store import Image
 from image_builder.settings import REPO_ROOT
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, TWO, document
 
 OTHER = Image(PAUSE, INDEX, MANIFEST, CONFIG, False, LAYERS)
-PRELOAD = Preload("docker", Path("/opt/images.tar"), 7, "", (IMAGE, OTHER))
+PRELOAD = Preload("docker", Archive(Path("/opt/images.tar"), 7, ""), (IMAGE, OTHER))
+BARE = Preload("docker", None, (IMAGE, OTHER))
 BOTH = Store({TWO: True, PAUSE: True})
 DAMAGED = {"state": "degraded", "code": "store.verity", "reason": "block 7"}
 
@@ -155,6 +157,35 @@ def test_what_is_still_wrong_is_named() -> None:
     assert section["problems"] == [f"{TWO} has lost layers: /a"]
     assert section["loaded"] == {}
     assert command.summary(section, 1) == [f"FAILED: {TWO} has lost layers: /a"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "cause"),
+    [
+        pytest.param(DAMAGED, "the seed reported store.verity: block 7", id="an unusable store"),
+        pytest.param({}, "the seed did not run", id="no seed"),
+    ],
+)
+def test_store_that_is_all_there_is_and_gives_nothing(seed: dict[str, str], cause: str) -> None:
+    """Without an archive every missing image is named, and the node has a taint."""
+    lacking = {TWO: "is missing", PAUSE: "has lost layers: /a"}
+
+    class Gone:
+        """An engine that has none of the images; nothing but a look is asked of it."""
+
+        def look(self, _images: object) -> EngineState:
+            return EngineState(lacking)
+
+    done = command.bring(BARE, BOTH, Gone(), Path("/"), lambda _line: None, 0)  # type: ignore[arg-type]
+    section = command.section_of(BARE, BOTH, seed, done)
+    assert (section["state"], section["code"]) == ("failed", "preload.missing")
+    assert section["problems"] == [f"{TWO} is missing", f"{PAUSE} has lost layers: /a"]
+    assert section["reason"] == (
+        f"2 images are not usable, and this node was baked without an archive of them: {cause}; {TWO} is missing"
+    )
+    assert (section["loaded"], section["bytes"]) == ({}, 0)
+    arguments = kubelet_environment({"preload": section})
+    assert "--register-with-taints=image-builder/preload=preload.missing:NoSchedule" in arguments
 
 
 def test_role_writes_what_is_read_here() -> None:

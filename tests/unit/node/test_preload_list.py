@@ -43,10 +43,35 @@ def test_digest_form_keeps_the_registrys_port() -> None:
     assert image.by_digest == f"registry.test:5000/a/b@{INDEX}"
 
 
+def archive_of(image_list: Path) -> images.Archive:
+    """Return the archive that a list names."""
+    archive = images.read_list(image_list).archive
+    assert archive
+    return archive
+
+
 def test_list_is_read(image_list: Path, archive: Path) -> None:
     preload = images.read_list(image_list)
     assert preload.images == (Image(TWO, INDEX, MANIFEST, CONFIG, False, LAYERS, 5_000_000),)
-    assert (preload.engine, preload.archive, preload.size) == ("docker", archive, 1 << 20)
+    assert preload.engine == "docker"
+    assert preload.archive == archive_of(image_list) and (preload.archive.path, preload.archive.size) == (
+        archive,
+        1 << 20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "pinned"),
+    [pytest.param("docker", False, id="docker"), pytest.param("containerd", True, id="containerd")],
+)
+def test_list_without_an_archive(image_list: Path, engine: str, pinned: bool) -> None:
+    """containerd's seed can't bring back what was deleted, so nothing that is preloaded may be."""
+    content = json.loads(image_list.read_text())
+    image_list.write_text(json.dumps({**content, "engine": engine, "archive": None}))
+    preload = images.read_list(image_list)
+    assert (preload.archive, [image.pin for image in preload.images]) == (None, [pinned])
+    image_list.write_text(json.dumps({**content, "engine": engine}))
+    assert [image.pin for image in images.read_list(image_list).images] == [False]
 
 
 def test_pause_image_is_pinned_in_any_case(image_list: Path) -> None:
@@ -71,7 +96,7 @@ def test_list_that_can_not_be_read(tmp_path: Path, text: str, words_of_it: str) 
 
 def test_archive_is_checked_and_progress_told(image_list: Path) -> None:
     told: list[str] = []
-    archives.check(images.read_list(image_list), told.append, 0)
+    archives.check(archive_of(image_list), told.append, 0)
     assert told == ["checking the archive: 100% of 0.00 GB"]
 
 
@@ -107,10 +132,10 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
 
 
 def test_archive_that_is_gone(image_list: Path, archive: Path) -> None:
-    preload = images.read_list(image_list)
+    recorded = archive_of(image_list)
     archive.unlink()
     with pytest.raises(NodeError, match=re.escape(f"{archive}: No such file or directory")):
-        archives.check(preload, lambda _text: None, 3)
+        archives.check(recorded, lambda _text: None, 3)
 
 
 def test_position_of_a_reader_is_found(archive: Path) -> None:
@@ -211,11 +236,10 @@ def test_shared_layers_are_counted_once_where_they_are_known() -> None:
 
 
 def test_room_is_guarded_on_the_root_filesystem_alone(image_list: Path, tmp_path: Path) -> None:
-    preload = images.read_list(image_list)
+    archive = archive_of(image_list)
     huge = [Image("a:1", INDEX, MANIFEST, CONFIG, False, LAYERS, 10**18)]
-    containerd = images.Preload("containerd", preload.archive, preload.size, preload.sha256, ())
-    archives.check_room(containerd, huge, {}, OWN_DISK, root=tmp_path)
+    archives.check_room(archive, "containerd", huge, {}, OWN_DISK, root=tmp_path)
     with pytest.raises(NodeError) as caught:
-        archives.check_room(containerd, huge, {}, tmp_path / "not/made/yet", root=tmp_path)
+        archives.check_room(archive, "containerd", huge, {}, tmp_path / "not/made/yet", root=tmp_path)
     assert caught.value.code == "preload.space"
     assert "not/made/yet is on the root filesystem" in caught.value.message

@@ -425,4 +425,7 @@ def test_outcomes_are_lines_for_people() -> None:
     done = {"state": "ok", "engine": "docker", "action": "seeded", "layers": 5, "seconds": 0.124}
     assert describe(done) == "seed: docker: seeded, 5 layers in 0.12 s"
     bad = {"state": "degraded", "engine": "docker", "code": "seed.version", "reason": "it is newer"}
-    assert describe(bad) == "seed: seed.version: it is newer; missing images come from the archive"
+    assert (
+        describe(bad)
+        == "seed: seed.version: it is newer; missing images come from the archive, if there is one"
+    )

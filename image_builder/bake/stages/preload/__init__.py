@@ -57,7 +57,8 @@ def _needs(definition: ImageDefinition) -> Requirements:
 def _plan(draft: Draft) -> Iterator[StagePlan]:
     """Yield the stages that pull; their ids cover the engine's packages and the images, no role.
 
-    The first engine's images are saved as an archive, too; a further one's go into the store only.
+    The first engine's images are listed for nodes and, unless the definition does without, saved as an archive;
+    a further one's go into the store only.
     """
     for engine in engines(draft.definition):
         name = name_of(draft, engine)
@@ -67,7 +68,8 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             "packages": draft.lock.group(ENGINE_LAYER).digest,
             "archives": archive_digests(draft.definition, ENGINE_LAYER),
             "images": [image.for_pull() for image in images(draft)],
-            "save": name == PRELOAD,
+            "list": name == PRELOAD,
+            "save": name == PRELOAD and draft.definition.preload_archive,
         }
         yield StagePlan(
             name,
@@ -79,8 +81,9 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
         )
 
 
-def _space(_stage: StagePlan, sizes: Sizes) -> Need:
-    return Need(2 * sizes.images)
+def _space(stage: StagePlan, sizes: Sizes) -> Need:
+    blobs = sizes.blobs if stage.options["engine"] == "containerd" else 0.0
+    return Need(sizes.images + blobs + (sizes.archive if stage.options["save"] else 0.0))
 
 
 def _shared(options: Mapping[str, Any], earlier: Mapping[str, Any]) -> int:

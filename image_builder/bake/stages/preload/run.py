@@ -4,8 +4,9 @@ The engine is the one of the layer ``container_runtime``, run in that layer's tr
 (``pull/docker_engine.py``, ``pull/containerd_engine.py``). What an earlier bake pulled with the same packages
 is taken over, so that one more image in the list means one more pull.
 
-Product: ``tree/opt/preloaded_docker_images.tar`` and ``.json``, which go into the image; ``state``, the engine's
-data root with all images unpacked; ``layers.json``, where in it each layer's files are; ``images.json``, the
+Product: ``tree/opt/preloaded_docker_images.json`` and, where the definition wants an archive, ``.tar``, which go into
+the image; ``state``, the engine's data root with all images unpacked; ``layers.json``, where in it each layer's files
+are; ``images.json``, the
 engine and what is known of each image; ``pulls.json``, how each pull went.
 """
 
@@ -75,7 +76,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     facts: dict[str, JSON] = {"name": engine.name, "version": version, **binary}
     record = {"engine": facts, "images": listed}
     (ctx.product / IMAGES).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if archive:
+    if options["list"]:
         document = {"format": FORMAT, "engine": options["engine"], "archive": archive, "images": listed}
         target = ctx.product / "tree" / LIST
         target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -84,16 +85,18 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         "engine": facts,
         "images": [str(entry["ref"]) for entry in listed],
         "left_out": dict(failed),
-        "archive_bytes": archive.get("bytes", 0),
+        "archive_bytes": archive["bytes"] if archive else 0,
         # The store need not hash the archive a second time.
         "files": [{"name": f"tree/{ARCHIVE}", "sha256": archive["sha256"]}] if archive else [],
     }
 
 
-def _save(ctx: StageContext, engine: RunningEngine, images: Sequence[Image], total: int) -> dict[str, JSON]:
-    """Save the images as an archive; return where nodes find it, nothing where none is wanted."""
+def _save(
+    ctx: StageContext, engine: RunningEngine, images: Sequence[Image], total: int
+) -> dict[str, JSON] | None:
+    """Save the images as an archive; return where nodes find it, None where none is wanted."""
     if not ctx.plan.options["save"]:
-        return {}
+        return None
     ctx.doing("packing the archive")
     size, sha256 = engine.save(
         images,

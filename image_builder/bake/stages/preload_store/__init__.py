@@ -10,8 +10,6 @@ from image_builder.bake.stages.preload import engines, images, name_of
 from image_builder.bake.stages.root import TOOLS
 
 PRELOAD_STORE = "preload_store"
-# Bytes of the store (lz4) per byte of the images' files.
-PACKED = 0.6
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
@@ -31,7 +29,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
 
 
 def _space(_stage: StagePlan, sizes: Sizes) -> Need:
-    return Need(PACKED * sizes.images)
+    return Need(sizes.store)
 
 
 KIND = StageKind(
