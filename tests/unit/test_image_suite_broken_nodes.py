@@ -143,7 +143,7 @@ def unchecked_node(sha256: str, recorded: str | None = "ab" * 32) -> dict[str, A
 
 
 def archive_node(*, file: bool, listed: bool) -> dict[str, Answer]:
-    content = {"format": 1, "archive": {} if listed else None, "images": [IMAGE]}
+    content: dict[str, Any] = {"format": 1, "archive": {} if listed else None, "images": [IMAGE]}
     return {
         "cat /opt/preloaded_docker_images.json": json.dumps(content),
         "test -e /opt/preloaded_docker_images.tar": "" if file else (1, ""),
