@@ -101,10 +101,11 @@ def bake(
     pins: Sequence[str] = (),
     verity: bool = True,
     salt: str = "",
+    archive: bool = True,
 ) -> Baked:
     """Pull and pack with the stages' own functions. ``modes`` is by reference, the others are ``reference``.
 
-    Another ``salt`` is another store of the same images.
+    Without ``archive`` there is only the store. Another ``salt`` is another store of the same images.
     """
     base = lab.folder("bake")
     listed = [
@@ -117,7 +118,7 @@ def bake(
         for image in locked
     ]
     pulled = stage(
-        lab, base, "preload", {"engine": lab.engine, "images": listed, "list": True, "save": True}, {}
+        lab, base, "preload", {"engine": lab.engine, "images": listed, "list": True, "save": archive}, {}
     )
     preload.run(pulled)
     inputs = {lab.engine: pulled.product, "tools": lab.tools.parent}

@@ -113,6 +113,15 @@ def _still_meant(earlier: Lock, lock: Lock, supplier: Supplier) -> list[LockedIm
     return [image for image in earlier.images if same or not supplier.has(image.ref)]
 
 
+def make_plan(definition: ImageDefinition, lock: Lock, settings: Settings, extensions: Extensions) -> Plan:
+    """Return the plan of an image.
+
+    Raises LockError when the lock lacks a stage of the definition, SpaceError when the tree can't fit the disk.
+    """
+    space.check_root(lock, definition)
+    return resolve(definition, lock, settings.repo_root, extensions)
+
+
 def make_lock(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions
 ) -> Lock:
@@ -208,7 +217,7 @@ def build(
         if requirements(definition, extensions).unlocked_images(lock):
             lock = lock_images(definition, lock, supply.endpoints(), monitor)
             lock.save(remembered)
-        plan = resolve(definition, lock, settings.repo_root, extensions)
+        plan = make_plan(definition, lock, settings, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
         work = replace(supply.work, lock=lock, shell=shell)

@@ -175,16 +175,15 @@ def plan(
 
         image-builder plan worker --explain
     """
-    from image_builder.bake.build import obtain_lock
+    from image_builder.bake.build import make_plan, obtain_lock
     from image_builder.bake.plan.explain import explain as reasons
-    from image_builder.bake.plan.resolve import resolve
     from image_builder.bake.store import Store
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
     definition = _load(inventory, vault_password_file).define(image)
     with render.monitor(f"plan {image}") as monitor:
         used_lock = obtain_lock(definition, settings, monitor, extensions(), locked)
-        resolved = resolve(definition, used_lock, settings.repo_root, extensions())
+        resolved = make_plan(definition, used_lock, settings, extensions())
         for warning in resolved.warnings:
             monitor.note(f"warning: {warning}")
     kept_stages = Store(settings.store)

@@ -348,6 +348,47 @@ def test_what_a_lost_store_held_is_loaded_from_the_archive(disagreed: Result) ->
     assert loaded["containers"] == ""
 
 
+# -- without an archive -------------------------------------------------------------------------------------------
+
+
+def bare(lab: Lab) -> Result:
+    """Bake without an archive; boot from a good store and from one that is cut."""
+    baked = bake(lab, [lab.push("one", MB), lab.push("two", MB)], archive=False)
+    found: Result = {"opt": sorted(path.name for path in baked.opt.iterdir())}
+    cut = copied(lab, baked)
+    os.truncate(cut.opt / "preload/store.erofs", 4096)
+    for name, images in (("good", baked), ("cut", cut)):
+        with node(lab, images.opt) as here:
+            here.seed()
+            with here.engine() as running:
+                child = here.agent("preload")
+                said = child.communicate(timeout=120)[0].decode()
+                has = [running.has(image) for image in baked.images]
+            told = here.status()
+            environment = (here.root.path / "run/node/kubelet.env").read_text()
+        found[name] = {"exit": child.returncode, "said": said, "has": has, "env": environment} | told
+    return {**found, "refs": [image.ref for image in baked.images]}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_an_archive_a_lost_store_is_a_taint_and_names_each_image(
+    worker: Workplace, engine: str
+) -> None:
+    found: Result = with_each_engine(bare, worker, engine, seconds=600)
+    assert found["opt"] == ["preload", "preloaded_docker_images.json"]
+    good, cut = found["good"], found["cut"]
+    assert (good["exit"], good["preload"]["state"], good["preload"]["seeded"]) == (0, "ok", 2), good["said"]
+    assert good["has"] == [True, True] and "taints" not in good["env"]
+    assert (cut["exit"], cut["preload"]["state"], cut["preload"]["code"]) == (1, "failed", "preload.missing")
+    assert cut["preload"]["problems"] == [f"{ref} is missing" for ref in found["refs"]]
+    assert "without an archive of them: the seed reported store.truncated" in cut["preload"]["reason"]
+    assert cut["has"] == [False, False], "nothing was pulled"
+    assert "--register-with-taints=image-builder/preload=preload.missing:NoSchedule" in cut["env"]
+
+
+# -- what a store is taken for ------------------------------------------------------------------------------------
+
+
 def test_a_store_is_not_taken_unchecked_where_the_check_is_required(disagreed: Result) -> None:
     # This kernel has no device mapper, or this root no loop device: either way it says so, and it may be tried again.
     assert disagreed["required"]["code"] in ("store.verity", "store.io") and disagreed["required_left"] == []

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.build import make_plan
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedImage, LockedLayer, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError, SpaceError
+from image_builder.settings import Settings
 
 REPO = Path(__file__).resolve().parents[2]
 # The suite is told the builder's and all roles' variables, so `verify` (seconds) follows every one of them.
@@ -416,11 +418,13 @@ def test_a_root_partition_that_is_too_small_is_no_plan(preloading: Path) -> None
     images[1] = images[1].model_copy(update={"layers": [layer]})
     lock = _lock(images=images)
     _replace("image_formats:", "image_disk: {root_size_mib: 4000}\n        image_formats:")(preloading)
+    settings = Settings(repo_root=preloading)
     with pytest.raises(SpaceError, match=r"image_disk\.root_size_mib is 4000") as caught:
-        _plan(preloading, lock)
+        make_plan(_definition(preloading), lock, settings, extensions())
     assert "image_preload_archive: false saves about 3051 MiB" in str(caught.value.hint)
     _replace("image_preload:", "image_preload_archive: false\n        image_preload:")(preloading)
-    assert _plan(preloading, lock).stage("preload").options["save"] is False
+    plan = make_plan(_definition(preloading), lock, settings, extensions())
+    assert plan.stage("preload").options["save"] is False
 
 
 def test_an_image_without_a_digest_is_refused(preloading: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from image_builder.bake import space
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.lock.requirements import Requirements
 from image_builder.bake.plan.model import Plan
@@ -66,11 +65,7 @@ def requirements(definition: ImageDefinition, extensions: Extensions) -> Require
 
 
 def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions: Extensions) -> Plan:
-    """Return the plan of an image.
-
-    Raises LockError when the lock lacks a stage of the definition, SpaceError when the root partition is too small.
-    """
-    space.check_root(lock, definition)
+    """Return the plan of an image. Raises LockError when the lock lacks a stage of the definition."""
     draft = _draft(definition, lock, repo_root, extensions)
     draft.add(*go.KIND.plan(draft))
     draft.add(*module_build.KIND.plan(draft))

@@ -6,8 +6,7 @@ is taken over, so that one more image in the list means one more pull.
 
 Product: ``tree/opt/preloaded_docker_images.json`` and, where the definition wants an archive, ``.tar``, which go into
 the image; ``state``, the engine's data root with all images unpacked; ``layers.json``, where in it each layer's files
-are; ``images.json``, the
-engine and what is known of each image; ``pulls.json``, how each pull went.
+are; ``images.json``, the engine and what is known of each image; ``pulls.json``, how each pull went.
 """
 
 from __future__ import annotations
