@@ -325,9 +325,10 @@ def test_kubelet_has_its_helpers(host: Host) -> None:
 @booted
 @needs("kubernetes", kubelet_cni_plugins_package=bool)
 def test_cni_plugins(host: Host, v: V) -> None:
-    """The standard network plugins are where the kubelet's runtime looks."""
+    """The standard network plugins, and those declared beside them, are where the kubelet's runtime looks."""
     matches = set(output(host, "ls -L %s/", v["kubelet_cni_bin_dir"]).split())
-    nothing(sorted({"bridge", "host-local", "loopback", "portmap"} - matches))
+    declared = {name.rpartition("/")[2] for name in v["kubelet_cni_plugins"].get("programs", [])}
+    nothing(sorted(({"bridge", "host-local", "loopback", "portmap"} | declared) - matches))
 
 
 @offline

@@ -233,6 +233,18 @@ def _not_ready(world: World) -> None:
     world.tell(join=SHORT)
 
 
+def _no_network(world: World) -> None:
+    _not_ready(world)
+    world.settings(pod_network=os.fspath(world.directory / "net.d"))
+
+
+def _unready_network(world: World) -> None:
+    """The add-on has come, so that something else keeps the node from being Ready."""
+    _no_network(world)
+    (world.directory / "net.d").mkdir()
+    (world.directory / "net.d/10-azure.conflist").write_text("{}")
+
+
 FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
     "settings that can't be used": (_settings(speed=3), "identity", 16),
     "a schema error": (_told(join={"rate": -1}), "identity", 13),
@@ -273,6 +285,8 @@ FAILURES: dict[str, tuple[Callable[[World], object], str, int]] = {
         69,
     ),
     "a node that does not get Ready": (_not_ready, "ready", 93),
+    "a network that never comes": (_no_network, "ready", 95),
+    "a network that came to a node that is not Ready": (_unready_network, "ready", 93),
 }
 
 

@@ -25,6 +25,8 @@ def test_playbook_repeats_the_other_roles_defaults() -> None:
     assert assumed == {name: defaults[name] for name in assumed}
     assert set(assumed) == {
         "container_runtime_engine",
+        "container_runtime_cni_conf_dir",
+        "kubelet_cni",
         "kubelet_kubeconfig",
         "kubelet_bootstrap_kubeconfig",
         "kubelet_client_ca_file",

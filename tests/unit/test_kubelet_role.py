@@ -62,6 +62,10 @@ def test_rendering_is_the_golden_one(name: str, request: pytest.FixtureRequest) 
         assert scenario(name).file(template) == (folder / file).read_text(encoding="utf-8")
 
 
+CNI_PLUGINS = {"url": "https://a.test/cni.tgz", "sha256": "0" * 64, "programs": ["azure-vnet"]}
+BAKED_NETWORK: dict[str, Any] = {"kubelet_cni": "baked", "kubelet_cni_conf": {"name": "a", "plugins": []}}
+
+
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_every_scenario_is_without_problems(name: str) -> None:
     assert scenario(name).problems == []
@@ -357,6 +361,17 @@ def test_argument_specs_have_the_defaults() -> None:
             "an archive needs url and sha256",
         ),
         (containerd("1.34", kubelet_source={"type": "repository"}), "kubelet_repository: needs uris"),
+        (containerd("1.34", kubelet_cni="baked"), "kubelet_cni_conf: set it if kubelet_cni is baked"),
+        (containerd("1.34", kubelet_cni_conf={"name": "a"}), "only then; kubelet_cni is none"),
+        (containerd("1.34", kubelet_cni="delegated", kubelet_mode="standalone"), "no add-on comes to"),
+        (
+            containerd("1.34", kubelet_cni="delegated", kubelet_cni_plugins=CNI_PLUGINS),
+            "kubelet_cni_plugins: needs url, sha256 and programs, and kubelet_cni baked",
+        ),
+        (
+            containerd("1.34", **BAKED_NETWORK, kubelet_cni_plugins={"url": "u", "sha256": "0"}),
+            "kubelet_cni_plugins: needs url, sha256 and programs",
+        ),
         (containerd("1.34", kubelet_crictl={"url": "u"}), "kubelet_crictl: needs url and sha256"),
         (containerd("1.34", kubelet_image_gc_low_threshold_percent=85), "must be below"),
         (

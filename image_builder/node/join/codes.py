@@ -71,6 +71,7 @@ CODES: Mapping[int, Code] = {
     92: Code("ready", "node", "the kubelet does not answer"),
     93: Code("ready", "transient", "the API server does not report the node as Ready"),
     94: Code("ready", "hardware", "the node is Ready but tainted: the preflight of this boot did not pass"),
+    95: Code("ready", "transient", "the cluster's network add-on has not come to this node"),
 }
 UNEXPECTED, OVER = 1, 2
 

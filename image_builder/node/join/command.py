@@ -221,7 +221,12 @@ def _kubelet(joining: Joining, _deadline: Deadline) -> Done:
 
 def _ready(joining: Joining, deadline: Deadline) -> Done:
     done = kubelet.wait_until_ready(
-        joining.kubelet, joining.settings.healthz, joining.boot_id, deadline, refused=joining.refused
+        joining.kubelet,
+        joining.settings.healthz,
+        joining.boot_id,
+        deadline,
+        refused=joining.refused,
+        pod_network=joining.settings.pod_network,
     )
     if joining.doubt:
         raise JoinError(94, f"{done.reason}, with its taint: {joining.doubt}")

@@ -171,11 +171,18 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
 
 
 def wait_until_ready(
-    places: Places, healthz: str, boot_id: str, deadline: Deadline, *, refused: str = ""
+    places: Places,
+    healthz: str,
+    boot_id: str,
+    deadline: Deadline,
+    *,
+    refused: str = "",
+    pod_network: str = "",
 ) -> Done:
-    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93).
+    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93, 95).
 
     ``refused`` is a certificate that the API server does not take: the token stays until there is another.
+    ``pod_network`` is where the cluster's network add-on writes its configuration, empty where none is to come.
     """
     while (access := membership(places.config, refused)) is None:
         if not deadline.poll(_POLL):
@@ -191,9 +198,18 @@ def wait_until_ready(
     reason = ""
     while reason := _not_ready(access, deadline):
         if not deadline.poll(_ASK_SECONDS * (0.5 + random.random())):  # noqa: S311 (no secret)
+            if pod_network and not _has_network(Path(pod_network)):
+                raise JoinError(95, f"no network add-on has written to {pod_network}; {reason}")
             raise JoinError(93, reason)
         access = membership(places.config) or access
     return Done(digest(access.node, boot_id), f"{access.node} is Ready")
+
+
+def _has_network(directory: Path) -> bool:
+    """Tell whether there is a configuration that a runtime takes (libcni, ``ConfFiles``)."""
+    return directory.is_dir() and any(
+        path.suffix in (".conf", ".conflist", ".json") for path in directory.iterdir()
+    )
 
 
 def _not_ready(access: Access, deadline: Deadline) -> str:

@@ -15,6 +15,7 @@ class Settings:
     """``imds``: the metadata service, empty for none. ``custom_data`` and ``file``: where else a configuration may be.
 
     ``kubernetes``: where the kubelet looks for its files. ``engine`` must answer, empty for none.
+    ``pod_network``: where the cluster's network add-on writes its configuration, empty where none is to come.
     ``clock_seconds``: how far this machine's clock may be off the API server's.
     """
 
@@ -24,6 +25,7 @@ class Settings:
     kubernetes: str = "/etc/kubernetes"
     engine: str = ""
     healthz: str = settings.HEALTHZ
+    pod_network: str = ""
     clock_seconds: float = 60.0
 
     def problems(self) -> Iterator[str]:
@@ -34,6 +36,8 @@ class Settings:
         yield from within("clock_seconds", self.clock_seconds, 1, 3600)
         for name in ("custom_data", "file", "kubernetes"):
             yield from absolute(name, getattr(self, name))
+        if self.pod_network:
+            yield from absolute("pod_network", self.pod_network)
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
