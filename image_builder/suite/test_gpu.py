@@ -305,6 +305,19 @@ def test_gpu_rdma_is_there(host: Host, v: V) -> None:
     nothing(line for line in ("* - memlock unlimited", "root - memlock unlimited") if line not in limits)
 
 
+@offline
+@booted
+@needs("gpu", nvidia_rdma=lambda kind: kind != "none", nvidia_rdma_kernel_options=bool)
+def test_gpu_rdma_has_its_kernel_options(host: Host, tree: Tree, v: V) -> None:
+    """The image's kernel has the options that RDMA with GPUs needs, built in or as modules."""
+    config = read(host, f"/boot/config-{_kernel(tree)}").splitlines()
+    nothing(
+        name
+        for name in v["nvidia_rdma_kernel_options"]
+        if not {f"CONFIG_{name}=y", f"CONFIG_{name}=m"} & set(config)
+    )
+
+
 @booted
 @with_gpu
 def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:

@@ -34,6 +34,20 @@ def bytes_of(name: str, old: bytes, new: bytes) -> Mutation:
     return mutate
 
 
+def _without_kernel_option(name: str) -> Mutation:
+    """Have the kernel's configuration say that an option is not set."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        (path,) = (root / "boot").glob("config-*")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rest = [line for line in lines if not line.startswith(f"CONFIG_{name}=")]
+        if rest == lines:
+            raise ValueError(f"{path} has no CONFIG_{name}")
+        path.write_text("\n".join([*rest, f"# CONFIG_{name} is not set", ""]), encoding="utf-8")
+
+    return mutate
+
+
 def without_module(name: str) -> Mutation:
     """Remove a module's file; the index still names it."""
     return lambda root, _variables: _module(root, name).unlink()
@@ -203,6 +217,12 @@ record(
     "test_gpu_rdma_is_there",
     remove("/etc/security/limits.d/91-nvidia-rdma.conf"),
     change("/etc/security/limits.d/91-nvidia-rdma.conf", "unlimited", "64"),
+)
+
+record(
+    "test_gpu_rdma_has_its_kernel_options",
+    _without_kernel_option("MLX5_INFINIBAND"),
+    _without_kernel_option("INFINIBAND_USER_ACCESS"),
 )
 
 record_booted(
