@@ -5,6 +5,7 @@ A pool is a group that sets ``pool_image``, the image that its machines run, and
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 
 from image_builder.canonical import JSON
@@ -23,11 +24,15 @@ _LAYER, _JOIN_LAYER = "gpu", "join"
 CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
 # What joining writes azure.json from, and the variables that say who reads it and where it is.
 AZURE, PROVIDERS, KUBERNETES = "join_azure", "kubelet_image_credential_providers", "node_join_kubernetes"
+# A pool's subnet, from which machines and pods take their addresses, and how many machines there are to be.
+SUBNET, CAPACITY = "pool_subnet", "pool_capacity"
+# Addresses of each subnet that Azure keeps: the first four and the last.
+_RESERVED = 5
 METADATA_SERVICE = "169.254.169.254"
 # What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
 POOL_NAMES = frozenset(
     {
-        *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", "pool_capacity"),
+        *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", CAPACITY, SUBNET),
         "pool_power_state",
         *(
             "join_generation",
@@ -70,6 +75,7 @@ def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
         *_size_problems(definition, source),
         *_join_problems(definition, source),
         *_azure_problems(definition, source),
+        *_address_problems(definition, source),
     ]
 
 
@@ -118,6 +124,39 @@ def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem
         for key, value in group.items()
         if readers and key == CREDENTIALS
     ]
+
+
+def _address_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
+    """Return each pool of this image whose machines and pods need more addresses than its subnet has."""
+    problems = []
+    for pool in source.own_variables():
+        if pool.get(IMAGE) != definition.name or SUBNET not in pool:
+            continue
+        subnet, hosts = engine.plain(pool[SUBNET]), engine.plain(pool.get(CAPACITY))
+        pods = engine.plain(pool.get("join_max_pods", resolved_variables(definition).get("kubelet_max_pods")))
+        reason = address_problem(subnet, hosts, pods)
+        if reason:
+            key = next(key for key in pool if key == SUBNET)
+            where = str(engine.place_of(key) or engine.place_of(pool[SUBNET]) or "")
+            problems.append(Problem(where, SUBNET, reason))
+    return problems
+
+
+def address_problem(subnet: object, hosts: object, pods: object) -> str:
+    """Return why a subnet can't hold ``hosts`` machines with ``pods`` pods each; empty where it can."""
+    if not isinstance(hosts, int) or not isinstance(pods, int):
+        return f"needs {CAPACITY}, the number of machines, and a number of pods: {hosts!r}, {pods!r}"
+    try:
+        size = ipaddress.ip_network(str(subnet)).num_addresses
+    except ValueError as error:
+        return f"must be a subnet such as 10.40.0.0/16: {error}"
+    needed = hosts * (pods + 1)
+    if needed <= size - _RESERVED:
+        return ""
+    return (
+        f"{subnet} has {max(0, size - _RESERVED)} addresses for {needed}: {hosts} machines, each with one and "
+        f"{pods} for its pods; a larger subnet, or fewer pods (kubelet_max_pods, join_max_pods)"
+    )
 
 
 def is_closed(blocked: JSON) -> bool:

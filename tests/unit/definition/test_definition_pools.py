@@ -8,7 +8,7 @@ import pytest
 
 from image_builder.canonical import JSON
 from image_builder.definition import load_inventory
-from image_builder.definition.pools import fits, is_closed
+from image_builder.definition.pools import address_problem, fits, is_closed
 
 INVENTORY = """
 all:
@@ -130,6 +130,25 @@ def test_a_credential_provider_has_a_file_to_read(
     assert [one.path for one in found] == ["join_azure"] * is_refused, found
     if found:
         assert "acr-credential-provider of `joining` reads /etc/kubernetes/azure.json" in found[0].reason
+
+
+def test_a_pools_subnet_holds_its_pods(tmp_path: Path) -> None:
+    inventory = tmp_path / "hosts.yml"
+    text = JOINING.format(more="", kind="custom-data")
+    pool = "        pool_image: joining\n        pool_capacity: 600\n        pool_subnet: 10.40.0.0/16\n"
+    inventory.write_text(
+        text.replace("      hosts:\n        node-1:", f"{pool}      hosts:\n        node-1:")
+    )
+    (found,) = load_inventory([inventory]).problems()
+    assert found.path == "pool_subnet" and "65531 addresses for 66600: 600 machines" in found.reason
+
+
+def test_addresses_are_counted_to_the_last() -> None:
+    assert address_problem("10.0.0.0/24", 25, 9) == ""  # 250 of 251
+    assert "for 252" in address_problem("10.0.0.0/24", 36, 6)
+    assert "200000 machines" in address_problem("10.0.0.0/8", 200_000, 110)
+    assert "pool_capacity" in address_problem("10.0.0.0/24", None, 9)
+    assert "must be a subnet" in address_problem("10.0.0.1/24", 1, 9)
 
 
 def test_what_closes_the_metadata_service() -> None:
