@@ -54,6 +54,7 @@ record_booted(
 )
 record_booted(
     "test_engine_data_is_on_the_local_disk",
-    "mkdir -p /run/mutation-kubelet; mount --bind /mnt/local /var/lib/kubelet",
-    mend="umount /var/lib/kubelet",
+    "mount --bind /mnt/local /var/lib/kubelet",
+    # The kubelet runs, and may have a file of it open.
+    mend="umount --lazy /var/lib/kubelet",
 )
