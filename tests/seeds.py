@@ -33,6 +33,7 @@ from image_builder.bake.stages.preload import run as preload
 from image_builder.bake.stages.preload_store import run as preload_store
 from image_builder.canonical import JSON
 from image_builder.definition.model import ImagePull
+from image_builder.errors import CommandError
 from image_builder.events import Monitor
 from image_builder.lab import images, pause
 from image_builder.lab.registry import HOST
@@ -371,7 +372,10 @@ def docker(node: Node, *words: str, ok: Sequence[int] = (0,)) -> str:
 
 def ctr(node: Node, *words: str, ok: Sequence[int] = (0,)) -> str:
     """Run ctr in the kubelet's namespace; return what it printed."""
-    done = node.root.run(["ctr", "-n", "k8s.io", *words], ok=ok)
+    try:
+        done = node.root.run(["ctr", "-n", "k8s.io", *words], ok=ok)
+    except CommandError as error:
+        raise AssertionError(f"{error.message}\n{error.tail}") from error
     return done.stdout + done.stderr
 
 

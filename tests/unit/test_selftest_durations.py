@@ -36,7 +36,7 @@ def test_the_seconds_of_each_file_are_those_of_all_lanes_the_longest_first(tmp_p
         (QUICK, WHOLE["empty"] * 1.21, 31.0, "empty", ["all, empty store", "disk"]),
         # Of a quick run neither the whole nor the disk is told.
         ({"fast": 1.0}, 99.0, 99.0, "empty", []),
-        ({"fast": 2.5}, 2.5, 1.0, "empty", ["fast"]),
+        ({"fast": CEILINGS["fast"] * 1.21}, 2.5, 1.0, "empty", ["fast"]),
     ],
 )
 def test_a_ceiling_that_is_exceeded_by_a_fifth_is_red(
