@@ -32,11 +32,12 @@ from tests.kubelets import (
     trust_registry,
 )
 from tests.programs import needs_programs
-from tests.pulls import Lab, every_engine, isolated, wait_until
+from tests.pulls import Lab, isolated, wait_until
 from tests.seeds import Node, Result, bake, ctr, differences, listing, node, runnable
 from tests.unit.kubelet_renderings import Rendered, containerd
 
 pytestmark = [pytest.mark.root, needs_programs]
+NEWER_ENGINE = "containerd_2"
 # The disk of the machine that runs tests is its own affair.
 _LOW = {"imagefs.available": "1Mi", "nodefs.available": "1Mi", "memory.available": "1Mi"}
 _HEALTHZ = "http://127.0.0.1:10248/healthz"
@@ -52,14 +53,6 @@ def role(here: Node, version: str, pause: str, **more: Any) -> Rendered:
         | {"kubelet_image_gc_high_threshold_percent": 100}
         | more
     )
-
-
-@pytest.fixture
-def with_containerd_2() -> str:
-    (parameter,) = (p for p in every_engine() if p.values == ("containerd_2",))
-    if parameter.marks:
-        pytest.skip(parameter.marks[0].args[0])
-    return "containerd_2"
 
 
 # -- a node's life -----------------------------------------------------------------------------------------------
@@ -108,11 +101,7 @@ def live(lab: Lab, version: str, path: str) -> Result:
         pytest.param("1.35.6", "containerd", marks=pytest.mark.nightly),
     ],
 )
-def test_pods_of_preloaded_images_run(
-    worker: Workplace, version: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if engine == "containerd_2":
-        request.getfixturevalue("with_containerd_2")
+def test_pods_of_preloaded_images_run(worker: Workplace, version: str, engine: str, tmp_path: Path) -> None:
     found = isolated(live, worker, engine, version, os.fspath(program(version, tmp_path)))
     assert found["problems"] == [] and found["seed"] == "ok" and found["links"] == 4
     assert found["runs"] and found["runs_on"]
@@ -176,10 +165,10 @@ def use_under_policy(here: Node, path: str, rendered: Rendered, image: LockedIma
 
 
 def test_a_preloaded_private_image_needs_a_secret_only_where_the_policy_says_so(
-    worker: Workplace, with_containerd_2: str, tmp_path: Path
+    worker: Workplace, tmp_path: Path
 ) -> None:
     path = os.fspath(program("1.36.2", tmp_path))
-    found = isolated(use_a_private_image, worker, with_containerd_2, "1.36.2", path)
+    found = isolated(use_a_private_image, worker, NEWER_ENGINE, "1.36.2", path)
     for name in ("default", "never", "preloaded", "listed"):
         assert found[name] == [[], True, False, []], name
     for name in ("not-listed", "always"):
@@ -215,10 +204,8 @@ def collect(lab: Lab, version: str, path: str) -> Result:
 
 @pytest.mark.parametrize("engine", ["containerd", "containerd_2"])
 def test_a_kubelet_deletes_unpinned_images_and_no_others(
-    worker: Workplace, engine: str, tmp_path: Path, request: pytest.FixtureRequest
+    worker: Workplace, engine: str, tmp_path: Path
 ) -> None:
-    if engine == "containerd_2":
-        request.getfixturevalue("with_containerd_2")
     found = isolated(collect, worker, engine, "1.35.6", os.fspath(program("1.35.6", tmp_path)))
     assert found["before"] == [f"{HOST}/{name}:1" for name in ("one", "pause", "two")]
     assert found["after"] == [f"{HOST}/{name}:1" for name in ("one", "pause")]
@@ -263,13 +250,11 @@ def upgrade(lab: Lab, version: str, path: str, package: str) -> Result:
     return result
 
 
-def test_an_engine_is_upgraded_above_a_seeded_disk(
-    worker: Workplace, with_containerd_2: str, tmp_path: Path
-) -> None:
+def test_an_engine_is_upgraded_above_a_seeded_disk(worker: Workplace, tmp_path: Path) -> None:
     (package,) = programs.find("repository/containerd.io_2.*.deb")
     path = os.fspath(program("1.35.6", tmp_path))
     found = isolated(upgrade, worker, "containerd", "1.35.6", path, os.fspath(package))
-    assert found["series"] == ["1.7", "2.1"], with_containerd_2
+    assert found["series"] == ["1.7", "2.1"]
     assert found["runs"] and found["runs_on"] and found["runs_two"]
     assert found["names"] == [f"{HOST}/{name}:1" for name in ("one", "pause", "two")]
     assert found["boot"] == ["ok", "current"] and found["runs_after_boot"]
@@ -327,12 +312,8 @@ def owners(here: Node, ref: str) -> list[int]:
     return [int(users[1]), Path(f"/proc/{pid}/root/etc/kept").stat().st_uid]
 
 
-def test_pods_with_users_of_their_own_work_once_all_is_promoted(
-    worker: Workplace, with_containerd_2: str, tmp_path: Path
-) -> None:
-    found = isolated(
-        isolate_users, worker, with_containerd_2, "1.36.2", os.fspath(program("1.36.2", tmp_path))
-    )
+def test_pods_with_users_of_their_own_work_once_all_is_promoted(worker: Workplace, tmp_path: Path) -> None:
+    found = isolated(isolate_users, worker, NEWER_ENGINE, "1.36.2", os.fspath(program("1.36.2", tmp_path)))
     assert found["before"] == [False], "a link leads out of what containerd maps the owners of"
     assert found["links"] == 0
     runs, root, owner = found["after"]

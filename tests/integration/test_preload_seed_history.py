@@ -52,68 +52,86 @@ def disks(lab: Lab) -> Result:
     one, two = two_images(lab)
     baked = bake(lab, [one, two])
     other = bake(lab, [one, two, lab.push("three", MB)], salt="another")
-    result: Result = {}
     with node(lab, baked.opt) as here:
         here.seed()
         blank = listing(here.data)
-        # Another image's store, first beneath an engine that runs.
-        here.use(other.opt)
-        marker = _marker(here)
-        with here.engine():
-            here.shut_down()
-            result["busy"] = here.seed()
-            result["busy_marker"] = _marker(here) == marker
-        here.shut_down()
-        result["other"] = here.seed()
-        with here.engine() as running:
-            result["other_has"] = [running.has(image) for image in other.images]
-        result["other_state"] = state_of(here)
-        result["other_trash"] = sum(
-            len(layers_in(lab.engine, path)) for path in here.disk.glob(".node/trash/data.0.*")
-        )
+        result = _other_store(here, other)
         here.use(baked.opt)
-        # Of an engine that ran without a store.
-        here.blank()
-        (here.data / "containers").mkdir(parents=True)
-        (here.data / "containers/mine").write_text("precious")
-        result["foreign"] = here.seed()
-        result["foreign_kept"] = (here.data / "containers/mine").read_text()
-        result["foreign_state"] = state_of(here)
-        result["foreign_data"] = differences(blank, listing(here.data))
-        with here.engine() as running:
-            result["foreign_has"] = [running.has(image) for image in (one, two)]
-        # An empty directory, as a mount point's.
-        here.blank()
-        here.data.mkdir()
-        result["empty"] = here.seed()
-        result["empty_state"] = state_of(here)
-        # What a dead agent left.
-        here.blank()
-        left = here.disk / ".node/staging/seed/overlay2"
-        left.mkdir(parents=True)
-        (left / "half").write_text("x")
-        result["left"] = here.seed()
-        result["left_data"] = differences(blank, listing(here.data))
-        result["left_state"] = state_of(here)
-        # A marker that says nothing.
-        here.shut_down()
-        (here.disk / f".node/seed/{lab.engine}.json").write_text("[]")
-        result["marker"] = here.seed()
-        # A data root that lost everything but its marker.
-        here.shut_down()
-        shutil.rmtree(here.data)
-        here.data.mkdir()
-        result["lost"] = here.seed()
-        result["lost_data"] = differences(blank, listing(here.data))
-        # Names that a power cut left empty.
-        here.shut_down()
-        (here.data / NAMES["docker"]).parent.mkdir(parents=True, exist_ok=True)
-        if lab.engine == "docker":
-            (here.data / NAMES["docker"]).write_bytes(b"")
-            result["cut"] = here.seed()
-            with here.engine() as running:
-                result["cut_has"] = [running.has(image) for image in (one, two)]
+        result |= _foreign(here, baked, blank) | _leftovers(here, blank) | _lost(here, baked, blank)
         result |= _clock(here, baked) | _race(here, blank) | _versions(here) | _full(lab, baked)
+    return result
+
+
+def _other_store(here: Node, other: Baked) -> Result:
+    """Seed from another image's store, first beneath an engine that runs."""
+    result: Result = {}
+    here.use(other.opt)
+    marker = _marker(here)
+    with here.engine():
+        here.shut_down()
+        result["busy"] = here.seed()
+        result["busy_marker"] = _marker(here) == marker
+    here.shut_down()
+    result["other"] = here.seed()
+    with here.engine() as running:
+        result["other_has"] = [running.has(image) for image in other.images]
+    result["other_state"] = state_of(here)
+    result["other_trash"] = sum(
+        len(layers_in(here.lab.engine, path)) for path in here.disk.glob(".node/trash/data.0.*")
+    )
+    return result
+
+
+def _foreign(here: Node, baked: Baked, blank: Result) -> Result:
+    """Seed the data root of an engine that ran without a store."""
+    result: Result = {}
+    here.blank()
+    (here.data / "containers").mkdir(parents=True)
+    (here.data / "containers/mine").write_text("precious")
+    result["foreign"] = here.seed()
+    result["foreign_kept"] = (here.data / "containers/mine").read_text()
+    result["foreign_state"] = state_of(here)
+    result["foreign_data"] = differences(blank, listing(here.data))
+    with here.engine() as running:
+        result["foreign_has"] = [running.has(image) for image in baked.images]
+    return result
+
+
+def _leftovers(here: Node, blank: Result) -> Result:
+    """Seed an empty directory, as a mount point's; what a dead agent left; beside a marker that says nothing."""
+    result: Result = {}
+    here.blank()
+    here.data.mkdir()
+    result["empty"] = here.seed()
+    result["empty_state"] = state_of(here)
+    here.blank()
+    left = here.disk / ".node/staging/seed/overlay2"
+    left.mkdir(parents=True)
+    (left / "half").write_text("x")
+    result["left"] = here.seed()
+    result["left_data"] = differences(blank, listing(here.data))
+    result["left_state"] = state_of(here)
+    here.shut_down()
+    (here.disk / f".node/seed/{here.lab.engine}.json").write_text("[]")
+    result["marker"] = here.seed()
+    return result
+
+
+def _lost(here: Node, baked: Baked, blank: Result) -> Result:
+    """Seed a data root that lost everything but its marker, and names that a power cut left empty."""
+    result: Result = {}
+    here.shut_down()
+    shutil.rmtree(here.data)
+    here.data.mkdir()
+    result["lost"] = here.seed()
+    result["lost_data"] = differences(blank, listing(here.data))
+    here.shut_down()
+    (here.data / NAMES["docker"]).parent.mkdir(parents=True, exist_ok=True)
+    if here.lab.engine == "docker":
+        (here.data / NAMES["docker"]).write_bytes(b"")
+        result["cut"] = here.seed()
+        with here.engine() as running:
+            result["cut_has"] = [running.has(image) for image in baked.images]
     return result
 
 
