@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,12 @@ from image_builder.cluster.gate.admit import _line as status_line
 from image_builder.cluster.gate.breaker import Limits, code_of
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.errors import UsageError
-from image_builder.node.preflight import hold, model
+from image_builder.node.net.kube import NOT_FOUND, Client, KubeError
+from image_builder.node.net.kubeconfig import Access, Pem
+from image_builder.node.preflight import hold, model, report
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Verdict
+from image_builder.node.preflight.settings import Settings
 
 BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
 NOW = 1_700_000_000.0
@@ -212,3 +217,25 @@ def test_a_hold_is_read_as_it_was_written_and_a_broken_one_is_none() -> None:
     data = {"a": HELD.text(), "b": "{", "c": "[]", "d": '{"pool": "x"}', "e": "[" * 100_000}
     assert hold.parse({"data": data}) == {"a": HELD}
     assert hold.parse({}) == {} == hold.parse({"data": None})
+
+
+@pytest.mark.parametrize(("status", "is_said"), [(NOT_FOUND, False), (403, True), (0, True)])
+def test_a_cluster_where_nothing_was_ever_held_is_no_trouble(
+    status: int,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The gate makes its ConfigMap with the first hold."""
+
+    class Refusing(Client):
+        def request(self, method: str, path: str, *_: Any) -> dict[str, Any]:
+            raise KubeError(f"{method} {path}", status)
+
+    client = Refusing(Access("https://127.0.0.1:1", Pem()))
+    monkeypatch.setattr(report, "connect", lambda *_: (client, "node"))
+    kubeconfig = tmp_path / "kubelet.conf"
+    kubeconfig.touch()
+    assert hold.asked(REPLACE, Settings(kubeconfig=str(kubeconfig))) == REPLACE
+    assert ("can't be read" in capsys.readouterr().out) is is_said
