@@ -118,8 +118,10 @@ class Links:
 
 def scan(data_root: Path, engine: str) -> Links:
     """Look at each layer's directory of a data root; nothing where there is none."""
+    if engine not in _FOLDERS:  # the image has no preload
+        return Links(frozenset(), frozenset(), 0)
     served, broken, directories = set(), set(), 0
-    folder, name = _FOLDERS.get(engine, (Path("none"), ""))
+    folder, name = _FOLDERS[engine]
     try:
         layers = listed(data_root / folder)
     except OSError:

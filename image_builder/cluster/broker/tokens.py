@@ -17,7 +17,7 @@ from typing import Any
 from image_builder.cluster.broker import attestation
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node.join import binding
-from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kube import CONFLICT, Client, KubeError
 
 TYPE = "bootstrap.kubernetes.io/token"
 LABELS = {"app.kubernetes.io/managed-by": "image-builder-broker"}
@@ -71,7 +71,7 @@ def issue(client: Client, grant: Grant, now: float) -> Issued:
     try:
         client.request("POST", f"/api/v1/namespaces/{grant.namespace}/secrets", secret(grant, text, expires))
     except KubeError as error:
-        if error.status != 409:
+        if error.status != CONFLICT:
             raise
         raise RefusedError(
             409, "document.used", "a token was given for this document already", attestation.until_next(now)

@@ -223,13 +223,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything is; others only in tests."""
+class Places(status.Places):
+    """And the kernel's devices, and the list of preloaded images."""
 
-    run: Path = status.DIRECTORY
-    etc: Path = settings_files.DIRECTORY
     sys: Path = Path("/sys")
-    boot_id: Path = status.BOOT_ID
     listed: Path = layout.LIST
 
     @property

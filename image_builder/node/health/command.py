@@ -28,6 +28,7 @@ from image_builder.node.health import (
 )
 from image_builder.node.health.model import Finding, Look, Outcome, Places, Sample
 from image_builder.node.health.settings import Settings, parse
+from image_builder.node.net.retry import backoff
 
 FORMAT = 1
 LOCK_SECONDS = 20.0
@@ -193,8 +194,6 @@ def report_condition(
                 node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
             )
     except NodeError as error:
-        from image_builder.node.net.retry import backoff
-
         after: float | None = getattr(error, "retry_after", None)
         wait = backoff(reported.failures, retry_after=after, base=report.FIRST_WAIT, cap=report.LONGEST_WAIT)
         if not reported.failures:

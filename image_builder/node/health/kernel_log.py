@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts
 from image_builder.node.finding import Action
 from image_builder.node.gpu import xids
 from image_builder.node.health import storage
@@ -111,8 +111,7 @@ def own_devices(look: Look) -> frozenset[str]:
 
 def read(path: Path) -> Iterator[bytes]:
     """Yield what the kernel's buffer holds, a record at a time; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with files.descriptor(path, os.O_NONBLOCK) as fd:
         while True:
             try:
                 record = os.read(fd, _RECORD_BYTES)
@@ -125,8 +124,6 @@ def read(path: Path) -> Iterator[bytes]:
             if not record:
                 return
             yield record
-    finally:
-        os.close(fd)
 
 
 def collect(raw: Iterable[bytes], last: int) -> tuple[list[Record], int]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts
 from image_builder.node.health import apart
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 from image_builder.node.health.settings import Settings
@@ -253,15 +253,10 @@ def read_page(device: Path) -> Page | None:
         dwords, 0, 0, 0, 0, 0, _TIMEOUT_MS, 0,
     )  # fmt: skip
     try:
-        fd = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with files.descriptor(device) as fd:
+            status = fcntl.ioctl(fd, _NVME_IOCTL_ADMIN_CMD, bytearray(command))
     except OSError:
         return None
-    try:
-        status = fcntl.ioctl(fd, _NVME_IOCTL_ADMIN_CMD, bytearray(command))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
     return parse_page(data.raw) if status == 0 else None
 
 
