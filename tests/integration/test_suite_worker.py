@@ -10,9 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from image_builder.pool.reach.reach import Reach
+from image_builder.pool.steps.suite import Runs, Suite
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 
@@ -109,11 +112,37 @@ def test_shutting_the_socket_down_ends_a_run_and_no_other(worker: Worker) -> Non
     assert end_of(worker.begin(b"o")[0]) == "0"
 
 
+def test_a_run_can_be_ended_as_soon_as_it_is_begun(worker: Worker) -> None:
+    assert end_of(worker.begin(b"o")[0]) == "0", "it collects first"
+    for _ in range(5):
+        end, _log = worker.begin(b"h")
+        end.shutdown(socket.SHUT_WR)
+        assert end_of(end) == str(-signal.SIGKILL)
+
+
 def test_all_runs_end_with_the_requests(tmp_path: Path) -> None:
     with _worker(tmp_path, CHECKS) as worker:
         end, _ = worker.begin(b"h")
         assert end_of(worker.begin(b"o", "o")[0]) == "0"
     assert end_of(end) == str(-signal.SIGKILL)
+
+
+def test_a_worker_that_dies_with_unread_requests_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel calls that a reset; of one that has read all, a broken pipe."""
+    started, python = tmp_path / "started", tmp_path / "python"
+    os.mkfifo(started)
+    python.write_text(f'#!/bin/sh\necho $$ > "{started}"\nexec sleep 600\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(process, "_STOP_SECONDS", 0.1)  # it doesn't look at its input
+    suite = Suite({"image": tmp_path / "facts.json"}, tmp_path, python)
+    with Runs(suite, cast("Reach", None)) as runs:  # no host is reached
+        for _ in range(2):
+            runs._begin(["-q"], 0, 1, 2)
+            worker = int(started.read_text())
+            os.kill(worker, signal.SIGKILL)
+            os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
 
 
 def test_checks_that_can_not_be_imported_are_told_by_each_run(tmp_path: Path) -> None:

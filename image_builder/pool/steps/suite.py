@@ -167,7 +167,7 @@ class Runs:
             try:
                 self._worker = self._worker or self._start()
                 socket.send_fds(self._worker, [message], descriptors)
-            except BrokenPipeError:  # it was killed, with all runs that it had
+            except ConnectionError:  # it was killed, with all runs that it had
                 self._worker = self._start()
                 socket.send_fds(self._worker, [message], descriptors)
 

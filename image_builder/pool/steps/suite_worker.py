@@ -98,6 +98,7 @@ def _start(arguments: Sequence[str], stdin: int, log: int, end: int) -> _Run:
     pid = os.fork()
     if not pid:
         _run(arguments, stdin, log)
+    os.setpgid(pid, pid)  # the copy does it too: whichever is first, it can be killed from now on
     os.close(stdin)
     os.close(log)
     return _Run(pid, os.pidfd_open(pid), socket.socket(fileno=end))
