@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import lzma
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -53,7 +54,8 @@ def control_plane(directory: Path, place: Path) -> Path:
         for folder in directory.glob("kubernetes-*")
         if all((folder / f"{name}.xz").is_file() for name in CONTROL_PLANE)
     ]
-    version, folder = max((folder.name.removeprefix("kubernetes-"), folder) for folder in folders)
+    folder = max(folders, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    version = folder.name.removeprefix("kubernetes-")
     unpacked = place / folder.name
     if unpacked.is_dir():
         return unpacked
