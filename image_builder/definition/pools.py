@@ -83,21 +83,20 @@ def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     """Return where nodes join by the token broker, and pods of this image reach what proves their machine to it."""
     if _JOIN_LAYER not in definition.layers:
         return []
-    credentials = [
-        (key, value)
+    groups = [
+        group
         for group in source.own_variables()
-        for key, value in group.items()
-        if key == CREDENTIALS and isinstance(value, Mapping) and engine.plain(value.get("kind")) == "broker"
+        if isinstance(group.get(CREDENTIALS), Mapping)
+        and engine.plain(group[CREDENTIALS].get("kind")) == "broker"
     ]
-    if not credentials or is_closed(resolved_variables(definition).get(BLOCKED)):
+    if not groups or is_closed(resolved_variables(definition).get(BLOCKED)):
         return []
     reason = (
         f"by the token broker no node of `{definition.name}` may join: its {BLOCKED} leave "
         f"{METADATA_SERVICE} port 80 open, where a pod can have the proof that it is this machine"
     )
     return [
-        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), CREDENTIALS, reason)
-        for key, value in credentials
+        Problem(str(engine.place_in(group, [CREDENTIALS]) or ""), CREDENTIALS, reason) for group in groups
     ]
 
 
@@ -119,10 +118,9 @@ def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem
         f"{AZURE}: {{tenant_id: ..., client_id: ...}}"
     )
     return [
-        Problem(str(engine.place_of(key) or engine.place_of(value) or ""), AZURE, reason)
+        Problem(str(engine.place_in(group, [CREDENTIALS]) or ""), AZURE, reason)
         for group in groups
-        for key, value in group.items()
-        if readers and key == CREDENTIALS
+        if readers and CREDENTIALS in group
     ]
 
 
@@ -136,9 +134,7 @@ def _address_problems(definition: ImageDefinition, source: Source) -> list[Probl
         pods = engine.plain(pool.get("join_max_pods", resolved_variables(definition).get("kubelet_max_pods")))
         reason = address_problem(subnet, hosts, pods)
         if reason:
-            key = next(key for key in pool if key == SUBNET)
-            where = str(engine.place_of(key) or engine.place_of(pool[SUBNET]) or "")
-            problems.append(Problem(where, SUBNET, reason))
+            problems.append(Problem(str(engine.place_in(pool, [SUBNET]) or ""), SUBNET, reason))
     return problems
 
 
@@ -177,10 +173,8 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     for pool in pools:
         size = _evaluated(pool)
         if size and not fits(size, sizes):
-            key = next(key for key in pool if key == SIZE)
-            where = engine.place_of(key) or engine.place_of(pool[SIZE]) or ""
             reason = f"{size} runs `{definition.name}`, whose {SIZES} don't list it"
-            problems.append(Problem(str(where), SIZE, reason))
+            problems.append(Problem(str(engine.place_in(pool, [SIZE]) or ""), SIZE, reason))
     return problems
 
 

@@ -35,8 +35,7 @@ def version_problems(definition: ImageDefinition, variables: HostVariables, sour
     problems = _cgroup_problems(variables, resolved, minor)
     for pool in source.inherited_variables():
         if pool.get(IMAGE) == definition.name and API_SERVERS in pool:
-            key = next(key for key in pool if key == API_SERVERS)
-            where = str(engine.place_of(key) or engine.place_of(pool[API_SERVERS]) or "")
+            where = str(engine.place_in(pool, [API_SERVERS]) or "")
             reasons = _skew(definition.name, kubelet, minor, _evaluated(pool))
             problems += [Problem(where, API_SERVERS, reason) for reason in reasons]
     return problems

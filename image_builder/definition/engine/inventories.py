@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ def _vault_reason(secrets: object) -> str:
     return "is vaulted, and no vault password was given"
 
 
+def _overlaid(scopes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return variables of several scopes, weakest first, each with the key that sets it: its place is the key's."""
+    variables: dict[str, Any] = {}
+    for key, value in (item for scope in scopes for item in scope.items()):
+        variables.pop(key, None)  # a dictionary would keep the first key
+        variables[key] = value
+    return variables
+
+
 @dataclass
 class Source:
     """An inventory that was read, by Ansible's own rules."""
@@ -123,20 +133,22 @@ class Source:
             return None
         return [str(h.name) for h in self.manager.groups[name].get_hosts()]
 
+    @functools.cached_property
+    def _by_group(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what each group sets itself. Its files are looked for once, for all images and their checks."""
+        return {str(g.name): _overlaid([g.get_vars(), self._beside(g)]) for g in self.manager.groups.values()}
+
     def own_variables(self) -> list[Mapping[str, Any]]:
         """Return what each group sets itself, beside its hosts and in its files; groups that set nothing left out."""
-        by_group = [{**g.get_vars(), **self._beside(g)} for g in self.manager.groups.values()]
-        return [variables for variables in by_group if variables]
+        return [variables for variables in self._by_group.values() if variables]
 
     def inherited_variables(self) -> list[Mapping[str, Any]]:
         """Return what each group sets itself or has from the groups above it."""
         return [
-            {
-                key: value
-                for above in sorted(group.get_ancestors(), key=lambda g: (g.depth, g.priority, g.name))
-                for key, value in {**above.get_vars(), **self._beside(above)}.items()
-            }
-            | {**group.get_vars(), **self._beside(group)}
+            _overlaid(
+                self._by_group[str(g.name)]
+                for g in (*sorted(group.get_ancestors(), key=lambda g: (g.depth, g.priority, g.name)), group)
+            )
             for group in self.manager.groups.values()
         ]
 

@@ -94,6 +94,12 @@ def test_a_kubelet_and_the_api_servers_of_its_pools(
     assert problem.reason.startswith(told)
 
 
+def test_the_line_is_that_of_the_group_that_overrides(tmp_path: Path) -> None:
+    own = pool('["1.35.6"]') + '        pool_api_server_versions: ["1.34.8"]\n'
+    path, (problem,) = check(tmp_path, images("1.35"), own)
+    assert problem.where.endswith(line(path, '["1.34.8"]'))
+
+
 def test_a_kubelet_before_1_25_may_be_two_minor_versions_older(tmp_path: Path) -> None:
     for server, is_good in (("1.22.17", True), ("1.23.17", False)):
         _, problems = check(tmp_path, images("1.20", "1.7"), pool(f'["{server}"]'))
