@@ -77,7 +77,7 @@ def check_root(lock: Lock, definition: ImageDefinition) -> None:
     What passes by a little may still be refused when the disk is made, where the tree can be measured.
     """
     declared = definition.disk.root_size_mib
-    if declared == "auto" or set(definition.formats) == {"tar"}:
+    if declared == "auto":
         return
     sizes = _sizes(lock, definition)
     least = minimal_root_mib(Content(int(sizes.tree * _CERTAIN), 0))

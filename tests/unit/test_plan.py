@@ -411,13 +411,19 @@ def test_what_reaches_the_preload(
     assert _changed(before, _plan(preloading, lock)) == expected
 
 
-def test_a_root_partition_that_is_too_small_is_no_plan(preloading: Path) -> None:
-    """Said before anything is pulled, with the archive's share of it: without the archive it fits."""
+@pytest.mark.parametrize("formats", ["[qcow2]", "[tar]"])
+def test_a_root_partition_that_is_too_small_is_no_plan(preloading: Path, formats: str) -> None:
+    """Said before anything is pulled, with the archive's share of it: without the archive it fits.
+
+    The disk is made for every format, even where only the tree is published.
+    """
     layer = LockedLayer(digest=f"sha256:{'2' * 64}", size=1_000_000_000, diff_id=f"sha256:{'2' * 64}")
     images = _images()
     images[1] = images[1].model_copy(update={"layers": [layer]})
     lock = _lock(images=images)
-    _replace("image_formats:", "image_disk: {root_size_mib: 4000}\n        image_formats:")(preloading)
+    _replace(
+        "image_formats: [qcow2]", f"image_disk: {{root_size_mib: 4000}}\n        image_formats: {formats}"
+    )(preloading)
     settings = Settings(repo_root=preloading)
     with pytest.raises(SpaceError, match=r"image_disk\.root_size_mib is 4000") as caught:
         make_plan(_definition(preloading), lock, settings, extensions())
