@@ -133,7 +133,7 @@ def _download(
     try:
         url = located(item.url)
     except FetchError as error:
-        raise FetchError(f"{item.name}: {error.message}") from error
+        raise FetchError(f"{item.name}: {error.message}", hint=error.hint) from error
     address, _ = split_credentials(url)
     partial = scratch / f"{item.sha256}.{uuid.uuid4().hex[:8]}"
     try:
