@@ -375,6 +375,18 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
     assert ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
 
 
+def test_a_worker_whose_reader_died_before_it_could_ask_the_kernel_ends() -> None:
+    """The interpreter's own start takes longer than an agent needs to be killed."""
+    late = "import sys; sys.stdin.readline(); from image_builder.node.gpu.smoke import worker; "
+    worker = [sys.executable, "-c", late + "worker.end_with_the_parent(); import time; time.sleep(600)"]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO_ROOT) as started:
+        assert started.stdin is not None and started.stdout is not None
+        started.stdout.close()
+        started.stdin.write(b"go on\n")
+        started.stdin.flush()
+        assert started.wait(30) == -signal.SIGKILL
+
+
 def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     worker = (

@@ -142,7 +142,7 @@ def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) 
         try:
             child = subprocess.Popen(
                 step_argv(context),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # by which a step notices that this process died first
                 stdout=output,
                 stderr=errors,
                 cwd=checkout(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -222,8 +223,16 @@ def _say(value: Mapping[str, Any]) -> None:
 
 
 def end_with_the_parent() -> None:
-    """Make the kernel kill this process when its parent dies: nothing else would."""
+    """Make the kernel kill this process when its parent dies: nothing else would.
+
+    A parent that has died before this call is noticed by its end of a pipe, this process's input or output.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pipes = select.poll()
+    for descriptor in (0, 1):
+        pipes.register(descriptor, 0)
+    if any(events & (select.POLLHUP | select.POLLERR) for _, events in pipes.poll(0)):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- drills ----------------------------------------------------------------------------------------------------
