@@ -4,10 +4,9 @@
 
 Needs root, a store (--store), Debian's archive, and today's Kubernetes (IMAGE_BUILDER_PROGRAMS). Builds
 `worker_join_current` of inventories/lab unless the directory of a build is given, boots it before the lab's control
-plane, gives its containerd an image with ansible-runner, and runs what
-docs/how-to/run-slices-elsewhere.md says, word for word, for real sshd hosts of which one is dead. Ends with status 1
-unless every fact of `tests.e2e.slices_facts` holds. With an emulated machine that takes six to ten minutes, and
-the first time five minutes more to compile the control plane, which is why CI does not run it.
+plane, gives its containerd an image with ansible-runner, and runs what docs/how-to/run-slices-elsewhere.md says, word
+for word, for real sshd hosts of which one is dead. Ends with status 1 unless every fact of `tests.e2e.slices_facts`
+holds. With an emulated machine that takes ten minutes, which is why CI does not run it.
 
 --update-docs keeps the record (tests/e2e/slices.json) and makes docs/reference/slices-results.md anew.
 """

@@ -53,6 +53,8 @@ def _jobs(record: Mapping[str, Any]) -> Facts:
         "the Job is failed for that slice, and not before all have ended": ["Failed", "FailedIndexes"]
         in job["conditions"]
         and job["last_end"] <= job["failed_at"],
+        "the last command says which slices failed": record["last_line"]
+        == f"done: {job['completed']} failed: {job['failed']}",
         "ansible-runner took in every stream to its end, with that same status": all(
             processed[number] == {"rc": str(end[0]["status"]), "status": _WORDS[end[0]["status"]]}
             for number, end in ends.items()
