@@ -1,6 +1,6 @@
 """What the lab's images don't declare: mirrors, a kubelet of a repository, cri-dockerd, Azure's agent.
 
-The roles apply it on top of `worker`. Kubernetes' and Mirantis' programs are stand-ins that tell their version; what is
+The roles apply it on top of a worker. Kubernetes' and Mirantis' programs are stand-ins that tell their version; what is
 configured is real, and so is containerd, which reads it.
 """
 
@@ -110,6 +110,7 @@ kubelet_repository: {{uris: ["https://packages.test/kubernetes"], suites: ["/"],
     layers=("system", "container_runtime"),
     packages=(_AGENT, _HELPER),
     archives=(CRI_DOCKERD,),
+    above="node",
 )
 # The checks that apply to no other image whose mutants are run.
 SELECTED = {
@@ -121,11 +122,8 @@ SELECTED = {
         "test_kubelet.py::test_credential_providers",
     ),
     "docker": (
+        "test_container_runtime.py",
         "test_cloud.py::test_agent_leaves_the_local_disk_alone",
-        "test_container_runtime.py::test_cas_of_registries_are_trusted",
-        "test_container_runtime.py::test_credential_helpers",
-        "test_container_runtime.py::test_cri_dockerd",
-        "test_container_runtime.py::test_engines_pull_through_the_proxy",
     ),
 }
 DECLARATIONS = {"containerd": CONTAINERD, "docker": DOCKER}

@@ -12,16 +12,37 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from image_builder.settings import DEFAULT_STORE
+from tests import programs
 from tests.builds import Workplace
 
+# The fixture of the worker that every commit makes to its end: today's, or the one of Debian's archive where today's
+# programs are absent. The others are for the night.
+WHOLE = "worker_current" if programs.DIRECTORY else "whole_worker"
 
-def _build(image: str, output: Path) -> Workplace:
+
+def whole_workers(*names: str) -> list[Any]:
+    """Return fixtures of whole workers as parameters of a test, each with its marks."""
+    return [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.image(name),
+                *([] if name == WHOLE else [pytest.mark.nightly]),
+                *([] if name == "whole_worker" else [programs.needs_programs]),
+            ],
+        )
+        for name in names
+    ]
+
+
+def _build(image: str, output: Path, *argv: str) -> Workplace:
     place = Workplace(Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE)), output, image)
-    done = place.build()
+    done = place.build(*argv)
     assert done.status == 0, done.stderr
     return place
 
@@ -34,8 +55,14 @@ def minimal(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The Kubernetes worker with Docker."""
-    return _build("worker", tmp_path_factory.mktemp("worker"))
+    """The Kubernetes worker with Docker as far as its layer `node`: it has all but a kubelet, which is compiled."""
+    return _build("worker", tmp_path_factory.mktemp("worker"), "--stop-after", "node")
+
+
+@pytest.fixture(scope="session")
+def whole_worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The same worker to its end."""
+    return _build("worker", tmp_path_factory.mktemp("whole_worker"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import stat
 import tarfile
@@ -18,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from image_builder.bake.lock import repository
-from image_builder.bake.lock.model import LockedPackage
+from image_builder.bake.lock.model import Lock, LockedPackage
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer import run as layer
+from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.events import Monitor
 from image_builder.settings import Settings
@@ -44,14 +44,15 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What an image is declared to be, beyond what ``image`` of the lab is: its variables (YAML), the layers that apply
-    them, and what those install."""
+    """What an image is declared to be, beyond what ``image`` of the lab is when its stage ``above`` is made: its
+    variables (YAML), the layers that apply them, and what those install."""
 
     image: str
     variables: str
     layers: tuple[str, ...]
     packages: tuple[StandIn, ...] = ()
     archives: tuple[bytes, ...] = ()
+    above: str = "seal"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def define(declaration: Declaration, inventory: Path) -> ImageDefinition:
 
 def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
     """Have the roles make of a built image what is declared."""
-    lowers, facts = built.sealed()
+    lowers = built.trees(declaration.above)
     declared = define(declaration, work / "inventory")
     for name in ("cache", "work", "product", "archives"):
         (work / name).mkdir()
@@ -134,8 +135,7 @@ def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
     (work / "layers.yml").write_text("\n".join(plays), encoding="utf-8")
     packages = build_packages(declaration.packages, work / "cache")
     repository.write_repository(packages, declared.base.suite, work / "cache", work / "repo")
-    inputs = {"gpu": ("module_build",), "kubernetes": ("kubelet_build",)}
-    wanted = [stage for layer_name in declaration.layers for stage in inputs.get(layer_name, ())]
+    inputs = ["module_build"] if "gpu" in declaration.layers else []
     context = StageContext(
         plan=StagePlan(
             "variant", "layer", {"playbook": os.fspath(work / "layers.yml"), "source_date_epoch": 0}
@@ -145,7 +145,7 @@ def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
         product=work / "product",
         lowers=lowers,
         ground=(),
-        inputs={stage: built.object(stage) / "product" for stage in wanted},
+        inputs={stage: built.object(stage) / "product" for stage in inputs},
         repo=work / "repo",
         files=work / "archives",
         monitor=Monitor(),
@@ -159,10 +159,13 @@ def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
 
     status = run_isolated(isolated)
     assert status == 0, (work / "log").read_text(encoding="utf-8")[-6000:]
-    known = json.loads(facts.read_bytes())
-    more = [{"name": p.name, "version": p.version, "architecture": p.architecture} for p in packages]
+    lock = Lock.load(built.lock)
+    made = {Store(built.store).meta(tree.parent.parent.name)["name"] for tree in lowers}
+    below = [package for name in made & lock.groups.keys() for package in lock.group(name).packages]
+    installed = [
+        {"name": p.name, "version": p.version, "architecture": p.architecture}
+        for p in {(p.name, p.architecture): p for p in (*below, *packages)}.values()
+    ]
     written = work / "facts.json"
-    write_facts(
-        written, definition_facts(declared, known["build_id"], [*known["packages"], *more], preload=[])
-    )
+    write_facts(written, definition_facts(declared, "0" * 64, installed, preload=[]))
     return Variant(work / "product/tree", lowers, written)

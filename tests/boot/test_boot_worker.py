@@ -29,12 +29,13 @@ from image_builder.machine.vm import ExtraDisk
 from image_builder.settings import Settings
 from image_builder.verify.boot import BootResult, boot, find_disk
 from image_builder.verify.result import SuiteResult
-from tests import mutants, programs
+from tests import mutants
 from tests.boot import matrix
 from tests.boot.engines import Engine, engine_of
 from tests.boot.node import SHELL_SECONDS, read_image
 from tests.boot.rows import CUT
 from tests.builds import Workplace
+from tests.images import whole_workers
 
 pytestmark = [pytest.mark.boot, pytest.mark.root]
 
@@ -42,22 +43,6 @@ PROMOTION_SECONDS = 1200.0
 # The suite's checks of each image when it is booted, and those of them that a sealed tree can't be asked: a check that
 # is lost is seen here.
 CHECKS = {"worker_current": (191, 51), "worker_current_docker": (200, 53), "worker": (200, 53)}
-
-
-def _images() -> list[Any]:
-    """Return the images as parameters: one for every commit, the others for the night."""
-    first = "worker_current" if programs.DIRECTORY else "worker"
-    return [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.image(name),
-                *([] if name == first else [pytest.mark.nightly]),
-                *([] if name == "worker" else [programs.needs_programs]),
-            ],
-        )
-        for name in CHECKS
-    ]
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,9 @@ class Booted:
     links: list[str]
 
 
-@pytest.fixture(scope="module", params=_images())
+@pytest.fixture(
+    scope="module", params=whole_workers("worker_current", "worker_current_docker", "whole_worker")
+)
 def artefact(request: pytest.FixtureRequest) -> Path:
     if "IMAGE_BUILDER_ARTEFACT" in os.environ:
         given = Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()

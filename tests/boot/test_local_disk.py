@@ -21,7 +21,7 @@ from tests.builds import Workplace
 
 pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
 IMAGES = [
-    pytest.param("worker", marks=pytest.mark.image("worker")),
+    pytest.param("whole_worker", marks=pytest.mark.image("whole_worker")),
     pytest.param("worker_current", marks=[pytest.mark.image("worker_current"), programs.needs_programs]),
 ]
 

@@ -16,16 +16,23 @@ import pytest
 
 from image_builder.system import cgroups
 from tests.builds import Workplace, is_drained, left_behind, wait_for_line
+from tests.images import WHOLE
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.image(WHOLE)]
 
 # What is promised: two for clearing away (namespace._GRACE_SECONDS), then the kernel and the command do it.
 AT_MOST = 5.0
 
 
 @pytest.fixture
-def workplace(copies: Callable[[Workplace], Workplace], worker: Workplace) -> Workplace:
-    return copies(worker)
+def whole(request: pytest.FixtureRequest) -> Workplace:
+    built: Workplace = request.getfixturevalue(WHOLE)
+    return built
+
+
+@pytest.fixture
+def workplace(copies: Callable[[Workplace], Workplace], whole: Workplace) -> Workplace:
+    return copies(whole)
 
 
 @pytest.fixture
@@ -112,7 +119,7 @@ def test_while_the_mirror_is_silent(small: Workplace, silent_mirror: None) -> No
     _interrupt(small, signal.SIGINT, " lock started", 1.0, locked=False)
 
 
-def test_in_the_stages_of_a_worker(workplace: Workplace, worker: Workplace) -> None:
+def test_in_the_stages_of_a_worker(workplace: Workplace, whole: Workplace) -> None:
     workplace.forget("preload", "preload_store", "rehearsal", "seal", "verify", "disk", "convert")
     for number, stage, line, delay in (
         # It serves the lab's images to itself before.
@@ -121,14 +128,17 @@ def test_in_the_stages_of_a_worker(workplace: Workplace, worker: Workplace) -> N
         (signal.SIGTERM, "rehearsal", " rehearsal started", 0.5),
     ):
         _interrupt(workplace, number, line, delay, "--stop-after", "rehearsal")
-        workplace.restore(worker, stage)
-    workplace.restore(worker, "seal")
+        workplace.restore(whole, stage)
+    workplace.restore(whole, "seal")
     # The disk is made in the main thread meanwhile, from which on no signal reached what runs beside it.
     _interrupt(workplace, signal.SIGINT, " verify started", 2.0)
 
 
 @pytest.mark.nightly
-def test_in_the_stages_that_compile(workplace: Workplace, worker: Workplace) -> None:
+def test_in_the_stages_that_compile(
+    copies: Callable[[Workplace], Workplace], whole_worker: Workplace
+) -> None:
+    workplace = copies(whole_worker)
     stages = ("lab_images", "build_root", "kubelet_build")
     workplace.forget(*stages)
     for number, stage, delay in (
@@ -138,7 +148,7 @@ def test_in_the_stages_that_compile(workplace: Workplace, worker: Workplace) -> 
         (signal.SIGINT, "kubelet_build", 60.0),
     ):
         _interrupt(workplace, number, f" {stage} started", delay, "--stop-after", stage)
-        workplace.restore(worker, stage)
+        workplace.restore(whole_worker, stage)
 
 
 def test_while_an_archive_is_packed(workplace: Workplace, tmp_path: Path) -> None:
@@ -147,7 +157,8 @@ def test_while_an_archive_is_packed(workplace: Workplace, tmp_path: Path) -> Non
     inventory = tmp_path / "inventory.yml"
     refs = ("registry.lab.internal/software:1.0", "registry.lab.internal/pause:1.0")
     preload = "".join(f"        - {{ref: '{ref}', pin: false}}\n" for ref in refs)
-    inventory.write_text(f"images:\n  hosts:\n    worker:\n      image_preload:\n{preload}", encoding="utf-8")
+    hosts = f"    {workplace.image}:\n      image_preload:\n{preload}"
+    inventory.write_text(f"images:\n  hosts:\n{hosts}", encoding="utf-8")
     inventories = ("-i", os.fspath(Path("inventories/lab").absolute()), "-i", inventory)
     # Nothing is missing, so the archive is packed at once; a log tells only some of what a stage does.
     line, delay = "preload pulling 0 of 2 images", 1.0

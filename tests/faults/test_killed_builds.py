@@ -93,14 +93,14 @@ def test_killed_in_every_stage(workplace: Workplace, minimal: Workplace) -> None
 
 @pytest.mark.nightly
 def test_killed_in_every_stage_of_a_worker(
-    copies: Callable[[Workplace], Workplace], worker: Workplace
+    copies: Callable[[Workplace], Workplace], whole_worker: Workplace
 ) -> None:
-    workplace = copies(worker)
+    workplace = copies(whole_worker)
     workplace.forget(*WORKER_STAGES, "seal")
     for stage in WORKER_STAGES:
         # No disk is to be made: a machine need not have room for a whole image once more.
         assert _killed_in(workplace, stage, 1.0, "--stop-after", "seal"), stage
-        workplace.restore(worker, stage)
+        workplace.restore(whole_worker, stage)
 
 
 @pytest.mark.nightly

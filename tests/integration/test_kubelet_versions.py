@@ -42,7 +42,7 @@ _STARTED = re.compile(r"Version: v1|kubeletVersion=")
 @pytest.fixture(scope="module", params=["built", *(pytest.param(v, marks=needs_programs) for v in VERSIONS)])
 def kubelet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "built":
-        built: Workplace = request.getfixturevalue("worker")
+        built: Workplace = request.getfixturevalue("whole_worker")
         return built.object("kubelet_build") / "product" / "kubelet"
     return program(request.param, tmp_path_factory.mktemp("programs"))
 

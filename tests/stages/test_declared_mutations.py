@@ -5,6 +5,7 @@ See ``tests/declarations.py``.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,23 @@ import pytest
 from tests import mutants, variants
 from tests.builds import Workplace
 from tests.declarations import DECLARATIONS, SELECTED
+from tests.images import WHOLE
 
 pytestmark = pytest.mark.root
 
 
-@pytest.mark.parametrize("name", DECLARATIONS)
-def test_every_check_sees_its_mutations(worker: Workplace, tmp_path: Path, name: str) -> None:
+# What each is applied to. A kubelet of a repository takes the place of another one.
+_BELOW = {"containerd": WHOLE, "docker": "worker"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.image(below)) for name, below in _BELOW.items()]
+)
+def test_every_check_sees_its_mutations(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     (tmp_path / "roles").mkdir()
-    variant = variants.apply(worker, DECLARATIONS[name], tmp_path / "roles")
+    below: Workplace = request.getfixturevalue(_BELOW[name])
+    declaration = dataclasses.replace(DECLARATIONS[name], image=below.image)
+    variant = variants.apply(below, declaration, tmp_path / "roles")
     clean = mutants.observe(
         variant.trees, variant.facts, tmp_path / "clean", mutated=False, select=SELECTED[name]
     )

@@ -1,6 +1,6 @@
 """Every verification check can fail: each gets a good image with one thing broken, and must turn red.
 
-The images are the worker and, in the night, today's workers, built when they aren't yet. Or a tree alone:
+The image is today's worker and, in the night, the others, built when they aren't yet. Or a tree alone:
 ``IMAGE_BUILDER_SEALED_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_FACTS`` its
 facts.json.
 """
@@ -12,20 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants, programs
+from tests import mutants
 from tests.builds import Workplace
+from tests.images import whole_workers
 
 pytestmark = [pytest.mark.root]
-IMAGES = [
-    pytest.param("worker", marks=pytest.mark.image("worker")),
-    *(
-        pytest.param(name, marks=[pytest.mark.image(name), pytest.mark.nightly, programs.needs_programs])
-        for name in ("worker_current", "worker_current_docker")
-    ),
-]
 
 
-@pytest.fixture(params=IMAGES)
+@pytest.fixture(params=whole_workers("worker_current", "worker_current_docker", "whole_worker"))
 def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
     """The layers of a sealed image, topmost first, and its facts."""
     if "IMAGE_BUILDER_SEALED_TREE" in os.environ:

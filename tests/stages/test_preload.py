@@ -20,7 +20,10 @@ PAUSE, SOFTWARE = "registry.lab.internal/pause:1.0", "registry.lab.internal/soft
 
 
 def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
-    """Make a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had."""
+    """Make a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had.
+
+    Its worker has no kubelet, which would have to be compiled.
+    """
     target = folder / "inventory"
     shutil.copytree(REPO / "inventories/lab", target, dirs_exist_ok=True)
     variables = target / "group_vars/workers.yml"
@@ -29,6 +32,7 @@ def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ())
     items = "".join(f"  - ref: {ref}\n" for ref in refs)
     items += "".join(f"  - ref: {ref}\n    required: false\n" for ref in optional)
     variables.write_text(f"{head}image_preload:\n{items}\n{kept}")
+    (target / "host_vars/worker.yml").write_text("image_layers: [system, container_runtime, node]\n")
     return target
 
 

@@ -159,16 +159,16 @@ def test_preload_store_and_rehearsal_are_the_same_again(
 
 @pytest.mark.nightly
 def test_a_whole_worker_is_the_same_again(
-    copies: Callable[[Workplace], Workplace], worker: Workplace
+    copies: Callable[[Workplace], Workplace], whole_worker: Workplace
 ) -> None:
     """All but what the engine pulled. Its kubelet is compiled, its initramfs made, its modules are listed once more."""
-    place = copies(worker)
+    place = copies(whole_worker)
     _make_again(
         place,
         "seal",
         *("tools", "base", "build_root", "kubelet_build", "system", "container_runtime", "preload_store"),
         *("rehearsal", "node", "kubernetes", "seal"),
     )
-    _assert_same_products(worker, place, "tools", "base", "preload_store", "rehearsal")
-    _assert_same_rehearsals(worker, place)
-    _assert_same_sealed(worker, place)
+    _assert_same_products(whole_worker, place, "tools", "base", "preload_store", "rehearsal")
+    _assert_same_rehearsals(whole_worker, place)
+    _assert_same_sealed(whole_worker, place)
