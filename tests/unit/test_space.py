@@ -72,7 +72,9 @@ def lock() -> Lock:
 
 def todo(*names: str) -> list[StagePlan]:
     options: dict[str, JSON] = {"formats": definition().formats}
-    return [StagePlan(name, STAGES[name], options) for name in names or STAGES]
+    compiling = StagePlan("kubelet_build", "go", options)
+    needed = {"kubernetes": {compiling.name: compiling.id}}
+    return [StagePlan(name, STAGES[name], options, inputs=needed.get(name, {})) for name in names or STAGES]
 
 
 def work(store: Store) -> Build:
@@ -106,6 +108,13 @@ def test_what_compiling_takes_is_free_again_when_more_is_needed(store: Store) ->
     both, _ = estimate(store, "kubelet_build", "base", "system", "kubernetes", "disk", "convert")
     assert alone > 2 * 1024 * MB
     assert max(alone, before) < both < alone + before
+
+
+def test_layers_are_made_while_a_program_compiles(store: Store) -> None:
+    compiling, _ = estimate(store, "kubelet_build")
+    system, _ = estimate(store, "system")
+    both, _ = estimate(store, "kubelet_build", "system")
+    assert both == compiling + system
 
 
 def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
