@@ -16,6 +16,12 @@ def workplace(copies: Callable[[Workplace], Workplace], minimal: Workplace) -> W
     return copies(minimal)
 
 
+@pytest.fixture
+def published(workplace: Workplace, minimal: Workplace) -> dict[str, str]:
+    """An artefact of an earlier, good build."""
+    return workplace.take_artefact(minimal)
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)

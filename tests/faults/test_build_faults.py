@@ -14,20 +14,10 @@ from pathlib import Path
 import pytest
 
 from image_builder import errors
-from image_builder.system import sparse
 from tests.builds import IMAGE, REPO, Ended, Workplace, left_behind
 from tests.faults.mirror import build_deb
 
 pytestmark = pytest.mark.root
-
-
-def _published(workplace: Workplace) -> dict[str, str]:
-    """Map every published file to its SHA-256."""
-    return {
-        os.fspath(p.relative_to(workplace.output)): sparse.sha256(p)
-        for p in sorted(workplace.output.rglob("*"))
-        if p.is_file() and not p.is_symlink()
-    }
 
 
 def _inventory(tmp_path: Path, text: str) -> Path:
@@ -40,22 +30,12 @@ def _inventory(tmp_path: Path, text: str) -> Path:
     return inventory
 
 
-@pytest.fixture
-def published(workplace: Workplace, minimal: Workplace) -> dict[str, str]:
-    """An artefact of an earlier, good build."""
-    workplace.output.mkdir()
-    subprocess.run(["cp", "-a", minimal.output / minimal.image, workplace.output], check=True)
-    found = _published(workplace)
-    assert any(name.endswith("manifest.json") for name in found)
-    return found
-
-
 def _assert_refused(done: Ended, workplace: Workplace, before: dict[str, str], code: int, *told: str) -> None:
     assert done.status == code, done.stderr
     for word in told:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
-    assert _published(workplace) == before
+    assert workplace.published() == before
     assert left_behind(workplace.store) == []
     assert list((workplace.store / "staging").iterdir()) == []
 

@@ -32,7 +32,7 @@ LINE = VARIABLES.splitlines().index(f"  sha256: {SHA256}") + 1
 
 
 def test_what_is_wrong_with_a_program_is_told_with_its_file_and_line(
-    workplace: Workplace, tmp_path: Path
+    workplace: Workplace, published: dict[str, str], tmp_path: Path
 ) -> None:
     inventory, programs = tmp_path / "inventory", tmp_path / "programs"
     subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
@@ -45,7 +45,8 @@ def test_what_is_wrong_with_a_program_is_told_with_its_file_and_line(
         done = workplace.build("--stop-after", "kubernetes", inventory=inventory, env={PROGRAMS: directory})
         assert done.status == FetchError.exit_code, done.stderr
         assert where in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not workplace.output.exists() and not (workplace.store / "files" / SHA256).exists()
+        assert workplace.published() == published
+        assert not (workplace.store / "files" / SHA256).exists()
         return done.stderr
 
     assert f"{PROGRAMS} doesn't say where that is" in refused("")

@@ -1,4 +1,7 @@
-"""Builds of which a registry, or the way to it, fails within a layer: an exit code, clear words, nothing published."""
+"""Builds of which a registry, or the way to it, fails within a layer: an exit code, clear words, nothing published.
+
+One image has Docker, the other today's containerd.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from tests.faults.canaries import files_with, watched_processes
 from tests.faults.company import REGISTRY, company
 from tests.faults.pull_cases import large_layer, layer_fault, placed
 from tests.faults.registry_plan import Tokens
+from tests.programs import needs_programs
 from tests.pulls import MB, Lab, Result, isolated, when_part_is_there
 
 pytestmark = pytest.mark.root
@@ -67,17 +71,34 @@ def build_from_a_company(lab: Lab, command: str) -> Result:
     return result
 
 
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("worker", {"refused": ("unauthorized",), "cut": ("proxyconnect", "connection refused")}),
+        pytest.param(
+            "worker_current",
+            {"refused": ("login refused",), "cut": (f"{REGISTRY} can't be reached", "Connection refused")},
+            marks=needs_programs,
+        ),
+    ],
+)
 def test_what_fails_within_a_layer_ends_the_build(
-    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+    copies: Callable[[Workplace], Workplace],
+    worker: Workplace,
+    image: str,
+    words: dict[str, tuple[str, ...]],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    place = copies(worker)
+    earlier: Workplace = request.getfixturevalue(image)
+    place = copies(earlier)
+    before = place.take_artefact(earlier)
     inventory = tmp_path / "inventory"
     subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
     (inventory / "host_vars").mkdir(exist_ok=True)
-    (inventory / "host_vars/worker.yml").write_text(json.dumps(_VARIABLES))
-    command = [*place.command("build", "worker", inventory=inventory), *place._places(), "--json"]
+    (inventory / f"host_vars/{image}.yml").write_text(json.dumps(_VARIABLES))
+    command = [*place.command("build", image, inventory=inventory), *place._places(), "--json"]
     found = isolated(build_from_a_company, worker, "docker", json.dumps(command), seconds=500)
-    words = {"refused": ("unauthorized",), "cut": ("proxyconnect", "connection refused")}
     for name, expected in words.items():
         case = found[name]
         assert case["status"] == errors.PullError.exit_code, case
@@ -87,6 +108,6 @@ def test_what_fails_within_a_layer_ends_the_build(
             assert word in case["error"]["message"], case["error"]
         assert "Traceback" not in case["text"] and not case["secrets"] and case["arguments"] == []
     assert found["files"] == []
-    assert not place.output.exists() or not any(place.output.iterdir()), "something was published"
+    assert place.published() == before
     assert list((place.store / "staging").iterdir()) == []
     assert left_behind(place.store) == []

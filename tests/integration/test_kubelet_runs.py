@@ -6,19 +6,26 @@ a series of containerd that the role's table has for it: Debian's, and a newer o
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+import socket
 import subprocess
+import tarfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from image_builder import errors
+from image_builder.bake.lock.fetch import PROGRAMS
 from image_builder.bake.lock.model import LockedImage
 from image_builder.lab.registry import HOST
 from tests import programs
-from tests.builds import Workplace
+from tests.builds import REPO, Ended, Workplace
 from tests.data_roots import links_in, trees
 from tests.faults.registry_plan import Tokens
 from tests.kubelets import (
@@ -318,3 +325,125 @@ def test_pods_with_users_of_their_own_work_once_all_is_promoted(worker: Workplac
     assert found["links"] == 0
     runs, root, owner = found["after"]
     assert runs and owner == root > 0
+
+
+# -- a network of the image's own ---------------------------------------------------------------------------------
+
+# Debian's plugins in place of Azure's, whose names they have here: what runs can only be what was baked.
+_PLUGINS = {"azure-vnet": "bridge", "azure-vnet-ipam": "host-local"}
+_BAKED = """---
+kubelet_cni: baked
+kubelet_cni_plugins:
+  url: file:azure-vnet-cni.tgz
+  sha256: {sha256}
+  programs: {programs}
+kubelet_cni_conf:
+  cniVersion: 0.4.0
+  name: azure
+  plugins:
+    - type: azure-vnet
+      bridge: azure0
+      isGateway: true
+      ipam: {{type: azure-vnet-ipam, ranges: [[{{subnet: 10.99.0.0/24}}]]}}
+"""
+
+
+def plugins_archive(plugins: Path, target: Path) -> str:
+    """Pack Debian's plugins under the names of Azure's, and what comes with those; return the archive's SHA-256."""
+    with tarfile.open(target, "w:gz") as tar:
+        for name, program_of in _PLUGINS.items():
+            tar.add(plugins / program_of, arcname=name)
+        tar.add(plugins / "portmap", arcname="azure-vnet-telemetry")
+    return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def bake_network(
+    copies: Callable[[Workplace], Workplace], worker_current: Workplace, tmp_path: Path
+) -> Callable[[Sequence[str]], tuple[Workplace, Ended]]:
+    """Build the layer `kubernetes` with some plugins of an archive."""
+    directory, inventory = tmp_path / "programs", tmp_path / "inventory"
+    directory.mkdir()
+    assert programs.DIRECTORY
+    for path in programs.DIRECTORY.iterdir():
+        (directory / path.name).symlink_to(path)
+    plugins = worker_current.object("kubernetes") / "product/tree/usr/lib/cni"
+    sha256 = plugins_archive(plugins, directory / "azure-vnet-cni.tgz")
+    subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
+    place = copies(worker_current)
+
+    def build(names: Sequence[str]) -> tuple[Workplace, Ended]:
+        text = _BAKED.format(sha256=sha256, programs=json.dumps(names))
+        (inventory / "host_vars/worker_current.yml").write_text(text)
+        done = place.build(
+            "--stop-after", "kubernetes", inventory=inventory, env={PROGRAMS: os.fspath(directory)}
+        )
+        return place, done
+
+    return build
+
+
+def use_a_baked_network(lab: Lab, trees_of_layer: str) -> Result:
+    """Run a pod on the image's own network, connect to it, end it."""
+    lab.trees = [Path(tree) for tree in json.loads(trees_of_layer)]
+    pause, one = runnable(lab, "pause"), runnable(lab, "one")
+    baked = bake(lab, [pause, one])
+    layer = lab.trees[0]
+    shutil.copytree(layer / "opt/cni", baked.opt / "cni", symlinks=True)
+    with node(lab, baked.opt) as here:
+        here.seed()
+        rendered = role(here, "1.36.2", pause.ref)
+        addresses = here.root.path / "var/lib/cni/networks/azure"
+
+        def given() -> list[str]:
+            found = addresses.iterdir() if addresses.is_dir() else ()
+            return sorted(path.name for path in found if path.name.startswith("10.99.0."))
+
+        with (
+            containerd_with_cri(here, pause.ref),
+            kubelet(here, layer / "usr/local/bin/kubelet", rendered) as running,
+        ):
+            running.start_pod("one", one, hostNetwork=False)
+            result: Result = {"runs": running.runs(one), "given": given()}
+            # Nothing listens there: who refuses is the pod.
+            result["answers"] = [refuses(address) for address in result["given"]]
+            result["complaints"] = running.complaints()
+            result["ended"] = running.end_pods() and wait_until(lambda: not given(), 30)
+    return result
+
+
+def refuses(address: str) -> bool:
+    """Return whether a machine that is there refuses a connection."""
+    try:
+        socket.create_connection((address, 9), 5).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def test_a_pod_has_the_network_that_is_baked_into_the_image(
+    bake_network: Callable[[Sequence[str]], tuple[Workplace, Ended]],
+) -> None:
+    place, done = bake_network(list(_PLUGINS))
+    assert done.status == 0, done.stderr
+    layers = place.layers(next(one["id"] for one in done.result["stages"] if one["name"] == "kubernetes"))
+    installed = {path.name: path.stat() for path in (layers[0] / "usr/lib/cni").iterdir()}
+    assert "azure-vnet-telemetry" not in installed, "what isn't declared isn't unpacked"
+    for name in _PLUGINS:
+        assert (installed[name].st_mode & 0o7777, installed[name].st_uid) == (0o755, 0)
+    trees_of_layer = json.dumps([os.fspath(tree) for tree in layers])
+    found = isolated(use_a_baked_network, place, "containerd", trees_of_layer)
+    assert found["runs"] and found["complaints"] == []
+    assert len(found["given"]) == 1 and found["answers"] == [True]
+    assert found["ended"], "its address is free again"
+
+
+def test_an_archive_without_a_declared_plugin_ends_the_bake(
+    bake_network: Callable[[Sequence[str]], tuple[Workplace, Ended]],
+) -> None:
+    place, done = bake_network(["azure-vnet", "azure-vnet-ipv6"])
+    assert done.status == errors.StageError.exit_code, done.stderr
+    assert "azure-vnet-ipv6" in done.stderr and "Traceback" not in done.stderr
+    assert not place.output.exists() and list((place.store / "staging").iterdir()) == []
