@@ -39,7 +39,7 @@ CRI_DOCKERD = _archive(cri_dockerd__cri_dockerd=_program("cri-dockerd 0.3.15"))
 
 # What its own package of Kubernetes' repository has.
 _KUBELET = StandIn(
-    "kubelet", "1.31.14-1.1", "kubernetes", {"usr/bin/kubelet": (0o755, _program("Kubernetes v1.31.14"))}
+    "kubelet", "1.33.9-1.1", "kubernetes", {"usr/bin/kubelet": (0o755, _program("Kubernetes v1.33.9"))}
 )
 _AGENT_UNIT = "[Service]\nExecStart=/bin/true\n[Install]\nWantedBy=multi-user.target\n"
 _AGENT = StandIn(
@@ -76,7 +76,7 @@ CONTAINERD = Declaration(
 container_runtime_engine: containerd
 container_runtime_registry_mirrors: {{docker.io: [{{url: "https://mirror.test"}}]}}
 kubelet_mode: cluster
-kubelet_version: "1.31"
+kubelet_version: "1.33"
 kubelet_source: {{type: repository}}
 kubelet_repository: {{uris: ["https://packages.test/kubernetes"], suites: ["/"], signed_by: /usr/share/keyrings/k.gpg}}
 kubelet_register_with_taints: [{{key: node.test/new, value: "", effect: NoSchedule}}]
@@ -86,6 +86,8 @@ kubelet_image_credential_providers:
     match_images: ["*.registry.test"]
     url: https://packages.test/provider
     sha256: {_sha256(PROVIDER)}
+kubelet_image_credentials_policy: NeverVerifyAllowlistedImages
+kubelet_image_credentials_allowlist: [registry.test/team/*]
 """,
     layers=("container_runtime", "kubernetes"),
     packages=(_KUBELET,),
@@ -120,6 +122,7 @@ SELECTED = {
         "test_kubelet.py::test_kubelet_registers_with_taints",
         "test_kubelet.py::test_crictl_runs",
         "test_kubelet.py::test_credential_providers",
+        "test_kubelet.py::test_preloaded_images_need_the_declared_credentials",
     ),
     "docker": (
         "test_container_runtime.py",

@@ -359,6 +359,16 @@ def test_credential_providers(host: Host, v: V) -> None:
 
 
 @offline
+@booted
+@needs("kubernetes", kubelet_image_credentials_policy=bool)
+def test_preloaded_images_need_the_declared_credentials(host: Host, v: V) -> None:
+    """Who may use an image that is on the node already follows from the declared policy and its list."""
+    _same(host, v, imagePullCredentialsVerificationPolicy="kubelet_image_credentials_policy")
+    listed = _config(host).get("preloadedImagesVerificationAllowlist", [])
+    assert listed == v["kubelet_image_credentials_allowlist"], f"{listed}"
+
+
+@offline
 @with_kubelet
 def test_no_pod_is_baked_in(tree: Tree, v: V) -> None:
     """The directory of static pods is there, and empty."""

@@ -8,6 +8,7 @@ import re
 import secrets
 import ssl
 import time
+import urllib.parse
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,14 +70,16 @@ class Tokens:
         self.given[token] = time.monotonic() + self.seconds
         return token
 
-    def answer(self, authorization: str | None) -> tuple[int, dict[str, object]]:
-        """Return the status and the body for who asks with this header's value."""
+    def answer(self, authorization: str | None, form: str = "") -> tuple[int, dict[str, object]]:
+        """Return the status and the body for who asks with this header's value, or with a form (OAuth 2)."""
         basic = base64.b64encode(":".join(self.login or ()).encode()).decode()
-        if self.login is None or authorization != f"Basic {basic}":
+        fields = dict(urllib.parse.parse_qsl(form))
+        told = (fields.get("username", ""), fields.get("password", ""))
+        if self.login is None or (authorization != f"Basic {basic}" and told != self.login):
             return 401, {"errors": [{"code": "UNAUTHORIZED", "message": "incorrect username or password"}]}
         issued = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=max(60 - self.seconds, 0))
         left = {"expires_in": 60, "issued_at": issued.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        return 200, {"token": self.give(), **left}
+        return 200, {"access_token" if fields else "token": self.give(), **left}
 
     def lets_in(self, authorization: str) -> bool:
         """Return whether the value of a request's header has a token that still lives."""

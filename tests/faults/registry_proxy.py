@@ -254,7 +254,8 @@ class _Connection(BaseHTTPRequestHandler):
     def _refuse(self, tokens: Tokens) -> bool:
         """Give a token, or ask for one; return whether that was all there is to a request."""
         if self.path.startswith("/token"):
-            status, answer = tokens.answer(self.headers.get("Authorization"))
+            form = b"".join(self._body()).decode()
+            status, answer = tokens.answer(self.headers.get("Authorization"), form)
             body = json.dumps(answer).encode()
             headers = [("Content-Length", str(len(body)))]
         elif tokens.lets_in(self.headers.get("Authorization", "")):

@@ -162,6 +162,24 @@ def test_credential_providers_find_what_they_read(world: World) -> None:
     assert json.loads(cloud_config.read_bytes())["userAssignedIdentityID"] == ""
 
 
+def test_what_credential_providers_read_goes_with_the_configuration(world: World) -> None:
+    cloud_config = world.kubernetes / "azure.json"
+    world.tell(azure=AZURE)
+    assert world.join() == 0 and cloud_config.exists()
+    world.tell(generation=8)
+    assert world.join() == 0 and not cloud_config.exists()
+    assert "azure.json" in _reason(world, "kubelet")
+    before = world.tree()
+    assert world.join() == 0 and world.tree() == before
+    for theirs in ('{"tenantId": "t", "aadClientSecret": "s"}', "not JSON"):
+        cloud_config.write_text(theirs)
+        assert world.join() == 0 and cloud_config.read_text() == theirs
+
+
+def _reason(world: World, name: str) -> str:
+    return next(str(phase["reason"]) for phase in world.record["phases"] if phase["name"] == name)
+
+
 def test_a_member_whose_certificate_is_over_keeps_the_token_until_it_has_another(world: World) -> None:
     assert world.join() == 0
     before = (world.directory / "client.pem").read_text()

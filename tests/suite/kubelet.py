@@ -133,6 +133,13 @@ record(
     given(lambda v: remove(f"{v['kubelet_image_credential_provider_bin_dir']}/*")),
 )
 record(
+    "test_preloaded_images_need_the_declared_credentials",
+    field("imagePullCredentialsVerificationPolicy", "NeverVerify"),
+    without("imagePullCredentialsVerificationPolicy"),
+    field("preloadedImagesVerificationAllowlist", '["registry.test/*"]'),
+    without("preloadedImagesVerificationAllowlist"),
+)
+record(
     "test_no_pod_is_baked_in",
     given(lambda v: write(f"{v['kubelet_static_pod_path']}/pod.yaml", "kind: Pod\n")),
 )

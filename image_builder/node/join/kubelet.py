@@ -25,6 +25,17 @@ from image_builder.node.net.retry import Deadline
 
 # What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.
 TAINTS = "join-taints.json"
+# What image credential providers read (``cloud_config``).
+_CLOUD_CONFIG = "azure.json"
+_CLOUD_KEYS = (
+    "cloud",
+    "tenantId",
+    "subscriptionId",
+    "resourceGroup",
+    "location",
+    "useManagedIdentityExtension",
+    "userAssignedIdentityID",
+)
 _POLL = 0.5
 # The API server is asked seldom, and not by all nodes of a wave in the same moment.
 _ASK_SECONDS = 3.0
@@ -90,16 +101,16 @@ def cloud_config(identity: Identity) -> str:
     azure, machine = identity.config.azure, identity.machine
     if azure is None:
         return ""
-    value = {
-        "cloud": machine.cloud,
-        "tenantId": azure.tenant_id,
-        "subscriptionId": machine.subscription,
-        "resourceGroup": machine.resource_group,
-        "location": machine.region,
-        "useManagedIdentityExtension": True,
-        "userAssignedIdentityID": azure.client_id,
-    }
-    return json.dumps(value, indent=1) + "\n"
+    values = (
+        machine.cloud,
+        azure.tenant_id,
+        machine.subscription,
+        machine.resource_group,
+        machine.region,
+        True,
+        azure.client_id,
+    )
+    return json.dumps(dict(zip(_CLOUD_KEYS, values, strict=True)), indent=1) + "\n"
 
 
 def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
@@ -138,7 +149,7 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
         identity.config.ca,
         cloud_config(identity),
     )
-    return Done(key, f"written: {', '.join(changed)}" if changed else "nothing changed")
+    return Done(key, f"changed: {', '.join(changed)}" if changed else "nothing changed")
 
 
 def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
@@ -150,11 +161,13 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
         places.kubernetes / "node.env": environment(
             identity, build, settings_files.kubelet_taints(places.etc)
         ),
-        places.kubernetes / "azure.json": cloud_config(identity),
+        places.kubernetes / _CLOUD_CONFIG: cloud_config(identity),
     }
     changed += [
         path.name for path, text in contents.items() if text and files.write_changed(path, text.encode())
     ]
+    if identity.config.azure is None and _remove_cloud_config(places.kubernetes / _CLOUD_CONFIG):
+        changed.append(_CLOUD_CONFIG)
     if TAINTS in changed or "join" not in status.read(places.run):
         # The environment that the agent gives the kubelet is written again with it.
         section = {
@@ -168,6 +181,17 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
     if token and files.write_changed(places.bootstrap, bootstrap, 0o600):
         changed.append(places.bootstrap.name)
     return changed
+
+
+def _remove_cloud_config(path: Path) -> bool:
+    """Remove what an earlier configuration had written; tell whether that was there.
+
+    The cloud's other programs have a file of the same name, with more in it: that is not this program's.
+    """
+    if set(files.read_json(path)) != set(_CLOUD_KEYS):
+        return False
+    path.unlink()
+    return True
 
 
 def wait_until_ready(
