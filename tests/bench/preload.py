@@ -10,7 +10,9 @@ median counts, on every side.
 
 Each option may be given several times; without it, all of its values are measured. `--size` is how much software the
 image has: 0.3, 3.3 and 10 GB. Where a size doesn't fit the disk, the largest that does is measured, and that is said.
-`--files small` is the worker's own software, thousands of small files; `large` the same in files of 256 MB.
+`--files small` is the worker's own software, thousands of small files; `large` the same in files of 256 MB. The engines
+are those of `worker`; `--engine containerd_2` and `docker_28` are there where IMAGE_BUILDER_PROGRAMS has them, and are
+only measured when named.
 
 For each engine, size and profile:
 
@@ -61,6 +63,7 @@ sys.path.insert(0, str(REPO))
 
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from image_builder.system import process  # noqa: E402
+from tests import programs  # noqa: E402
 from tests.bench import first_runs  # noqa: E402
 from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttled  # noqa: E402
 from tests.bench.debian_root import debian_root  # noqa: E402
@@ -68,7 +71,7 @@ from tests.bench.first_runs import PEERS, ROUNDS, Took, in_turn  # noqa: E402
 from tests.bench.promotions import Found, promotion, read, reader  # noqa: E402
 from tests.bench.software import PROFILES, image  # noqa: E402
 from tests.builds import Workplace  # noqa: E402
-from tests.pulls import ENGINES, MB, Lab, isolated  # noqa: E402
+from tests.pulls import ENGINES, MB, NEWER, Lab, family, isolated  # noqa: E402
 from tests.seeds import AGENT, Baked, Node, bake, node  # noqa: E402
 
 SMALL_MB = 300
@@ -109,7 +112,7 @@ print(used.ru_maxrss, used.ru_utime + used.ru_stime, seconds)
 # -- one image -------------------------------------------------------------------------------------------------
 
 
-def scenario(lab: Lab, megabytes: str, profile: str, parts: str, programs: str) -> Found:
+def scenario(lab: Lab, megabytes: str, profile: str, parts: str, peers_root: str) -> Found:
     """Measure what one engine's image has to do with. The keys of `_GOALS` are ratios, the others seconds."""
     lab.endpoints = dict(lab.behind)
     wanted = parts.split(",")
@@ -122,7 +125,7 @@ def scenario(lab: Lab, megabytes: str, profile: str, parts: str, programs: str) 
         "store_gb": round(large.manifest()["bytes"] / 1e9, 2),
     }
     if "peers" in wanted:
-        found |= peers(lab, large, Path(programs))
+        found |= peers(lab, large, Path(peers_root))
     process.run(["rm", "-rf", large.state])
     if {"first_run", "reader"} & set(wanted):
         small = bake(lab, [image(lab, "small", SMALL_MB, profile)])
@@ -154,11 +157,11 @@ def first_run(lab: Lab, large: Baked, small: Baked) -> Found:
     }
 
 
-def peers(lab: Lab, large: Baked, programs: Path) -> Found:
+def peers(lab: Lab, large: Baked, peers_root: Path) -> Found:
     """Each of the others in turn with ours: what one needs on the disk is gone before the next one's is made."""
     found: Found = {}
     for name, prepared in PEERS.items():
-        with prepared(lab, large, programs) as way:
+        with prepared(lab, large, peers_root) as way:
             took = in_turn(**{name: way, f"{name}_ours": lambda: first_runs.ours(lab, large)})
         peer, own = took[name].total, took[f"{name}_ours"].total
         found |= _seconds(took)
@@ -249,14 +252,14 @@ def measure(options: argparse.Namespace) -> list[Found]:
 
     place = Workplace(options.store, Path(os.devnull), "worker")
     found: list[Found] = []
-    with _programs(options) as programs:
+    with _peers_root(options) as tree:
         for engine in options.engine:
-            parts = [part for part in options.only if part not in DOCKER_PARTS or engine == "docker"]
+            parts = [part for part in options.only if part not in DOCKER_PARTS or family(engine) == "docker"]
             about_image = [part for part in parts if part != "many"]
             for asked in options.size if about_image else ():
                 size = fitting(asked, options.store)
                 for profile in options.files:
-                    words = (str(round(size * 1000)), profile, ",".join(about_image), os.fspath(programs))
+                    words = (str(round(size * 1000)), profile, ",".join(about_image), os.fspath(tree))
                     one = isolated(scenario, place, engine, *words, seconds=7200)
                     found.append({"engine": engine, "size": size, "files": profile, **one})
             if "many" in parts:
@@ -265,7 +268,7 @@ def measure(options: argparse.Namespace) -> list[Found]:
 
 
 @contextmanager
-def _programs(options: argparse.Namespace) -> Iterator[Path]:
+def _peers_root(options: argparse.Namespace) -> Iterator[Path]:
     """Make the root of the programs that only the peers need."""
     if "peers" not in options.only:
         yield Path("/nonexistent")
@@ -290,7 +293,7 @@ def fitting(gigabytes: float, store: Path) -> float:
 def goal_of(one: Found, key: str) -> tuple[str, float] | None:
     """Return the goal of a number; none where it has none, or the image is too small for it."""
     if key == "load_ratio":
-        return (">=", LOAD_GOALS[one["engine"]]) if one["image_gb"] >= LOAD_GOAL_GB else None
+        return (">=", LOAD_GOALS[family(one["engine"])]) if one["image_gb"] >= LOAD_GOAL_GB else None
     return _GOALS.get(key)
 
 
@@ -338,7 +341,8 @@ def _show_ways(one: Found) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    parser.add_argument("--engine", action="append", choices=list(ENGINES))
+    newer = [name for name, patterns in NEWER.items() if all(map(programs.find, patterns))]
+    parser.add_argument("--engine", action="append", choices=[*ENGINES, *newer])
     parser.add_argument("--size", action="append", type=float, metavar="GB")
     parser.add_argument("--files", action="append", choices=PROFILES)
     parser.add_argument("--only", action="append", choices=PARTS)
