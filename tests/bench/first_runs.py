@@ -20,7 +20,7 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.system import cgroups, namespace, process
 from image_builder.system.sandbox import Root, open_root
 from tests.bench.blank_disks import blank_device, blank_disk, drop_caches, loop_device
-from tests.pulls import Lab
+from tests.pulls import Lab, wait_until
 from tests.seeds import Baked, Node, node
 
 ROUNDS = 3
@@ -185,6 +185,9 @@ def _podman_root(lab: Lab, programs: Path, binds: dict[str, Path]) -> Iterator[R
     ):
         (root.path / "var/tmp").mkdir(parents=True, exist_ok=True)
         yield root
+        # What podman leaves cleans up behind its back, and holds the root's /dev.
+        last = ["pgrep", "--exact", "conmon|podman|runc|pause"]
+        assert wait_until(lambda: process.run(last, ok=(0, 1)).returncode == 1), "podman's programs don't end"
 
 
 PEERS: dict[str, Callable[[Lab, Baked, Path], Any]] = {

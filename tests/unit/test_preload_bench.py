@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench import preload, software
-from tests.bench.preload import DISK_PER_BYTE, fitting, goal_of, is_met
+from tests.bench.preload import DISK_PER_BYTE, PARTS, fitting, goal_of, is_met, parts_of
 
 _Usage = namedtuple("_Usage", "total used free")
 
@@ -34,6 +34,13 @@ def test_loading_has_a_goal_for_each_engine_from_three_gigabytes_on() -> None:
     assert goal_of(one("docker", 0.3), "load_ratio") is None
     assert is_met(one("docker", 3.3), "load_ratio")
     assert not is_met(one("containerd", 3.3), "load_ratio")
+
+
+def test_an_engine_and_a_size_have_their_parts() -> None:
+    assert parts_of(PARTS, "docker_28", 3.3) == ["first_run", "peers", "cold_read", "promote", "reader"]
+    assert parts_of(PARTS, "docker", 0.3) == ["first_run", "peers", "cold_read", "promote"]
+    assert parts_of(PARTS, "containerd", 10.0) == ["first_run", "peers"]
+    assert parts_of(["promote", "many"], "containerd", 3.3) == []
 
 
 def test_only_what_is_compared_or_has_a_goal_counts() -> None:
