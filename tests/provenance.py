@@ -71,6 +71,7 @@ JOIN = Subject(
     "tests/e2e/join.py",
     (
         _LAB,
+        "deploy/token-broker.yml",
         "tests/e2e/large.yml",
         *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join")),
     ),

@@ -18,7 +18,7 @@ IMDS = "http://169.254.169.254/metadata/identity/oauth2/token"
 NOBODY = "00000000-0000-0000-0000-000000000000"
 
 
-def main():
+def main() -> None:
     asked = json.load(sys.stdin)
     if (asked["kind"], asked["apiVersion"]) != ("CredentialProviderRequest", API_VERSION):
         sys.exit(f"unknown request: {asked}")
@@ -38,7 +38,7 @@ def main():
     json.dump(answer, sys.stdout)
 
 
-def identity(path):
+def identity(path: str) -> str:
     """Return the token of the identity that azure.json names."""
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
@@ -51,7 +51,7 @@ def identity(path):
     address = f"{IMDS}?{urllib.parse.urlencode(query)}"
     request = urllib.request.Request(address, headers={"Metadata": "true"})
     with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)["access_token"]
+        return str(json.load(response)["access_token"])
 
 
 if __name__ == "__main__":

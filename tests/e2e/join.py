@@ -2,9 +2,10 @@
 
     .venv/bin/python -m tests.e2e.join [--json] [--update-docs] [--render] [--artefact DIR] [--away SECONDS]
 
-Needs root and a store (--store). Builds `worker_join` of inventories/lab with the large image, unless the directory of
-a build is given, and boots it before a control plane of the lab (etcd, API server, controller manager, scheduler) with
-the gate's controller. What the node is told is made by `pool render`. In the end the API server is away for some
+Needs root and a store (--store). Builds `worker_join_current` of inventories/lab with the large image, unless the
+directory of a build is given, and boots it before a control plane of the lab (etcd, API server, controller manager,
+scheduler) with the gate's controller. Where IMAGE_BUILDER_PROGRAMS names no directory of today's Kubernetes it is
+`worker_join` and Debian's. What the node is told is made by `pool render`. In the end the API server is away for some
 minutes. Ends with status 1 unless every fact of `tests.e2e.join_facts` holds. With an emulated machine that takes a
 quarter of an hour, and the first time as long again to compile the control plane, which is why CI does not run it.
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
-from tests import provenance
+from tests import programs, provenance
 from tests.boot.node import Instance, Local, read_image
 from tests.e2e import command, join_page
 from tests.e2e.command import say
@@ -29,7 +30,7 @@ from tests.e2e.join_lab import JoinLab
 from tests.e2e.join_machine import Member, deployment
 
 RECORD = REPO_ROOT / "tests/e2e/join.json"
-IMAGE = "worker_join"
+IMAGE = "worker_join_current" if programs.DIRECTORY else "worker_join"
 AWAY_SECONDS = 180.0
 
 
@@ -48,11 +49,12 @@ def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, An
         say(f"the API server is away for {away:g} s")
         without = member.without_api(away)
         return {
-            "image": IMAGE,
+            "image": str(instance.image.told["image"]),
             "build": artefact.name,
             "accelerator": accelerator(),
             "told": json.loads(lab.user_data),
             "wanted": lab.wanted,
+            "refusal": lab.refusal() if lab.has_policies else None,
             "first": first,
             "again": again,
             "away": without,

@@ -15,6 +15,8 @@ from tests.e2e.join_lab import MACHINE, POOL
 # What the image's own network configuration gives its pods (inventories/lab, kubelet_cni_conf).
 PODS = ipaddress.ip_network("10.88.0.0/24")
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
+# What deploy/token-broker.yml says to who asks for anything else.
+POLICY = "the broker makes bootstrap tokens, and nothing else"
 Facts = dict[str, bool]
 
 
@@ -46,14 +48,22 @@ def _bootstrap(record: Mapping[str, Any]) -> Facts:
         "by a bootstrap token": str(asked.get("username")).startswith("system:bootstrap:")
         and "system:bootstrappers" in asked.get("groups", []),
         "for a kubelet": asked.get("signer") == SIGNER,
-        "the controller manager approved it and signed it": bool(asked.get("issued"))
-        and ["Approved", "AutoApproved"] in asked.get("conditions", []),
+        "the gate approved it, and the controller manager signed it": bool(asked.get("issued"))
+        and asked.get("conditions") == [["Approved", "BoundToken"]],
+        **_policy(record["refusal"]),
         "the node registered with the taints of the pool and of the gate": {
             "node.example/team",
             gates.TAINT["key"],
         }
         <= set(first["registered_taints"]),
     }
+
+
+def _policy(refusal: str | None) -> Facts:
+    """Return what the broker's account may not do; nothing of an API server without admission policies."""
+    if refusal is None:
+        return {}
+    return {"the broker's account gets bootstrap tokens and no other secret": POLICY in refusal}
 
 
 def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:

@@ -23,11 +23,11 @@ import yaml
 
 from image_builder.cluster.broker import tokens
 from image_builder.events import Monitor
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
-from tests import gates, joins
+from tests import brokers, gates, joins
 from tests.pulls import NETWORK, have_addresses, leave_the_network
 from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, ControlPlane
@@ -38,6 +38,8 @@ IMDS, MACHINE = "169.254.169.254", "10.0.2.15"
 SERVER, BROKER = f"{NETWORK}.0.10", f"{NETWORK}.0.11"
 BROKER_PORT = 8443
 BINDINGS = REPO_ROOT / "docs/how-to/join-nodes.md"
+# From this minor version on an API server has admission policies.
+_POLICIES_SINCE = 30
 POOL = "lab-join"
 # An emulated machine is ten times slower than what the deadlines are made for.
 _SLOWER = {"identity": 300, "network": 300, "disk": 300, "runtime": 600, "gpu": 300, "credentials": 600}
@@ -113,6 +115,9 @@ class JoinLab:
             self.admin = stack.enter_context(self.client("lab:admin", ADMINISTRATORS))
             gates.give_rights(self.admin)
             gates.give_rights(self.admin, BINDINGS)
+            gates.give_rights(self.admin, brokers.RIGHTS)
+            if self.has_policies:
+                gates.add_policies(self.admin, brokers.RIGHTS)
             stack.enter_context(
                 process.background(self._gate(), log=self.work / "gate.log", env=_ENVIRONMENT)
             )
@@ -125,6 +130,28 @@ class JoinLab:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    @property
+    def has_policies(self) -> bool:
+        return self.plane.minor >= _POLICIES_SINCE
+
+    def refusal(self) -> str:
+        """Have the broker's account ask for what it doesn't need; return what it is told, empty where it gets that."""
+        wanted = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "kubernetes.io/service-account-token",
+            "metadata": {
+                "name": "stolen",
+                "annotations": {"kubernetes.io/service-account.name": "image-builder-broker"},
+            },
+        }
+        with self.client(brokers.SERVICE_ACCOUNT) as client:
+            try:
+                client.request("POST", "/api/v1/namespaces/kube-system/secrets", wanted)
+            except KubeError as error:
+                return error.message
+        return ""
 
     def client(self, name: str, *groups: str) -> Client:
         """Return a new connection of a user."""
@@ -164,7 +191,7 @@ class JoinLab:
         wanted = tokens.Grant(
             who["node"], who["vm_id"], str(time.time_ns()), POOL, groups=(), seconds=_TOKEN_SECONDS
         )
-        with self.client("lab:broker", ADMINISTRATORS) as client:
+        with self.client(brokers.SERVICE_ACCOUNT) as client:
             issued = tokens.issue(client, wanted, time.time())
         self.tokens.append(issued.text)
         self.wanted.append(who)

@@ -17,11 +17,10 @@ from tests import gates
 from tests.boot.node import Instance
 from tests.e2e.join_lab import POOL, JoinLab
 
-NODE = "worker-join"
 _POD_LABEL = "join-work"
 _PODS = f"/api/v1/namespaces/default/pods?labelSelector=app%3D{_POD_LABEL}"
 _CSRS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
-_LEASE = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE}"
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 # An emulated machine whose host is busy, from its power-on to its pod.
 _POD_SECONDS = 2400.0
 _BACK_SECONDS = 900.0
@@ -34,6 +33,11 @@ _WRITTEN = (
 # What the CNI plugin host-local has given out, of all boots of this OS disk.
 _ADDRESSES = "ls /var/lib/cni/networks/lab | grep '^[0-9]' | sort"
 _AGAIN = "cut -d' ' -f1 /proc/uptime; node-agent join && echo 0 || echo $?; cut -d' ' -f1 /proc/uptime"
+# The ids of running containers, by engine.
+_RUNNING = {
+    "docker": "docker ps --no-trunc --quiet",
+    "containerd": "ctr --namespace k8s.io tasks ls | awk '$3 == \"RUNNING\" {print $1}'",
+}
 # What it says of a phase that ended.
 _PHASE = re.compile(r"node-agent: join: (\w+) (\w+).* \(([0-9.]+) s\)")
 
@@ -67,10 +71,10 @@ def deployment() -> dict[str, Any]:
     }
 
 
-def running(pods: list[dict[str, Any]], since: datetime) -> dict[str, Any] | None:
-    """Return the pod that is ready on the node, whose container was started after ``since``."""
+def running(pods: list[dict[str, Any]], node: str, since: datetime) -> dict[str, Any] | None:
+    """Return the pod that is ready on a node, whose container was started after ``since``."""
     for pod in pods:
-        if "deletionTimestamp" in pod["metadata"] or pod["spec"].get("nodeName") != NODE:
+        if "deletionTimestamp" in pod["metadata"] or pod["spec"].get("nodeName") != node:
             continue
         for container in pod["status"].get("containerStatuses", []):
             started = container["state"].get("running", {}).get("startedAt", "")
@@ -109,6 +113,8 @@ class Member:
 
     def __init__(self, lab: JoinLab, instance: Instance, say: Say) -> None:
         self.lab, self.instance, self.say = lab, instance, say
+        # A machine of the lab is called as its image.
+        self.name = str(instance.image.told["image"]).replace("_", "-")
         self._last_boot: str | None = None
 
     def boot(self) -> dict[str, Any]:
@@ -118,7 +124,7 @@ class Member:
 
         def has_pod() -> bool:
             nonlocal pod
-            pod = running(self.lab.admin.request("GET", _PODS)["items"], since)
+            pod = running(self.lab.admin.request("GET", _PODS)["items"], self.name, since)
             return pod is not None
 
         # A pod of an earlier boot is the node's already, and may run before the gate has heard of the present one.
@@ -158,7 +164,7 @@ class Member:
     def node(self) -> dict[str, Any] | None:
         """Return the Node object, None where there is none."""
         try:
-            return self.lab.admin.request("GET", f"/api/v1/nodes/{NODE}")
+            return self.lab.admin.request("GET", f"/api/v1/nodes/{self.name}")
         except KubeError as error:
             if error.status != 404:
                 raise
@@ -256,7 +262,8 @@ class Member:
         stopped = time.monotonic()
         self.lab.plane.stop_api()
         time.sleep(seconds)
-        containers = self.instance.shell("docker ps --no-trunc --quiet").split()
+        engine, _, container = pod["containerID"].partition("://")
+        containers = self.instance.shell(_RUNNING[engine]).split()
         self.lab.plane.start_api()
         self.lab.admin.close()
         back, back_at = time.monotonic(), datetime.now(UTC)
@@ -267,7 +274,7 @@ class Member:
         return {
             "away_seconds": round(back - stopped, 1),
             "heard_after_seconds": round(time.monotonic() - back, 1),
-            "container_ran_on": pod["containerID"].removeprefix("docker://") in containers,
+            "container_ran_on": container in containers,
             "same_container": after["containerID"] == pod["containerID"],
             "restarts": after["restartCount"] - pod["restartCount"],
             "kubelet_restarted": self._kubelet() != kubelet,
@@ -291,7 +298,7 @@ class Member:
     def _is_heard(self, since: datetime) -> bool:
         """Tell whether the node has renewed its lease and is Ready."""
         try:
-            lease = self.lab.admin.request("GET", _LEASE)
+            lease = self.lab.admin.request("GET", f"{_LEASES}/{self.name}")
         except KubeError:
             return False
         ready = _conditions(self.node() or {"status": {}}).get("Ready")

@@ -14,7 +14,7 @@ PAGE = REPO_ROOT / "docs/reference/join-results.md"
 _HEAD = """\
 # A node joins a cluster: last results
 
-A machine of the lab's image `worker_join` with a control plane of the lab (etcd, API server, controller manager,
+A machine of the lab's image `{image}` with a control plane of the lab (etcd, API server, controller manager,
 scheduler, and the gate's controller). User data from `pool render` says what to join; the machine gets a bootstrap
 token from a broker and its certificate by TLS bootstrap, passes its preflight, and runs a pod of a preloaded image
 with an address in the pod network. Then it is deallocated: the same OS disk, a blank local one. In the end the API
@@ -34,7 +34,7 @@ _MOMENTS = {
 
 def text(record: Mapping[str, Any]) -> str:
     """Return the page."""
-    return f"{_HEAD}\n{results(record)}\n"
+    return f"{_HEAD.format(image=record['image'])}\n{results(record)}\n"
 
 
 def write(record: Mapping[str, Any]) -> None:

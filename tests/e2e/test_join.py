@@ -18,11 +18,12 @@ from image_builder.node.preflight.model import CONDITION
 from tests import gates, joins
 from tests.e2e import join_facts, join_lab, join_page
 from tests.e2e.join import RECORD
-from tests.e2e.join_machine import NODE, Watched, deployment, running
+from tests.e2e.join_machine import Watched, deployment, running
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 Record = dict[str, Any]
+NODE = "worker-join"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -46,6 +47,10 @@ def _by_somebody_else(record: Record) -> None:
 
 def _not_approved(record: Record) -> None:
     record["first"]["requests"][0]["conditions"] = []
+
+
+def _secrets_for_the_broker(record: Record) -> None:
+    record["refusal"] = ""
 
 
 def _asked_again(record: Record) -> None:
@@ -97,6 +102,7 @@ def _restarted(record: Record) -> None:
     [
         _by_somebody_else,
         _not_approved,
+        _secrets_for_the_broker,
         _asked_again,
         _never_out,
         _still_out,
@@ -180,8 +186,8 @@ def _pod(**more: Any) -> dict[str, Any]:
 )
 def test_only_a_container_of_this_boot_counts(other: dict[str, Any]) -> None:
     good = _pod()
-    assert running([_pod(**other)], NOW) is None
-    assert running([_pod(**other), good], NOW) is good
+    assert running([_pod(**other)], NODE, NOW) is None
+    assert running([_pod(**other), good], NODE, NOW) is good
 
 
 def test_a_node_is_in_when_its_taint_has_gone_and_this_boot_has_passed() -> None:

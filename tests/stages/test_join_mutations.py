@@ -17,7 +17,7 @@ from tests.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
-IMAGE = "joining"
+IMAGE = "least_joining"
 INVENTORIES = [REPO / "inventories/lab", REPO / "tests/stages/joining"]
 SELECTED = ("test_join.py",)
 

@@ -62,7 +62,7 @@ class ControlPlane:
         self.audit = work / "audit.log"
         self._parts, self._controllers = parts, controllers
         version = (parts.programs[0] / VERSION_FILE).read_text(encoding="utf-8")
-        self._minor = int(version.split(".")[1])
+        self.minor = int(version.split(".")[1])
         self._stack, self._api = ExitStack(), ExitStack()
         self._root: Root | None = None
 
@@ -219,7 +219,7 @@ class ControlPlane:
 
     def _unsecured(self) -> list[str]:
         """Return the flag that closes the port without TLS, which Kubernetes 1.24 has removed."""
-        return ["--port=0"] if self._minor < 24 else []
+        return ["--port=0"] if self.minor < 24 else []
 
     def _await(self, child: Popen[bytes], argv: Sequence[str]) -> None:
         context = ssl.create_default_context(cafile=os.fspath(self.work / "ca.pem"))

@@ -57,9 +57,9 @@ def test_inventory_is_sound(name: str) -> None:
 
 def test_lab_needs_nothing_but_debian() -> None:
     inventory, needs = _read("lab")
-    current = {"worker_current", "worker_current_docker"}
+    current = {"worker_current", "worker_current_docker", "worker_join_current"}
     debians = ("minimal", "worker_gpu", "worker", "worker_join", "worker_containerd")
-    assert inventory.images == (*debians, *sorted(current))
+    assert sorted(inventory.images) == sorted({*debians, *current})
     for image in debians:
         assert [n.repositories for n in needs[image]] == [()] * len(needs[image])
         assert [n.archives for n in needs[image]] == [()] * len(needs[image])
@@ -67,11 +67,11 @@ def test_lab_needs_nothing_but_debian() -> None:
 
 def test_todays_workers_come_from_the_directory_of_programs_or_from_their_makers(tmp_path: Path) -> None:
     of_makers = "{current_from: makers}"
-    (tmp_path / "hosts.yml").write_text(
-        f"images: {{hosts: {{worker_current: {of_makers}, worker_current_docker: {of_makers}}}}}\n"
-    )
+    images = ("worker_current", "worker_current_docker", "worker_join_current")
+    hosts = ", ".join(f"{image}: {of_makers}" for image in images)
+    (tmp_path / "hosts.yml").write_text(f"images: {{hosts: {{{hosts}}}}}\n")
     makers = load_inventory([INVENTORIES / "lab", tmp_path / "hosts.yml"])
-    for image in ("worker_current", "worker_current_docker"):
+    for image in images:
         for inventory, scheme in ((_read("lab")[0], "file"), (makers, "https")):
             definition = inventory.define(image)
             needs = [layer_needs(definition, layer) for layer in definition.layers]
