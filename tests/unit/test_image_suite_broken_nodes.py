@@ -97,7 +97,9 @@ def docker_node(start: str, listen: str = "/run/docker.sock") -> dict[str, Answe
 
 def docker_storage(**features: bool) -> dict[str, Answer]:
     """Return a node with Docker's file, and the feature flags of it that are given."""
-    flags = {"features": {name.replace("_", "-"): is_on for name, is_on in features.items()}} if features else {}
+    flags = (
+        {"features": {name.replace("_", "-"): is_on for name, is_on in features.items()}} if features else {}
+    )
     return {"cat /etc/docker/daemon.json": json.dumps({"storage-driver": "overlay2", **flags})}
 
 

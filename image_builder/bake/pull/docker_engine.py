@@ -124,7 +124,7 @@ def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> No
 def require_overlay2(url: str) -> None:
     """Raise PullError where a daemon keeps images otherwise than nodes are seeded for."""
     with _connected(url) as client:
-        info: dict[str, Any] = client.info()  # type: ignore[no-untyped-call]
+        info: dict[str, Any] = client.info()
     if info["Driver"] != _STORAGE:
         raise PullError(
             f"dockerd {info['ServerVersion']} keeps images with {info['Driver']}, though its configuration says "
