@@ -10,16 +10,16 @@ from tests import provenance
 from tests.boot.rows import CUT, NIGHT, ROWS, Row
 
 PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
-# Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36.
-IMAGES = ("worker", "worker_current")
+# Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36, Docker 28.5 with the same.
+IMAGES = ("worker", "worker_current", "worker_current_docker")
 
 _HEAD = """# Boot matrix
 
 What happens to a node's local disk from its first boot on, and the required result. Each row boots an image (`worker`
-with Docker, `worker_current` with containerd) in QEMU, with NVMe disks that are files. The same OS disk with a blank
-local disk is a deallocation, a fresh OS disk with a used local disk a reimage; a power cut kills QEMU (SIGKILL), which
-honors the guest's flushes, and loses the guest's cache. Writes that QEMU acknowledged are kept: disks that lose those
-aren't covered.
+with Docker 26.1, `worker_current` with containerd 2.1, `worker_current_docker` with Docker 28.5) in QEMU, with NVMe
+disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh OS disk with a used local disk
+a reimage; a power cut kills QEMU (SIGKILL), which honors the guest's flushes, and loses the guest's cache. Writes that
+QEMU acknowledged are kept: disks that lose those aren't covered.
 
 ```sh
 .venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--update-docs]

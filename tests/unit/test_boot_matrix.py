@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.boot import foreign, page, steps
+from tests.boot.engines import ENGINES
 from tests.boot.matrix import RECORD
 from tests.boot.node import Local
 from tests.boot.rows import NIGHT, ROWS, chain
@@ -52,6 +53,16 @@ def test_mismatch_names_the_fact_and_both_values() -> None:
         "b: 'x', not ('y',)",
         "d: None, not True",
     ]
+
+
+def test_what_an_engine_can_not_do_is_asked_of_the_other_one() -> None:
+    """Facts of one engine replace those of both, and name nothing that no step finds."""
+    for row in (*ROWS, *NIGHT):
+        for engine, facts in row.of_engine.items():
+            assert engine in ENGINES and row.wanted(engine) == {**row.expected, **facts} != row.expected
+            assert set(facts) <= set(row.expected)
+    row = next(row for row in ROWS if row.name == "boot after the disk pressure")
+    assert (row.wanted("docker")["seed"], row.wanted("containerd")["seed"]) == ("repaired", "current")
 
 
 def test_foreign_kinds_are_those_of_the_loops_and_two_more_need_a_kernel() -> None:

@@ -143,6 +143,20 @@ def test_docker_never_chooses_its_storage_itself(version: str) -> None:
     )  # dockerd takes no numbers here
 
 
+@pytest.mark.parametrize("version", DOCKER)
+def test_containerds_image_store_is_off_where_it_would_be_the_default(version: str) -> None:
+    def features(**variables: Any) -> object:
+        return daemon(version, **variables).get("features")
+
+    off = {"containerd-snapshotter": False} if version == "29" else {}
+    assert features() == (off or None)
+    asked = {"container_runtime_docker_options": {"features": {"cdi": True}}}
+    assert features(**asked) == {"cdi": True, **off}
+    assert features(container_runtime_docker_options={"features": {"containerd-snapshotter": False}}) == {
+        "containerd-snapshotter": False
+    }
+
+
 def test_docker_has_only_what_was_asked_for() -> None:
     assert "no-new-privileges" not in daemon("29")
     assert "min-api-version" not in daemon("29")
@@ -249,6 +263,10 @@ def test_known_versions_are_the_promised_ones() -> None:
                 "container_runtime_docker_version": "29",
                 "container_runtime_docker_options": {"features": {"containerd-snapshotter": True}},
             },
+            ("features.containerd-snapshotter isn't supported",),
+        ),
+        (
+            {"container_runtime_docker_options": {"features": {"containerd-snapshotter": "false"}}},
             ("features.containerd-snapshotter isn't supported",),
         ),
         ({"container_runtime_pause_image": "pause"}, ("registry and a tag",)),

@@ -95,6 +95,14 @@ def docker_node(start: str, listen: str = "/run/docker.sock") -> dict[str, Answe
     }
 
 
+def docker_storage(**features: bool) -> dict[str, Answer]:
+    """Return a node with Docker's file, and the feature flags of it that are given."""
+    flags = (
+        {"features": {name.replace("_", "-"): is_on for name, is_on in features.items()}} if features else {}
+    )
+    return {"cat /etc/docker/daemon.json": json.dumps({"storage-driver": "overlay2", **flags})}
+
+
 IMAGE = {
     "ref": "registry.test/app:1",
     "id": "sha256:aa",
@@ -264,6 +272,24 @@ CASES = (
             "the API answers": {"systemctl show": "active", "10250": "200", "10255": "refused"},
             "a read-only port": {"systemctl show": "active", "10250": "401", "10255": "200"},
         },
+    ),
+    Case(
+        "test_container_runtime",
+        "test_docker_stores_layers_with_overlay2",
+        docker_storage(cdi=True, containerd_snapshotter=False),
+        {
+            "containerd's store by default": docker_storage(),
+            "and where other features are set": docker_storage(cdi=True),
+            "containerd's store by its flag": docker_storage(containerd_snapshotter=True),
+        },
+        {"__container_runtime_docker_features": ["validate", "containerd_store"]},
+    ),
+    Case(
+        "test_container_runtime",
+        "test_docker_stores_layers_with_overlay2",
+        docker_storage(cdi=True),
+        {"containerd's store by its flag": docker_storage(containerd_snapshotter=True)},
+        {"__container_runtime_docker_features": ["validate"]},
     ),
     Case(
         "test_container_runtime",

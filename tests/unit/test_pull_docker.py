@@ -35,6 +35,7 @@ class Client:
     """
 
     def __init__(self) -> None:
+        self.driver = "overlay2"
         self.names: list[dict[str, list[str] | None]] = [
             {"RepoTags": ["nginx:1.25"], "RepoDigests": [f"nginx@{DIGEST}"]},
             {"RepoTags": [f"{PAUSE}:3.10"], "RepoDigests": [f"{PAUSE}@{DIGEST}"]},
@@ -48,6 +49,9 @@ class Client:
         for entry in self.names:
             for key, names in entry.items():
                 entry[key] = [n for n in names or [] if n != name]
+
+    def info(self) -> dict[str, str]:
+        return {"Driver": self.driver, "ServerVersion": "29.7.2"}
 
     def inspect_image(self, _: str) -> dict[str, Any]:
         return {"Config": {"Entrypoint": ["/entry"]}}
@@ -96,6 +100,19 @@ def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(
     with pytest.raises(PullError, match=f"no container of {PAUSE}:3.10 starts: libcuda.so.1") as error:
         engine.try_out(image(f"{PAUSE}:3.10"))
     assert error.value.hint == CANT_START and "`mode: archive`" in CANT_START
+
+
+def test_a_daemon_with_another_store_than_it_was_told_is_refused(client: Client) -> None:
+    docker_engine.require_overlay2("unix://")
+    client.driver = "overlayfs"  # as containerd's image store calls itself
+    with pytest.raises(PullError, match=r"dockerd 29\.7\.2 keeps images with overlayfs, though .* overlay2"):
+        docker_engine.require_overlay2("unix://")
+
+
+def test_the_bake_leaves_no_store_to_the_daemon() -> None:
+    configuration = docker_engine.configuration(3)
+    assert configuration["storage-driver"] == "overlay2"
+    assert configuration["features"] == {"containerd-snapshotter": False}
 
 
 @pytest.mark.parametrize("place", ["usr/sbin/dockerd", "usr/bin/dockerd"])
