@@ -20,8 +20,8 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.system import cgroups, namespace, process
 from image_builder.system.sandbox import Root, open_root
 from tests.bench.blank_disks import blank_device, blank_disk, drop_caches, loop_device
-from tests.pulls import Lab, wait_until
-from tests.seeds import Baked, Node, node
+from tests.support.registries.pulls import Lab, wait_until
+from tests.support.stores.seeds import Baked, Node, node
 
 ROUNDS = 3
 ARCHIVE = "/opt/preloaded_docker_images.tar"

@@ -44,7 +44,7 @@ from image_builder.verify.boot import (  # noqa: E402
     virtual_size,
 )
 from tests.bench.debian_root import debian_root  # noqa: E402
-from tests.builds import Workplace  # noqa: E402
+from tests.support.images.builds import Workplace  # noqa: E402
 
 GOAL = 2.0
 PACKAGES = (

@@ -63,16 +63,16 @@ sys.path.insert(0, str(REPO))
 
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from image_builder.system import process  # noqa: E402
-from tests import programs  # noqa: E402
 from tests.bench import first_runs  # noqa: E402
 from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttled  # noqa: E402
 from tests.bench.debian_root import debian_root  # noqa: E402
 from tests.bench.first_runs import PEERS, ROUNDS, Took, in_turn  # noqa: E402
 from tests.bench.promotions import Found, promotion, read, reader  # noqa: E402
 from tests.bench.software import PROFILES, image  # noqa: E402
-from tests.builds import Workplace  # noqa: E402
-from tests.pulls import ENGINES, MB, NEWER, Lab, family, isolated  # noqa: E402
-from tests.seeds import AGENT, Baked, Node, bake, node  # noqa: E402
+from tests.support.images import programs  # noqa: E402
+from tests.support.images.builds import Workplace  # noqa: E402
+from tests.support.registries.pulls import ENGINES, MB, NEWER, Lab, family, isolated  # noqa: E402
+from tests.support.stores.seeds import AGENT, Baked, Node, bake, node  # noqa: E402
 
 SMALL_MB = 300
 SIZES = (0.3, 3.3, 10.0)

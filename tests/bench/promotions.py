@@ -15,8 +15,8 @@ from image_builder.node import files, layout
 from image_builder.system import namespace, process
 from tests.bench.blank_disks import blank_disk, drop_caches
 from tests.bench.first_runs import ROUNDS
-from tests.pulls import Lab
-from tests.seeds import AGENT, Baked, Node, node
+from tests.support.registries.pulls import Lab
+from tests.support.stores.seeds import AGENT, Baked, Node, node
 
 PAIRS = 12  # of a short measurement
 Found = dict[str, Any]

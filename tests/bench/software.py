@@ -9,8 +9,8 @@ from pathlib import Path
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.system import process
-from tests.pulls import MB, Lab
-from tests.seeds import runnable
+from tests.support.registries.pulls import MB, Lab
+from tests.support.stores.seeds import runnable
 
 PROFILES = ("small", "large")
 _LAYERS = 6

@@ -26,13 +26,13 @@ from typing import Any
 from image_builder.errors import ImageBuilderError
 from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.boot import page
 from tests.boot.engines import engine_of
 from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
 from tests.boot.rows import ROWS, Row, chain
 from tests.boot.steps import Lab, Place, mismatches
+from tests.support import provenance
 
 RECORD = Path(__file__).with_name("record.json")
 

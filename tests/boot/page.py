@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.boot.rows import CUT, NIGHT, ROWS, Row
+from tests.support import provenance
 
 PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
 # Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36, Docker 28.5 with the same.
@@ -30,8 +30,8 @@ The host needs `xfsprogs` in addition to the builder's packages: some disks with
 Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no broken
 links; `images run` means that a container of every preloaded image was started.
 
-CI runs `tests/boot/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
-its end and every check's mutation. The night runs it on each of the workers, and `tests/boot/test_local_disk.py`:
+CI runs `tests/disk/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
+its end and every check's mutation. The night runs it on each of the workers, and `tests/disk/test_boot_local_disk.py`:
 {night}.
 
 ## Last results
