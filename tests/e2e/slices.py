@@ -1,9 +1,10 @@
-"""The slices of a wave as Kubernetes Jobs, by the commands of the how-to, on a real node before a real control plane.
+"""The slices of a wave as a Kubernetes Job, by the commands of the how-to, on a real node before a real control plane.
 
     .venv/bin/python -m tests.e2e.slices [--json] [--update-docs] [--render] [--artefact DIR]
 
-Needs root, a store (--store) and Debian's archive. Builds `worker_join` of inventories/lab unless the directory of a
-build is given, boots it before the lab's control plane, gives its Docker an image with ansible-runner, and runs what
+Needs root, a store (--store), Debian's archive, and today's Kubernetes (IMAGE_BUILDER_PROGRAMS). Builds
+`worker_join_current` of inventories/lab unless the directory of a build is given, boots it before the lab's control
+plane, gives its containerd an image with ansible-runner, and runs what
 docs/how-to/run-slices-elsewhere.md says, word for word, for real sshd hosts of which one is dead. Ends with status 1
 unless every fact of `tests.e2e.slices_facts` holds. With an emulated machine that takes six to ten minutes, and
 the first time five minutes more to compile the control plane, which is why CI does not run it.
@@ -29,6 +30,7 @@ from tests.e2e.join_lab import JoinLab
 from tests.e2e.slices_facts import broken
 from tests.support import provenance
 from tests.support.control_plane.programs import obtain
+from tests.support.images import programs
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import fleet
 from tests.support.pools.rollouts import install
@@ -51,7 +53,7 @@ def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
     made = Workplace(settings.store, settings.output, IMAGE)
     pool = {"join_labels": slices_run.labels(), "join_taints": []}
     with (
-        fleet(made, places["hosts"], len(slices_run.HOSTS)) as hosts,
+        fleet(made, places["hosts"], len(slices_run.HOSTS), trees=made.trees("system")) as hosts,
         # In the hosts' network, so that the machine's connections come out there.
         JoinLab(settings, places["plane"], more=pool, is_apart=True) as lab,
     ):
@@ -77,6 +79,8 @@ def main() -> int:
     parser.add_argument("--artefact", type=Path, metavar="DIR", help="a build of it, instead of a new one")
     told = parser.parse_args()
     settings = command.settings_of(told)
+    if programs.DIRECTORY is None and not told.render:
+        parser.error(programs.ABSENT)
 
     def measured() -> dict[str, Any]:
         artefact = (

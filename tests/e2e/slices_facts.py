@@ -36,23 +36,23 @@ def _asked(record: Mapping[str, Any]) -> Facts:
 
 
 def _jobs(record: Mapping[str, Any]) -> Facts:
-    jobs, processed = record["jobs"], record["processed"]
+    job, pods, processed = record["job"], record["pods"], record["processed"]
     dead, well = _numbers(record)
-    ends = {number: jobs[f"pool-slice-{number}"]["ends"] for number in (*dead, *well)}
+    ends = {number: pods[number]["ends"] for number in (*dead, *well)}
     return {
         "each slice had one pod, started once, on this node": all(
-            job["pods"] == 1 and len(job["ends"]) == 1 and job["ends"][0]["restarts"] == 0
-            for job in jobs.values()
+            pod["pods"] == 1 and len(pod["ends"]) == 1 and pod["ends"][0]["restarts"] == 0
+            for pod in pods.values()
         )
-        and {name for job in jobs.values() for name in job["nodes"]} == {"worker-join"},
-        "the Jobs of the other slices are complete": all(
-            jobs[f"pool-slice-{number}"]["conditions"] == ["Complete"] and ends[number][0]["status"] == 0
-            for number in well
-        ),
-        "that of the slice with the dead host is failed, with Ansible's status": all(
-            jobs[f"pool-slice-{number}"]["conditions"] == ["Failed"] and ends[number][0]["status"] == 4
-            for number in dead
-        ),
+        and {name for pod in pods.values() for name in pod["nodes"]}
+        == {record["node"]["labels"]["kubernetes.io/hostname"]},
+        "the other slices are completed": job["completed"] == ",".join(well)
+        and all(ends[number][0]["status"] == 0 for number in well),
+        "the slice with the dead host is failed, with Ansible's status": job["failed"] == ",".join(dead)
+        and all(ends[number][0]["status"] == 4 for number in dead),
+        "the Job is failed for that slice, and not before all have ended": ["Failed", "FailedIndexes"]
+        in job["conditions"]
+        and job["last_end"] <= job["failed_at"],
         "ansible-runner took in every stream to its end, with that same status": all(
             processed[number] == {"rc": str(end[0]["status"]), "status": _WORDS[end[0]["status"]]}
             for number, end in ends.items()
@@ -67,7 +67,7 @@ _WORDS = {0: "successful", 4: "failed"}
 def _hosts(record: Mapping[str, Any]) -> Facts:
     names = sorted(name for part in record["slices"] for name in part)
     return {
-        "the Jobs told every host once, and the dead one not": record["told_by_jobs"]
+        "the Job told every host once, and the dead one not": record["told_by_jobs"]
         == {name: int(name != record["dead"]) for name in names},
         "`pool run` of the same plan then told the dead one, which lives again, and nobody twice": record[
             "told_in_the_end"
@@ -81,7 +81,7 @@ def _key(record: Mapping[str, Any]) -> Facts:
     disks = record["disks"]
     return {
         "the stream and the directory that the key is unpacked to were in memory": record["volumes"]
-        == ["tmpfs empty-dir work", "tmpfs secret stream"],
+        == ["tmpfs empty-dir work", "tmpfs secret streams"],
         "no volume of the pods is left on the node, and no Secret in the cluster": record["left"] == [],
         "no line of the key and no piece of a stream is on the machine's disks": disks["secrets_wanted"] > 0
         and disks["secrets_found"] == 0,

@@ -36,7 +36,8 @@ WAVE = {
     "deadlines": {"probe": 15, "bootstrap": 300, "verify": 60},
 }
 KUBELET = 10250
-_JOBS = "/apis/batch/v1/namespaces/default/jobs"
+_JOB = "/apis/batch/v1/namespaces/default/jobs/pool-slices"
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _PODS = "/api/v1/namespaces/default/pods"
 _SECRETS = "/api/v1/namespaces/default/secrets"
 _ARCHIVE = "/var/tmp/worker.tar"
@@ -113,11 +114,11 @@ class Acts:
         }
 
     def _load(self, instance: Instance, archive: Path) -> dict[str, Any]:
-        """Give the machine's Docker the image."""
-        self.say(f"docker load: {archive.stat().st_size / 1e6:.0f} MB")
+        """Give the machine's containerd the image."""
+        self.say(f"ctr images import: {archive.stat().st_size / 1e6:.0f} MB")
         started = time.monotonic()
         instance.ssh.put(archive.read_bytes(), _ARCHIVE)
-        instance.shell(f"docker load --quiet -i {_ARCHIVE}; rm {_ARCHIVE}", timeout=1200)
+        instance.shell(f"ctr --namespace k8s.io images import {_ARCHIVE}; rm {_ARCHIVE}", timeout=1200)
         return {
             "reference": reference(),
             "bytes": archive.stat().st_size,
@@ -151,13 +152,11 @@ class Acts:
     def _jobs(self, instance: Instance) -> dict[str, Any]:
         """Run the documented commands; return what became of the Jobs."""
         start, take_in = slices_howto.commands()
-        self.say("the commands that start the Jobs")
+        self.say("the commands that start the Job")
         process.run(["sh", "-euc", start], cwd=self.work, env=self._environment, on_line=self._show)
-        # Before the other commands delete them.
-        self._streams = {
-            secret["metadata"]["name"]: base64.b64decode(secret["data"]["stream"])
-            for secret in self._secrets()
-        }
+        # Before the other commands delete it.
+        (secret,) = self._secrets()
+        self._streams = {name: base64.b64decode(stream) for name, stream in secret["data"].items()}
         self.say("those that take in what they say")
         started = time.monotonic()
         log = self.work / "taken-in.log"
@@ -170,15 +169,16 @@ class Acts:
                 time.sleep(_STEP)
         assert child.returncode == 0, self._trouble(instance, log)
         # The last word of a pod comes before the Job is known to have ended.
-        while not all(job["status"].get("conditions") for job in self._items(_JOBS)):
+        while not {"Complete", "Failed"} & {condition["type"] for condition in self._conditions()}:
             assert time.monotonic() < started + _JOBS_SECONDS, self._trouble(instance, log)
             time.sleep(_STEP)
-        self.say("the Jobs have ended")
+        self.say("the Job has ended")
         for line in log.read_text(errors="replace").splitlines():
             self._show(line)
         return {
             "jobs_seconds": round(time.monotonic() - started, 1),
-            "jobs": {job["metadata"]["name"]: self._job(job) for job in self._items(_JOBS)},
+            "job": self._job(),
+            "pods": {number: self._pods(number) for number in self._streams},
             "volumes": sorted(mounted),
             "processed": {path.name: _processed(path) for path in sorted((self.work / "told").iterdir())},
             "bytes": {
@@ -193,17 +193,36 @@ class Acts:
         found: list[dict[str, Any]] = self.lab.admin.request("GET", path)["items"]
         return found
 
-    def _job(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        name = job["metadata"]["name"]
-        pods = [p for p in self._items(_PODS) if p["metadata"]["labels"].get("job-name") == name]
+    def _conditions(self) -> list[dict[str, Any]]:
+        conditions = self.lab.admin.request("GET", _JOB)["status"].get("conditions", [])
+        return [condition for condition in conditions if condition["status"] == "True"]
+
+    def _job(self) -> dict[str, Any]:
+        status = self.lab.admin.request("GET", _JOB)["status"]
+        ends = [
+            container["state"]["terminated"]["finishedAt"]
+            for pod in self._items(_PODS)
+            for container in pod["status"]["containerStatuses"]
+        ]
+        return {
+            "conditions": [
+                [condition["type"], condition.get("reason", "")] for condition in self._conditions()
+            ],
+            "completed": status.get("completedIndexes", ""),
+            "failed": status.get("failedIndexes", ""),
+            "last_end": max(ends),
+            "failed_at": max(condition["lastTransitionTime"] for condition in self._conditions()),
+        }
+
+    def _pods(self, number: str) -> dict[str, Any]:
+        """Return what became of a slice's pods."""
+        pods = [pod for pod in self._items(_PODS) if pod["metadata"]["labels"].get(_INDEX) == number]
         ends = [
             status["state"]["terminated"] | {"restarts": status["restartCount"]}
             for pod in pods
             for status in pod["status"]["containerStatuses"]
         ]
         return {
-            "uid": job["metadata"]["uid"],
-            "conditions": [c["type"] for c in job["status"].get("conditions", []) if c["status"] == "True"],
             "pods": len(pods),
             "nodes": sorted({pod["spec"]["nodeName"] for pod in pods}),
             "ends": [
@@ -213,7 +232,7 @@ class Acts:
         }
 
     def _secrets(self) -> list[dict[str, Any]]:
-        return [one for one in self._items(_SECRETS) if one["metadata"]["name"].startswith("pool-slice-")]
+        return [one for one in self._items(_SECRETS) if one["metadata"]["name"] == "pool-slices"]
 
     def _volumes(self, instance: Instance) -> set[str]:
         """Return what kubelet has mounted for the pods of slices."""
@@ -237,7 +256,7 @@ class Acts:
 
     def _trouble(self, instance: Instance, log: Path) -> str:
         pods = [(p["metadata"]["name"], p["status"]) for p in self._items(_PODS)]
-        said = instance.shell("docker ps -a; journalctl -u kubelet -n 40 --no-pager -o cat", ok=range(256))
+        said = instance.shell("crictl ps -a; journalctl -u kubelet -n 40 --no-pager -o cat", ok=range(256))
         return f"{log.read_text(errors='replace')[-2000:]}\n{pods}\n{said}"
 
 

@@ -45,9 +45,9 @@ def _dead(record: Record) -> int:
     return next(n for n, names in enumerate(record["slices"]) if record["dead"] in names)
 
 
-def _job(record: Record, *, dead: bool) -> Record:
+def _pod(record: Record, *, dead: bool) -> Record:
     number = _dead(record)
-    found: Record = record["jobs"][f"pool-slice-{number if dead else 1 - number}"]
+    found: Record = record["pods"][f"{number if dead else 1 - number}"]
     return found
 
 
@@ -56,7 +56,7 @@ def _other_commands(record: Record) -> None:
 
 
 def _other_job(record: Record) -> None:
-    record["manifest"] = record["manifest"].replace("backoffLimit: 0", "backoffLimit: 1")
+    record["manifest"] = record["manifest"].replace("PerIndex: 0", "PerIndex: 1")
 
 
 def _not_ready(record: Record) -> None:
@@ -68,23 +68,31 @@ def _nobody_dead(record: Record) -> None:
 
 
 def _second_attempt(record: Record) -> None:
-    _job(record, dead=True)["pods"] = 2
+    _pod(record, dead=True)["pods"] = 2
 
 
 def _restarted(record: Record) -> None:
-    _job(record, dead=False)["ends"][0]["restarts"] = 1
+    _pod(record, dead=False)["ends"][0]["restarts"] = 1
 
 
 def _elsewhere(record: Record) -> None:
-    _job(record, dead=False)["nodes"] = ["another"]
+    _pod(record, dead=False)["nodes"] = ["another"]
 
 
 def _failed_with_it(record: Record) -> None:
-    _job(record, dead=False)["conditions"] = ["Failed"]
+    record["job"] |= {"completed": "", "failed": "0,1"}
 
 
 def _not_failed(record: Record) -> None:
-    _job(record, dead=True)["conditions"] = ["Complete"]
+    record["job"] |= {"completed": "0,1", "failed": ""}
+
+
+def _all_in_vain(record: Record) -> None:
+    record["job"]["conditions"] = [["Failed", "BackoffLimitExceeded"]]
+
+
+def _cut_short(record: Record) -> None:
+    record["job"]["last_end"] = "2999-01-01T00:00:00Z"
 
 
 def _cut_off(record: Record) -> None:
@@ -109,7 +117,7 @@ def _ended_badly(record: Record) -> None:
 
 
 def _on_disk(record: Record) -> None:
-    record["volumes"] = ["tmpfs secret stream"]
+    record["volumes"] = ["tmpfs secret streams"]
 
 
 def _stays(record: Record) -> None:
@@ -136,6 +144,8 @@ def _blind(record: Record) -> None:
         _elsewhere,
         _failed_with_it,
         _not_failed,
+        _all_in_vain,
+        _cut_short,
         _cut_off,
         _told_twice,
         _told_again,
@@ -161,17 +171,21 @@ def test_the_page_is_of_the_record(record: Record) -> None:
 
 
 def test_the_documented_commands_are_shell(tmp_path: Path) -> None:
-    """And each Job of theirs has a name and a Secret of its own."""
-    for text in slices_howto.commands():
+    """And the Job has an index for each slice, and their Secret."""
+    start, take_in = slices_howto.commands()
+    for text in (start, take_in):
         subprocess.run(["sh", "-n"], input=text, text=True, check=True)
     (tmp_path / "job.yaml").write_text(slices_howto.manifest())
-    (line,) = (line for line in slices_howto.commands()[0].splitlines() if line.strip().startswith("sed "))
-    script = f"n=7; {line.partition('|')[0]}"
+    for name in ("0", "1", "2"):
+        (tmp_path / "slices" / name).mkdir(parents=True)
+    (line,) = (line for line in start.splitlines() if line.strip().startswith("sed "))
+    script = line.rpartition("|")[0]
     done = subprocess.run(["sh", "-euc", script], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
     job = yaml.safe_load(done.stdout)
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
     volumes = job["spec"]["template"]["spec"]["volumes"]
-    names = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
-    assert {job["metadata"]["name"]} == names == {"pool-slice-7"}
+    (secret,) = (volume["secret"]["secretName"] for volume in volumes if "secret" in volume)
+    assert f"create secret generic {secret} " in start and f"delete secret {secret}" in take_in
 
 
 def test_the_node_is_one_that_the_job_asks_for() -> None:
