@@ -366,6 +366,10 @@ def bare(lab: Lab) -> Result:
                 has = [running.has(image) for image in baked.images]
             told = here.status()
             environment = (here.root.path / "run/node/kubelet.env").read_text()
+            if name == "cut":  # it was the disk, for one boot
+                here.shut_down()
+                here.use(baked.opt)
+                found["again"] = {"seed": here.seed(), **_load(here, baked)}
         found[name] = {"exit": child.returncode, "said": said, "has": has, "env": environment} | told
     return {**found, "refs": [image.ref for image in baked.images]}
 
@@ -384,6 +388,9 @@ def test_without_an_archive_a_lost_store_is_a_taint_and_names_each_image(
     assert "without an archive of them: the seed reported store.truncated" in cut["preload"]["reason"]
     assert cut["has"] == [False, False], "nothing was pulled"
     assert "--register-with-taints=image-builder/preload=preload.missing:NoSchedule" in cut["env"]
+    again = found["again"]
+    assert again["seed"]["action"] == {"docker": "repaired", "containerd": "reseeded"}[engine], again["seed"]
+    assert (again["exit"], again["has"], again["links"]) == (0, [True, True], 0), again["said"]
 
 
 # -- what a store is taken for ------------------------------------------------------------------------------------
