@@ -1,7 +1,7 @@
 """What all tests share: the order of the parts, the guard of the unit tests, the list of allowed skips.
 
-A test below tests/unit is a unit test: it can't start a process, open a socket or do what only root may. Any other says
-by a mark what it needs.
+A test lies in the folder of its part. One below tests/unit is a unit test: it can't start a process, open a socket or
+do what only root may. Any other says by a mark what it needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import fnmatch
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,28 @@ import image_builder.bake.lock.fetch
 import image_builder.definition.engine  # noqa: F401
 from image_builder.bake.store import Store
 from image_builder.settings import REPO_ROOT
-from tests.guard import guarded
+from tests.support.guard import guarded
 
-pytest_plugins = ["tests.images", "tests.toolkits", "tests.selftest.lane_plugin"]
+pytest_plugins = [
+    "tests.support.images.fixtures",
+    "tests.support.images.toolkits",
+    "tests.selftest.lane_plugin",
+]
 # A machine may be busy: how long an example takes says nothing about it.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-PARTS = ("unit", "root", "preload", "pools", "disk", "e2e", "boot", "gpu")
-UNIT = Path(__file__).with_name("unit")
+TESTS = Path(__file__).parent
+# Folders, in the order in which a run without lanes takes them.
+PARTS = ("unit", "bake", "preload", "pools", "disk", "gpu")
 MARKS = ("root", "boot", "gpu")
-# Words of the file names of what counts as preload: pulls, and the registry that they need.
-_OF_PRELOAD = ("preload", "pull", "registry", "lab_")
-# Those of the local disk, and of what lies on it: the store, its seed, its promotion.
-_OF_DISK = ("local_disk", "promote", "preload_seed", "preload_store")
-# Those of the GPUs' drivers and tests, of what keeps a bad node from working, and of what needs the same control plane.
-_OF_GPU = ("gpu", "gate", "health", "broker")
-# Those of what brings a pool up, at either end. The others are in a directory of this name.
-_OF_POOLS = ("pool", "join")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
 def part_of(item: pytest.Item) -> str:
-    """Return the part that a test belongs to."""
-    if UNIT in item.path.parents:
-        return "unit"
-    if any(word in item.path.stem for word in _OF_GPU):
-        return "gpu"
-    if item.get_closest_marker("boot"):
-        return "boot"
-    if any(word in item.path.stem for word in _OF_DISK):
-        return "disk"
-    if "pools" in item.path.parts or any(word in item.path.stem for word in _OF_POOLS):
-        return "pools"
-    if any(word in item.path.stem for word in _OF_PRELOAD):
-        return "preload"
-    return "e2e" if "e2e" in item.path.parts else "root"
+    """Return the part that a test belongs to, by its folder; "" for none."""
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    return folder if folder in PARTS else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,11 +65,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if elsewhere := {item.path for item in items if not part_of(item)}:
+        raise pytest.UsageError(f"a test lies in a folder of {', '.join(PARTS)}: {_names(elsewhere)}")
     unmarked = {item.path for item in items if part_of(item) != "unit" and not _is_marked(item)}
     if unmarked:
-        names = ", ".join(sorted(path.name for path in unmarked))
-        raise pytest.UsageError(f"tests outside of unit need one of the marks {', '.join(MARKS)}: {names}")
+        raise pytest.UsageError(
+            f"tests outside of unit need one of the marks {', '.join(MARKS)}: {_names(unmarked)}"
+        )
     items.sort(key=lambda item: PARTS.index(part_of(item)))
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(sorted(path.name for path in paths))
 
 
 def _is_marked(item: pytest.Item) -> bool:

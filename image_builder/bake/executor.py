@@ -108,14 +108,14 @@ def _name(name: str, place: str) -> str:
 
 
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Run the stages in order; those that can wait run beside the rest, one at a time.
+    """Run the stages in order; those that can wait run beside the rest, at most two at a time.
 
-    So the checks run while the disk is made, and images are pulled while layers are; the last stage waits for
-    neither. What fails first is raised, after what runs beside it has ended.
+    So the checks run while the disk is made, and programs are compiled and images pulled while layers are made; the
+    last stage waits for neither. What fails first is raised, after what runs beside it has ended.
     """
     needed = {i for stage in todo for i in stage.requires}
     beside: dict[str, Future[None]] = {}
-    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as checker:
+    with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(1) as checker:
         _check_ahead(work, todo, checker)
         try:
             for stage in todo:

@@ -48,10 +48,16 @@ def estimate(work: Build, todo: Sequence[StagePlan]) -> tuple[int, int]:
     sizes = _sizes(work.lock, work.definition)
     in_store = peak = float(downloads)
     in_output = 0.0
+    beside: dict[str, float] = {}  # the scratch of what may still run: nothing has needed it so far
     for stage in todo:
-        need = work.kind(stage).space(stage, sizes)
+        for ended in beside.keys() & stage.requires:
+            del beside[ended]
+        kind = work.kind(stage)
+        need = kind.space(stage, sizes)
         in_store += need.product
-        peak = max(peak, in_store + need.scratch)
+        peak = max(peak, in_store + sum(beside.values()) + need.scratch)
+        if kind.beside:
+            beside[stage.id] = need.scratch
         in_output += need.output
     return int(peak), int(in_output)
 

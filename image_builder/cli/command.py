@@ -108,11 +108,10 @@ def extensions() -> Extensions:
 
 def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Client:
     """Return a client of the API server in a kubeconfig, or of this pod's own; raises NodeError."""
-    from image_builder.node.net import kubeconfig as files
     from image_builder.node.net.kube import Client
 
     if kubeconfig:
-        return Client(files.load(kubeconfig), agent=agent, timeout=timeout)
+        return Client.from_kubeconfig(kubeconfig, agent=agent, timeout=timeout)
     return Client.in_cluster(agent=agent, timeout=timeout)
 
 

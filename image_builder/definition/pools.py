@@ -13,6 +13,7 @@ from image_builder.definition import engine
 from image_builder.definition.engine import Source
 from image_builder.definition.evaluate import resolved_variables
 from image_builder.definition.model import ImageDefinition
+from image_builder.definition.values import is_template
 from image_builder.errors import Problem
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
@@ -25,7 +26,7 @@ CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
 # What joining writes azure.json from, and the variables that say who reads it and where it is.
 AZURE, PROVIDERS, KUBERNETES = "join_azure", "kubelet_image_credential_providers", "node_join_kubernetes"
 # A pool's subnet, from which machines and pods take their addresses, and how many machines there are to be.
-SUBNET, CAPACITY = "pool_subnet", "pool_capacity"
+SUBNET, CAPACITY, PODS = "pool_subnet", "pool_capacity", "join_max_pods"
 # Addresses of each subnet that Azure keeps: the first four and the last.
 _RESERVED = 5
 METADATA_SERVICE = "169.254.169.254"
@@ -43,7 +44,7 @@ POOL_NAMES = frozenset(
             AZURE,
             "join_node_name",
         ),
-        *("join_node_ip", "join_provider_id", "join_max_pods", "join_labels", "join_platform_labels"),
+        *("join_node_ip", "join_provider_id", PODS, "join_labels", "join_platform_labels"),
         *("join_taints", "join_hosts", "join_rate", "join_budget_seconds", "join_deadlines"),
     }
 )
@@ -127,15 +128,16 @@ def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem
 def _address_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
     """Return each pool of this image whose machines and pods need more addresses than its subnet has."""
     problems = []
-    for pool in source.own_variables():
+    for pool in source.inherited_variables():
         if pool.get(IMAGE) != definition.name or SUBNET not in pool:
             continue
-        subnet, hosts = engine.plain(pool[SUBNET]), engine.plain(pool.get(CAPACITY))
-        pods = engine.plain(pool.get("join_max_pods", resolved_variables(definition).get("kubelet_max_pods")))
-        reason = address_problem(subnet, hosts, pods)
+        pods = (
+            evaluated(pool, PODS) if PODS in pool else resolved_variables(definition).get("kubelet_max_pods")
+        )
+        reason = address_problem(evaluated(pool, SUBNET), evaluated(pool, CAPACITY), pods)
         if reason:
             problems.append(Problem(str(engine.place_in(pool, [SUBNET]) or ""), SUBNET, reason))
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def address_problem(subnet: object, hosts: object, pods: object) -> str:
@@ -165,26 +167,27 @@ def is_closed(blocked: JSON) -> bool:
 
 
 def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    pools = [own for own in source.own_variables() if own.get(IMAGE) == definition.name and SIZE in own]
-    if not pools or _LAYER not in definition.layers:
+    if _LAYER not in definition.layers:
         return []
-    sizes = resolved_variables(definition).get(SIZES)
     problems = []
-    for pool in pools:
-        size = _evaluated(pool)
-        if size and not fits(size, sizes):
+    for pool in source.inherited_variables():
+        if pool.get(IMAGE) != definition.name or SIZE not in pool:
+            continue
+        size = evaluated(pool, SIZE)
+        if not is_template(size) and not fits(str(size), resolved_variables(definition).get(SIZES)):
             reason = f"{size} runs `{definition.name}`, whose {SIZES} don't list it"
             problems.append(Problem(str(engine.place_in(pool, [SIZE]) or ""), SIZE, reason))
-    return problems
+    return list(dict.fromkeys(problems))
 
 
-def _evaluated(pool: Mapping[str, object]) -> str:
-    """Return the size, or nothing for a template of variables that the group doesn't set itself."""
+def evaluated(pool: Mapping[str, object], name: str) -> JSON:
+    """Return a pool's variable, None where it has none; a template of what its groups don't set is left as it is."""
     plain = {str(key): engine.plain(value) for key, value in pool.items()}
+    value = plain.get(name)
     try:
-        return str(engine.Evaluator(plain).evaluate(plain[SIZE]))
+        return engine.Evaluator(plain).evaluate(value)
     except engine.EvaluationError:
-        return ""
+        return value
 
 
 def fits(size: str, sizes: JSON) -> bool:

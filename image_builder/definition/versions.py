@@ -14,7 +14,7 @@ from image_builder.definition.engine import Source
 from image_builder.definition.evaluate import resolved_variables
 from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.pools import API_SERVERS, IMAGE
+from image_builder.definition.pools import API_SERVERS, IMAGE, evaluated
 from image_builder.errors import Problem
 
 _VERSION = re.compile(r"1\.(\d+)(\.\d+)?")
@@ -36,9 +36,9 @@ def version_problems(definition: ImageDefinition, variables: HostVariables, sour
     for pool in source.inherited_variables():
         if pool.get(IMAGE) == definition.name and API_SERVERS in pool:
             where = str(engine.place_in(pool, [API_SERVERS]) or "")
-            reasons = _skew(definition.name, kubelet, minor, _evaluated(pool))
+            reasons = _skew(definition.name, kubelet, minor, evaluated(pool, API_SERVERS))
             problems += [Problem(where, API_SERVERS, reason) for reason in reasons]
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
@@ -79,12 +79,3 @@ def _cgroup_problems(variables: HostVariables, resolved: Mapping[str, JSON], min
         for number, argument in enumerate(arguments)
         if _CGROUP_V1.fullmatch(str(argument))
     ]
-
-
-def _evaluated(pool: Mapping[str, object]) -> JSON:
-    """Return the versions, or the text of a template that can't be evaluated from what the groups set."""
-    plain = {str(key): engine.plain(value) for key, value in pool.items()}
-    try:
-        return engine.Evaluator(plain).evaluate(plain[API_SERVERS])
-    except engine.EvaluationError:
-        return plain[API_SERVERS]

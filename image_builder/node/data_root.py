@@ -61,6 +61,18 @@ def find_links(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[
     return [link for path, directory in places if (link := _link(path, directory, store))]
 
 
+def holds_nothing(root: Path) -> bool:
+    """Tell whether containerd's root is as its first start leaves it. Raises OSError.
+
+    It has no content, no snapshot and no file of anybody else's.
+    """
+    places = listed(root)
+    if any(not place.name.startswith("io.containerd.") and place.name != "tmpmounts" for place in places):
+        return False
+    snapshots = [place / "snapshots" for place in places if ".snapshotter." in place.name]
+    return not any(listed(folder) for folder in (root / BLOBS, *snapshots))
+
+
 def listed(folder: Path) -> list[Path]:
     """Return what is in a directory, in no order; nothing where there is none. Raises OSError."""
     try:

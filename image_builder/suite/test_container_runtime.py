@@ -40,10 +40,13 @@ def _daemon(host: Host) -> dict[str, Any]:
 @offline
 @booted
 @with_docker
-def test_docker_stores_layers_with_overlay2(host: Host) -> None:
-    """The storage driver is overlay2, and said so explicitly."""
+def test_docker_stores_layers_with_overlay2(host: Host, v: V) -> None:
+    """The storage driver is overlay2, and said so explicitly; containerd's store is off, which goes before it."""
     daemon = _daemon(host)
     nothing(differences({"storage-driver": "overlay2"}, daemon))
+    by_default = "containerd_store" in v["__container_runtime_docker_features"]
+    is_on = daemon.get("features", {}).get("containerd-snapshotter", by_default)
+    assert is_on is False, "containerd's image store is on: preloaded images would not be found"
 
 
 @offline
@@ -116,7 +119,9 @@ def test_docker_mirrors(host: Host, v: V) -> None:
 def test_docker_has_no_other_options(host: Host, v: V) -> None:
     """Every further key of daemon.json is declared, and none opens the daemon to the network."""
     daemon = _daemon(host)
+    features = v["__container_runtime_features"]
     expected = {"userland-proxy": False, **v["container_runtime_docker_options"]}
+    expected |= {"features": features} if features else {}
     nothing(differences(expected, daemon))
     nothing(
         f"undeclared key {key}"

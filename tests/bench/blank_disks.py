@@ -37,18 +37,15 @@ def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
 
     XFS as ``roles/local_disk`` makes it by default, ext4 on a host without ``mkfs.xfs``.
     """
-    file, where = folder / "disk.img", folder / "mnt"
+    where = folder / "mnt"
     where.mkdir()
-    with file.open("wb") as sink:
-        sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
     kind = filesystem()
     argv: dict[str, list[str]] = {
         "xfs": ["mkfs.xfs", "-q", "-f", "-n", "ftype=1"],
         "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1"],
     }
-    process.run([*argv[kind], file])
-    device = _attach(file)
-    try:
+    with blank_device(folder, gigabytes) as device:
+        process.run([*argv[kind], device])
         namespace.mount(kind, os.fspath(device), os.fspath(where), "noinit_itable" if kind == "ext4" else "")
         try:
             number = os.stat(where).st_dev
@@ -56,10 +53,30 @@ def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
             yield Disk(where, f"{os.major(number)}:{os.minor(number)}", device.name)
         finally:
             namespace.unmount(os.fspath(where))
+    where.rmdir()
+
+
+@contextmanager
+def blank_device(folder: Path, gigabytes: float) -> Iterator[Path]:
+    """Make a loop device of so many bytes, all of them holes; neither it nor its file is left afterwards."""
+    file = folder / "disk.img"
+    with file.open("wb") as sink:
+        sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
+    try:
+        with loop_device(file) as device:
+            yield device
+    finally:
+        file.unlink()
+
+
+@contextmanager
+def loop_device(file: Path) -> Iterator[Path]:
+    """Attach a file to a loop device that passes the host's cache by."""
+    device = _attach(file)
+    try:
+        yield device
     finally:
         process.run(["losetup", "--detach", device])
-        file.unlink()
-        where.rmdir()
 
 
 def filesystem() -> str:

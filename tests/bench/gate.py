@@ -32,7 +32,7 @@ from image_builder.cluster.gate.controller import Controller, Settings  # the pa
 from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.pool.steps.control_plane import NODES, SHOWN_NODES, TABLE, Kubernetes
-from tests.gates import Cluster, become_ready, register, running, wait_until
+from tests.support.control_plane.gates import Cluster, become_ready, register, running, wait_until
 
 GOAL = 2.0
 THREADS = 4

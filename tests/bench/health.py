@@ -33,7 +33,7 @@ sys.path.insert(0, str(REPO))
 from image_builder.lab.certificate import Certificate, make  # noqa: E402
 from image_builder.node import mounts, zipapp  # noqa: E402
 from image_builder.system.namespace import run_isolated  # noqa: E402
-from tests.servers import running  # noqa: E402
+from tests.support.servers import running  # noqa: E402
 
 INTERVAL_SECONDS, MEMORY_BYTES = 60.0, 30_000_000
 RUNS = 10

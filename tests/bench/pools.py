@@ -4,9 +4,9 @@
         [--bootstrapped 8] [--rejoined 5] [--only probe|verify|resume|bootstrap|rejoin] [--json]
 
 The inventory is made here (75 scale sets of 100 hosts), each measurement has a process of its own. As root it also
-reaches real hosts (tests/pools/fleet.py: an sshd in a network namespace each), ours and Ansible in turn, and lets a
-node join; it needs the small image and `worker_join`, which it builds when they aren't there. The hosts' sshds run on
-the same processors, which both pay for.
+reaches real hosts (tests/support/pools/fleet.py: an sshd in a network namespace each), ours and Ansible in turn, and
+lets a node join; it needs the small image and `worker_join`, which it builds when they aren't there. The hosts' sshds
+run on the same processors, which both pay for.
 
     plan_seconds     `pool plan` of all hosts, the whole command, goal <= 10
     plan_gib         its largest resident size, goal <= 1
@@ -31,7 +31,7 @@ the same processors, which both pay for.
                      reboot into the kernel (the hosts have not booted), the join. Afterwards all hosts have the same
                      packages, files of the roles, kernel and enabled units
     rejoin_seconds   `node-agent join` on a node that has joined, the slowest of five runs of the agent of `worker_join`
-                     in that image's own tree with its own Docker (tests/pools/rejoin.py), beside the first one, which
+                     in that image's own tree with its own Docker (tests/bench/rejoin.py), beside the first one, which
                      waits for a certificate; nothing is emulated, and nothing else of a booted machine runs beside
                      it; goal <= 10
     rejoin_changed   files that these runs changed of what the node has written (bytes, mode, inode, times), beside
@@ -62,9 +62,9 @@ from image_builder.pool.plan.policy import Policy  # noqa: E402
 from image_builder.pool.run.records import Record  # noqa: E402
 from image_builder.pool.run.state import Progress  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
-from tests.builds import Workplace  # noqa: E402
-from tests.pools import measures, rejoin  # noqa: E402
-from tests.pools.fleet import USER, fleet  # noqa: E402
+from tests.bench import measures, rejoin  # noqa: E402
+from tests.support.images.builds import Workplace  # noqa: E402
+from tests.support.pools.fleet import USER, fleet  # noqa: E402
 from tests.unit.pool.simulation import START, Faults, World, make, make_hosts, simulate  # noqa: E402
 
 _GOALS = {

@@ -1,69 +1,104 @@
-"""How fast a blank disk has its images, beside `docker image load` and `ctr images import`; what promotion costs.
+"""How fast a blank disk has its images, beside what others do; what promotion costs.
 
-    .venv/bin/python tests/bench/preload.py [--store DIR] [--large-gb N] [--engine NAME] [--json]
+    .venv/bin/python tests/bench/preload.py [--store DIR] [--engine NAME] [--size GB] [--files PROFILE]
+                                            [--only PART] [--json]
 
 Needs root, and a store in which the image `worker` was built: its engines run here, and its agent's Python. The disk
-is a freshly made XFS on a loop device (direct I/O), blank before each measurement, and all caches are dropped. Each
-round measures all ways back to back; of equally many rounds the median counts, on every side.
+is a freshly made XFS on a loop device (direct I/O; ext4 on a host without mkfs.xfs), blank before each measurement,
+and all caches are dropped. Each round measures the ways that are compared back to back; of equally many rounds the
+median counts, on every side.
 
-`--large-gb` is how much software goes into the large image. It takes up to 5 % less on the disk: with 3.3, the default,
-that is still more than 3 GB.
+Each option may be given several times; without it, all of its values are measured. `--size` is how much software the
+image has: 0.3, 3.3 and 10 GB. Where a size doesn't fit the disk, the largest that does is measured, and that is said.
+`--files small` is the worker's own software, thousands of small files; `large` the same in files of 256 MB. The engines
+are those of `worker`; `--engine containerd_2` and `docker_28` are there where IMAGE_BUILDER_PROGRAMS has them, and are
+only measured when named.
 
-    ENGINE_first_run_ratio   daemon start + load of the archive + container running / `node-agent seed` (the whole
-                             process) + daemon start + container running; goals >= 20 (docker), >= 60 (containerd)
-    ENGINE_flatness          ours with the large image / ours with a 0.3 GB image, goal <= 1.2. The budget names
-                             10 GB: `large_gb` tells what was measured
-    cold_read_ratio          the same two ways and then every file of the image read once, through the container's
-                             root, with the OS disk throttled to 100 MB/s (docker), goal >= 1.3. The OS disk is a
-                             loop device that the control group of all these processes may read so fast
-    promote_ratio            `cp -a` of the same layers, two at once, and sync / the whole of `node-agent
-                             promote` without a rate, goal >= 0.8
-    seeded_boot_seconds      `node-agent seed` with 50 images of 10 layers, the slower engine, goal <= 0.5
-    seeded_boot_mib          the larger of its peak memory and of what it wrote to the disk, MiB, goal <= 30
-    reader_slowdown          a cold reader of another image while a promotion runs at its default rate / the same
-                             reader alone, goal <= 1.10
+For each engine, size and profile:
+
+    first_run  seed_seconds     `node-agent seed`, the whole process; goal <= 0.3
+               seed_flatness    the same / the same with a 0.3 GB image, goal <= 1.2
+               load_ratio       daemon start + load of the archive + container running / seed + daemon start + container
+                                running; goals >= 20 (Docker), >= 60 (containerd), from 3 GB on
+               flatness         the whole of ours / the same with a 0.3 GB image, goal <= 1.2
+    peers      copy_ratio       `cp -a` of a populated data root + start + running / ours, goal >= 4, from 3 GB on
+               in_place_excess  ours / start + running with the data root on the OS disk, goal <= 1.1
+               btrfs_seed_excess  ours / a btrfs seed device with the data root + start + running, goal <= 1.1
+               podman_store_excess  ours / podman with an additional image store on the OS disk, which has no daemon to
+                                start. Podman and btrfs-progs are Debian 13's, in a root that is thrown away
+
+For Docker, at the same sizes:
+
+    cold_read  cold_read_ratio  load and ours, and then every file of the image read once, through the container's root,
+                                with the OS disk throttled to 100 MB/s, goal >= 1.3. The OS disk is a loop device
+                                that the control group of all these processes may read so fast
+    promote    promote_ratio    `cp -a` of the same layers, two at once, and sync / the whole of `node-agent
+                                promote` without a rate, goal >= 1. Both at the workers' priority; how long copying
+                                took by the agent's own clock is told besides
+    reader     reader_slowdown  a cold reader of another image while a promotion runs at its default rate / the same
+                                reader by itself, goal <= 1.10; from 3 GB on, so that the promotion outlasts it
+
+And whatever the size:
+
+    many       many_seconds     `node-agent seed` with 50 images of 10 layers, goal <= 0.5
+               many_memory_mib, many_written_mib  its peak memory, and what it wrote to the disk, MiB, goal <= 30
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder.bake.lock.model import LockedImage  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from image_builder.system import process  # noqa: E402
+from tests.bench import first_runs  # noqa: E402
 from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttled  # noqa: E402
+from tests.bench.debian_root import debian_root  # noqa: E402
+from tests.bench.first_runs import PEERS, ROUNDS, Took, in_turn  # noqa: E402
 from tests.bench.promotions import Found, promotion, read, reader  # noqa: E402
-from tests.builds import Workplace  # noqa: E402
-from tests.pulls import ENGINES, MB, Lab, isolated  # noqa: E402
-from tests.seeds import AGENT, Baked, Node, bake, node, runnable  # noqa: E402
+from tests.bench.software import PROFILES, image  # noqa: E402
+from tests.support.images import programs  # noqa: E402
+from tests.support.images.builds import Workplace  # noqa: E402
+from tests.support.registries.pulls import ENGINES, MB, NEWER, Lab, family, isolated  # noqa: E402
+from tests.support.stores.seeds import AGENT, Baked, Node, bake, node  # noqa: E402
 
-ROUNDS = 3
 SMALL_MB = 300
-LAYERS = 6  # a layer can't have more than the software that there is, 0.57 GB
+SIZES = (0.3, 3.3, 10.0)
+# While the archive is loaded: pulled, archived, packed, in the registry, and twice on the local disk.
+DISK_PER_BYTE = 5.5
+PARTS = ("first_run", "peers", "cold_read", "promote", "reader", "many")
+# These are about our code and the kernel, not about the engine.
+DOCKER_PARTS = ("cold_read", "promote", "reader")
 MANY_IMAGES, MANY_LAYERS = 50, 10
 OS_DISK_RATE = 100 * MB
-_ARCHIVE = "/opt/preloaded_docker_images.tar"
-_GOALS = {
-    "docker_first_run_ratio": (">=", 20),
-    "containerd_first_run_ratio": (">=", 60),
-    "docker_flatness": ("<=", 1.2),
-    "containerd_flatness": ("<=", 1.2),
+LOAD_GOALS = {"docker": 20, "containerd": 60}
+# The smallest image that loading and copying have goals for, and whose promotion outlasts a reader.
+LARGE_GB = 3.0
+_GOALS: dict[str, tuple[str, float]] = {
+    "seed_seconds": ("<=", 0.3),
+    "seed_flatness": ("<=", 1.2),
+    "flatness": ("<=", 1.2),
+    "copy_ratio": (">=", 4),
+    "in_place_excess": ("<=", 1.1),
+    "btrfs_seed_excess": ("<=", 1.1),
     "cold_read_ratio": (">=", 1.3),
-    "promote_ratio": (">=", 0.8),
-    "seeded_boot_seconds": ("<=", 0.5),
-    "seeded_boot_mib": ("<=", 30),
-    "reader_slowdown": ("<=", 1.10),
+    "promote_ratio": (">=", 1),
+    "reader_slowdown": ("<=", 1.1),
+    "many_seconds": ("<=", 0.5),
+    "many_memory_mib": ("<=", 30),
+    "many_written_mib": ("<=", 30),
 }
 # Runs a program; prints its peak memory (KiB), the processor's seconds and its own.
 _PEAK = """\
@@ -76,79 +111,75 @@ print(used.ru_maxrss, used.ru_utime + used.ru_stime, seconds)
 """
 
 
-# -- images ----------------------------------------------------------------------------------------------------
+# -- one image -------------------------------------------------------------------------------------------------
 
 
-def software(lab: Lab, megabytes: int, layers: int) -> list[Path]:
-    """Return a directory for each layer: hard links to real software, small files and large, in every layer anew."""
-    files = [
-        path
-        for tree in lab.trees
-        for path in sorted((tree / "usr").rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    ]
-    each = megabytes * MB // layers
-    places = []
-    for number in range(layers):
-        place, left, index = lab.folder("software"), each, number * 7919
-        while left > 0:
-            path = files[index % len(files)]
-            target = (
-                place / f"opt/layer{number}/{index // len(files)}/{index % len(files) // 100}/{path.name}"
-            )
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(path, target)
-                left -= path.stat().st_size
-            index += 1
-        places.append(place)
-    return places
+def scenario(lab: Lab, megabytes: str, profile: str, parts: str, peers_root: str) -> Found:
+    """Measure what one engine's image has to do with. The keys of `_GOALS` are ratios, the others seconds."""
+    lab.endpoints = dict(lab.behind)
+    wanted = parts.split(",")
+    large = bake(lab, [image(lab, "large", int(megabytes), profile)])
+    entry = large.manifest()["images"][0]
+    found: Found = {
+        "filesystem": filesystem(),
+        "rounds": ROUNDS,
+        "image_gb": round(entry["bytes"] / 1e9, 2),
+        "store_gb": round(large.manifest()["bytes"] / 1e9, 2),
+    }
+    if "peers" in wanted:
+        found |= peers(lab, large, Path(peers_root))
+    process.run(["rm", "-rf", large.state])
+    if {"first_run", "reader"} & set(wanted):
+        small = bake(lab, [image(lab, "small", SMALL_MB, profile)])
+        process.run(["rm", "-rf", small.state])
+        if "first_run" in wanted:
+            found |= first_run(lab, large, small)
+        if "reader" in wanted:
+            found |= reader(lab, large, small)
+    if "cold_read" in wanted:
+        found |= cold_read(lab, large)
+    if "promote" in wanted:
+        found |= promotion(lab, large)
+    return found
 
 
-def image(lab: Lab, name: str, megabytes: int) -> LockedImage:
-    """Push an image of so many bytes that runs."""
-    trees = software(lab, megabytes, LAYERS)
-    made = runnable(lab, name, *trees)
-    for tree in trees:
-        process.run(["rm", "-rf", tree])
-    return made
+def first_run(lab: Lab, large: Baked, small: Baked) -> Found:
+    """Ours with both images, and the engine's own way to take the archive of the large one."""
+    took = in_turn(
+        ours=lambda: first_runs.ours(lab, large),
+        small=lambda: first_runs.ours(lab, small),
+        load=lambda: first_runs.loaded(lab, large),
+    )
+    return {
+        **_seconds(took),
+        "seed_seconds": round(took["ours"].fill, 3),
+        "seed_flatness": round(took["ours"].fill / took["small"].fill, 2),
+        "flatness": round(took["ours"].total / took["small"].total, 2),
+        "load_ratio": round(took["load"].total / took["ours"].total, 1),
+    }
 
 
-def shrink(baked: Baked) -> None:
-    """Delete what was only needed to bake."""
-    process.run(["rm", "-rf", baked.state])
+def peers(lab: Lab, large: Baked, peers_root: Path) -> Found:
+    """Each of the others in turn with ours: what one needs on the disk is gone before the next one's is made."""
+    found: Found = {}
+    for name, prepared in PEERS.items():
+        with prepared(lab, large, peers_root) as way:
+            took = in_turn(**{name: way, f"{name}_ours": lambda: first_runs.ours(lab, large)})
+        peer, own = took[name].total, took[f"{name}_ours"].total
+        found |= _seconds(took)
+        if name == "copy":
+            found["copy_ratio"] = round(peer / own, 1)
+        else:
+            found[f"{name}_excess"] = round(own / peer, 2)
+    return found
 
 
-# -- first run -------------------------------------------------------------------------------------------------
-
-
-def first_run(
-    lab: Lab, baked: Baked, *, ours: bool, then: Callable[[Node, Any], None] | None = None
-) -> float:
-    """Return the seconds from a blank disk with no daemon to a running container (and ``then``)."""
-    wanted = baked.images[0]
-    gigabytes = 1 + 4 * sum(i["bytes"] for i in baked.manifest()["images"]) / 1e9
-    with (
-        blank_disk(lab.folder("ssd"), gigabytes) as ssd,
-        node(lab, baked.opt, ssd.path) as here,
-    ):
-        drop_caches()
-        started = time.monotonic()
-        if ours:
-            seeded = here.seed()
-            assert seeded["state"] == "ok" and seeded["action"] == "seeded", seeded
-        with here.engine() as engine:
-            if not ours:
-                load = {
-                    "docker": ["docker", "image", "load", "--quiet", "--input", _ARCHIVE],
-                    "containerd": ["ctr", "-n", "k8s.io", "images", "import", _ARCHIVE],
-                }
-                here.root.run(load[lab.engine])
-            assert engine.try_out(wanted) is not None
-            if then:
-                then(here, engine)
-            seconds = time.monotonic() - started
-    return seconds
+def _seconds(took: dict[str, Took]) -> Found:
+    return {
+        f"{name}_{key}": round(value, 3)
+        for name, one in took.items()
+        for key, value in (("fill", one.fill), ("total", one.total))
+    }
 
 
 def read_all(here: Node, _engine: Any) -> None:
@@ -164,35 +195,6 @@ def read_all(here: Node, _engine: Any) -> None:
     here.root.run(["docker", "rm", "--force", made])
 
 
-def scenario(lab: Lab, large_mb: str) -> Found:
-    """Measure what one engine's images have to do with."""
-    lab.endpoints = dict(lab.behind)
-    large = bake(lab, [image(lab, "large", int(large_mb))])
-    shrink(large)
-    small = bake(lab, [image(lab, "small", SMALL_MB)])
-    shrink(small)
-    entry = large.manifest()["images"][0]
-    found: Found = {
-        "filesystem": filesystem(),
-        "large_gb": round(entry["bytes"] / 1e9, 2),
-        "store_gb": round(large.manifest()["bytes"] / 1e9, 2),
-    }
-    ours, theirs, little = [], [], []
-    for _ in range(ROUNDS):
-        ours.append(first_run(lab, large, ours=True))
-        little.append(first_run(lab, small, ours=True))
-        theirs.append(first_run(lab, large, ours=False))
-    found |= {
-        "rounds": ROUNDS,
-        "ours": round(statistics.median(ours), 3),
-        "reference": round(statistics.median(theirs), 2),
-        "small": round(statistics.median(little), 3),
-    }
-    if lab.engine == "docker":
-        found |= cold_read(lab, large) | promotion(lab, large) | reader(lab, large, small)
-    return found
-
-
 def cold_read(lab: Lab, large: Baked) -> Found:
     """Both ways and then a read of everything, from an OS disk that gives 100 MB/s."""
     size = sum(path.stat().st_size for path in large.opt.rglob("*") if path.is_file())
@@ -200,9 +202,12 @@ def cold_read(lab: Lab, large: Baked) -> Found:
         slow = Baked(os_disk.path / "opt", large.state, large.images)
         process.run(["cp", "-a", large.opt, slow.opt])
         with throttled(os_disk, OS_DISK_RATE):
-            ours = first_run(lab, slow, ours=True, then=read_all)
-            theirs = first_run(lab, slow, ours=False, then=read_all)
-    return {"cold_ours": round(ours, 2), "cold_reference": round(theirs, 2)}
+            took = in_turn(
+                cold_ours=lambda: first_runs.ours(lab, slow, read_all),
+                cold_load=lambda: first_runs.loaded(lab, slow, read_all),
+            )
+    ratio = round(took["cold_load"].total / took["cold_ours"].total, 2)
+    return {**_seconds(took), "cold_read_ratio": ratio}
 
 
 # -- many images -----------------------------------------------------------------------------------------------
@@ -226,100 +231,150 @@ def many(lab: Lab) -> Found:
             section = here.status()["seed"]
             assert section["state"] == "ok" and section["images"] == MANY_IMAGES, section
             count = section["layers"]
-            memory.append(int(peak) * 1024)
+            memory.append(int(peak) / 1024)
             process.run(["sync"])
-            written.append(ssd.written() - before)
+            written.append((ssd.written() - before) / (1 << 20))
             with here.engine() as engine:
                 assert engine.has(baked.images[-1])
     return {
         "layers": count,
-        "seconds": round(min(seconds), 3),
-        "processor_seconds": round(min(processor), 3),
-        "memory_mib": round(min(memory) / (1 << 20), 1),
-        "written_mib": round(min(written) / (1 << 20), 1),
+        "many_seconds": round(statistics.median(seconds), 3),
+        "many_processor_seconds": round(statistics.median(processor), 3),
+        "many_memory_mib": round(statistics.median(memory), 1),
+        "many_written_mib": round(statistics.median(written), 1),
     }
 
 
 # -- the report ------------------------------------------------------------------------------------------------
 
 
-def measure(store: Path, engines: list[str], large_mb: int) -> Found:
+def measure(options: argparse.Namespace) -> list[Found]:
+    """Measure all that was asked for, one engine and one image at a time."""
     # Another process has to find it, so it must not be called __main__.
     from tests.bench.preload import many, scenario
 
-    place = Workplace(store, Path(os.devnull), "worker")
-    found: Found = {}
-    for engine in engines:
-        one = isolated(scenario, place, engine, str(large_mb), seconds=3600)
-        lot = isolated(many, place, engine, seconds=1800)
-        found[engine] = one | {f"many_{key}": value for key, value in lot.items()}
-        found[f"{engine}_first_run_ratio"] = round(one["reference"] / one["ours"], 1)
-        found[f"{engine}_flatness"] = round(one["ours"] / one["small"], 2)
-    docker = found.get("docker", {})
-    for key, top, bottom in (
-        ("cold_read_ratio", "cold_reference", "cold_ours"),
-        ("promote_ratio", "promote_reference", "promote_ours"),
-    ):
-        if docker:
-            found[key] = round(docker[top] / docker[bottom], 2)
-    if docker:
-        found["reader_slowdown"] = docker["reader_slowdown"]
-    found["seeded_boot_seconds"] = max(found[name]["many_seconds"] for name in engines)
-    found["seeded_boot_mib"] = max(
-        found[name][key] for name in engines for key in ("many_memory_mib", "many_written_mib")
-    )
+    place = Workplace(options.store, Path(os.devnull), "worker")
+    found: list[Found] = []
+    with _peers_root(options) as tree:
+        for engine in options.engine:
+            for asked in options.size if set(options.only) - {"many"} else ():
+                size = fitting(asked, options.store)
+                parts = parts_of(options.only, engine, size)
+                for profile in options.files if parts else ():
+                    words = (str(round(size * 1000)), profile, ",".join(parts), os.fspath(tree))
+                    one = isolated(scenario, place, engine, *words, seconds=7200)
+                    found.append({"engine": engine, "size": size, "files": profile, **one})
+            if "many" in options.only:
+                found.append({"engine": engine, **isolated(many, place, engine, seconds=1800)})
     return found
 
 
-def show(found: Found, engines: list[str]) -> None:
-    rows = []
-    for name in engines:
-        one = found[name]
-        size = f"{one['large_gb']} GB"
-        rows += [
-            (f"{name}, {size} runs", one["ours"], one["reference"], f"{name}_first_run_ratio"),
-            (f"{name}, {size} / 0.3 GB", one["ours"], one["small"], f"{name}_flatness"),
-        ]
-    if "docker" in engines:
-        one = found["docker"]
-        rows += [
-            ("all read, 100 MB/s", one["cold_ours"], one["cold_reference"], "cold_read_ratio"),
-            ("promote / cp -a", one["promote_ours"], one["promote_reference"], "promote_ratio"),
-            ("reader beside it", one["reader_beside"], one["reader_alone"], "reader_slowdown"),
-        ]
-    print(f"{'name':<28}{'ours':>10}{'reference':>12}{'ratio':>10}{'goal':>10}")
-    for title, mine, other, key in rows:
-        goal = " ".join(str(word) for word in _GOALS[key])
-        print(f"{title:<28}{f'{mine} s':>10}{f'{other} s':>12}{found[key]:>10}{goal:>10}")
-    for name in engines:
-        one = found[name]
+def parts_of(wanted: Sequence[str], engine: str, size: float) -> list[str]:
+    """Return the parts that are measured with an image of so many GB."""
+    left_out = {"many"}
+    if family(engine) != "docker":
+        left_out |= set(DOCKER_PARTS)
+    if size < LARGE_GB:
+        left_out.add("reader")
+    return [part for part in wanted if part not in left_out]
+
+
+@contextmanager
+def _peers_root(options: argparse.Namespace) -> Iterator[Path]:
+    """Make the root of the programs that only the peers need."""
+    if "peers" not in options.only:
+        yield Path("/nonexistent")
+        return
+    with debian_root(options.store.parent, first_runs.PACKAGES) as tree:
+        yield tree
+
+
+def fitting(gigabytes: float, store: Path) -> float:
+    """Return the size, or the largest that fits the store's filesystem, which is then said."""
+    free = shutil.disk_usage(store).free / 1e9
+    largest = math.floor(10 * free / DISK_PER_BYTE) / 10
+    if gigabytes > largest:
         print(
-            f"{name}, 50 images of 10 layers: seeded in {one['many_seconds']} s "
-            f"({one['many_processor_seconds']} s of a processor), "
-            f"{one['many_memory_mib']} MiB of memory, {one['many_written_mib']} MiB written "
-            "(goals 0.5 s, 30 MiB)"
+            f"{gigabytes:g} GB need {gigabytes * DISK_PER_BYTE:.0f} GB of disk, {free:.0f} are free: "
+            f"measured with {largest:g} GB",
+            file=sys.stderr,
         )
+    return min(gigabytes, largest)
+
+
+def goal_of(one: Found, key: str) -> tuple[str, float] | None:
+    """Return the goal of a number; none where it has none, or the image is too small for it."""
+    if key in ("load_ratio", "copy_ratio") and one["image_gb"] < LARGE_GB:
+        return None
+    return (">=", LOAD_GOALS[family(one["engine"])]) if key == "load_ratio" else _GOALS.get(key)
+
+
+def ratios(one: Found) -> dict[str, float]:
+    """Return what of a measurement is compared with something; the rest are seconds and circumstances."""
+    return {key: value for key, value in one.items() if key in _GOALS or key.endswith(("_ratio", "_excess"))}
+
+
+def title(one: Found) -> str:
+    return f"{one['engine']}_{one['files']}_{one['size']:g}gb" if "size" in one else str(one["engine"])
+
+
+def is_met(one: Found, key: str) -> bool:
+    goal = goal_of(one, key)
+    return goal is None or (one[key] <= goal[1] if goal[0] == "<=" else one[key] >= goal[1])
+
+
+def show(found: Sequence[Found]) -> None:
+    for one in found:
+        print(title(one), end="")
+        if "image_gb" in one:
+            print(
+                f": {one['image_gb']} GB, packed {one['store_gb']} GB, {one['filesystem']}, medians of {ROUNDS}"
+            )
+            _show_ways(one)
+        else:
+            print(f": 50 images, {one['layers']} layers, {one['many_processor_seconds']} s of a processor")
+        for key, value in ratios(one).items():
+            goal = goal_of(one, key)
+            words = f"{goal[0]} {goal[1]:g}" if goal else "-"
+            print(f"  {key:<24}{value:>10}   goal {words:<8}{'' if is_met(one, key) else ' MISSED'}")
+
+
+def _show_ways(one: Found) -> None:
+    """Print what each way took, and of that the time until the disk had the image."""
+    for key in one:
+        name = key.removesuffix("_total")
+        if name != key:
+            print(f"  {name:<24}{one[key]:>8.2f} s, filling {one[f'{name}_fill']:.2f} s")
+    for key in ("promote_ours", "promote_copying", "promote_reference", "reader_alone", "reader_beside"):
+        if key in one:
+            print(f"  {key:<24}{one[key]:>8.2f} s")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    newer = [name for name, patterns in NEWER.items() if all(map(programs.find, patterns))]
+    parser.add_argument("--engine", action="append", choices=[*ENGINES, *newer])
+    parser.add_argument("--size", action="append", type=float, metavar="GB")
+    parser.add_argument("--files", action="append", choices=PROFILES)
+    parser.add_argument("--only", action="append", choices=PARTS)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for name, values in (("engine", ENGINES), ("size", SIZES), ("files", PROFILES), ("only", PARTS)):
+        if getattr(options, name) is None:
+            setattr(options, name, list(values))
+    return options
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    parser.add_argument("--large-gb", type=float, default=3.3)
-    parser.add_argument("--engine", action="append", choices=list(ENGINES))
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    engines = options.engine or list(ENGINES)
-    found = measure(options.store, engines, int(options.large_gb * 1000))
+    options = arguments()
+    found = measure(options)
     if options.json:
-        print(json.dumps(found))
+        named = {f"{title(one)}_{key}": value for one in found for key, value in ratios(one).items()}
+        print(json.dumps({**named, "measurements": found}))
     else:
-        show(found, engines)
-    met = [
-        found[key] <= goal if sign == "<=" else found[key] >= goal
-        for key, (sign, goal) in _GOALS.items()
-        if key in found
-    ]
-    return 0 if all(met) else 1
+        show(found)
+    return 0 if all(is_met(one, key) for one in found for key in ratios(one)) else 1
 
 
 if __name__ == "__main__":

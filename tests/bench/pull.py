@@ -30,9 +30,9 @@ from image_builder.bake.lock.model import LockedImage  # noqa: E402
 from image_builder.bake.pull.model import Limits  # noqa: E402
 from image_builder.bake.pull.reference import parse  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
-from tests.builds import Workplace  # noqa: E402
-from tests.faults.registry_plan import Fault  # noqa: E402
-from tests.pulls import MB, Lab, isolated  # noqa: E402
+from tests.support.images.builds import Workplace  # noqa: E402
+from tests.support.registries.plan import Fault  # noqa: E402
+from tests.support.registries.pulls import MB, Lab, isolated  # noqa: E402
 
 IMAGES, LAYERS, LAYER_BYTES = 8, 2, 12 * MB
 RATE = 6 * MB

@@ -10,8 +10,8 @@ from pathlib import Path
 from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from tests.boot.node import Local
-from tests.disks import LARGE, MIB, SMALL
-from tests.foreign_disks import FOREIGN, azure
+from tests.support.disks.foreign import FOREIGN, azure
+from tests.support.disks.loop_devices import LARGE, MIB, SMALL
 
 Make = Callable[[Disk, Path], None]
 

@@ -26,12 +26,13 @@ from typing import Any
 from image_builder.errors import ImageBuilderError
 from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.boot import page
+from tests.boot.engines import engine_of
 from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
 from tests.boot.rows import ROWS, Row, chain
 from tests.boot.steps import Lab, Place, mismatches
+from tests.support import provenance
 
 RECORD = Path(__file__).with_name("record.json")
 
@@ -55,7 +56,7 @@ def run_row(lab: Lab, row: Row) -> Outcome:
     try:
         for step in row.steps:
             facts |= step(place)
-        wrong = mismatches(row.expected, facts)
+        wrong = mismatches(row.wanted(engine_of(lab.image.variables).name), facts)
     except (ImageBuilderError, AssertionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
         traceback.print_exc()

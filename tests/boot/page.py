@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.boot.rows import CUT, NIGHT, ROWS, Row
+from tests.support import provenance
 
 PAGE = REPO_ROOT / "docs/reference/boot-matrix.md"
-# Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36.
-IMAGES = ("worker", "worker_current")
+# Docker 26.1 with kubelet 1.20, containerd 2.1 with kubelet 1.36, Docker 28.5 with the same.
+IMAGES = ("worker", "worker_current", "worker_current_docker")
 
 _HEAD = """# Boot matrix
 
 What happens to a node's local disk from its first boot on, and the required result. Each row boots an image (`worker`
-with Docker, `worker_current` with containerd) in QEMU, with NVMe disks that are files. The same OS disk with a blank
-local disk is a deallocation, a fresh OS disk with a used local disk a reimage; a power cut kills QEMU (SIGKILL), which
-honors the guest's flushes, and loses the guest's cache. Writes that QEMU acknowledged are kept: disks that lose those
-aren't covered.
+with Docker 26.1, `worker_current` with containerd 2.1, `worker_current_docker` with Docker 28.5) in QEMU, with NVMe
+disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh OS disk with a used local disk
+a reimage; a power cut kills QEMU (SIGKILL), which honors the guest's flushes, and loses the guest's cache. Writes that
+QEMU acknowledged are kept: disks that lose those aren't covered.
 
 ```sh
 .venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--update-docs]
@@ -30,8 +30,8 @@ The host needs `xfsprogs` in addition to the builder's packages: some disks with
 Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no broken
 links; `images run` means that a container of every preloaded image was started.
 
-CI runs `tests/boot/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
-its end and every check's mutation. The night runs it on each of the workers, and `tests/boot/test_local_disk.py`:
+CI runs `tests/disk/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
+its end and every check's mutation. The night runs it on each of the workers, and `tests/disk/test_boot_local_disk.py`:
 {night}.
 
 ## Last results

@@ -20,7 +20,7 @@ from tests.boot.steps import Step
 class Row:
     """``disks`` None: those that the machine has. ``needs``: rows of other machines that must have been run before.
 
-    ``expected`` maps facts to values, a tuple being any of its members.
+    ``expected`` maps facts to values, a tuple being any of its members; ``of_engine`` has those that differ by engine.
     """
 
     name: str
@@ -30,6 +30,11 @@ class Row:
     expected: Mapping[str, Any]
     what: str
     needs: tuple[str, ...] = field(default=())
+    of_engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def wanted(self, engine: str) -> dict[str, Any]:
+        """Return the facts that must come out on nodes with an engine."""
+        return {**self.expected, **self.of_engine.get(engine, {})}
 
 
 # What every boot must come to, and with a local disk.
@@ -125,7 +130,9 @@ LIFE: tuple[Row, ...] = (
         None,
         (steps.restart, steps.run_images),
         {**UP, **RUNS, "disk": "mount", "seed": "repaired"},
-        "What was deleted is back, as links into the store again.",
+        "What was deleted is back: with Docker as links into the store again, with containerd from the archive, since "
+        "nothing can be added to its databases before it runs.",
+        of_engine={"containerd": {"seed": "current", "preload": "degraded", "archive": [SOFTWARE]}},
     ),
     Row(
         "disk pressure, images pinned",
@@ -227,6 +234,8 @@ OTHERS: tuple[Row, ...] = (
         {**UP, **RUNS, "disk": "reuse", "seed": ("current", "repaired")},
         "The first machine's disk in the second, whose OS disk was given another build id and store id.",
         needs=("boot after the power cuts",),
+        # Its databases can't be merged: the root goes aside, whole.
+        of_engine={"containerd": {"seed": "reseeded"}},
     ),
     Row(
         "disk that fails while it runs",

@@ -19,7 +19,7 @@ from image_builder.bake.store import Store
 from image_builder.cli import failure
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT, Settings
 from image_builder.system import namespace
-from tests import provenance
+from tests.support import provenance
 
 
 def say(text: str) -> None:

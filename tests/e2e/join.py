@@ -21,13 +21,14 @@ from typing import Any
 
 from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
-from tests import programs, provenance
 from tests.boot.node import Instance, Local, read_image
 from tests.e2e import command, join_page
 from tests.e2e.command import say
 from tests.e2e.join_facts import broken
 from tests.e2e.join_lab import JoinLab
 from tests.e2e.join_machine import Member, deployment
+from tests.support import provenance
+from tests.support.images import programs
 
 RECORD = REPO_ROOT / "tests/e2e/join.json"
 IMAGE = "worker_join_current" if programs.DIRECTORY else "worker_join"

@@ -9,8 +9,9 @@ from typing import Any
 from image_builder.lab import software
 from image_builder.node.join.codes import PHASES
 from image_builder.node.preflight.model import CONDITION
-from tests import gates, joins
 from tests.e2e.join_lab import MACHINE, POOL
+from tests.support.control_plane import gates
+from tests.support.nodes import joins
 
 # What the image's own network configuration gives its pods (inventories/lab, kubelet_cni_conf).
 PODS = ipaddress.ip_network("10.88.0.0/24")

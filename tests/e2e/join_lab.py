@@ -1,8 +1,9 @@
 """What is around the machine of ``join``: a control plane, the gate's controller, a metadata service, a broker.
 
-The metadata service and the broker are local servers; its answers have Azure's documented shape (tests/joins.py) and
-are no recordings, since there is no cloud to ask here. They listen where a machine in Azure finds them: QEMU's user
-network leads whatever the machine connects to into this network, which has that address on its loopback interface.
+The metadata service and the broker are local servers; its answers have Azure's documented shape
+(tests/support/nodes/joins.py) and are no recordings, since there is no cloud to ask here. They listen where a machine
+in Azure finds them: QEMU's user network leads whatever the machine connects to into this network, which has that
+address on its loopback interface.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.kubeconfig import load
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
-from tests import brokers, gates, joins
-from tests.pulls import NETWORK, have_addresses, leave_the_network
+from tests.support.control_plane import brokers, gates
 from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, ControlPlane
+from tests.support.nodes import joins
+from tests.support.registries.pulls import NETWORK, have_addresses, leave_the_network
 
 # Where Azure's metadata service is, and what QEMU gives its machine.
 IMDS, MACHINE = "169.254.169.254", "10.0.2.15"

@@ -13,9 +13,9 @@ from typing import Any
 from image_builder.lab import software
 from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight.model import CONDITION
-from tests import gates
 from tests.boot.node import Instance
 from tests.e2e.join_lab import POOL, JoinLab
+from tests.support.control_plane import gates
 
 _POD_LABEL = "join-work"
 _PODS = f"/api/v1/namespaces/default/pods?labelSelector=app%3D{_POD_LABEL}"

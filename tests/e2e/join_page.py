@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.e2e.join_facts import facts
 from tests.e2e.results import held, machine
+from tests.support import provenance
 
 PAGE = REPO_ROOT / "docs/reference/join-results.md"
 _HEAD = """\

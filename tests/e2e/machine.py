@@ -16,7 +16,7 @@ from image_builder.machine.vm import Vm, VmOptions
 from image_builder.verify.boot import GROWTH_BYTES, LOCAL_DISK, find_disk, virtual_size, wait_for_system
 from tests.e2e.pods import BIG, PODS, QUOTA, SMALL, STALLED, Event, Pod, manifest, read_events, tell
 from tests.e2e.registry import MB, Registry
-from tests.faults.registry_plan import Fault
+from tests.support.registries.plan import Fault
 
 # What QEMU's user network shows of the host's 127.0.0.1.
 _HOST_ADDRESS = "10.0.2.2"

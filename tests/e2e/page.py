@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from image_builder.settings import REPO_ROOT
-from tests import provenance
 from tests.e2e.facts import stories
 from tests.e2e.pods import PODS, STALLED, Story
+from tests.support import provenance
 
 PAGE = REPO_ROOT / "docs/explanation/pending-pods.md"
 PLOT = REPO_ROOT / "docs/explanation/pending-pods.svg"

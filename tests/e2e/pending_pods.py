@@ -25,12 +25,12 @@ from image_builder.cli.command import extensions
 from image_builder.definition import load_inventory
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
-from tests import provenance
 from tests.e2e import command, page
 from tests.e2e.facts import broken
 from tests.e2e.machine import observe
 from tests.e2e.registry import CONNECTION_RATE, LINK_RATE, Registry
-from tests.pulls import leave_the_network
+from tests.support import provenance
+from tests.support.registries.pulls import leave_the_network
 
 RECORD = REPO_ROOT / "tests/e2e/pending_pods.json"
 # Image and inventories; and whether its kubelet pulls one image at a time, as kubelet's own default is.

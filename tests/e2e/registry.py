@@ -18,8 +18,8 @@ from image_builder.lab.registry import HOST, PORT
 from image_builder.system import process
 from tests.e2e.link import Link
 from tests.e2e.pods import QUOTA, SMALL, STALLED
-from tests.faults.registry_plan import Upstream
-from tests.faults.registry_proxy import RegistryProxy
+from tests.support.registries.plan import Upstream
+from tests.support.registries.proxy import RegistryProxy
 
 MB = 1_000_000
 LINK_RATE = 8.0 * MB

@@ -21,17 +21,18 @@ from image_builder.events import Monitor
 from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
-from tests import programs, provenance
 from tests.boot.node import Instance, read_image
-from tests.builds import Workplace
 from tests.e2e import command, slices_image, slices_page, slices_run
 from tests.e2e.command import say
 from tests.e2e.join import IMAGE, keep_logs
 from tests.e2e.join_lab import JoinLab
 from tests.e2e.slices_facts import broken
-from tests.pools.fleet import fleet
-from tests.pools.rollouts import install
+from tests.support import provenance
 from tests.support.control_plane.programs import obtain
+from tests.support.images import programs
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import fleet
+from tests.support.pools.rollouts import install
 
 RECORD = REPO_ROOT / "tests/e2e/slices.json"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.node.preflight.model import CONDITION
-from tests import slices_howto
+from tests.support import slices_howto
 
 Facts = dict[str, bool]
 

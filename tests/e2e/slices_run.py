@@ -18,14 +18,14 @@ from image_builder.errors import BootError
 from image_builder.machine import monitor
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
-from tests import slices_howto
 from tests.boot.node import Instance, Local, allocated
 from tests.e2e.join_lab import MACHINE, JoinLab
 from tests.e2e.join_machine import Member
 from tests.e2e.link import Link
-from tests.pools.fleet import Fleet
-from tests.pools.rollouts import POLICY, Rollout, make
+from tests.support import slices_howto
 from tests.support.control_plane.servers import ADMINISTRATORS
+from tests.support.pools.fleet import Fleet
+from tests.support.pools.rollouts import POLICY, Rollout, make
 
 # Hosts by number; the wave has them all. The dead one lies behind a network that loses every packet.
 HOSTS, DEAD = (0, 1, 2, 3), 3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.builds import Workplace
-from tests.pools.fleet import Fault, Fleet, fleet
-from tests.pools.rollouts import Rollout, make
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import Fault, Fleet, fleet
+from tests.support.pools.rollouts import Rollout, make
 
 FAULTS: dict[int, Fault] = {
     1: "dead",

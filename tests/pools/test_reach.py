@@ -19,9 +19,9 @@ from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.reach.session import OUTPUT_LIMIT
-from tests.builds import Workplace
 from tests.pools.conftest import FAULTS
-from tests.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 

@@ -12,8 +12,8 @@ from image_builder.pool.run.records import Record
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.html import page
 from image_builder.pool.show.report import report
-from tests.pools import browser
-from tests.pools.browser import Tab
+from tests.support.pools import browser
+from tests.support.pools.browser import Tab
 from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
 from tests.unit.pool.simulation import make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE

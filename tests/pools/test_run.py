@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from image_builder.pool.run.records import Intent, Record, Result
-from tests.builds import Workplace
-from tests.pools.fleet import CLASSES, Fault, Fleet, fleet
-from tests.pools.midst import Moment, cut, prepare, undo
-from tests.pools.rollouts import (
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import CLASSES, Fault, Fleet, fleet
+from tests.support.pools.midst import Moment, cut, prepare, undo
+from tests.support.pools.rollouts import (
     FAILING,
     FULL,
     Rollout,
@@ -27,7 +27,7 @@ from tests.pools.rollouts import (
     signature,
     wait,
 )
-from tests.pools.traces import here, wait_until_hosts_are_bare
+from tests.support.pools.traces import here, wait_until_hosts_are_bare
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 

@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from image_builder.pool.steps.control_plane import SIGNER
-from tests.builds import Workplace
-from tests.gates import POOL_RIGHTS, Cluster, deny_certificate, give_rights, request_certificate, running
-from tests.pools.fleet import Fleet, fleet
-from tests.pools.rollouts import Rollout, install, intents, signature, wait
+from tests.support.control_plane.gates import (
+    POOL_RIGHTS,
+    Cluster,
+    deny_certificate,
+    give_rights,
+    request_certificate,
+    running,
+)
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import Fleet, fleet
+from tests.support.pools.rollouts import Rollout, install, intents, signature, wait
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts, pytest.mark.image("control_plane")]
 

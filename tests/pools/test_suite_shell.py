@@ -18,8 +18,8 @@ from image_builder.machine.ssh import SshAddress
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import serve
 from image_builder.verify.runner import SUITE
-from tests.builds import Workplace
-from tests.pools.fleet import USER, Fleet, fleet
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import USER, Fleet, fleet
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 

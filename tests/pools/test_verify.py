@@ -21,10 +21,10 @@ from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
 from image_builder.pool.steps.worker_guard import children
 from image_builder.settings import Settings
-from tests.builds import Workplace
-from tests.pools.fleet import USER, Fleet, fleet
-from tests.pools.measures import NOT_BOOTED, be_quick
-from tests.pools.rollouts import POLICY, command, write_plan, write_suite
+from tests.bench.measures import NOT_BOOTED, be_quick
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import USER, Fleet, fleet
+from tests.support.pools.rollouts import POLICY, command, write_plan, write_suite
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 

@@ -23,9 +23,9 @@ from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Intent, Result
 from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps.ansible import Slice
-from tests.builds import Workplace
-from tests.pools.fleet import SITE, USER, Fault, Fleet, fleet
-from tests.pools.rollouts import Rollout, configuration, install, put, results, wait
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import SITE, USER, Fault, Fleet, fleet
+from tests.support.pools.rollouts import Rollout, configuration, install, put, results, wait
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 

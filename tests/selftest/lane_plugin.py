@@ -19,7 +19,10 @@ from tests.selftest.file_queue import BOOT, HOSTS, UNKNOWN_SECONDS, Lane, Queue,
 
 # What is baked once: the images of the session's fixtures, and the programs of the lab's control plane.
 IMAGES = frozenset(
-    {"minimal", "worker", "worker_current", "worker_current_docker", "worker_gpu", "control_plane"}
+    {
+        *("minimal", "worker", "whole_worker", "worker_current", "worker_current_docker", "worker_gpu"),
+        "control_plane",
+    }
 )
 SECONDS_FILE = "seconds.json"
 _STEP_SECONDS = 0.5

@@ -49,6 +49,7 @@ record(
     "test_docker_stores_layers_with_overlay2",
     key("storage-driver", '"vfs"'),
     without("storage-driver"),
+    added('"features": {"containerd-snapshotter": true}'),
     remove(DAEMON),
 )
 record("test_docker_root_is_on_the_local_disk", key("data-root", '"/var/lib/docker"'), without("data-root"))

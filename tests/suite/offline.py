@@ -1,7 +1,7 @@
 """For every check the damage that it must see: what keeps the suite from passing vacuously.
 
 A mutation changes a root from outside, by other means than the check reads it: it writes, removes and
-changes bytes and modes, where the check asks programs or lists files. ``tests/stages/test_mutations.py``
+changes bytes and modes, where the check asks programs or lists files. ``tests/bake/test_mutations.py``
 gives each check a fresh overlay of a good image with one of its mutations, and the check has to fail.
 """
 

@@ -47,7 +47,8 @@ _BLOCK = 1 << 20
 _PROGRAMS = ("/usr/sbin/dockerd", "/usr/bin/dockerd")
 _FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
 # What of a data root is images; the rest is of the daemon that ran.
-_IMAGE_DATA = ("image", "overlay2")
+_STORAGE = "overlay2"
+_IMAGE_DATA = ("image", _STORAGE)
 
 
 def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
@@ -58,7 +59,8 @@ def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]
         "pidfile": "/run/docker.pid",
         "hosts": ["unix:///run/docker.sock"],
         # Never left to the daemon: Docker 29 takes containerd's store for a blank data root.
-        "storage-driver": "overlay2",
+        "storage-driver": _STORAGE,
+        "features": {"containerd-snapshotter": False},
         "exec-opts": ["native.cgroupdriver=cgroupfs"],
         "cgroup-parent": cgroups.PARENT,
         "bridge": "none",
@@ -101,6 +103,7 @@ def running(
         url = f"unix:///proc/self/fd/{folder}/docker.sock"
         with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
             _wait_until_it_answers(url, lambda: daemon.poll() is None, log)
+            require_overlay2(url)
             yield DockerEngine(root, url, lambda: daemon.poll() is None, log)
     finally:
         os.close(folder)
@@ -116,6 +119,18 @@ def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> No
         except (DockerException, requests.RequestException, OSError):
             time.sleep(0.05)
     raise PullError(f"dockerd does not start\n{process.tail(log)}")
+
+
+def require_overlay2(url: str) -> None:
+    """Raise PullError where a daemon keeps images otherwise than nodes are seeded for."""
+    with _connected(url) as client:
+        info: dict[str, Any] = client.info()
+    if info["Driver"] != _STORAGE:
+        raise PullError(
+            f"dockerd {info['ServerVersion']} keeps images with {info['Driver']}, though its configuration says "
+            f"{_STORAGE}: nodes could not be seeded with them",
+            hint="container_runtime_docker_version: 28 and earlier have no other default",
+        )
 
 
 @contextmanager

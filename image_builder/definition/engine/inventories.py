@@ -143,13 +143,21 @@ class Source:
         return [variables for variables in self._by_group.values() if variables]
 
     def inherited_variables(self) -> list[Mapping[str, Any]]:
-        """Return what each group sets itself or has from the groups above it."""
+        """Return what the groups of a host set together, once for all hosts of the same groups.
+
+        What hosts set themselves is left out. A group without groups or hosts below it counts as if it had a host: a
+        pool may have none yet.
+        """
+        groups = self.manager.groups.values()
+        found = [host.get_groups() for host in self.manager.hosts.values()]
+        found += [[*g.get_ancestors(), g] for g in groups if not g.child_groups and not g.hosts]
+        chains = {frozenset(str(g.name) for g in chain): chain for chain in found}
         return [
             _overlaid(
                 self._by_group[str(g.name)]
-                for g in (*sorted(group.get_ancestors(), key=lambda g: (g.depth, g.priority, g.name)), group)
+                for g in sorted(chain, key=lambda g: (g.depth, g.priority, g.name))
             )
-            for group in self.manager.groups.values()
+            for chain in chains.values()
         ]
 
     def group_names(self, host: str) -> list[str]:

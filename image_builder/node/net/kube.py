@@ -56,8 +56,8 @@ class KubeError(NodeError):
 
 def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tuple[Client, str]:
     """Return a client with a kubelet's kubeconfig, and the node's name there. Raises NodeError (``kube.config``)."""
-    access = kubeconfig.load(path)
-    return Client(access, timeout=timeout), node_name or access.node or os.uname().nodename.lower()
+    client = Client.from_kubeconfig(path, timeout=timeout)
+    return client, node_name or client.access.node or os.uname().nodename.lower()
 
 
 def condition(
@@ -105,9 +105,9 @@ class Client:
         self._sock: socket.socket | None = None
 
     @classmethod
-    def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent") -> Self:
+    def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent", timeout: float = TIMEOUT) -> Self:
         """Raises NodeError (``kube.config``)."""
-        return cls(kubeconfig.load(path), agent=agent)
+        return cls(kubeconfig.load(path), agent=agent, timeout=timeout)
 
     @classmethod
     def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT, timeout: float = TIMEOUT) -> Self:

@@ -81,19 +81,26 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
     """Make the data root usable from the store; return the section of the status. Raises NodeError, OSError.
 
     containerd's root of another image's store is set aside whole, with pulled images and containers: its databases
-    can't be merged, nor edited while it is stopped. A later boot that succeeds deletes it (``promote.trash``).
+    can't be merged, nor edited while it is stopped. A later boot that succeeds deletes it (``promote.trash``). So is
+    one without an image, as a start after a failed seed leaves it.
     """
     (settings.state / "seed").mkdir(parents=True, exist_ok=True)
     files.remove_tree(settings.state / "staging/seed")
     marker = _marker(settings)
     used = _is_used(settings.data_root)
-    if used and not (settings.engine == "containerd" and marker.get("store") not in (None, store.id)):
+    if used and not _goes_aside(settings, store, marker):
         return _keep(settings, store, marker)
     if used:
         _require_unused(settings)
     check_version(store, settings.engine)
     _open(settings, store)
     return {"action": "reseeded" if used else "seeded", **_fresh(settings, store, used)}
+
+
+def _goes_aside(settings: Preload, store: Store, marker: Mapping[str, Any]) -> bool:
+    if settings.engine != "containerd":
+        return False
+    return marker.get("store") not in (None, store.id) or data_root.holds_nothing(settings.data_root)
 
 
 def leave(settings: Preload) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import DefinitionError, LockError, Problem
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
-from tests import programs
+from tests.support.images import programs
 
 # The tree that the control plane runs in, its lock, and what it has beside the essential packages.
 CONTROL_PLANE = "control_plane"

@@ -27,9 +27,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.sandbox import Root, open_root
-from tests.programs import VERSION_FILE
 from tests.support.control_plane.pki import Authority, private_pem
 from tests.support.control_plane.programs import ControlPlane as Parts
+from tests.support.images.programs import VERSION_FILE
 
 API_PORT, ETCD_PORT, PEER_PORT = 6443, 2379, 2380
 ADMINISTRATORS = "system:masters"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -54,6 +55,18 @@ def test_pool_of_another_size(tmp_path: Path, image: str, size: str, told: str) 
     if told:
         line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "pool_vm_size" in text)
         assert found[0].where.endswith(f"hosts.yml:{line}")
+
+
+def test_a_size_that_a_group_above_sets(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yml"
+    text = INVENTORY.format(image="gpu_image", size="Standard_NC24ads_A100_v4")
+    path.write_text(
+        text.replace(
+            "    pool_a:", "    pool_a:\n      children: {pool_b: {vars: {pool_vm_size: Standard_NC6s_v3}}}"
+        )
+    )
+    (problem,) = load_inventory([path]).problems()
+    assert problem.path == "pool_vm_size" and problem.reason.startswith("Standard_NC6s_v3 runs `gpu_image`")
 
 
 def test_sizes_are_compared_as_azure_writes_them_and_as_people_do() -> None:
@@ -132,15 +145,45 @@ def test_a_credential_provider_has_a_file_to_read(
         assert "acr-credential-provider of `joining` reads /etc/kubernetes/azure.json" in found[0].reason
 
 
-def test_a_pools_subnet_holds_its_pods(tmp_path: Path) -> None:
-    inventory = tmp_path / "hosts.yml"
-    text = JOINING.format(more="", kind="custom-data")
-    pool = "        pool_image: joining\n        pool_capacity: 600\n        pool_subnet: 10.40.0.0/16\n"
-    inventory.write_text(
-        text.replace("      hosts:\n        node-1:", f"{pool}      hosts:\n        node-1:")
-    )
-    (found,) = load_inventory([inventory]).problems()
-    assert found.path == "pool_subnet" and "65531 addresses for 66600: 600 machines" in found.reason
+@pytest.mark.parametrize(
+    ("above", "pool", "told"),
+    [
+        ("", "pool_capacity: 600, pool_subnet: 10.40.0.0/16", "65531 addresses for 66600: 600 machines"),
+        ("pool_subnet: 10.40.0.0/16", "pool_capacity: 600", "65531 addresses for 66600: 600 machines"),
+        ("pool_subnet: 10.40.0.0/24", "pool_capacity: 600, pool_subnet: 10.40.0.0/15", ""),
+        ("pool_subnet: 10.40.0.0/16, pool_capacity: 600, join_max_pods: 30", "", ""),
+        (
+            "join_max_pods: 30",
+            "pool_capacity: 600, join_max_pods: 110, pool_subnet: 10.40.0.0/16",
+            "for 66600",
+        ),
+        (
+            "racks: 60",
+            "pool_capacity: '{{ racks * 10 }}', pool_subnet: 10.40.0.0/16",
+            "for 66600: 600 machines",
+        ),
+        ("", "pool_capacity: '{{ nowhere }}', pool_subnet: 10.40.0.0/16", "needs pool_capacity"),
+        ("pool_capacity: 2, pool_subnet: 10.40.0.0/30", "pool_image: joining", "0 addresses for 222"),
+    ],
+)
+@pytest.mark.parametrize("hosts", ["", "      hosts:\n        node-1:\n        node-2:\n"])
+def test_a_pools_subnet_holds_its_pods(tmp_path: Path, above: str, pool: str, told: str, hosts: str) -> None:
+    path = tmp_path / "hosts.yml"
+    groups = f"""    network:
+      vars: {{pool_image: joining, {above}}}
+      children:
+        pool_a:
+          vars: {{{pool}}}
+{indent(hosts, "    ")}        pool_b:
+          vars: {{pool_image: another, pool_capacity: 9000, pool_subnet: 10.40.0.0/28}}
+"""
+    path.write_text(JOINING.format(more="", kind="custom-data") + groups)
+    problems = load_inventory([path]).problems()
+    assert [problem.path for problem in problems] == ["pool_subnet"] * bool(told), problems
+    if told:
+        assert told in problems[0].reason
+        line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "pool_subnet" in text)
+        assert problems[0].where.endswith(f"hosts.yml:{line}")
 
 
 def test_addresses_are_counted_to_the_last() -> None:

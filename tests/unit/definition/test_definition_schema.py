@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {
     "image_layers": ["system"],
     "image_disk": {"root_size_mib": 4096},
     "image_formats": ["raw", "vhd"],
-    "image_kernel_args": ["console=ttyS0,115200", "net.ifnames=0"],
+    "image_kernel_args": ["console=ttyS0,115200", "net.ifnames=0", "hugepagesz=1G", "pci=realloc"],
     "image_secure_boot": True,
 }
 BAD: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.node import files
-from image_builder.node.data_root import Links, find_links, scan
+from image_builder.node.data_root import BLOBS, SNAPSHOTS, Links, find_links, holds_nothing, scan
 
 A, B = ("a" * 64, "b" * 64)
 
@@ -65,3 +65,22 @@ def test_a_layer_may_be_promoted_meanwhile(tmp_path: Path) -> None:
 
 def test_there_may_be_no_data_root(tmp_path: Path) -> None:
     assert scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0, frozenset())
+
+
+def test_a_root_that_only_containerds_start_has_written_to_holds_nothing(tmp_path: Path) -> None:
+    snapshots, blobs = tmp_path / SNAPSHOTS, tmp_path / BLOBS
+    for folder in (snapshots, blobs.parent.parent / "ingest", tmp_path / "tmpmounts"):
+        folder.mkdir(parents=True)
+    (tmp_path / "io.containerd.metadata.v1.bolt").mkdir()
+    (tmp_path / "io.containerd.metadata.v1.bolt/meta.db").write_bytes(b"x")
+    assert holds_nothing(tmp_path)
+    for place in (
+        blobs / "ab",
+        snapshots / "1",
+        tmp_path / "io.containerd.snapshotter.v1.native/snapshots/1",
+        tmp_path / "mine",
+    ):
+        place.mkdir(parents=True)
+        assert not holds_nothing(tmp_path), place
+        place.rmdir()
+    assert holds_nothing(tmp_path)

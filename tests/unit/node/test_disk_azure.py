@@ -51,7 +51,7 @@ VOLUMES: Mapping[str, tuple[set[str], bool]] = {
 @pytest.fixture(scope="module")
 def volumes() -> Mapping[str, bytes]:
     old = {
-        name: lzma.decompress((TESTS / f"boot/ntfs/{name}.img.xz").read_bytes())
+        name: lzma.decompress((TESTS / f"data/ntfs/{name}.img.xz").read_bytes())
         for name in ("readme", "files")
     }
     with tarfile.open(TESTS / "data/ntfs.tar.xz") as archive:

@@ -1,4 +1,4 @@
-"""A joining that meets what nobody expected (one that goes well: tests/integration)."""
+"""A joining that meets what nobody expected (one that goes well: tests/pools)."""
 
 from __future__ import annotations
 

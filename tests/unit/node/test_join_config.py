@@ -18,7 +18,7 @@ from image_builder.node.join.credentials import Token as BootstrapToken
 from image_builder.node.join.credentials import check_clock, check_life, from_custom_data, parse_broker
 from image_builder.node.join.settings import Settings
 from image_builder.node.join.settings import parse as parse_settings
-from tests import joins
+from tests.support.nodes import joins
 
 CA = joins.authority().certificate
 Change = Callable[[dict[str, Any]], object]

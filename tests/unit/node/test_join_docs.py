@@ -6,7 +6,7 @@ from image_builder.node.__main__ import parse
 from image_builder.node.join.codes import CODES, PHASES
 from image_builder.node.join.config import default_deadlines
 from image_builder.node.join.record import kind
-from tests.builds import REPO
+from tests.support.images.builds import REPO
 
 PAGE = REPO / "docs/reference/node-config.md"
 

@@ -1,4 +1,4 @@
-"""What ``node-agent preflight`` does with a verdict, and in which order; real programs are in tests/integration."""
+"""What ``node-agent preflight`` does with a verdict, and in which order; real programs are in tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``node-agent promote`` does where nothing is to be promoted (a promotion itself: tests/integration)."""
+"""What ``node-agent promote`` does where nothing is to be promoted (a promotion itself: tests/disk)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine is trusted with a seed, and what is said of one (a seed itself: tests/integration)."""
+"""Which engine is trusted with a seed, and what is said of one (a seed itself: tests/disk)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from image_builder.pool.steps import ansible
 from image_builder.pool.steps.suite import FACTS
 from image_builder.settings import REPO_ROOT
 from image_builder.verify.runner import definition_facts
-from tests import joins
+from tests.support.nodes import joins
 
 HOSTS = """
 all:
@@ -44,7 +44,7 @@ def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     def driven(prepared: rollout.Rollout, _show: object) -> None:
         raise AssertionError(f"hosts are touched: {prepared}")
 
-    # No socket here: tests/integration/test_pool_control_plane.py asks a server.
+    # No socket here: tests/pools/test_pool_control_plane.py asks a server.
     monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     monkeypatch.setattr(rollout, "drive", driven)
     monkeypatch.setattr(rollout, "verify", driven)

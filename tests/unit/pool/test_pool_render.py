@@ -16,7 +16,7 @@ from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
 from image_builder.pool.plan.render import VARIABLES, Rendered, render
 from image_builder.settings import REPO_ROOT
-from tests import joins
+from tests.support.nodes import joins
 
 CA = joins.authority().certificate
 GOOD = f"""

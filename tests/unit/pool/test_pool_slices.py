@@ -16,7 +16,7 @@ from image_builder.pool.plan import plan as plans
 from image_builder.pool.reach.hostkeys import known_as
 from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps import slice as slice_
-from tests import joins
+from tests.support.nodes import joins
 from tests.unit.pool.simulation import make
 
 
@@ -80,7 +80,7 @@ def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.Mon
     plans.save(plan, file)
     keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
     configs.mkdir()
-    # No socket here: tests/integration/test_pool_control_plane.py asks a server.
+    # No socket here: tests/pools/test_pool_control_plane.py asks a server.
     monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     authority = joins.authority().certificate
     documents = {host.name: joins.document(authority, node={"name": host.name}) for host in plan.hosts}

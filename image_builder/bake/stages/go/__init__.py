@@ -70,5 +70,12 @@ def _files(_stage: StagePlan, lock: Lock) -> Sequence[LockedFile]:
 
 
 KIND = StageKind(
-    "go", "image_builder.bake.stages.go.run", _plan, needs=_needs, space=_space, files=_files, layer=_LAYER
+    "go",
+    "image_builder.bake.stages.go.run",
+    _plan,
+    needs=_needs,
+    space=_space,
+    files=_files,
+    beside=True,
+    layer=_LAYER,
 )

@@ -128,5 +128,6 @@ KIND = StageKind(
     _plan,
     needs=_needs,
     space=_space,
+    beside=True,
     layer=GPU_LAYER,
 )

@@ -1,0 +1,289 @@
+"""Bad days of a build: a clear error with its own exit code, nothing published, what was there intact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from image_builder import errors
+from tests.support.debian_mirror import build_deb
+from tests.support.images.builds import IMAGE, REPO, Ended, Workplace, left_behind
+
+pytestmark = pytest.mark.root
+
+
+def _inventory(tmp_path: Path, text: str) -> Path:
+    """Return a copy of the lab's inventory in which the small image has more variables."""
+    inventory = tmp_path / "inventory"
+    subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
+    (inventory / "host_vars").mkdir(exist_ok=True)
+    with (inventory / "host_vars" / f"{IMAGE}.yml").open("a") as file:
+        file.write(f"\n{text}\n")
+    return inventory
+
+
+def _assert_refused(done: Ended, workplace: Workplace, before: dict[str, str], code: int, *told: str) -> None:
+    assert done.status == code, done.stderr
+    for word in told:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert workplace.published() == before
+    assert left_behind(workplace.store) == []
+    assert list((workplace.store / "staging").iterdir()) == []
+
+
+def test_the_mirror_is_down(workplace: Workplace, published: dict[str, str]) -> None:
+    workplace.lock.unlink()
+    done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
+    _assert_refused(done, workplace, published, errors.FetchError.exit_code, "127.0.0.1", "hint:")
+
+
+def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, published: dict[str, str]) -> None:
+    workplace.forget("base")
+    workplace.forget("system", "seal", "verify", "disk", "convert")
+    lock = json.loads(workplace.lock.read_text())
+    package = lock["groups"]["base"]["packages"][0]
+    (workplace.store / "debs" / package["sha256"]).unlink()
+    done = workplace.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
+    _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
+
+
+def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -> None:
+    """The store on a filesystem of its own; another program takes the rest of it while a stage runs."""
+    source = workplace
+    # All but the tools is built anew, and need not be copied.
+    source.forget("base", "system", "seal", "verify", "disk", "convert")
+    image = source.store.parent / "small.ext4"
+    mount = source.store.parent / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(6 << 30)
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", image], check=True)
+    script = tmp_path / "in_namespace.py"
+    script.write_text(_FILL)
+    done = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "python3",
+            script,
+            image,
+            mount,
+            source.store,
+            REPO,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["status"] == errors.SpaceError.exit_code, told
+    assert "No space left" in told["stderr"], told
+    assert "Traceback" not in told["stderr"]
+    assert told["staging"] == []
+    assert told["published"] == []
+    assert told["again"] == 0, told
+    image.unlink()
+
+
+# Runs in a mount namespace of its own: the mount is gone when it ends.
+_FILL = """
+import json, os, subprocess, sys, threading, time
+image, mount, source, repo = sys.argv[1:]
+subprocess.run(["mount", "-o", "loop", image, mount], check=True)
+store, output = mount + "/store", mount + "/output"
+subprocess.run(["cp", "-a", source, store], check=True)
+argv = [repo + "/image-builder", "build", "minimal", "--store", store, "--output", output]
+env = {**os.environ, "CI": "true"}
+child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+lines = []
+for line in child.stderr:
+    lines.append(line)
+    if " base " in line and "start" in line:
+        break
+stats = os.statvfs(mount)
+ballast = mount + "/ballast"
+subprocess.run(["fallocate", "-l", str(stats.f_bavail * stats.f_frsize - (60 << 20)), ballast], check=True)
+lines += child.stderr.readlines()
+status = child.wait()
+staging = os.listdir(store + "/staging")
+published = os.listdir(output) if os.path.exists(output) else []
+os.unlink(ballast)
+again = subprocess.run([*argv, "--stop-after", "base"], env=env, stdout=subprocess.DEVNULL).returncode
+print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging": staging,
+                  "published": published, "again": again}))
+"""
+
+
+def test_a_package_whose_postinst_fails(
+    workplace: Workplace, published: dict[str, str], tmp_path: Path
+) -> None:
+    deb = build_deb(tmp_path, "broken-package", postinst="#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    data = deb.read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    (workplace.store / "debs" / sha256).write_bytes(data)
+    lock = json.loads(workplace.lock.read_text())
+    lock["groups"]["system"]["requested"].append("broken-package")
+    lock["groups"]["system"]["packages"].append(
+        {
+            "name": "broken-package",
+            "version": "1.0",
+            "architecture": "amd64",
+            "sha256": sha256,
+            "size": len(data),
+            "path": "pool/broken-package.deb",
+            "repository": "debian",
+        }
+    )
+    (tmp_path / "lock.json").write_text(json.dumps(lock))
+    inventory = _inventory(tmp_path, "system_packages_extra: [ethtool, iputils-ping, less, broken-package]")
+    done = workplace.build("--locked", tmp_path / "lock.json", inventory=inventory)
+    _assert_refused(
+        done,
+        workplace,
+        published,
+        errors.StageError.exit_code,
+        "system",
+        "broken-package",
+        "the disk is on fire",
+    )
+
+
+# By what is wrong: what the inventory says, and what the command tells.
+WRONG = {
+    "unknown variable": ("system_sysctrl: {a: 1}", "did you mean `system_sysctl`"),
+    "wrong type": ("system_swap_off: 3", "system_swap_off"),
+    "unknown layer": ("image_layers: [system, nonsense]", "unknown layer `nonsense`"),
+    "unknown version": (
+        'image_layers: [system, container_runtime]\ncontainer_runtime_docker_version: "31.0"',
+        "31.0",
+    ),
+}
+
+
+def test_a_wrong_definition(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
+    """Refused before anything is touched, so that one store and one earlier artefact serve all cases."""
+    for what, (text, told) in WRONG.items():
+        folder = tmp_path / what
+        folder.mkdir()
+        done = workplace.build(inventory=_inventory(folder, text))
+        where = f"host_vars/{IMAGE}.yml:"
+        assert told in done.stderr, f"{what}: {done.stderr}"
+        _assert_refused(done, workplace, published, errors.DefinitionError.exit_code, told, where)
+
+
+def _vaulted(password: Path, secret: str) -> str:
+    """Return the inventory text of a variable with a vaulted value."""
+    program = Path(sys.executable).parent / "ansible-vault"
+    argv: list[str | Path] = [program, "encrypt_string", "--vault-password-file", password]
+    argv += ["--name", "site_secret", secret]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_wrong_vault_password(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
+    secret = "correct horse battery staple"
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("right\n")
+    bad.write_text("wrong\n")
+    inventory = _inventory(tmp_path, _vaulted(good, secret))
+    done = workplace.build("--vault-password-file", bad, inventory=inventory)
+    _assert_refused(done, workplace, published, errors.VaultError.exit_code, f"host_vars/{IMAGE}.yml")
+    assert secret not in done.stderr + done.stdout
+
+
+def test_a_vaulted_value_reaches_no_record_of_a_build(workplace: Workplace, tmp_path: Path) -> None:
+    """A play may write it into the image; the plan, the records, the logs and the facts never show it."""
+    secret = "9f1c-canary-77aa"
+    password = tmp_path / "password"
+    password.write_text("right\n")
+    use = "system_sysctl_extra: {kernel.domainname: '{{ site_secret }}'}"
+    inventory = _inventory(tmp_path, f"{_vaulted(password, secret)}\n{use}")
+    done = workplace.build("--vault-password-file", password, "--stop-after", "verify", inventory=inventory)
+    assert secret not in done.stderr + done.stdout
+    trees = workplace.store.glob("objects/*/product/tree/etc/sysctl.d/90-image.conf")
+    assert any(secret in p.read_text() for p in trees), "the play did not use it"
+    for path in workplace.store.rglob("*"):
+        if path.is_file() and not path.is_symlink() and "tree" not in path.parts and "debs" not in path.parts:
+            assert secret.encode() not in path.read_bytes(), path
+
+
+def test_a_damaged_store_is_refused_and_repaired_by_building_again(
+    workplace: Workplace, published: dict[str, str]
+) -> None:
+    workplace.forget("system", "seal", "verify", "disk", "convert")
+    base = workplace.object("base")
+    victim = base / "product/tree/etc/debian_version"
+    subprocess.run(["cp", "--remove-destination", "/proc/version", victim], check=True)
+    done = workplace.build()
+    _assert_refused(done, workplace, published, errors.StoreError.exit_code, "etc/debian_version", "hint:")
+    verified = subprocess.run(
+        workplace.command("store", "verify", "--store", workplace.store, "--json"),
+        capture_output=True,
+        text=True,
+    )
+    assert verified.returncode == errors.StoreError.exit_code
+    assert "etc/debian_version" in verified.stdout
+    workplace.forget("base")
+    again = workplace.build("--stop-after", "base")
+    assert again.status == 0, again.stderr
+
+
+def test_two_builds_at_once_share_the_work(workplace: Workplace) -> None:
+    workplace.forget("seal", "verify", "disk", "convert")
+    ended: list[Ended] = []
+    threads = [threading.Thread(target=lambda: ended.append(workplace.build())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    assert [e.status for e in ended] == [0, 0], [e.stderr for e in ended]
+    one, two = (e.result for e in ended)
+    assert one["build_id"] == two["build_id"]
+    assert one["artefact"] == two["artefact"]
+    # Every stage was run by exactly one of the two.
+    for first, second in zip(one["stages"], two["stages"], strict=True):
+        ran = [not first["cached"], not second["cached"]]
+        assert sum(ran) == (1 if first["name"] in ("seal", "verify", "disk", "convert") else 0), first
+    assert list((workplace.store / "staging").iterdir()) == []
+
+
+def test_too_little_space_is_named_before_anything_starts(workplace: Workplace, tmp_path: Path) -> None:
+    script = (
+        'mount -t tmpfs -o size=300m none "$1" && mkdir "$1/output" && '
+        '"$2/image-builder" build minimal --store "$3" --output "$1/output"'
+    )
+    workplace.forget("base", "system", "seal", "verify", "disk", "convert")
+    done = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            tmp_path,
+            REPO,
+            workplace.store,
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CI": "true"},
+        check=False,
+    )
+    assert done.returncode == errors.SpaceError.exit_code, done.stderr
+    assert "MiB are missing" in done.stderr
+    assert list((workplace.store / "staging").iterdir()) == []

@@ -1,0 +1,192 @@
+"""The published disk of a worker: its power is cut while it seeds a blank local disk, then it is booted with what that
+left. The verification suite, a static pod, a clean console, promotion to its end; then everything broken that the
+suite's booted checks are about, and the suite again.
+
+On every commit it is today's worker with containerd; for the night those with Docker. Without today's programs it is
+the worker of Debian's archive. ``IMAGE_BUILDER_ARTEFACT`` names the directory of one build of any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.events import Monitor
+from image_builder.lab import pause
+from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import ExtraDisk
+from image_builder.settings import Settings
+from image_builder.verify.boot import BootResult, boot, find_disk
+from image_builder.verify.result import SuiteResult
+from tests.boot import matrix
+from tests.boot.engines import Engine, engine_of
+from tests.boot.node import SHELL_SECONDS, read_image
+from tests.boot.rows import CUT
+from tests.support.images import mutants
+from tests.support.images.builds import Workplace
+from tests.support.images.fixtures import whole_workers
+
+pytestmark = [pytest.mark.boot, pytest.mark.root]
+
+PROMOTION_SECONDS = 1200.0
+# The suite's checks of each image when it is booted, and those of them that a sealed tree can't be asked: a check that
+# is lost is seen here.
+CHECKS = {"worker_current": (191, 51), "worker_current_docker": (200, 53), "worker": (200, 53)}
+
+
+@dataclass(frozen=True)
+class Booted:
+    """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine.
+
+    ``cut`` is what the power cut before it came to, ``promoted`` what the agent told when promotion had ended,
+    ``links`` what led into the preload store then.
+    """
+
+    artefact: Path
+    engine: Engine
+    cut: matrix.Outcome
+    result: BootResult
+    records: Path
+    digest: str
+    broken: SuiteResult
+    promoted: dict[str, Any]
+    links: list[str]
+
+
+@pytest.fixture(
+    scope="module", params=whole_workers("worker_current", "worker_current_docker", "whole_worker")
+)
+def artefact(request: pytest.FixtureRequest) -> Path:
+    if "IMAGE_BUILDER_ARTEFACT" in os.environ:
+        given = Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
+        if read_image(given).told["image"] != request.param:
+            pytest.skip("IMAGE_BUILDER_ARTEFACT is a build of another image")
+        return given
+    built: Workplace = request.getfixturevalue(request.param)
+    return built.artefact
+
+
+@pytest.fixture(scope="module")
+def booted(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Booted]:
+    with matrix.lab(artefact) as place:
+        cut = matrix.run_row(place, CUT)
+        # The same local disk at its own speed, a fresh OS disk.
+        disk = dataclasses.replace(CUT.disks[0], rate=0).extra(place.folder) if CUT.disks else None
+        assert disk is not None
+        place.instances["ci"].end()
+        yield _boot(artefact, cut, disk, tmp_path_factory)
+
+
+def _boot(
+    artefact: Path, cut: matrix.Outcome, disk: ExtraDisk, tmp_path_factory: pytest.TempPathFactory
+) -> Booted:
+    engine = engine_of(read_image(artefact).variables)
+    records, digest = tmp_path_factory.mktemp("boot"), _sha256(find_disk(artefact))
+    settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
+    again = tmp_path_factory.mktemp("broken")
+    broken: list[SuiteResult] = []
+    promoted: dict[str, Any] = {}
+    links: list[str] = []
+
+    def break_and_verify(ssh: SshTarget) -> None:
+        promoted.update(_wait_for_promotion(ssh))
+        links.extend(ssh.run(["find", engine.root, "-lname", "/var/lib/preload/*"]).stdout.split())
+        broken.append(mutants.observe_broken(ssh.url, artefact / "facts.json", again, ()))
+
+    result = boot(
+        artefact,
+        verify=True,
+        out_dir=records,
+        settings=settings,
+        monitor=Monitor(),
+        pause_archive=pause.archive,
+        then=break_and_verify,
+        extra_disks=(disk,),
+    )
+    assert not list((settings.store / "staging").iterdir()), "the machine left files behind"
+    return Booted(artefact, engine, cut, result, records, digest, broken[0], promoted, links)
+
+
+def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
+    """Return the agent's status when it has copied all it can; raises AssertionError when that takes too long."""
+    deadline = time.monotonic() + PROMOTION_SECONDS
+    while True:
+        told = ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=SHELL_SECONDS).stdout
+        found: dict[str, Any] = json.loads(told)
+        section = found.get("promotion", {"waiting": True})
+        if not section.get("running") and "waiting" not in section:
+            return found
+        assert time.monotonic() < deadline, told
+        time.sleep(5)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def test_the_power_is_cut_while_it_seeds(booted: Booted) -> None:
+    assert booted.cut.wrong == [], booted.cut.facts
+
+
+def test_every_check_passes(booted: Booted) -> None:
+    booted.result.require_passed()
+    assert booted.result.suite is not None
+    assert len(booted.result.suite.checks) == CHECKS[booted.result.image][0]
+    names = {p.name for p in booted.records.iterdir()}
+    assert names >= {"boot.json", "console.log", "junit.xml", "verify.json"}
+
+
+def test_system_is_running(booted: Booted) -> None:
+    assert booted.result.system_state == "running"
+
+
+def test_static_pod_ran(booted: Booted) -> None:
+    result = booted.result
+    assert result.pod_seconds is not None and result.pod_seconds > result.ssh_seconds > 0
+
+
+def test_console_is_clean(booted: Booted) -> None:
+    assert booted.result.console_problems == ()
+
+
+def test_images_were_seeded_and_not_loaded(booted: Booted) -> None:
+    console = (booted.records / "console.log").read_text(errors="replace")
+    assert re.search(r"node-agent: disk: ok: (mount|rebuild): ", console), (
+        "the disk was not known for its own"
+    )
+    assert re.search(rf"node-agent: seed: {booted.engine.name}: (seeded, \d+ layers in |current)", console)
+    preload = booted.promoted["preload"]
+    assert preload["state"] == "ok" and preload["loaded"] == {} and preload["seeded"] > 0
+
+
+def test_promotion_leaves_nothing_that_leads_into_the_store(booted: Booted) -> None:
+    section = booted.promoted["promotion"]
+    assert (section["state"], section["layers_left"]) == ("ok", []) and section["done"] > 0
+    assert booted.promoted["layers"]["links"] == 0 and booted.links == []
+    assert {image["source"] for image in booted.promoted["images"]} == {"local disk"}
+
+
+def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:
+    """Each check of a machine alone passes before its mutation, and fails by its own assertion after it."""
+    assert mutants.unproven(booted.broken) == {}
+    assert booted.result.suite is not None
+    checked = {check.name.partition("::")[2] for check in booted.result.suite.checks}
+    mutated = checked & mutants.booted_mutations()
+    assert {name.partition("::")[2] for name in mutants.names(booted.broken)} == mutated
+    assert len(booted.broken.checks) == 2 * len(mutated) == 2 * CHECKS[booted.result.image][1]
+
+
+def test_artefact_is_untouched(booted: Booted) -> None:
+    assert _sha256(find_disk(booted.artefact)) == booted.digest

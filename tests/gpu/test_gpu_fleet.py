@@ -1,0 +1,404 @@
+"""Workers that are real processes and go wrong in every way: each is ended in time, and named by its GPU.
+
+No GPU is needed: the workers are small programs. One of them is the program's own worker on interpreted kernels
+(tests/unit/node/gpu/smoke/library.py), so that what reaches this side is what a worker really prints.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from image_builder.node import child, zipapp
+from image_builder.node.gpu.model import Tier, Worker
+from image_builder.node.gpu.smoke import fleet
+from image_builder.settings import REPO_ROOT
+
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+GPUS = [f"GPU-12345678-9abc-def0-1234-56789abcde{n:02x}" for n in range(8)]
+SAY = """
+import json, os, signal, sys, time
+uuid, peers = sys.argv[1], sys.argv[2:]
+def say(value):
+    print(json.dumps(value), flush=True)
+def measured(id="kat.int"):
+    say({"id": id, "gpu": uuid, "status": "done", "measured": 0.0, "unit": "mismatches"})
+def summary():
+    say({"gpu": uuid, "ended": "done", "sms": 4, "sms_seen": 4, "memory_bytes": 10, "memory_tested_bytes": 9})
+"""
+WELL = "measured(); summary()"
+# Nothing of these ends by itself.
+LATE = {
+    "hangs": "measured(); time.sleep(600)",
+    "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); measured(); time.sleep(600)",
+    "is stopped": "measured(); os.kill(os.getpid(), signal.SIGSTOP)",
+    "hangs after its summary": "measured(); summary(); time.sleep(600)",
+}
+BAD = {
+    "segfaults": ("measured(); os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal 11"),
+    "is killed": ("measured(); summary(); os.kill(os.getpid(), signal.SIGKILL)", "crashed: signal 9"),
+    "aborts": ("measured(); os.abort()", "crashed: signal 6"),
+    "fails": ("measured(); sys.exit('FAILED: gpu.cuda')", "error: exit status 1: FAILED: gpu.cuda"),
+    "fails after its summary": (
+        "measured(); summary(); sys.exit(1)",
+        "error: exit status 1: (no output)",
+    ),
+    "prints rubbish": (
+        "print('Segmentation fault'); measured(); summary()",
+        "error: line 1 is not a worker's",
+    ),
+    "speaks of another": ("uuid = 'GPU-other'; measured(); summary()", "error: line 1 is not a worker's"),
+    "says nothing": ("pass", "error: it ended without a summary"),
+    "forgets its summary": ("measured()", "error: it ended without a summary"),
+    "floods": ("measured()\nwhile True: print('x' * 65536)", "error: more than"),
+}
+# Odd, and no fault.
+LOUD = "for _ in range(99): print('x' * 65536, file=sys.stderr)\nmeasured(); summary()"
+# Enough for a few small processes on a busy machine; what hangs takes all of it. The second half is for the links.
+DEADLINE = 12
+
+
+def _argv(programs: dict[str, str]) -> fleet.Argv:
+    def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
+        return [sys.executable, "-c", SAY + programs.get(uuid, WELL), uuid, *peers]
+
+    return argv
+
+
+def _run(
+    programs: dict[str, str],
+    *,
+    gpus: Sequence[str] = GPUS[:3],
+    deadline: float = 60,
+    reap: float = 5,
+    on_tick: Callable[[], None] = lambda: None,
+    tick: float = 0.05,
+) -> dict[str, Worker]:
+    outcomes = fleet.run(
+        gpus,
+        "boot-quick",
+        1,
+        deadline,
+        on_tick,
+        argv=_argv(programs),
+        reap_seconds=reap,
+        tick_seconds=tick,
+        links_seconds=deadline / 2,
+    )
+    assert [outcome.gpu for outcome in outcomes] == list(gpus)
+    return {outcome.gpu: outcome for outcome in outcomes}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = _children()
+    yield
+    abandoned = list(child._abandoned)
+    child._abandoned.clear()
+    for process in abandoned:
+        process.kill()
+        process.wait(10)
+    # A child of an earlier test may have ended meanwhile; of this one none is left.
+    assert abandoned == [] and _children() <= before
+
+
+def _children() -> set[int]:
+    pids = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            pids |= set(map(int, (task / "children").read_text().split()))
+    return pids
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_worker_that_goes_wrong_is_named_and_the_others_are_done(name: str) -> None:
+    program, ended = BAD[name]
+    outcomes = _run({GPUS[1]: program, GPUS[2]: LOUD})
+    assert outcomes[GPUS[1]].ended.startswith(ended)
+    assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
+    if program.startswith("measured()"):
+        assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
+    if "summary()" not in program:
+        assert outcomes[GPUS[1]].sms_seen == 0
+
+
+def test_workers_that_hang_end_together_at_their_deadline_and_are_named() -> None:
+    late = dict(zip(GPUS, LATE.values(), strict=False))
+    began = time.monotonic()
+    outcomes = _run(late, gpus=GPUS[:6], deadline=DEADLINE)
+    assert DEADLINE / 2 <= time.monotonic() - began < 2 * DEADLINE
+    assert [outcomes[gpu].ended for gpu in late] == ["killed: deadline"] * len(late)
+    assert all(outcomes[gpu].measurements[0].id == "kat.int" for gpu in late)
+    # The links of the others were tried all the same.
+    assert [outcomes[gpu].ended for gpu in GPUS[4:6]] == ["done", "done"]
+    assert [len(outcomes[gpu].measurements) for gpu in GPUS[4:6]] == [2, 2]
+
+
+def test_a_worker_that_can_not_be_started_is_named() -> None:
+    def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
+        return ["/nonexistent"] if uuid == GPUS[0] else _argv({})(uuid, tier, seed, peers)
+
+    outcomes = fleet.run(GPUS[:2], "boot-quick", 1, 60, argv=argv)
+    assert outcomes[0].ended.startswith("error: could not be started: ")
+    assert outcomes[1].ended == "done"
+
+
+def test_what_a_worker_leaves_behind_ends_with_it_and_holds_up_nothing(tmp_path: Path) -> None:
+    """Its child has the pipe that would tell of its end."""
+    pid_file = tmp_path / "pid"
+    program = f"""
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+open({os.fspath(pid_file)!r}, "w").write(str(child))
+measured(); summary()
+"""
+    began = time.monotonic()
+    outcomes = _run({GPUS[0]: program}, gpus=GPUS[:1])
+    assert outcomes[GPUS[0]].ended == "done" and time.monotonic() - began < 30
+    _ends(int(pid_file.read_text()))
+
+
+def test_a_hung_worker_takes_its_child_along(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"""
+child = os.fork()
+if child:
+    open({os.fspath(pid_file)!r}, "w").write(str(child))
+time.sleep(600)
+"""
+    assert _run({GPUS[0]: program}, gpus=GPUS[:1], deadline=DEADLINE / 2)[GPUS[0]].ended == "killed: deadline"
+    _ends(int(pid_file.read_text()))
+
+
+def _ends(pid: int) -> None:
+    """Wait until a process is gone, or a zombie that somebody else is to reap."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} still runs")
+
+
+@contextmanager
+def _frozen(name: str) -> Iterator[Path]:
+    """A control group whose processes no signal ends as long as it is frozen: the nearest thing to a hung driver."""
+    group = FREEZER / name
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        for _ in range(100):
+            if not (group / "cgroup.procs").read_text():
+                break
+            time.sleep(0.1)
+        group.rmdir()
+
+
+# Only a frozen process survives SIGKILL for sure; many hosts have version 2 alone, which kills what it froze.
+@pytest.mark.skipif(not (FREEZER / "cgroup.procs").exists(), reason="no version 1 freezer on this host")
+def test_a_worker_that_nothing_ends_is_given_up_and_named() -> None:
+    with _frozen(f"image-builder-test-{os.getpid()}") as group:
+        program = f"""
+measured()
+open("{group}/cgroup.procs", "w").write(str(os.getpid()))
+open("{group}/freezer.state", "w").write("FROZEN")
+time.sleep(600)
+"""
+        began = time.monotonic()
+        outcomes = _run({GPUS[1]: program}, deadline=DEADLINE, reap=1)
+        assert time.monotonic() - began < 2 * DEADLINE
+        assert outcomes[GPUS[1]].ended == "hung: unkillable"
+        assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
+        assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
+    assert len(child._abandoned) == 1
+    process = child._abandoned.pop()
+    assert process.wait(10) == -signal.SIGKILL
+
+
+# -- links -----------------------------------------------------------------------------------------------------
+
+LINKS = """
+measured("bw.p2p" if peers else "kat.int")
+if peers:
+    say({"id": "bw.d2h", "gpu": uuid, "status": "done", "measured": 1.0, "unit": "GB/s", "detail": ",".join(peers)})
+summary()
+"""
+
+
+def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next() -> None:
+    outcomes = _run({**dict.fromkeys(GPUS[:4], LINKS), GPUS[1]: "os.abort()"}, gpus=GPUS[:4])
+    assert [len(outcomes[gpu].measurements) for gpu in GPUS[:4]] == [3, 0, 3, 3]
+    order = {gpu: outcomes[gpu].measurements[2].detail.split(",") for gpu in (GPUS[0], GPUS[2], GPUS[3])}
+    assert order == {
+        GPUS[0]: [GPUS[2], GPUS[3]],
+        GPUS[2]: [GPUS[3], GPUS[0]],
+        GPUS[3]: [GPUS[0], GPUS[2]],
+    }
+
+
+def test_a_link_that_hangs_is_within_the_same_deadline() -> None:
+    began = time.monotonic()
+    outcomes = _run({GPUS[0]: f"time.sleep(600) if peers else None\n{WELL}"}, deadline=DEADLINE)
+    assert time.monotonic() - began < 2 * DEADLINE
+    assert outcomes[GPUS[0]].ended == "killed: deadline"
+    assert [(result.id, result.status) for result in outcomes[GPUS[0]].measurements] == [
+        ("kat.int", "done"),
+        ("bw.p2p", "error"),
+    ]
+    assert outcomes[GPUS[1]].ended == "done"
+
+
+# -- ticks -----------------------------------------------------------------------------------------------------
+
+
+def test_ticks_come_while_workers_run() -> None:
+    ticks: list[float] = []
+    _run({GPUS[0]: f"time.sleep(2)\n{WELL}"}, gpus=GPUS[:1], on_tick=lambda: ticks.append(time.monotonic()))
+    assert len(ticks) >= 10
+    count = len(ticks)
+    time.sleep(0.3)
+    assert len(ticks) == count  # and no longer
+
+
+def test_a_tick_that_hangs_holds_up_nothing() -> None:
+    over = threading.Event()
+
+    def hang() -> None:
+        over.wait(60)
+
+    began = time.monotonic()
+    try:
+        outcomes = _run({}, on_tick=hang)
+    finally:
+        over.set()
+    assert {outcome.ended for outcome in outcomes.values()} == {"done"} and time.monotonic() - began < 30
+
+
+def test_a_tick_that_fails_is_told_after_the_workers_ended() -> None:
+    def fail() -> None:
+        raise RuntimeError("NVML is lost")
+
+    with pytest.raises(RuntimeError, match="NVML is lost"):
+        _run({}, on_tick=fail)
+
+
+def test_an_interrupt_ends_the_workers() -> None:
+    def start() -> None:
+        with fleet.Fleet() as running:
+            running.start(
+                GPUS[0], [sys.executable, "-c", "import time; time.sleep(600)"], {}, time.monotonic() + 60
+            )
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+
+
+# -- the program's own worker ----------------------------------------------------------------------------------
+
+INTERPRETED = """
+import sys
+from dataclasses import replace
+from image_builder.node.gpu.smoke import bandwidth, memory, reference, worker
+from tests.unit.node.gpu.smoke import library
+uuid, drill = sys.argv[1], sys.argv[2]
+worker.SEEDS = memory._BLOCKS_PER_SM = bandwidth._BLOCKS_PER_SM = 1
+worker.PLANS["boot-quick"] = worker.Plan(
+    0, 0, 0.25, 0, 1, warm_seconds=0, chunk=8192, unit=1024, hbm_bytes=4096, link_bytes=4096, tile=128,
+    cases=tuple(replace(case, steps=1, rounds=1) for case in reference.CASES), tensor_cases=lambda _: (),
+)
+gpu = library.Gpu(uuid, sms=1, bytes=80 * 1024)
+sys.exit(worker.run(uuid, "boot-quick", 5, drill=drill, driver=library.Driver(gpu)))
+"""
+
+
+def _interpreted(drills: dict[str, str]) -> fleet.Argv:
+    def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
+        if peers:
+            return _argv({})(uuid, tier, seed, peers)
+        return [sys.executable, "-c", INTERPRETED, uuid, drills.get(uuid, "")]
+
+    return argv
+
+
+def test_the_programs_own_worker_is_read_and_its_drills_are_caught() -> None:
+    drills = {GPUS[1]: "result", GPUS[2]: "crash", GPUS[3]: "hang"}
+    outcomes = fleet.run(GPUS[:4], "boot-quick", 5, 90, argv=_interpreted(drills))
+    well, wrong, crashed, hung = outcomes
+    assert [outcome.ended for outcome in (well, wrong)] == ["done", "done"]
+    answers = ["kat.int", "kat.ffma", "kat.dfma", "det.fp32"]
+    assert {result.status for result in well.measurements if result.id in answers} == {"done"}
+    assert [result.id for result in wrong.measurements if result.status == "failed"] == answers
+    assert crashed.ended == "crashed: signal 11"
+    # The interpreter gives up a kernel that doesn't end, as a GPU with a watchdog would.
+    assert hung.ended.startswith("error: exit status 1: ") and "ILLEGAL_ADDRESS" in hung.ended
+
+
+def test_a_node_without_a_driver_is_an_error_and_no_pass() -> None:
+    """The real worker, started as on a node; on a host with a driver its GPU would be missing."""
+    outcomes = fleet.run(GPUS[:1], "boot-quick", 5, 60)
+    assert outcomes[0].ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
+    assert outcomes[0].measurements == ()
+
+
+def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> None:
+    agent = tmp_path / "node-agent"
+    agent.write_bytes(zipapp.compiled(zipapp.archive()))
+    code = (
+        f"import sys; sys.path.insert(0, {os.fspath(agent)!r})\n"
+        "from image_builder.node.gpu.smoke import cuda, fleet, program\n"
+        "print(program.worker_argv('GPU-a', 'boot-quick', 1, ())[2])\n"
+        "print(cuda.text_of('base').startswith(b'// Arithmetic'))\n"
+        f"print(fleet.run(['{GPUS[0]}'], 'boot-quick', 5, 60)[0].ended)\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    path, text, ended = done.stdout.splitlines()
+    assert path == os.fspath(agent) and text == "True"
+    assert ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
+
+
+def test_a_worker_whose_reader_died_before_it_could_ask_the_kernel_ends() -> None:
+    """The interpreter's own start takes longer than an agent needs to be killed."""
+    late = "import sys; sys.stdin.readline(); from image_builder.node.gpu.smoke import worker; "
+    worker = [sys.executable, "-c", late + "worker.end_with_the_parent(); import time; time.sleep(600)"]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO_ROOT) as started:
+        assert started.stdin is not None and started.stdout is not None
+        started.stdout.close()
+        started.stdin.write(b"go on\n")
+        started.stdin.flush()
+        assert started.wait(30) == -signal.SIGKILL
+
+
+def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    worker = (
+        "import os, time\nfrom image_builder.node.gpu.smoke import worker\nworker.end_with_the_parent()\n"
+        f"open({os.fspath(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
+    started = subprocess.Popen([sys.executable, "-c", parent], cwd=REPO_ROOT)
+    for _ in range(200):
+        if pid_file.exists() and pid_file.read_text():
+            break
+        time.sleep(0.05)
+    started.kill()
+    started.wait()
+    _ends(int(pid_file.read_text()))

@@ -1,0 +1,48 @@
+"""The checks of driver and gate can fail: each gets a good image with one thing broken, and must turn red.
+
+The image is `worker_gpu`, built when it isn't yet: its modules are compiled, or come from the store. Or a tree alone:
+``IMAGE_BUILDER_GPU_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_GPU_FACTS`` its
+facts.json.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.images import mutants
+from tests.support.images.builds import Workplace
+
+pytestmark = [pytest.mark.root, pytest.mark.image("worker_gpu")]
+
+# The gate's checks, too: no other image of the lab has that layer.
+SELECTED = (
+    "test_gpu.py",
+    "test_gate.py",
+    "test_node_health.py",
+    "test_local_disk.py::test_node_agent_is_what_was_baked",
+)
+
+
+@pytest.fixture
+def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
+    """The layers of a sealed image, topmost first, and its facts."""
+    if "IMAGE_BUILDER_GPU_TREE" in os.environ:
+        layers = os.environ["IMAGE_BUILDER_GPU_TREE"].split(":")
+        return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_GPU_FACTS"])
+    built: Workplace = request.getfixturevalue("worker_gpu")
+    return built.sealed()
+
+
+def test_every_offline_check_of_driver_and_gate_sees_its_mutations(
+    tmp_path: Path, sealed: tuple[tuple[Path, ...], Path]
+) -> None:
+    lowers, facts = sealed
+    clean = mutants.observe(lowers, facts, tmp_path / "clean", mutated=False, select=SELECTED)
+    assert {check.name: check.message for check in clean.not_passed} == {}
+
+    found = mutants.observe(lowers, facts, tmp_path / "mutants", mutated=True, select=SELECTED)
+    assert mutants.blind(found) == {}
+    assert mutants.names(found) == mutants.names(clean)

@@ -1,0 +1,285 @@
+"""`pool snapshot` with Azure's real SDK against a server with documented answers, up to `pool plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from image_builder import errors
+from image_builder.cli.main import app
+from image_builder.pool.plan import plan as plans
+from image_builder.pool.plan.inventory import read_fleet
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.policy import Policy
+from tests.support.azure import arm
+from tests.support.azure.arm import Answer, Cloud, cloud
+from tests.support.images.builds import REPO
+
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
+GROUPS = REPO / "inventories/azure_vmss/10-groups.yml"
+VMSS_NICS = "/networkInterfaces?"
+
+
+@pytest.fixture
+def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    """A cloud, and an environment in which the SDK finds a managed identity and trusts the server."""
+    (tmp_path / "cloud").mkdir()
+    (tmp_path / "inventory").mkdir()
+    with cloud(tmp_path / "cloud") as made:
+        for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("IDENTITY_ENDPOINT", f"{made.url}/msi/token")
+        monkeypatch.setenv("IDENTITY_HEADER", arm.SECRET)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", os.fspath(made.ca))
+        monkeypatch.setenv("NO_PROXY", "localhost")
+        yield made
+
+
+def _snapshot(azure: Cloud, out: Path, *words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(
+        app, ["pool", "snapshot", *words, "--out", str(out), "--endpoint", azure.url, "--json"]
+    )
+    return done.exit_code, done.stdout, done.stderr
+
+
+def _refused(azure: Cloud, out: Path, *words: str) -> str:
+    """Ask, be refused, and find the file as it was; return all that was said."""
+    before = out.read_bytes() if out.exists() else None
+    status, told, said = _snapshot(azure, out, *words)
+    assert status in (errors.DefinitionError.exit_code, errors.FetchError.exit_code), said
+    assert (out.read_bytes() if out.exists() else None) == before
+    assert sorted(p.name for p in out.parent.iterdir()) == ([out.name] if before is not None else [])
+    return told + said
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "inventory/00-nodes.yml"
+
+
+def test_a_snapshot_is_what_a_plan_is_made_from(azure: Cloud, out: Path) -> None:
+    """Both orchestration modes, several pages, an answer of 429 and one of 503 by the way: every host, as it is."""
+    first, second = azure.add("gpu-a", 7), azure.add("gpu-b", 2, mode="Flexible")
+    once = iter(
+        [arm.error(429, "TooManyRequests", "wait", Retry_After="1"), arm.error(503, "ServerBusy", "busy")]
+    )
+    azure.faults = [lambda target: next(once, None) if "skiptoken=3" in target else None]
+    status, told, said = _snapshot(azure, out, f"h100={first}", f"h100={second}")
+    assert status == 0, said
+    answer = json.loads(told)
+    assert answer["hosts"] == 9 and answer["throttled"] == 1 and "wait 1 seconds" in said
+    assert {s["scale_set"]: (s["hosts"], s["expected"], s["running"]) for s in answer["scale_sets"]} == {
+        "gpu-a": (7, 7, 7),
+        "gpu-b": (2, 2, 2),
+    }
+    assert answer["requests"] == sum("/msi/" not in asked for asked in azure.asked)
+    assert answer["left"]["Microsoft.Compute/GetVMScaleSet3Min"] == 900 - len(azure.asked)
+    fleet = read_fleet([out.parent], ["h100"])
+    hosts = {host.name: host for host in fleet.hosts}
+    assert len(hosts) == 9
+    assert hosts["gpu-a000003"] == Host(
+        name="gpu-a000003",
+        address="10.0.0.7",
+        pool="h100",
+        scale_set="gpu-a",
+        vm_size="Standard_ND96isr_H100_v5",
+        zone="2",
+        image="worker_h100",
+        vm_id=azure.list(f"{first}/virtualMachines")[3]["properties"]["vmId"].lower(),
+    )
+    assert [(s.name, s.capacity, s.hosts) for s in fleet.pools[0].scale_sets] == [
+        ("gpu-a", 7, 7),
+        ("gpu-b", 2, 2),
+    ]
+    plan = out.parent.parent / "plan.json"
+    done = CliRunner().invoke(
+        app, ["pool", "plan", "-i", str(out.parent), "h100", "--out", str(plan), "--json"]
+    )
+    assert done.exit_code == 0 and json.loads(done.stdout)["pools"] == {"h100": 9}
+    assert {h.name for h in plans.load(plan).hosts} == hosts.keys()
+
+
+def test_variables_tell_of_the_machine(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 2)
+    azure.list(f"{path}/virtualMachines")[1]["properties"]["instanceView"]["statuses"][1]["code"] = (
+        "PowerState/deallocated"
+    )
+    assert _snapshot(azure, out, f"h100={path}")[0] == 0
+    document = yaml.safe_load(out.read_text())
+    pools = document["all"]["children"]["pools"]
+    assert pools["vars"]["pool_snapshot_taken"].endswith("Z")
+    group = pools["children"]["h100"]["children"]["h100_gpu_a"]
+    assert group["vars"] == {"pool_capacity": 2, "pool_image": "worker_h100", "pool_scale_set": "gpu-a"}
+    assert group["hosts"]["gpu-a000001"] == {
+        "ansible_host": "10.0.0.5",
+        "pool_build_id": "3f9c2a71d0b4",
+        "pool_fault_domain": "1",
+        "pool_image_version": "1.4.2",
+        "pool_instance_id": "1",
+        "pool_latest_model": False,
+        "pool_power_state": "deallocated",
+        "pool_provisioning_state": "Succeeded",
+        "pool_vm_id": f"02aab8a4-74ef-476e-8182-{arm._number('gpu-a'):04x}00000001",
+        "pool_vm_size": "Standard_ND96isr_H100_v5",
+        "pool_zone": "2",
+    }
+
+
+def test_the_same_hosts_give_the_same_bytes_in_any_order(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 7)
+    files = []
+    for _ in range(2):
+        assert _snapshot(azure, out, f"h100={path}")[0] == 0
+        files.append([line for line in out.read_text().splitlines() if "pool_snapshot_taken" not in line])
+        azure.list(f"{path}/virtualMachines").reverse()
+        azure.list(f"{path}/networkInterfaces").reverse()
+    assert files[0] == files[1]
+
+
+def test_a_plan_is_older_than_the_next_snapshot(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 3)
+    assert _snapshot(azure, out, f"h100={path}")[0] == 0
+    before = read_fleet([out.parent], ["h100"])
+    plan = plans.make_plan(before.inventory, before.pools, before.hosts, Policy())
+    # A machine that was reimaged into another one, under the same name and address.
+    azure.list(f"{path}/virtualMachines")[0]["properties"]["vmId"] = "02aab8a4-74ef-476e-8182-ffffffffffff"
+    assert _snapshot(azure, out, f"h100={path}")[0] == 0
+    now = read_fleet([out.parent], ["h100"])
+    (problem,) = plans.stale(plan, now.inventory, now.hosts)
+    assert problem.reason == "is older than the inventory: 1 replaced"
+
+
+def _hide(target: str) -> Answer | None:
+    """Lose a page without a word, as a list that changes while it is read does."""
+    if "/virtualMachines" in target and "skiptoken=3" in target:
+        return 200, {}, {"value": []}
+    return None
+
+
+def test_fewer_hosts_than_expected_are_refused_and_all_are_named(azure: Cloud, out: Path) -> None:
+    path, other = azure.add("gpu-a", 5), azure.add("gpu-b", 2, capacity=4)
+    azure.list(f"{path}/networkInterfaces").pop(0)
+    azure.faults = [_hide]
+    out.write_text("all: {}\n")
+    said = _refused(azure, out, f"h100={path}", f"h100={other}")
+    assert "0 has no network interface with a private address; it is Succeeded" in said
+    assert "3 has a network interface and isn't among the instances" in said
+    assert "2 of 5 hosts were listed: 3 are lost" in said and "2 of 4 hosts were listed: 2 are lost" in said
+    status, told, _ = _snapshot(azure, out, f"h100={path}", f"h100={other}", "--allow-fewer")
+    assert status == 0
+    assert [len(s["missing"]) for s in json.loads(told)["scale_sets"]] == [4, 1]
+    # That was decided here: a plan can be made of what is there.
+    assert [s.capacity for s in read_fleet([out], ["h100"]).pools[0].scale_sets] == [2, 2]
+
+
+def test_a_scale_set_that_says_no_capacity_is_not_counted_in_silence(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-b", 2, mode="Flexible")
+    azure.items[path] = arm.scale_set("gpu-b", None, mode="Flexible")
+    assert "the number of hosts can't be checked" in _refused(azure, out, f"h100={path}")
+    assert _snapshot(azure, out, f"h100={path}", "--allow-fewer")[0] == 0
+
+
+def test_what_is_told_twice_or_goes_away_is_one_host_or_none(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 4, capacity=3)
+    machines = azure.list(f"{path}/virtualMachines")
+    machines[1]["properties"]["provisioningState"] = "Deleting"
+    machines.append(machines[0])
+    status, told, said = _snapshot(azure, out, f"h100={path}")
+    assert status == 0, said
+    assert json.loads(told)["hosts"] == 3
+    assert "gpu-a000001" not in out.read_text()
+
+
+def test_two_machines_can_t_be_one_host(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 4)
+    machines, interfaces = azure.list(f"{path}/virtualMachines"), azure.list(f"{path}/networkInterfaces")
+    machines[1]["properties"]["vmId"] = machines[0]["properties"]["vmId"]
+    machines[2]["properties"]["osProfile"] = machines[3]["properties"]["osProfile"]
+    interfaces[2]["properties"]["ipConfigurations"] = interfaces[3]["properties"]["ipConfigurations"]
+    said = _refused(azure, out, f"h100={path}")
+    assert (
+        "pool_vm_id: 02aab8a4-" in said and "ansible_host: 10.0.0.7" in said and "name: gpu-a000003" in said
+    )
+
+
+@pytest.mark.parametrize("place", ["tag", "computer name", "image"])
+def test_no_template_comes_from_the_cloud(azure: Cloud, out: Path, place: str) -> None:
+    """Ansible evaluates what an inventory holds: a tag is written by whoever may write tags."""
+    path, evil = azure.add("gpu-a", 1), "{{ lookup('pipe', 'id') }}"
+    model, told = azure.items[path], azure.list(f"{path}/virtualMachines")[0]
+    assert isinstance(model, dict)
+    if place == "tag":
+        model["tags"]["image-builder-build"] = evil
+    elif place == "computer name":
+        told["properties"]["osProfile"]["computerName"] = evil
+    else:
+        reference = {"id": f"{arm.GALLERY}/{evil}"}
+        model["properties"]["virtualMachineProfile"]["storageProfile"]["imageReference"] = reference
+    assert "can't be" in _refused(azure, out, f"h100={path}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (arm.error(404, "NotFound", "The page is gone."), "The page is gone."),
+        (arm.error(403, "AuthorizationFailed", "does not have authorization"), "Reader"),
+        ((200, {}, {"value": "<html>"}), "makes no sense"),
+        ((200, {"Content-Length": "0"}, {}), "makes no sense"),
+    ],
+    ids=["a page is gone", "not allowed", "nonsense", "nothing"],
+)
+def test_a_page_that_can_t_be_had_leaves_the_file_alone(
+    azure: Cloud, out: Path, fault: Answer, said: str
+) -> None:
+    path = azure.add("gpu-a", 7)
+    out.write_text("all: {}\n")
+    azure.faults = [lambda target: fault if VMSS_NICS in target and "skiptoken=3" in target else None]
+    assert said in _refused(azure, out, f"h100={path}")
+
+
+def test_pages_that_go_round_in_circles_end(azure: Cloud, out: Path) -> None:
+    path = azure.add("gpu-a", 4)
+    link = f"{azure.url}{path}/virtualMachines?$expand=instanceView&$skiptoken=1"
+    circle: Answer = (200, {}, {"value": [], "nextLink": link})
+    azure.faults = [lambda target: circle if "/virtualMachines" in target else None]
+    assert "round in circles" in _refused(azure, out, f"h100={path}")
+
+
+def test_who_is_nobody_is_told_so_and_no_secret_is(
+    azure: Cloud, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = azure.add("gpu-a", 1)
+    azure.faults = [lambda _: arm.error(401, "InvalidAuthenticationToken", "The access token is invalid.")]
+    said = _refused(azure, out, f"h100={path}")
+    assert "The access token is invalid." in said and arm.TOKEN not in said and arm.SECRET not in said
+
+
+def test_no_such_scale_set(azure: Cloud, out: Path) -> None:
+    assert "was not found" in _refused(azure, out, f"h100={arm.SETS}/gone")
+    status, _, said = _snapshot(azure, out, "h100=gpu-a")
+    assert status == errors.UsageError.exit_code and "not a pool and a scale set: h100=gpu-a" in said
+
+
+def test_groups_are_made_on_top(azure: Cloud, out: Path) -> None:
+    """The example's `10-groups.yml`, by the real ansible-inventory."""
+    path = azure.add("gpu-a", 4)
+    assert _snapshot(azure, out, f"h100={path}")[0] == 0
+    (out.parent / GROUPS.name).write_bytes(GROUPS.read_bytes())
+    words = [f"{Path(sys.executable).parent}/ansible-inventory", "-i", os.fspath(out.parent), "--list"]
+    done = subprocess.run(words, cwd=out.parent, capture_output=True, text=True, check=True)
+    told = {name: set(group.get("hosts", ())) for name, group in json.loads(done.stdout).items()}
+    everyone = {f"gpu-a{n:06d}" for n in range(4)}
+    assert told["zone_1"] == {"gpu-a000000", "gpu-a000002"} and told["zone_2"] == everyone - told["zone_1"]
+    assert told["image_1_4_2"] == told["power_running"] == everyone
+    assert told["stale_model"] == {"gpu-a000001"} and told["fault_domain_3"] == {"gpu-a000003"}
+    # A pool is what it was: the groups on top are beside it.
+    assert {s.name for s in read_fleet([out.parent], ["h100"]).pools[0].scale_sets} == {"gpu-a"}

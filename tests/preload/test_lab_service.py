@@ -1,0 +1,122 @@
+"""`lab up`, `status` and `down` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import ImageBuilderError
+from image_builder.events import Monitor
+from image_builder.lab import service as lab_service
+from tests.support.images.builds import REPO, Workplace, left_behind, wait_until_clean
+
+pytestmark = pytest.mark.root
+
+
+def _lab(*words: str, store: Path | None = None) -> subprocess.CompletedProcess[str]:
+    argv = [os.fspath(REPO / "image-builder"), "lab", *words, "--json"]
+    if store:
+        argv += ["--store", os.fspath(store)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "CI": "true"})
+
+
+@pytest.fixture
+def no_lab() -> Iterator[None]:
+    _lab("down")
+    yield
+    _lab("down")
+
+
+@pytest.fixture
+def own(copies: Callable[[Workplace], Workplace], worker: Workplace) -> Workplace:
+    """The worker's store, and nobody else's: what is left behind is seen by its path."""
+    return copies(worker)
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_it_serves_until_it_is_taken_down(own: Workplace) -> None:
+    up = _lab("up", store=own.store)
+    assert up.returncode == 0, up.stderr
+    state = json.loads(up.stdout)
+    assert state["address"].startswith("127.") and state["port"] == 443
+    assert _lab("up", store=own.store).stdout == up.stdout  # there is one
+    assert json.loads(_lab("status").stdout)["answers"] is True
+    trust = ssl.create_default_context(cafile=state["ca"])
+    trust.check_hostname = False  # asked by its address here; whoever pulls has it in /etc/hosts
+    with urllib.request.urlopen(f"https://{state['address']}/v2/_catalog", context=trust) as answer:
+        assert json.load(answer)["repositories"] == ["pause", "software"]
+    assert json.loads(_lab("down").stdout) == {"stopped": True}
+    status = _lab("status")
+    assert (status.returncode, json.loads(status.stdout)) == (1, {"running": False})
+    assert json.loads(_lab("down").stdout) == {"stopped": False}
+    assert not Path("/run/image-builder-lab").exists()
+    assert wait_until_clean(own.store) == []
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_two_that_are_started_at_once_are_one(worker: Workplace) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        ups = list(threads.map(lambda _: _lab("up", store=worker.store), range(2)))
+    assert [up.returncode for up in ups] == [0, 0], [up.stderr for up in ups]
+    assert ups[0].stdout == ups[1].stdout
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_one_that_was_killed_is_not_taken_for_a_running_one(own: Workplace) -> None:
+    state = json.loads(_lab("up", store=own.store).stdout)
+    os.kill(state["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while left_behind(own.store) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_behind(own.store) == []
+    assert _lab("status").returncode == 1
+    again = json.loads(_lab("up", store=own.store).stdout)
+    assert again["pid"] != state["pid"]
+    assert _lab("status").returncode == 0
+
+
+class _Impatient(Monitor):
+    """Remembers the process that tells its number, and presses Ctrl-C where that is wanted."""
+
+    def __init__(self, *, interrupts: bool) -> None:
+        self.interrupts, self.pid = interrupts, 0
+
+    def stage_doing(self, _stage: str, what: str) -> None:
+        self.pid = int(what)
+        if self.interrupts:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "error"),
+    [(True, KeyboardInterrupt), (False, ImageBuilderError)],
+    ids=["Ctrl-C", "too late"],
+)
+def test_one_that_nobody_waits_for_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: bool, error: type[BaseException]
+) -> None:
+    for name in ("_SERVING", "_STATE", "_CA"):
+        monkeypatch.setattr(lab_service, name, tmp_path / name)
+    monkeypatch.setattr(lab_service, "_START_SECONDS", 1.0)
+    monitor = _Impatient(interrupts=interrupts)
+    with pytest.raises(error):
+        lab_service.start(["sh", "-c", 'echo "12:00:00 $$"; exec sleep 60'], tmp_path, monitor)
+    assert monitor.pid and not Path(f"/proc/{monitor.pid}").exists()
+
+
+def test_one_that_ends_in_this_moment_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    state = lab_service.State(ended.pid, 1, "registry.lab", "127.1.2.3", 443, "ca.pem", ())
+    monkeypatch.setattr(lab_service, "running", lambda: state)
+    assert lab_service.stop()

@@ -1,0 +1,97 @@
+"""What a change of the list pulls, with the real command: the images that are new, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.errors import PullError
+from tests.support.images.builds import REPO, Workplace
+
+pytestmark = pytest.mark.root
+
+PAUSE, SOFTWARE = "registry.lab.internal/pause:1.0", "registry.lab.internal/software:1.0"
+
+
+def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
+    """Make a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had.
+
+    Its worker has no kubelet, which would have to be compiled.
+    """
+    target = folder / "inventory"
+    shutil.copytree(REPO / "inventories/lab", target, dirs_exist_ok=True)
+    variables = target / "group_vars/workers.yml"
+    head, _, rest = variables.read_text().partition("image_preload:\n")
+    kept = rest.partition("\n\n")[2]
+    items = "".join(f"  - ref: {ref}\n" for ref in refs)
+    items += "".join(f"  - ref: {ref}\n    required: false\n" for ref in optional)
+    variables.write_text(f"{head}image_preload:\n{items}\n{kept}")
+    (target / "host_vars/worker.yml").write_text("image_layers: [system, container_runtime, node]\n")
+    return target
+
+
+def _pulls(workplace: Workplace, inventory: Path) -> dict[str, str]:
+    """Build as far as the preload; return what became of each image."""
+    done = workplace.build("--stop-after", "preload", inventory=inventory)
+    assert done.status == 0, done.stderr
+    stage: dict[str, Any] = next(s for s in done.result["stages"] if s["name"] == "preload")
+    product = workplace.store / "objects" / stage["id"] / "product"
+    told = json.loads((product / "pulls.json").read_text())
+    listed = json.loads((product / "tree/opt/preloaded_docker_images.json").read_text())
+    outcomes = {image["ref"]: image["outcome"] for image in told["images"]}
+    assert sorted(image["ref"] for image in listed["images"]) == sorted(outcomes)
+    return outcomes
+
+
+def test_a_change_of_the_list_pulls_what_is_new(
+    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+) -> None:
+    workplace = copies(worker)
+    original = workplace.object("preload")
+    before = _state(original)
+    # One less: taken over from the build that has both, nothing is pulled.
+    assert _pulls(workplace, _inventory(tmp_path, [PAUSE])) == {PAUSE: "there already"}
+    # What was taken over shares its files with the stage that it came from, which stays as it was.
+    assert _state(original) == before
+    workplace.forget_id(original.name)
+    # One more: that one alone is pulled. (Without its pin the list is another one than the original's.)
+    both = _inventory(tmp_path, [PAUSE, SOFTWARE])
+    assert _pulls(workplace, both) == {PAUSE: "there already", SOFTWARE: "done"}
+
+
+def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
+    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+) -> None:
+    workplace = copies(worker)
+    none = "registry.lab.internal/none:1"
+    done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, none]))
+    assert done.status == PullError.exit_code
+    assert f"{none}: registry.lab.internal answered 404" in done.stderr
+    assert not workplace.output.exists()
+    assert list((workplace.store / "staging").iterdir()) == []
+    inventory = _inventory(tmp_path, [PAUSE], optional=(none,))
+    assert _pulls(workplace, inventory) == {PAUSE: "there already"}
+    lock = json.loads(workplace.lock.read_text())
+    assert lock["left_out"] == [none]
+
+
+def _state(stage: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for path in (stage / "product" / "state").rglob("*"):
+        info = path.lstat()
+        found[str(path)] = (info.st_mode, info.st_size, info.st_mtime_ns if not path.is_dir() else 0)
+    return found
+
+
+def test_the_manifest_tells_which_program_pulled(worker: Workplace) -> None:
+    facts = json.loads((worker.object("preload") / "meta.json").read_text())["facts"]
+    assert facts["engine"]["name"] == "docker"
+    assert facts["engine"]["version"].startswith("26.1")
+    binary = worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
+    assert hashlib.sha256(binary.read_bytes()).hexdigest() == facts["engine"]["binary_sha256"]

@@ -1,0 +1,303 @@
+"""Registries, disks and engines that fail during a pull: what comes of it, what is said, and what it costs.
+
+All faults of one engine that may be met at once are: each has an image of its own, and one daemon has them all. The
+proxy's books tell them apart by the repository's name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Endpoint
+from image_builder.bake.pull.registry import locate
+from image_builder.lab.registry import HOST, PORT
+from tests.support.images.builds import Workplace
+from tests.support.registries.plan import Fault
+from tests.support.registries.pull_cases import (
+    AFTER,
+    ATTEMPTS,
+    EXPIRED,
+    HASTY,
+    PACED,
+    PATIENT,
+    REFUSED,
+    SIZE,
+    large_layer,
+    layer_fault,
+    partial,
+    placed,
+    told,
+    unknown,
+)
+from tests.support.registries.pulls import (
+    MB,
+    PLATFORM,
+    Lab,
+    Result,
+    isolated,
+    new_address,
+    wait_until,
+    with_each_engine,
+)
+
+STALLED = rf"no progress for 0:0[{HASTY.progress_seconds:.0f}-9] min"
+
+pytestmark = pytest.mark.root
+
+
+# containerd writes a layer in steps of 1 MiB: of what comes after the last whole one nothing is seen.
+@dataclass(frozen=True)
+class Case:
+    """What goes wrong with one image; a fault's path is a regular expression below the image's repository.
+
+    ``{layer}`` in it is the digest of the large layer. ``words`` are in the message, ``attempts`` are made.
+    ``{stalled}`` in them tells of an attempt that HASTY ended, which a busy machine hears some seconds later.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    limits: Limits = PATIENT
+    host: str = HOST
+    words: str = ""
+    attempts: int = ATTEMPTS
+
+
+def _limit(engine: str, attempts: int | None, *headers: tuple[str, str]) -> tuple[Fault, ...]:
+    """Refuse a manifest with 429 for so many of our attempts.
+
+    Docker asks once, by GET, then we ask how long to wait. containerd asks six times by HEAD without a pause, then we.
+    """
+    asked = {"docker": {"GET": 1, "HEAD": 1}, "containerd": {"HEAD": 7}}[engine]
+    return tuple(
+        Fault(
+            "status",
+            path="/manifests/",
+            status=429,
+            times=None if attempts is None else attempts * times,
+            headers=headers,
+            method=method,
+        )
+        for method, times in asked.items()
+    )
+
+
+def transient(engine: str) -> Mapping[str, Case]:
+    """Return what is met by trying again."""
+    return {
+        "reset": Case((layer_fault("reset", times=1),)),
+        "short": Case((layer_fault("short", times=1),)),
+        "status503": Case((layer_fault("status", status=503, times=2),)),
+        "manifest503": Case((Fault("status", path="/manifests/", status=503, times=2),)),
+        "limited": Case(_limit(engine, 2)),
+        "limited_for": Case(_limit(engine, 2, ("Retry-After", "3"))),
+        "stall": Case((layer_fault("stall", times=1, after=300_000),), HASTY),
+        "wrong_once": Case((layer_fault("wrong", times=1),)),
+        "drip": Case((layer_fault("drip", rate=1_900_000, after=0),), PACED),
+    }
+
+
+def permanent(engine: str) -> Mapping[str, Case]:
+    """Return what no patience helps against."""
+    docker = engine == "docker"
+    redirects = "stopped after 10 redirects"
+    return {
+        "stall_always": Case(
+            # containerd goes on where the attempt before ended: all of them get less than the whole.
+            (layer_fault("stall", after=1_500_000),),
+            HASTY,
+            words="{stalled}; layer {layer}: downloading",
+        ),
+        "silent": Case((layer_fault("stall", after=0),), HASTY, words="{stalled}; layer {layer}: "),
+        "slow": Case(
+            (layer_fault("drip", rate=450_000, after=0),), PACED, words="; layer {layer}: downloading, "
+        ),
+        "wrong": Case(
+            (layer_fault("wrong"),),
+            words="verification failed" if docker else "unexpected commit digest",
+            attempts=2,
+        ),
+        "redirect": Case((Fault("redirect_loop", path="/manifests/"),), words=redirects, attempts=1),
+        # Docker tries again by itself and doesn't say why.
+        "redirect_layer": Case(
+            (layer_fault("redirect_loop"),),
+            HASTY,
+            words="layer {layer}: retrying" if docker else redirects,
+            attempts=ATTEMPTS if docker else 1,
+        ),
+        "limited_always": Case(
+            _limit(engine, None, ("Retry-After", "1")),
+            words="the registry asks for a pause of 1 s (attempt 3)",
+        ),
+        "limited_for_long": Case(
+            _limit(engine, None, ("Retry-After", "100000")),
+            words="the registry asks for a pause of 100000 s",
+            attempts=1,
+        ),
+        "unknown": Case(words="not found", attempts=1),
+        "refused": Case(host=REFUSED, words="refused"),
+        "expired": Case(host=EXPIRED, words="certificate has expired", attempts=1),
+    }
+
+
+# -- faults of the registry ------------------------------------------------------------------------------------
+
+
+def meet_faults(lab: Lab) -> Result:
+    """Pull one image for each case, some at once; then those that failed once more, without faults."""
+    cases = {**transient(lab.engine), **permanent(lab.engine)}
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    lab.serve_proxy(EXPIRED, not_after=yesterday)
+    lab.endpoints[REFUSED] = Endpoint(REFUSED, new_address(), PORT, lab.endpoints[HOST].ca)
+    pushed = {name: lab.push(name, SIZE) for name in cases}
+    wanted = {
+        name: image.model_copy(update={"ref": f"{cases[name].host}/{name}:1"})
+        for name, image in pushed.items()
+    }
+    wanted["unknown"] = unknown(wanted["unknown"])
+    moved = lab.push("moved", MB)
+    moved_to = lab.push("moved", 2 * MB)
+    lab.proxy.faults = [placed(f, name, wanted[name]) for name, case in cases.items() for f in case.faults]
+    state = lab.folder("state")
+
+    def meet(engine: Any, name: str) -> Result:
+        image, case = wanted[name], cases[name]
+        found = lab.pull(engine, [image], limits=case.limits, attempts=ATTEMPTS)
+        asked = [r for r in lab.proxy.requests if r.path.startswith(f"/v2/{name}/")]
+        layers = [r for r in asked if any(layer.digest in r.path for layer in image.layers)]
+        return {
+            **found,
+            "ref": image.ref,
+            "layer": large_layer(image).removeprefix("sha256:")[:12],
+            "bytes": image.size,
+            "wire": sum(r.sent for r in layers),
+            "ranges": [r.range for r in layers if r.range],
+            "manifests": [r.started for r in asked if "/manifests/" in r.path],
+            "has": engine.has(image),
+        }
+
+    with lab.running(state) as engine:
+        # Not all at once: a program that waits for one of few processors is as slow as a registry.
+        with ThreadPoolExecutor(8) as threads:
+            met = threads.map(lambda name: meet(engine, name), cases)
+            result: Result = {"cases": dict(zip(cases, met, strict=True))}
+        result["moved"] = {**lab.pull(engine, [moved]), "has": [engine.has(moved), engine.has(moved_to)]}
+        lab.proxy.faults = ()
+        again = [pushed[name] for name in permanent(lab.engine)]
+        before = len(lab.proxy.requests)
+        result["again"] = lab.pull(engine, again, limits=PATIENT, attempts=1)
+        result["again"]["has"] = [engine.has(image) for image in again]
+        result["again"]["wire"] = sum(r.sent for r in lab.proxy.requests[before:] if "/blobs/" in r.path)
+        result["again"]["bytes"] = sum(image.size for image in again)
+    # Docker leaves a connection open on which nothing comes, until it ends itself.
+    wait_until(lambda: all(r.ended is not None for r in lab.proxy.requests))
+    result["open"] = [r.path for r in lab.proxy.requests if r.ended is None]
+    lab.module.strip(state)
+    result["partial"] = partial(state)
+    return result
+
+
+@pytest.fixture(scope="module")
+def met(worker: Workplace, engine: str) -> Result:
+    result: Result = with_each_engine(meet_faults, worker, engine)
+    return result
+
+
+@pytest.mark.parametrize("name", transient("docker"))
+def test_transient_fault_is_overcome(met: Result, engine: str, name: str) -> None:
+    case = met["cases"][name]
+    assert not case["bug"], case["bug"]
+    assert not case["error"] and case["has"], case
+    attempts = case["records"][0]["attempts"]
+    wire = case["wire"] / case["bytes"]
+    assert wire >= 1, "all of it came from there"
+    if name == "wrong_once":
+        assert wire <= 2.01 and len(attempts) == 2  # what is wrong is no beginning of what is right
+    elif (engine, name) == ("containerd", "reset"):
+        # ctr's lease ends with its failure, and what came before the connection was reset goes with it.
+        assert wire <= 1.01 + AFTER / case["bytes"]
+    else:
+        assert wire <= 1.2
+    if name == "short" or (engine, name) == ("docker", "reset"):
+        assert case["ranges"] == [f"bytes={AFTER}-"] and len(attempts) == 1
+    if name in ("limited", "limited_for"):
+        said = "toomanyrequests" if engine == "docker" else "429 Too Many Requests"
+        assert [said in a["outcome"] for a in attempts] == [True, True, False]
+    if name == "limited_for":
+        assert len([1 for a, b in pairwise(case["manifests"]) if b - a >= 3]) == 2, "each wait was as asked"
+    if name == "stall":
+        assert re.search(STALLED, attempts[0]["outcome"]) and len(attempts) == 2
+    if name == "drip":
+        assert len(attempts) == 1, attempts
+
+
+@pytest.mark.parametrize("name", permanent("docker"))
+def test_permanent_fault_is_reported(met: Result, engine: str, name: str) -> None:
+    case, planned = met["cases"][name], permanent(engine)[name]
+    layer, attempts = case["layer"], case["records"][0]["attempts"]
+    assert not case["bug"], case["bug"]
+    assert not case["has"]
+    assert case["error"].startswith(f"{case['ref']}: ")
+    words = re.escape(planned.words.replace("{layer}", layer)).replace(re.escape("{stalled}"), STALLED)
+    assert re.search(words, case["error"]), case["error"]
+    assert case["records"][0]["outcome"] == "failed"
+    assert len(attempts) == planned.attempts, attempts
+    # Every attempt ends by its deadline, with a moment more for a busy machine; then there are the pauses.
+    assert case["seconds"] < planned.attempts * (planned.limits.progress_seconds + 5) + 5
+    if name == "stall_always":
+        # Docker tells of what came in a burst only in part.
+        assert re.search(r"downloading, [\d.]+ [kM]B of 6 MB", case["error"]), case["error"]
+    if name == "slow":
+        assert case["error"].split(": ")[1].startswith("too slow for 0:0")
+        assert case["error"].endswith("B/s (attempt 3)")
+    if name in ("unknown", "refused", "expired", "redirect", "limited_always", "limited_for_long"):
+        assert case["wire"] == 0
+
+
+def test_a_tag_that_moved_after_the_lock_changes_nothing(met: Result) -> None:
+    assert not met["moved"]["error"] and met["moved"]["has"] == [True, False]
+
+
+def test_what_failed_comes_without_faults_and_nothing_else_is_left(met: Result) -> None:
+    again = met["again"]
+    assert not again["error"] and all(again["has"]), again
+    assert again["wire"] <= again["bytes"] + 100_000
+    assert met["open"] == [] and met["partial"] == []
+
+
+def lock_what_fails(lab: Lab) -> Result:
+    """Lock what is not there, is not reachable, or has the wrong bytes."""
+    good = lab.push("good", MB)
+    lab.endpoints[REFUSED] = Endpoint(REFUSED, new_address(), PORT, lab.endpoints[HOST].ca)
+    lab.serve_proxy(EXPIRED, not_after=datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1))
+    lab.proxy.faults = [Fault("wrong", path="/blobs/")]
+    refs = {
+        "unknown": f"{HOST}/good:none",
+        "no_repository": f"{HOST}/none:1",
+        "refused": f"{REFUSED}/good:1",
+        "expired": f"{EXPIRED}/good:1",
+        "wrong": good.ref,
+    }
+
+    def message(ref: str) -> str:
+        return told(lambda: locate(ref, PLATFORM, lab.endpoints))[0]
+
+    # What is not reached is tried for some 15 s.
+    with ThreadPoolExecutor(len(refs)) as threads:
+        return dict(zip(refs, threads.map(message, refs.values()), strict=True))
+
+
+def test_what_can_not_be_locked_is_named(worker: Workplace) -> None:
+    found = isolated(lock_what_fails, worker, "docker")
+    assert found["unknown"].startswith(f"{HOST}/good:none: {HOST} answered 404 manifest unknown")
+    assert found["no_repository"].startswith(f"{HOST}/none:1: {HOST} answered 404")
+    assert found["refused"].startswith(f"{REFUSED}/good:1: ") and "refused" in found["refused"]
+    assert found["expired"].startswith(f"{EXPIRED}/good:1: ") and "expired" in found["expired"]
+    assert found["wrong"].startswith(f"{HOST}/good:1: the registry gave other bytes than those of sha256:")

@@ -1,0 +1,164 @@
+"""What a definition says of the nodes' network, walked in three places: by the lock, by the bake, by a node.
+
+In each world only the variable that is tried leads to the image, and without it the lock fails. The node is the image's
+engine with the files that the role makes of the variables: the trust store, the units' environment, the mirrors. Pods
+aren't part of it: ``docker pull`` and ``ctr`` ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from image_builder.bake.lock.requirements import node_network
+from image_builder.bake.pull import containerd_engine, docker_engine, registry
+from image_builder.bake.pull.network import Network
+from image_builder.bake.pull.reference import parse
+from image_builder.bake.pull.registry import locate
+from image_builder.system import namespace, process
+from image_builder.system.sandbox import Root, open_root
+from tests.support.images.builds import Workplace
+from tests.support.images.variants import Declaration, define
+from tests.support.registries.connect_proxy import connect_proxy
+from tests.support.registries.pull_cases import told
+from tests.support.registries.pulls import (
+    MB,
+    PLATFORM,
+    Lab,
+    Result,
+    every_engine,
+    wait_until,
+    with_each_engine,
+)
+from tests.unit.roles.container_runtime_renderings import render, value
+
+pytestmark = pytest.mark.root
+
+OUTSIDE = "registry.company.test"
+VARIABLES = {
+    "container_runtime_ca_certificates": "certificate verify failed",
+    "container_runtime_proxy": "can't be reached",
+    "container_runtime_registry_mirrors": "can't be reached",
+}
+_ANY = tuple(range(-64, 256))
+
+
+@pytest.fixture(scope="module", params=every_engine(nightly=True))
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def walk(lab: Lab, variable: str) -> Result:
+    """Lock and pull an image to which one variable leads, and pull it as a node does."""
+    registry._RETRIES = False  # type: ignore[assignment]  # what is unreachable here stays so
+    image = lab.push("library/walked", MB)
+    proxy = lab.serve_proxy(OUTSIDE)
+    endpoint = lab.endpoints.pop(OUTSIDE)
+    settings: dict[str, Any] = {"container_runtime_ca_certificates": {"company": endpoint.ca.read_text()}}
+    ref, tunnels = f"{OUTSIDE}/library/walked:1", []
+    with ExitStack() as stack:
+        if variable == "container_runtime_proxy":
+            known = {OUTSIDE: (endpoint.address, endpoint.port)}
+            way = stack.enter_context(connect_proxy(None, known))
+            tunnels = way.tunnels
+            address = f"http://{way.address[0]}:{way.address[1]}"
+            settings[variable] = {"https": address, "no_proxy": ["elsewhere.test"]}
+        else:
+            lab.names = {OUTSIDE: endpoint.address}
+            _name_here(lab)
+        if variable == "container_runtime_registry_mirrors":
+            ref = "docker.io/library/walked:1"
+            settings[variable] = {"docker.io": [{"url": f"https://{OUTSIDE}"}]}
+        network = _network(lab, settings)
+        poor = _network(lab, {name: value for name, value in settings.items() if name != variable})
+        result: Result = {"without": told(lambda: locate(ref, PLATFORM, {}, poor.mirrors, poor.outbound))[0]}
+        counts = [len(proxy.requests)]
+        located = locate(ref, PLATFORM, {}, network.mirrors, network.outbound)
+        counts.append(len(proxy.requests))
+        with lab.running(lab.folder("state"), network=network) as engine:
+            result["bake"] = lab.pull(engine, [located], attempts=1)
+            result["has"] = engine.has(located)
+        counts.append(len(proxy.requests))
+        result["node"] = _pull_as_a_node(lab, parse(ref).at(located.digest), settings)
+        counts.append(len(proxy.requests))
+        result["asked"] = [after > before for before, after in itertools.pairwise(counts)]
+        result["digest"] = located.digest == image.digest
+        result["tunnels"] = sorted(set(tunnels))
+    return result
+
+
+def _name_here(lab: Lab) -> None:
+    """Let this process find by name what the lab's roots find."""
+    hosts = lab.base / "hosts"
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in lab.names.items())]
+    hosts.write_text("\n".join(lines) + "\n")
+    namespace.bind(os.fspath(hosts), "/etc/hosts", read_only=True)
+
+
+def _network(lab: Lab, settings: Mapping[str, Any]) -> Network:
+    """Return what a definition with these variables says of the network."""
+    image = "worker" if lab.engine == "docker" else "worker_containerd"
+    declaration = Declaration(image, json.dumps(settings) if settings else "{}", ())
+    return node_network(define(declaration, lab.folder("inventory")))
+
+
+def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Start the engine with what the role makes of the variables, and pull; return how that ended."""
+    variables = {**settings, "container_runtime_engine": lab.engine}
+    binds = {lab.module.DATA_ROOT: lab.folder("state")}
+    with open_root(lab.trees, lab.folder("node"), writable_binds=binds, network=True) as root:
+        lab.name(root)
+        for authority, pem in settings.get("container_runtime_ca_certificates", {}).items():
+            file = root.path / f"usr/local/share/ca-certificates/container-runtime-{authority}.crt"
+            file.write_text(pem)
+        root.run(["update-ca-certificates"])
+        for item in value("__container_runtime_files", **variables):
+            if "registry" in item:
+                file = root.path / f"etc/containerd/certs.d/{item['registry']}/hosts.toml"
+                file.parent.mkdir(parents=True)
+                file.write_text(render("hosts.toml.j2", item=item, **variables))
+        unit = render(f"{lab.engine}.conf.j2", **variables)
+        env = dict(re.findall(r'^Environment="(\w+)=([^"]*)"$', unit, re.MULTILINE))
+        declared = json.loads(render("daemon.json.j2", **variables)).get("registry-mirrors", [])
+        start, ready, pull = (_docker if lab.engine == "docker" else _containerd)(root, name, declared)
+        log = lab.base / "node.log"
+        with process.background(root.argv(start, env), log=log, stop_seconds=30):
+            assert wait_until(lambda: root.run(ready, ok=_ANY).returncode == 0), log.read_text()
+            began = time.monotonic()
+            done = root.run(pull, env=env, ok=_ANY, timeout=60)
+        return {
+            "status": done.returncode,
+            "text": done.stdout[-500:] + done.stderr[-2000:],
+            "seconds": time.monotonic() - began,
+        }
+
+
+def _docker(root: Root, name: str, mirrors: list[str]) -> tuple[list[str], list[str], list[str]]:
+    config = root.path / "run/daemon.json"
+    config.write_text(json.dumps(docker_engine.configuration(3, mirrors)))
+    return ["dockerd", "--config-file=/run/daemon.json"], ["docker", "version"], ["docker", "pull", name]
+
+
+def _containerd(root: Root, name: str, mirrors: list[str]) -> tuple[list[str], list[str], list[str]]:
+    (root.path / "run/config.toml").write_text(containerd_engine._CONFIGURATION)
+    pull = ["ctr", "images", "pull", "--hosts-dir", "/etc/containerd/certs.d", "--platform", PLATFORM, name]
+    return ["containerd", "--config", "/run/config.toml"], ["ctr", "version"], pull
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_variable_counts_for_lock_bake_and_node(worker: Workplace, engine: str, variable: str) -> None:
+    found = with_each_engine(walk, worker, engine, variable)
+    assert VARIABLES[variable] in found["without"], "something else leads there, too"
+    assert found["digest"]
+    assert not found["bake"]["bug"] and not found["bake"]["error"] and found["has"], found["bake"]
+    assert found["node"]["status"] == 0, found["node"]
+    assert found["asked"] == [True, True, True]
+    assert found["tunnels"] == ([f"{OUTSIDE}:443"] if variable == "container_runtime_proxy" else [])

@@ -1,0 +1,95 @@
+"""CAs of registries on a live node: those that the role wrote before and that are declared no more go away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from image_builder.bake import ansible
+from image_builder.lab import certificate
+from image_builder.settings import Settings
+from image_builder.system.sandbox import Root, open_root
+from tests.support.images.builds import REPO, Workplace
+from tests.support.registries.pulls import Lab, Result, isolated
+
+pytestmark = pytest.mark.root
+
+_FOLDER = "usr/local/share/ca-certificates"
+# The role on a booted node, as far as it needs no systemd: its files, its CAs, none of its units.
+_PLAY = """---
+- name: Configure a live node
+  hosts: images
+  gather_facts: false
+  tasks:
+    - name: Configure the engines
+      ansible.builtin.include_role:
+        name: container_runtime
+        tasks_from: configure.yml
+"""
+
+
+def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
+    """Run the role's configuration; return what changed, whose files and links there are, and who is trusted."""
+    work = lab.folder("play")
+    (work / "play.yml").write_text(_PLAY)
+    play = ansible.play(
+        work / "play.yml",
+        "worker",
+        inventories=[REPO / "inventories/lab"],
+        root=root.path,
+        environment_in_root=root.environment,
+        variables={
+            "container_runtime_ca_certificates": {name: pems[name] for name in declared},
+            "__container_runtime_units": [],
+            "node_is_booted": True,
+        },
+        work=work,
+        log=lab.base / "play.log",
+        roles=REPO / "roles",
+        doing=lambda _: None,
+        python=Settings().python,
+    )
+    bundle = (root.path / "etc/ssl/certs/ca-certificates.crt").read_text()
+    links = (path for path in (root.path / "etc/ssl/certs").iterdir() if path.is_symlink())
+    targets = [path.readlink().name for path in links if os.fspath(path.readlink()).startswith(f"/{_FOLDER}")]
+    return {
+        "changed": play.changed,
+        "files": sorted(path.name for path in (root.path / _FOLDER).iterdir()),
+        "links": sorted(targets),
+        "trusted": sorted(name for name, pem in pems.items() if pem.strip() in bundle),
+    }
+
+
+def take_authorities_back(lab: Lab) -> Result:
+    """Declare two CAs, one of them, none; somebody else's is there all the time."""
+    pems = {
+        name: certificate.make(f"{name}.test", lab.folder(name)).ca.read_text()
+        for name in ("new", "old", "other")
+    }
+    with open_root(lab.trees, lab.folder("root")) as root:
+        (root.path / _FOLDER / "other.crt").write_text(pems["other"])
+        steps = {
+            "two": ("new", "old"),
+            "two again": ("new", "old"),
+            "one": ("new",),
+            "none": (),
+            "none again": (),
+        }
+        return {name: converge(lab, root, pems, declared) for name, declared in steps.items()}
+
+
+def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> None:
+    found = isolated(take_authorities_back, worker, "docker")
+    for step, names in {
+        "two": ["new", "old", "other"],
+        "two again": ["new", "old", "other"],
+        "one": ["new", "other"],
+        "none": ["other"],
+        "none again": ["other"],
+    }.items():
+        files = [f"container-runtime-{name}.crt" if name != "other" else "other.crt" for name in names]
+        assert found[step]["files"] == found[step]["links"] == files, step
+        assert found[step]["trusted"] == names, step
+        assert (found[step]["changed"] == 0) == step.endswith("again"), step

@@ -1,0 +1,386 @@
+"""The lab's control plane for a test: it runs in namespaces of its own, and the test speaks to it as anyone does."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+
+from image_builder.cli import failure
+from image_builder.cluster.gate.model import Node, Rules, node_from
+from image_builder.events import Monitor
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.preflight import model, report
+from image_builder.pool.steps.control_plane import REQUESTS
+from image_builder.settings import DEFAULT_STORE, Settings
+from image_builder.system import namespace
+from tests.support import servers
+from tests.support.control_plane.programs import obtain
+from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPlane
+from tests.support.images.builds import REPO
+
+_CHILD = "import sys; from tests.support.control_plane import gates; sys.exit(gates.child(*sys.argv[1:]))"
+TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
+
+GATE = "system:serviceaccount:kube-system:image-builder-gate"
+HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
+# It says which rights the user of `pool run --kubeconfig` needs.
+POOL_RIGHTS = REPO / "docs" / "how-to" / "bring-a-pool-up.md"
+
+
+class Cluster:
+    """A control plane that runs. What it does is asked of its process, line by line."""
+
+    def __init__(self, process: subprocess.Popen[str], work: Path) -> None:
+        self._process = process
+        self.work = work
+        self._clients: list[Client] = []
+        self.admin = self.client("lab:admin", ADMINISTRATORS)
+
+    def _ask(self, *arguments: str) -> Path:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the control plane ended"
+        return Path(json.loads(answer))
+
+    def client(self, name: str, *groups: str, agent: str = "test") -> Client:
+        """Return a connection of a user, closed when the cluster ends."""
+        self._clients.append(Client.from_kubeconfig(self.kubeconfig(name, *groups), agent=agent))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def kubeconfig(self, name: str, *groups: str) -> Path:
+        """Return a new kubeconfig of a user."""
+        return self._ask("kubeconfig", name, *groups)
+
+    def kubelet(self, node: str) -> Path:
+        """Return the kubeconfig of a node's kubelet."""
+        return self.kubeconfig(f"system:node:{node}", NODES)
+
+    def stop_api(self) -> None:
+        self._ask("stop")
+
+    def start_api(self) -> None:
+        self._ask("start")
+        self.admin.close()
+
+    def node(self, name: str) -> Node:
+        """Return a node as the gate sees it."""
+        return node_from(self.admin.request("GET", f"/api/v1/nodes/{name}"), Rules())
+
+    def is_out(self, name: str) -> bool:
+        return TAINT["key"] in [taint["key"] for taint in self.node(name).taints]
+
+    def requests(self, *, agent: str) -> Counter[tuple[str, str]]:
+        """Return how often each (verb, resource) was asked by clients of that name, from the server's own audit log.
+
+        A watch counts once.
+        """
+        counts: Counter[tuple[str, str]] = Counter()
+        for line in (self.work / "audit.log").read_text().splitlines():
+            event = json.loads(line)
+            # A watch is complete when it ends.
+            stage = "ResponseStarted" if event["verb"] == "watch" else "ResponseComplete"
+            if event.get("userAgent") == agent and event["stage"] == stage:
+                target = event.get("objectRef", {})
+                resource = "/".join(target[k] for k in ("resource", "subresource") if target.get(k))
+                counts[event["verb"], resource] += 1
+        return counts
+
+
+@contextmanager
+def running(*, controllers: bool = False) -> Iterator[Cluster]:
+    """Run a control plane, made first where the store lacks it, on request with its controllers."""
+    store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
+    work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
+    work.mkdir(mode=0o700)
+    try:
+        with (
+            (work / "lab.log").open("w") as log,
+            subprocess.Popen(
+                [sys.executable, "-c", _CHILD, store, work, *(["controllers"] if controllers else [])],
+                cwd=REPO,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as child,
+        ):
+            assert child.stdout is not None
+            ready = child.stdout.readline()
+            assert ready, (work / "lab.log").read_text()[-4000:]
+            cluster = Cluster(child, work)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+    finally:
+        subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
+
+
+def child(store: str, work: str, *options: str) -> int:
+    """Be the process that has the control plane; it ends with its standard input."""
+    controllers = "controllers" in options
+
+    def serve() -> int:
+        parts = obtain(Settings(store=Path(store)), Monitor(), controllers=controllers)
+        with ControlPlane(parts, Path(work), controllers=controllers) as plane:
+            print(json.dumps(plane.server), flush=True)
+            for line in sys.stdin:
+                print(json.dumps(_do(plane, json.loads(line))), flush=True)
+        return 0
+
+    def guarded() -> int:
+        return failure.guard(serve, json_wanted=False, command="control plane")
+
+    return namespace.run_isolated(guarded)
+
+
+def _do(plane: ControlPlane, arguments: list[str]) -> str:
+    verb, *more = arguments
+    if verb == "kubeconfig":
+        return os.fspath(plane.kubeconfig(more[0], *more[1:]))
+    if verb == "stop":
+        plane.stop_api()
+    elif verb == "start":
+        plane.start_api()
+    return ""
+
+
+def register(client: Client, name: str, boot_id: str, **labels: str) -> None:
+    """Make a Node object as a kubelet does that was told to register with the taint and the label."""
+    client.request("POST", "/api/v1/nodes", new_node(name, **labels))
+    become_ready(client, name, boot_id)
+
+
+def new_node(name: str, **labels: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"image-builder/preflight": "failed", **labels}},
+        "spec": {"taints": [TAINT]},
+    }
+
+
+def become_ready(client: Client, name: str, boot_id: str) -> None:
+    """Tell a node's state as a kubelet does after each start: it is ready, and this is its boot."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "KubeletReady",
+        "message": "",
+        "lastHeartbeatTime": now,
+        "lastTransitionTime": now,
+    }
+    room = {"cpu": "8", "memory": "32Gi", "pods": "110"}
+    info = {
+        "bootID": boot_id,
+        **dict.fromkeys(
+            (
+                "architecture",
+                "containerRuntimeVersion",
+                "kernelVersion",
+                "kubeProxyVersion",
+                "kubeletVersion",
+                "machineID",
+                "operatingSystem",
+                "osImage",
+                "systemUUID",
+            ),
+            "lab",
+        ),
+    }
+    status = {"conditions": [ready], "capacity": room, "allocatable": room, "nodeInfo": info}
+    client.request(
+        "PATCH",
+        f"/api/v1/nodes/{name}/status",
+        {"status": status},
+        "application/strategic-merge-patch+json",
+    )
+
+
+@contextmanager
+def in_background(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
+    """Run ``work`` in a thread; in the end the event that it was given is set, and half a minute later it has ended."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    """Wait until ``condition`` holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds
+
+
+def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
+    """Return how a request was refused."""
+    try:
+        send()
+    except KubeError as error:
+        return {"status": error.status, "message": error.message}
+    raise AssertionError("it was not refused")
+
+
+def manifests(page: Path = HOW_TO) -> list[dict[str, Any]]:
+    """Return what the documentation says to apply."""
+    text = page.read_text(encoding="utf-8")
+    blocks = (
+        [text]
+        if page.suffix == ".yml"
+        else re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    )
+    return [m for block in blocks for m in yaml.safe_load_all(block) if m and "kind" in m]
+
+
+def collection(manifest: dict[str, Any]) -> str:
+    namespace = manifest["metadata"].get("namespace")
+    middle = f"namespaces/{namespace}/" if namespace else ""
+    plural = re.sub("y$", "ie", manifest["kind"].lower()) + "s"
+    return f"/apis/{manifest['apiVersion']}/{middle}{plural}"
+
+
+def give_rights(admin: Client, page: Path = HOW_TO) -> None:
+    """Give whoever a page or a file is about what it says, and nothing else."""
+    for manifest in manifests(page):
+        if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
+            admin.request("POST", collection(manifest), manifest)
+
+
+def add_policies(admin: Client, page: Path) -> None:
+    """Add a file's admission policies, which the lab's API server is too old for."""
+    for manifest in manifests(page):
+        if manifest["kind"].startswith("ValidatingAdmissionPolicy"):
+            admin.request("POST", collection(manifest), manifest)
+
+
+def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
+    """Ask for a certificate that nobody gives: no node is called so. Return the request's path."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
+    manifest = {
+        "apiVersion": "certificates.k8s.io/v1",
+        "kind": "CertificateSigningRequest",
+        "metadata": {"name": name},
+        "spec": {
+            "request": base64.b64encode(request.public_bytes(Encoding.PEM)).decode(),
+            "signerName": signer,
+            "usages": ["client auth"],
+        },
+    }
+    cluster.admin.request("POST", REQUESTS, manifest)
+    return f"{REQUESTS}/{name}"
+
+
+def deny_certificate(cluster: Cluster, path: str) -> None:
+    """Refuse what ``request_certificate`` asked for: it doesn't pend any more."""
+    denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
+    cluster.admin.request(
+        "PATCH", f"{path}/approval", {"status": {"conditions": [denied]}}, "application/merge-patch+json"
+    )
+
+
+class Machine:
+    """A node of the test: the kubelet's identity, and the files that its preflight leaves."""
+
+    def __init__(self, cluster: Cluster, directory: Path, name: str, healthz: str) -> None:
+        self.cluster, self.name, self.healthz = cluster, name, healthz
+        self.kubeconfig = cluster.kubelet(name)
+        self.kubelet = cluster.client(f"system:node:{name}", NODES, agent="kubelet")
+        self.directory = directory / name
+        self.directory.mkdir()
+        self.boot = ""
+
+    def start(self, *, is_known: bool) -> None:
+        """Start the machine: a new boot id, and a kubelet that tells it."""
+        self.boot = str(uuid.uuid4())
+        (self.directory / "boot_id").write_text(f"{self.boot}\n")
+        (self.directory / model.REPORTED).unlink(missing_ok=True)
+        if is_known:
+            become_ready(self.kubelet, self.name, self.boot)
+        else:
+            register(self.kubelet, self.name, self.boot, machine=self.name)
+
+    def verdict(self, state: str, code: str = "", action: str = "none") -> dict[str, Any]:
+        """Write what a preflight of this boot would have."""
+        return {
+            "format": 1,
+            "boot_id": self.boot,
+            "image_build": "b" * 64,
+            "state": state,
+            "code": code,
+            "reason": "mismatch in SM 7" if code else "",
+            "action": action,
+            "checks": [],
+            "started": "2026-01-01T00:00:00+00:00",
+            "seconds": 41.0,
+        }
+
+    def report(self, state: str, code: str = "", action: str = "none") -> int:
+        """Report as the unit does, by the agent's own code."""
+        run, etc = self.directory / "run", self.directory / "etc"
+        for folder in (run, etc):
+            folder.mkdir(exist_ok=True)
+        (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
+        settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
+        (etc / "preflight.json").write_text(json.dumps(settings))
+        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id"))
+
+    def is_out(self) -> bool:
+        return self.cluster.is_out(self.name)
+
+    def condition(self) -> dict[str, Any]:
+        conditions = self.cluster.admin.request("GET", f"/api/v1/nodes/{self.name}")["status"]["conditions"]
+        return next((c for c in conditions if c["type"] == model.CONDITION), {})
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def healthy() -> Iterator[str]:
+    """Yield where a kubelet answers on its own health port, as one that works."""
+    with servers.running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)) as server:
+        yield f"http://127.0.0.1:{server.server_port}/healthz"

@@ -1,0 +1,231 @@
+"""Run the real command against a store of its own, and see what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from image_builder.bake.store import Store
+from image_builder.definition.model import record_name
+from image_builder.settings import REPO_ROOT
+from image_builder.system import sparse
+
+REPO = REPO_ROOT
+IMAGE = "minimal"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ended: its status, its result on stdout, its words on stderr."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.stdout)
+        return found
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A store and an output directory of one test, the store filled with a finished build's stages."""
+
+    store: Path
+    output: Path
+    image: str = IMAGE
+
+    @property
+    def artefact(self) -> Path:
+        """Return what was published last."""
+        return (self.output / self.image / "latest").resolve()
+
+    def published(self) -> dict[str, str]:
+        """Map every published file to its SHA-256."""
+        return {
+            os.fspath(path.relative_to(self.output)): sparse.sha256(path)
+            for path in sorted(self.output.rglob("*"))
+            if path.is_file() and not path.is_symlink()
+        }
+
+    def take_artefact(self, original: Workplace) -> dict[str, str]:
+        """Have what another place published last, by hard links where that can be; return what is published then."""
+        self.output.mkdir(parents=True)
+        subprocess.run(["cp", "-al", original.output / original.image, self.output], check=True)
+        found = self.published()
+        assert any(name.endswith("manifest.json") for name in found)
+        return found
+
+    def command(self, *argv: str | Path, inventory: Path | None = None) -> list[str]:
+        words = [os.fspath(REPO / "image-builder"), *(os.fspath(a) for a in argv)]
+        if inventory:
+            words += ["-i", os.fspath(inventory)]
+        return words
+
+    def build(
+        self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None
+    ) -> Ended:
+        """Build the test image to its end, whatever that is."""
+        done = subprocess.run(
+            [*self.command("build", self.image, *argv, inventory=inventory), *self._places(), "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "CI": "true", **(env or {})},
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def _places(self) -> list[str]:
+        return ["--store", os.fspath(self.store), "--output", os.fspath(self.output)]
+
+    @property
+    def lock(self) -> Path:
+        """Return the lock of the last build, as the store remembers it."""
+        return self.record(".lock.json")
+
+    def record(self, suffix: str) -> Path:
+        """Return what the store remembers of the image: for the lab's inventory, or for whoever took it over.
+
+        A copy of a store has it under the image's name until the first build there, of any inventory.
+        """
+        locks = self.store / "locks"
+        names = (record_name(self.image, [REPO / "inventories/lab"], REPO), self.image)
+        known = [locks / f"{name}{suffix}" for name in names]
+        return next((p for p in (*known, *locks.glob(f"{self.image}@*{suffix}")) if p.exists()), known[0])
+
+    def start(self, *argv: str | Path) -> subprocess.Popen[str]:
+        """Start a build; its lines on stderr are for ``wait_for_line``."""
+        return subprocess.Popen(
+            [*self.command("build", self.image, *argv), *self._places()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CI": "true"},
+        )
+
+    def forget(self, *names: str) -> None:
+        """Remove stages from the store by name, so that the next build has them to do."""
+        for path in list((self.store / "objects").iterdir()):
+            meta = json.loads((path / "meta.json").read_text())
+            if meta["name"] in names:
+                subprocess.run(["rm", "-rf", "--one-file-system", path], check=True)
+
+    def forget_id(self, stage_id: str) -> None:
+        """Remove one stage from the store."""
+        subprocess.run(["rm", "-rf", "--one-file-system", self.store / "objects" / stage_id], check=True)
+
+    def sealed(self) -> tuple[tuple[Path, ...], Path]:
+        """Return the layers of the sealed image that was published last, topmost first, and its facts."""
+        facts = self.artefact / "facts.json"
+        return self.layers(json.loads(facts.read_bytes())["build_id"]), facts
+
+    def layers(self, stage_id: str) -> tuple[Path, ...]:
+        """Return the trees that a stage's root is made of, topmost first."""
+        store = Store(self.store)
+        return tuple(store.product(i) / "tree" for i in (stage_id, *store.meta(stage_id)["lowers"]))
+
+    def trees(self, name: str) -> tuple[Path, ...]:
+        """Return the trees of the stage called ``name`` of the image's last build, topmost first."""
+        return self.layers(self.object(name).name)
+
+    def build_until(self, stage: str, *argv: str | Path) -> tuple[Path, ...]:
+        """Build the image no further than to the end of a stage; return the layers that there are then."""
+        done = self.build("--stop-after", stage, *argv)
+        assert done.status == 0, done.stderr
+        return self.layers(next(one["id"] for one in done.result["stages"] if one["name"] == stage))
+
+    def object(self, name: str) -> Path:
+        """Return the directory of the stage called ``name`` of the image's last build."""
+        builds: list[list[str]] = json.loads(self.record(".builds").read_text())
+        for path in (self.store / "objects" / stage_id for stage_id in builds[-1]):
+            if path.exists() and json.loads((path / "meta.json").read_text())["name"] == name:
+                return path
+        raise KeyError(name)
+
+    def restore(self, original: Workplace, name: str) -> None:
+        """Take a forgotten stage back from the store that this one was copied from."""
+        path = original.object(name)
+        subprocess.run(["cp", "-al", path, self.store / "objects" / path.name], check=True)
+
+
+def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
+    """Read the child's stderr until a line is wanted; False when it ended before.
+
+    What is read is printed, so that a test that fails tells it. Later lines are drained until nobody holds the
+    pipe any more, then it is closed.
+    """
+    stream = child.stderr
+    assert stream is not None
+    deadline = time.monotonic() + seconds
+    for line in stream:
+        print(line, end="")
+        if wanted(line):
+            threading.Thread(target=_drain, args=(stream,), daemon=True).start()
+            return True
+        assert time.monotonic() < deadline, "the build came to a halt"
+    stream.close()
+    return False
+
+
+def _drain(stream: IO[str]) -> None:
+    with stream:
+        stream.read()
+
+
+def is_drained(child: subprocess.Popen[str], seconds: float = 10) -> bool:
+    """Wait until the pipe of a dead build is closed: until no process of it is left that could write."""
+    deadline = time.monotonic() + seconds
+    while not (child.stderr and child.stderr.closed) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(child.stderr and child.stderr.closed)
+
+
+def left_behind(store: Path) -> list[str]:
+    """Return what a dead build left outside its staging area: mounts, loops, processes, interfaces, files."""
+    found = [line for line in Path("/proc/self/mounts").read_text().splitlines() if os.fspath(store) in line]
+    loops = Path("/sys/block").glob("loop*/loop/backing_file")
+    found += [p.read_text() for p in loops if os.fspath(store) in p.read_text()]
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if os.fspath(store) in words:
+            found.append(words.replace("\0", " "))
+    for folder in ("debs", "files", "locks"):
+        found += [os.fspath(p) for p in (store / folder).glob("*partial*")]
+    return found
+
+
+def wait_until_clean(store: Path) -> list[str]:
+    """Give the kernel a moment to take down a killed namespace; return what is left then."""
+    deadline = time.monotonic() + 10
+    while (left := left_behind(store)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def network_state() -> str:
+    """Return the host's interfaces and iptables rules as text, to be compared."""
+    links = sorted(os.listdir("/sys/class/net"))
+    rules = (
+        subprocess.run(["iptables-save"], capture_output=True, text=True, check=False)
+        if _has_iptables()
+        else None
+    )
+    kept = [line for line in rules.stdout.splitlines() if not line.startswith((":", "#"))] if rules else []
+    return "\n".join([*links, *kept])
+
+
+def _has_iptables() -> bool:
+    return any(os.access(f"{d}/iptables-save", os.X_OK) for d in ("/usr/sbin", "/sbin"))

@@ -1,0 +1,249 @@
+"""Today's kubelets with what the role renders for them, on a worker's root with seeded images and a real containerd.
+
+What runs tests has cgroup v1 and no systemd, and its kernel is not set for a node, so a kubelet gets what the role
+renders but for four things: the cgroup driver, the group that its pods' are below, ``failCgroupV1``, and the files in
+/proc/sys that it looks at, which are others with the role's own values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.lab.registry import HOST
+from image_builder.node import mounts
+from image_builder.system import cgroups, namespace, process
+from tests.support.images import programs
+from tests.support.registries.pulls import wait_until
+from tests.support.stores.seeds import DATA, Node, Result, ctr
+from tests.unit.roles.kubelet_renderings import Rendered
+
+# Those of the directory that IMAGE_BUILDER_PROGRAMS names.
+VERSIONS = ("1.31.14", "1.35.6", "1.36.2")
+GOLDEN = Path(__file__).parents[2] / "unit/golden/container_runtime"
+_PROGRAM = "/usr/bin/kubelet"
+# Of a root and a command: the old root lies on the new one then, and is unmounted.
+_PIVOT = 'cd "$0" && pivot_root . . && umount --lazy . && exec "$@"'
+_NODE_IP = "198.18.0.1"
+_CRI_1 = '[plugins."io.containerd.grpc.v1.cri"]\n'
+# What a kubelet warns of where tests run, and why that is not the rendering's fault.
+_EXPECTED = {
+    "Flexvolume plugin directory": "the first start",
+    "checkpoint is not found": "the first start",
+    "Skipping pod synchronization": "it has just started",
+    "Image garbage collection failed once": "it has just started",
+    "failed to check if we have separate container filesystem": "it has just started",
+    "kubeclient not set, assuming standalone": "no API server",
+    "Skipping CSINode initialization": "no API server",
+    "failed to check if node is newer": "no API server",
+    "OOM events will not be reported": "no kernel messages",
+    "Failed to set rlimit on max file handles": "not allowed to those who run tests",
+    "with oom score": "not allowed to those who run tests",
+    "unable to find data in memory cache": "it has just started",
+    "Failed to process watch event": "its container has ended meanwhile",
+    "an error occurred when try to find container": "its container has ended meanwhile",
+}
+# A call of the CRI that containerd 1.x doesn't have; the kubelet goes by its own configuration then.
+EXPECTED_OF_1_7 = "RuntimeConfig from runtime service failed"
+
+
+def program(version: str, place: Path) -> Path:
+    """Unpack a kubelet below ``place``."""
+    place.mkdir(parents=True, exist_ok=True)
+    return programs.unpack(f"kubernetes-{version}/kubelet", place)
+
+
+@contextmanager
+def containerd_with_cri(node: Node, pause: str) -> Iterator[Callable[[], None]]:
+    """Run containerd on the node's data root with what the role container_runtime writes for the installed series.
+
+    Yields a function that restarts it, whatever series is installed then; containers go on meanwhile.
+    """
+    log = node.lab.base / "containerd-cri.log"
+    with _no_mounts_left(node), ExitStack() as stack:
+        daemon = stack.enter_context(ExitStack())
+        # Not on an overlay, which no pod with users of its own can have a file of.
+        state = node.root.path / "var/lib/kubelet"
+        for folder in (node.disk / "kubelet", state):
+            folder.mkdir(parents=True, exist_ok=True)
+        namespace.bind(os.fspath(node.disk / "kubelet"), os.fspath(state), read_only=False)
+
+        def restart() -> None:
+            daemon.close()
+            (node.root.path / "run/containerd.toml").write_text(_configuration(node, pause))
+            argv = _pivoted(node.root.argv(["containerd", "--config", "/run/containerd.toml"]))
+            daemon.enter_context(process.background(argv, log=log, stop_seconds=30))
+            assert wait_until(lambda: "Server:" in ctr(node, "version", ok=(0, 1)), 60)
+
+        restart()
+        try:
+            yield restart
+        finally:
+            for words in (["tasks", "rm", "--force"], ["containers", "rm"]):
+                for line in ctr(node, words[0], "ls").splitlines()[1:]:
+                    ctr(node, *words, line.split()[0], ok=range(256))
+
+
+def _pivoted(argv: list[str]) -> list[str]:
+    """Return a command that runs with the root as its namespace's: in a chroot the kernel allows no user namespace."""
+    at = argv.index("chroot")
+    return [*argv[:at], "unshare", "--mount", "sh", "-c", _PIVOT, *argv[at + 1 :]]
+
+
+def series(node: Node) -> str:
+    """Return the installed containerd's series, as `2.1`."""
+    found = re.search(r" v?(\d+\.\d+)\.", node.root.run(["containerd", "--version"]).stdout)
+    assert found
+    return found[1]
+
+
+def _configuration(node: Node, pause: str) -> str:
+    text = (GOLDEN / f"containerd-{series(node)}.toml").read_text(encoding="utf-8")
+    for old, new in (
+        ("/mnt/local/containerd", DATA),
+        ("registry.k8s.io/pause:3.10", pause),
+        ("SystemdCgroup = true", "SystemdCgroup = false"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    # Whoever runs tests may not be allowed to spare a process from the kernel's OOM killer.
+    spared = "restrict_oom_score_adj = true\n"
+    if _CRI_1 in text:
+        return text.replace(_CRI_1, f"{_CRI_1}{spared}")
+    return f'{text}\n[plugins."io.containerd.cri.v1.runtime"]\n{spared}'
+
+
+@contextmanager
+def _no_mounts_left(node: Node) -> Iterator[None]:
+    """Unmount at the end what containers and pods had mounted in the node's root, the newest first."""
+    before = {mount.target for mount in mounts.listed()}
+    try:
+        yield
+    finally:
+        for mount in reversed(mounts.listed()):
+            if mount.target not in before and mount.target.startswith(f"{node.root.path}/"):
+                namespace.unmount(mount.target)
+
+
+def trust_registry(node: Node) -> None:
+    """Have the node's engine know the authority of the lab's registry, as the role's mirrors do."""
+    folder = node.root.path / "etc/containerd/certs.d" / HOST
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(node.lab.endpoints[HOST].ca, folder / "ca.crt")
+    (folder / "hosts.toml").write_text(
+        f'server = "https://{HOST}"\nca = "/etc/containerd/certs.d/{HOST}/ca.crt"\n'
+    )
+
+
+@dataclass
+class Kubelet:
+    """A running kubelet: its pods are what is in ``manifests``, and ``log`` is all that it has said."""
+
+    node: Node
+    manifests: Path
+    log: Path
+    daemon: subprocess.Popen[Any]
+
+    def start_pod(self, name: str, image: LockedImage, **spec: Any) -> None:
+        """Have a static pod with one container of an image run, in the node's network unless ``spec`` differs."""
+        container = {"name": "main", "image": image.ref, "imagePullPolicy": "IfNotPresent"}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"hostNetwork": True, "containers": [container], **spec},
+        }
+        draft = self.manifests / f".{name}"  # a kubelet skips such names
+        draft.write_text(json.dumps(pod))
+        draft.rename(self.manifests / f"{name}.json")
+
+    def runs(self, image: LockedImage, seconds: float = 60) -> bool:
+        """Wait for a container of an image; return whether one runs."""
+        return wait_until(lambda: image.ref in running_images(self.node), seconds)
+
+    def end_pods(self) -> bool:
+        """Take the manifests away; return whether their containers have ended."""
+        for manifest in self.manifests.iterdir():
+            manifest.unlink()
+        return wait_until(lambda: not running_images(self.node), 60)
+
+    def complaints(self) -> list[str]:
+        """Return what it warns of but for what is due to where tests run."""
+        lines = self.log.read_text("utf-8", "replace").splitlines()
+        warnings = [
+            line for line in lines if re.search(r"^\W*[WEF]\d{4} |eprecated|unknown field|strict decod", line)
+        ]
+        return [line for line in warnings if not any(words in line for words in _EXPECTED)]
+
+
+def running_images(node: Node) -> list[str]:
+    """Return the images of running containers, the sandboxes' excepted."""
+    tasks = [line.split() for line in ctr(node, "tasks", "ls").splitlines()[1:]]
+    alive = {words[0] for words in tasks if words[2] == "RUNNING"}
+    rows = [line.split() for line in ctr(node, "containers", "ls").splitlines()[1:]]
+    return sorted(row[1] for row in rows if row[0] in alive and "/pause" not in row[1])
+
+
+def image_names(node: Node) -> list[str]:
+    """Return the tags of images that are complete and unpacked."""
+    rows = [line.split() for line in ctr(node, "images", "check").splitlines()[1:]]
+    tags = [row for row in rows if row[0].startswith(f"{HOST}/") and "@" not in row[0]]
+    return sorted(row[0] for row in tags if row[3] == "complete" and row[-1] == "true")
+
+
+@contextmanager
+def kubelet(node: Node, path: Path, rendered: Rendered, **fields: Any) -> Iterator[Kubelet]:
+    """Run a kubelet in standalone mode until the block ends; its manifests and its state are gone then.
+
+    ``fields`` are more of the configuration.
+    """
+    root = node.root.path
+    config = rendered.config | {
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": cgroups.PARENT,
+        "failCgroupV1": False,
+    }
+    manifests = root / config["staticPodPath"].lstrip("/")
+    log = node.lab.base / f"kubelet-{time.monotonic_ns()}.log"
+    with cgroups.held(), _looks_like_a_node(node, path, rendered.value("__kubelet_sysctls")):
+        manifests.mkdir(parents=True, exist_ok=True)
+        (root / "etc/kubernetes/kubelet.yaml").write_text(yaml.safe_dump(config | fields))
+        flags = [word.replace("${KUBELET_NODE_IP}", _NODE_IP) for word in rendered.command[1:]]
+        flags = [re.sub(r"\$\{\w+\}", "", flag) for flag in flags if not flag.startswith("$")]
+        with process.background(node.root.argv([_PROGRAM, *flags]), log=log, stop_seconds=30) as daemon:
+            running = Kubelet(node, manifests, log, daemon)
+            yield running
+            running.end_pods()
+
+
+@contextmanager
+def _looks_like_a_node(node: Node, path: Path, settings: Result) -> Iterator[None]:
+    """Give the root the program, control groups, and files with the kernel settings that the role writes."""
+    root = node.root.path
+    with ExitStack() as stack:
+        for hierarchy in Path("/sys/fs/cgroup").iterdir():
+            (hierarchy / cgroups.PARENT.lstrip("/")).mkdir(exist_ok=True)
+        wanted = {root / _PROGRAM.lstrip("/"): path}
+        for name, value in settings.items():
+            file = node.lab.base / name
+            file.write_text(f"{value}\n")
+            wanted[root / "proc/sys" / name.replace(".", "/")] = file
+        (root / _PROGRAM.lstrip("/")).touch()
+        # Kernel messages are the host's; a kubelet looks for those about memory.
+        (root / "dev/kmsg").touch()
+        for where, source in wanted.items():
+            namespace.bind(os.fspath(source), os.fspath(where), read_only=True)
+            stack.callback(namespace.unmount, os.fspath(where))
+        yield

@@ -1,0 +1,80 @@
+"""Drive a rollout in a process of its own, which a test can kill: ``python -m tests.support.pools.drive FILE``.
+
+It is what ``pool run``, ``pool resume`` and ``pool verify`` do, with shorter times for connections, and with a suite of
+the test's own in place of ``image_builder/suite``: that is for booted machines, which the hosts here aren't.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.cli.pool.table import LiveTable
+from image_builder.errors import ImageBuilderError
+from image_builder.pool import rollout
+from image_builder.pool.reach.hostkeys import Pinned
+from image_builder.pool.reach.reach import Access
+from image_builder.pool.rollout import Options
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to drive. All are paths but ``user`` and the flags."""
+
+    plan: str
+    inventory: str
+    user: str
+    key: str
+    known_hosts: str
+    facts: str
+    suite: str
+    reports: str
+    node_configs: str
+    kubeconfig: str = ""
+    is_resumed: bool = False
+    retry: bool = False
+    verify: bool = False
+
+
+def drive(request: Request) -> int:
+    """Return 0 where the run came to its end, 1 where it was stopped; prints its report."""
+    access = Access(
+        request.user,
+        Path(request.key),
+        Pinned(Path(request.known_hosts)),
+        connect_seconds=3.0,
+        banner_seconds=3.0,
+        auth_seconds=5.0,
+        keepalive_seconds=1.0,
+        sudo_seconds=4.0,
+    )
+    options = Options(
+        plan=Path(request.plan),
+        access=access,
+        reports=Path(request.reports),
+        inventories=(Path(request.inventory),),
+        is_resumed=request.is_resumed,
+        retry=request.retry,
+        facts=(request.facts,),
+        node_configs=Path(request.node_configs) if request.node_configs else None,
+        kubeconfig=Path(request.kubeconfig) if request.kubeconfig else None,
+    )
+    prepared = (
+        rollout.prepare_verification(options, options.plan) if request.verify else rollout.prepare(options)
+    )
+    assert prepared.setup.suite
+    suite = dataclasses.replace(prepared.setup.suite, folder=Path(request.suite))
+    prepared = dataclasses.replace(prepared, setup=dataclasses.replace(prepared.setup, suite=suite))
+    result, _ = rollout.verify(prepared, LiveTable) if request.verify else rollout.drive(prepared, LiveTable)
+    print(json.dumps(result))
+    return 0 if result["state"] == "finished" else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(drive(Request(**json.loads(Path(sys.argv[1]).read_text()))))
+    except ImageBuilderError as error:
+        sys.exit(error.message)

@@ -1,0 +1,351 @@
+"""Real hosts for the pools' tests: each an sshd in a network namespace of its own, with its own address and keys.
+
+    with fleet(place, folder, 12, faults={3: "dead"}) as pool:
+        pool.hosts
+
+They live in a process of their own (hosts.py), and end with it, however that happens.
+The calling thread, and what it starts, is in the hosts' network for as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from image_builder.machine.vm import write_key
+from image_builder.pool.plan.model import Host
+from image_builder.pool.reach.hostkeys import (
+    CertificateAuthority,
+    HostKeys,
+    Pinned,
+    known_as,
+    openssh_options,
+)
+from image_builder.pool.reach.reach import Access
+from tests.support.images.builds import REPO, Workplace
+
+# dead: packets to it vanish. slow banner: accepts, and says nothing. other key: not the pinned one. slow: each command
+# takes SLOW_SECONDS longer. The rest say what they are.
+Fault = Literal[
+    "dead",
+    "refused",
+    "slow banner",
+    "other key",
+    "auth",
+    "sudo asks",
+    "sudo hangs",
+    "sudo refuses",
+    "disk full",
+    "slow",
+]
+# How it ends to run a command as root on a host with it.
+CLASSES: dict[Fault, str] = {
+    "dead": "timeout",
+    "refused": "refused",
+    "slow banner": "timeout",
+    "other key": "host key",
+    "auth": "auth",
+    "sudo asks": "sudo",
+    "sudo hangs": "sudo",
+    "sudo refuses": "sudo",
+    "disk full": "ok",
+    "slow": "ok",
+}
+SLOW_SECONDS = 1
+USER = "operator"
+SITE = "/opt/site"
+# For benchmarks, RFC 2544; the other half of them is what ``leave_the_network`` takes.
+NETWORK, GATEWAY = "198.19", "198.19.255.254"
+# What sudo asks where it hangs, the line by which PAM does, and what lets it wait (see hosts.py).
+DIRECTORY, ANSWERED, HANGS = "/usr/local/sbin/directory", "/tmp/answered", "/run/hangs"
+ACCOUNT_RULE = f"account required pam_exec.so {DIRECTORY}"
+# A neighbour that is known, and never answers.
+NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
+_CLONE_NEWNET = 0x40000000
+READY_SECONDS = 120
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class HostsRequest:
+    """The request of the process of the hosts: ``disk`` as tmpfs has its size.
+
+    Hosts have the root filesystem at ``start`` bytes of ``image``, or ``trees``, topmost first.
+    """
+
+    store: str
+    image: str
+    start: int
+    trees: list[str]
+    disk: str
+    folder: str
+    faults: list[str]
+    site: str
+
+
+class Fleet:
+    """The hosts, and what can be done to them meanwhile. All by a line of JSON each way."""
+
+    def __init__(self, folder: Path, hosts: tuple[Host, ...], process: subprocess.Popen[str]) -> None:
+        self.folder = folder
+        self.hosts = hosts
+        self._process = process
+        # Who was in their network from the beginning: their own process, and the calling one.
+        self.bystanders = self.around()
+
+    @property
+    def key(self) -> Path:
+        """The key that hosts let in."""
+        return self.folder / "user"
+
+    @property
+    def pinned(self) -> Pinned:
+        return Pinned(self.folder / "known_hosts")
+
+    @property
+    def authority(self) -> CertificateAuthority:
+        return CertificateAuthority(self.folder / "authorities")
+
+    def access(self, host_keys: HostKeys | None = None, **seconds: float) -> Access:
+        """Return how to reach the hosts: by default with short times and pinned keys."""
+        times = {"connect_seconds": 3.0, "banner_seconds": 3.0, "auth_seconds": 60.0} | seconds
+        return Access(USER, self.key, host_keys or self.pinned, **times)
+
+    def variables(self, host: Host) -> dict[str, str]:
+        """Return how Ansible reaches a host, and holds it to the same key."""
+        return {
+            "ansible_host": host.address,
+            "ansible_user": USER,
+            "ansible_ssh_private_key_file": os.fspath(self.key),
+            "ansible_ssh_common_args": shlex.join(
+                ["-o", "IdentitiesOnly=yes", *openssh_options(self.pinned, host)]
+            ),
+        }
+
+    def run(self, host: int, *argv: str, input: str = "", ok: bool = True) -> str:
+        """Run a command on a host, past SSH, as root; return its output."""
+        done = self._ask({"do": "run", "host": host, "argv": argv, "input": input})
+        assert done["status"] == 0 or not ok, done
+        return str(done["output"])
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds of a processor that the hosts, and all that ran on them and has ended, have had."""
+        own: dict[int, tuple[int, float]] = {}
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                fields = entry.read_text().rpartition(")")[2].split()
+                own[int(entry.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+        parents = {self._process.pid}
+        ticks = 0.0
+        while parents:
+            ticks += sum(own[pid][1] for pid in parents if pid in own)
+            parents = {pid for pid, (parent, _) in own.items() if parent in parents}
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def log(self, host: int) -> str:
+        """Return what a host's sshd has logged."""
+        return self.run(host, "cat", "/var/log/sshd.log")
+
+    def cut(self, host: int) -> None:
+        """Let packets from and to a host vanish."""
+        self._ask({"do": "link", "host": host, "state": "down"})
+
+    def mend(self, host: int) -> None:
+        """Undo ``cut``."""
+        self._ask({"do": "link", "host": host, "state": "up"})
+
+    def hang_sudo(self, host: int, *, answers: bool) -> None:
+        """Let sudo hang: ``answers`` once before that, so that a probe finds nothing."""
+        script = f"rm -rf {ANSWERED}; grep -q {DIRECTORY} $0 || sed -i '1i {ACCOUNT_RULE}' $0"
+        self.run(host, "sh", "-ec", script + ("" if answers else f"; mkdir {ANSWERED}"), "/etc/pam.d/sudo")
+
+    def free_sudo(self, host: int) -> None:
+        """Undo that; what hangs goes on, and what it was asked for is done now."""
+        self.run(host, "sh", "-ec", f"sed -i '\\|{DIRECTORY}|d' $0; : <>{HANGS}", "/etc/pam.d/sudo")
+
+    def around(self) -> set[int]:
+        """Return the processes in the hosts' network that are no host's."""
+        network, names = os.readlink("/proc/thread-self/ns/net"), set()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended
+                if entry.name.isdigit() and os.readlink(entry / "ns/net") == network:
+                    names.add(int(entry.name))
+        return names
+
+    def processes(self) -> dict[int, list[str]]:
+        """Return what runs on hosts besides their sshd: command lines, by the number of each that has any."""
+        return {int(number): lines for number, lines in self._ask({"do": "list"}).items()}
+
+    def part(self, host: int) -> None:
+        """Let packets between a host and who asks from here vanish; hosts still reach each other."""
+        self._neighbours(host, "replace")
+
+    def unite(self, host: int) -> None:
+        """Undo ``part``."""
+        self._neighbours(host, "del")
+
+    def _neighbours(self, host: int, verb: str) -> None:
+        self._ask({"do": "neigh", "host": host, "state": verb})
+        self.run(host, "ip", "neigh", verb, GATEWAY, *NOBODY.split(), "dev", "eth0")
+
+    def change_key(self, host: int) -> None:
+        """Give a host another key, as a reinstalled one has."""
+        self._restart(
+            host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/ssh_host_ed25519_key"
+        )
+
+    def show(self, host: int, certificate: str) -> None:
+        """Let a host show another certificate for the key that it has."""
+        self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key-cert.pub", certificate)
+
+    def _restart(self, host: int, script: str, file: str, input: str = "") -> None:
+        """Run a script, and let a host's sshd read its files anew."""
+        before = self.log(host).count("Server listening")
+        self.run(host, "sh", "-ec", script + '; kill -HUP "$(cat /run/sshd.pid)"', file, input=input)
+        deadline = time.monotonic() + READY_SECONDS
+        while self.log(host).count("Server listening") == before:
+            assert time.monotonic() < deadline, "sshd didn't come back"
+            time.sleep(0.05)
+
+    def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+
+@contextmanager
+def fleet(
+    place: Workplace,
+    folder: Path,
+    count: int,
+    *,
+    faults: Mapping[int, Fault] | None = None,
+    signed: bool = False,
+    site: Path | None = None,
+    trees: Sequence[Path] = (),
+    disk: str = "48m",
+) -> Iterator[Fleet]:
+    """Start so many hosts; number N has fault N. With ``signed`` they have certificates of ``Fleet.authority``.
+
+    The directory ``site`` is on all of them, in SITE, such as one with packages. What they write is in memory, at most
+    ``disk`` of each.
+
+    ``place`` holds an image with sshd, sudo, ip and Python: the small one, whose disk they have; else they have
+    ``trees``, topmost first. Call it from the main thread.
+    """
+    hosts = tuple(host_of(n) for n in range(count))
+    wrong = [(faults or {}).get(n, "") for n in range(count)]
+    _write_keys(folder, hosts, wrong, signed)
+    request = HostsRequest(
+        store=os.fspath(place.store),
+        image="" if trees else os.fspath(place.artefact / f"{place.image}.raw"),
+        start=0 if trees else _root_of(place.artefact),
+        trees=[os.fspath(tree) for tree in trees],
+        disk=disk,
+        folder=os.fspath(folder),
+        faults=list(wrong),
+        site=os.fspath(site or ""),
+    )
+    (folder / "request.json").write_text(json.dumps(dataclasses.asdict(request)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.pools.hosts", folder / "request.json"],
+        cwd=REPO,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin and process.stdout
+    # Not Popen's own context: for a Ctrl-C that waits a quarter of a second.
+    with ExitStack() as stack:
+        stack.enter_context(process.stdout)
+        stack.callback(process.wait)
+        stack.enter_context(process.stdin)  # its end ends the process, and all hosts with it
+        assert process.stdout.readline() == "ready\n", "the hosts didn't start"
+        with _network_of(process.pid):
+            yield Fleet(folder, hosts, process)
+    assert process.returncode == 0
+
+
+def _root_of(artefact: Path) -> int:
+    """Return where the root filesystem begins in the disk of an image."""
+    disk = json.loads((artefact / "manifest.json").read_bytes())["disk"]
+    (start,) = (part["start"] for part in disk["partitions"] if part["name"] == "root")
+    return int(start)
+
+
+def host_of(number: int) -> Host:
+    """Return a host as an inventory would have it."""
+    return Host(
+        name=f"host-{number}",
+        address=f"{NETWORK}.{number // 250}.{number % 250 + 1}",
+        pool="pool",
+        scale_set=f"set-{number // 100}",
+        vm_size="Standard_ND96isr_H100_v5",
+        image="minimal",
+        vm_id=f"00000000-0000-4000-8000-{number:012x}",
+    )
+
+
+def _write_keys(folder: Path, hosts: Sequence[Host], wrong: Sequence[str], signed: bool) -> None:
+    """Write the user's key, the hosts' keys, and the two files that say which those are."""
+    new_key(folder / "user")
+    authority = new_key(folder / "authority")
+    (folder / "authorities").write_text(f"@cert-authority * {authority}\n")
+    lines = []
+    for number, host in enumerate(hosts):
+        public = new_key(folder / f"host-{number}")
+        if wrong[number] == "other key":
+            public = new_key(folder / f"host-{number}.other")
+        lines.append(f"{known_as(host)} {public}\n")
+        if signed:
+            sign(folder / "authority", folder / f"host-{number}.pub", "-n", known_as(host))
+    (folder / "known_hosts").write_text("".join(lines))
+
+
+def new_key(path: Path) -> str:
+    """Write a new key pair, NAME and NAME.pub; return the public line."""
+    public = write_key(path, path.name)
+    path.with_name(f"{path.name}.pub").write_text(public + "\n")
+    return public
+
+
+def sign(authority: Path, public: Path, *options: str) -> Path:
+    """Let OpenSSH make a host certificate for a public key; return its file."""
+    argv: list[str | Path] = ["ssh-keygen", "-q", "-s", authority, "-h", "-I", "fleet", *options, public]
+    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    return public.with_name(f"{public.stem}-cert.pub")
+
+
+@contextmanager
+def _network_of(pid: int) -> Iterator[None]:
+    """Put this thread into a process' network for as long."""
+    own_network = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        _enter(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY))
+        try:
+            yield
+        finally:
+            _enter(os.dup(own_network))
+    finally:
+        os.close(own_network)
+
+
+def _enter(fd: int) -> None:
+    try:
+        if _libc.setns(fd, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(fd)

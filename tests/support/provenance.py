@@ -1,0 +1,103 @@
+"""Which code a record of a run by hand is about, and whether the checkout still has that code.
+
+A record has the digest of the files that decide its results under ``code``. Its page says so where they have changed
+since: what the page shows was true then, and is unproven now.
+
+Which files these are follows from imports: of the program's modules that the run is about, and of the tests' modules
+that judge it. The builder, which makes the image and starts the machine, is not among them, nor is the verification
+suite: CI runs both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake.plan.closure import closure
+from image_builder.settings import REPO_ROOT
+from image_builder.system.trees import code_digests, files_in
+
+# They show what was found.
+_PRESENTS = ("page.py", "provenance.py")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What decides the results of a run.
+
+    ``program`` are modules, or folders of modules, and ``judge`` is the module of the tests' that is run: both count
+    with all that they import, of the program and of the tests each. ``data`` are files and folders that no import
+    leads to.
+    """
+
+    program: tuple[str, ...]
+    judge: str
+    data: tuple[str, ...]
+
+    def files(self, root: Path = REPO_ROOT) -> set[Path]:
+        """Return the files; raises FileNotFoundError for a place that isn't there."""
+        places = [root / name for name in (*self.program, self.judge, *self.data)]
+        for place in places:
+            if not place.exists():
+                raise FileNotFoundError(place)
+        given = {file for name in self.program for file in files_in(root / name) if file.suffix == ".py"}
+        modules = closure(given, "image_builder", root)
+        # What lies beside a module is what it reads.
+        beside = {p for m in modules for p in m.parent.iterdir() if p.is_file() and p.suffix != ".py"}
+        judges = closure([root / self.judge], "tests", root, lambda file: file.name.endswith(_PRESENTS))
+        data = {file for name in self.data for file in files_in(root / name)}
+        return modules | beside | judges | data
+
+
+def _node(*names: str) -> tuple[str, ...]:
+    return tuple(f"image_builder/node/{name}" for name in names)
+
+
+# Where the images are declared that are run.
+_LAB = "inventories/lab"
+_ROLES = ("roles/image_preload", "roles/local_disk", "roles/node_agent")
+_DISK_COMMANDS = _node(
+    *(f"{name}/command.py" for name in ("disk", "preload", "promote", "seed")), "report.py"
+)
+JOIN = Subject(
+    (
+        *_node("join/command.py", "preflight/command.py"),
+        "image_builder/cluster/broker",
+        "image_builder/cluster/gate",
+    ),
+    "tests/e2e/join.py",
+    (
+        _LAB,
+        "deploy/token-broker.yml",
+        "tests/e2e/large.yml",
+        *(f"roles/{name}" for name in ("gpu_preflight", "kubelet", "node_agent", "node_join")),
+    ),
+)
+SLICES = Subject(
+    ("image_builder/pool", "image_builder/cli/pool/exports.py"),
+    "tests/e2e/slices.py",
+    (_LAB, "playbooks/bootstrap.yml"),
+)
+LOCAL_DISK = Subject(
+    _DISK_COMMANDS, "tests/boot/matrix.py", (_LAB, "tests/boot/guest", "tests/data/ntfs", *_ROLES)
+)
+PENDING_PODS = Subject(
+    ("image_builder/bake/pull", *_DISK_COMMANDS),
+    "tests/e2e/pending_pods.py",
+    (_LAB, "tests/e2e/large.yml", "tests/e2e/inventory", *_ROLES, "roles/container_runtime", "roles/kubelet"),
+)
+
+
+def digest(subject: Subject, root: Path = REPO_ROOT) -> str:
+    """Return the SHA-256 of the names of the files and of what is in them, comments of Python apart."""
+    return hashlib.sha256(repr(sorted(code_digests(root, subject.files(root)).items())).encode()).hexdigest()
+
+
+def note(record: Mapping[str, Any], subject: Subject) -> list[str]:
+    """Return what a page says of a record of other code, in Markdown: nothing where it is of this code."""
+    if record.get("code") == digest(subject):
+        return []
+    return ["**Of earlier code:** what decides these results has changed since, and was not run again.", ""]

@@ -1,0 +1,456 @@
+"""Pulls by a baked image's own engines: the lab's registry, a proxy before it that goes wrong, small images.
+
+A scenario is a function of a test module that gets a ``Lab`` and returns what it saw, as JSON. It runs in a process
+and namespaces of its own, and asserts nothing: the tests do, in the process that can show what was compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import datetime
+import fcntl
+import importlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull import containerd_engine, docker_engine, retry
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Endpoint, Network
+from image_builder.bake.pull.puller import Puller, Request
+from image_builder.bake.pull.registry import locate
+from image_builder.bake.stages.preload.run import write_names
+from image_builder.bake.store import Store
+from image_builder.errors import PullError
+from image_builder.events import Monitor, Part
+from image_builder.lab import certificate, images, registry
+from image_builder.lab.registry import HOST, PORT
+from image_builder.system import environment, namespace, process
+from image_builder.system.sandbox import Root, open_root
+from tests.support.images import programs
+from tests.support.images.builds import REPO, Workplace
+from tests.support.registries.plan import Upstream
+from tests.support.registries.proxy import RegistryProxy
+
+ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
+# Engines newer than those of Debian's archive, as packages of the directory of programs.
+NEWER = {
+    "containerd_2": ("repository/containerd.io_2.*.deb",),
+    "docker_28": ("repository/docker-ce_28.*.deb", "repository/containerd.io_2.*.deb"),
+}
+PLATFORM = "linux/amd64"
+MB = 1_000_000
+# Of the stages of a worker, those whose trees hold the engines, topmost first.
+_OUT = "/run/image-builder/out"
+# For benchmarks, RFC 2544: nobody has these addresses.
+NETWORK = "198.18"
+_CLONE_NEWNET = 0x40000000
+_SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8916, 0x891C
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_CHILD = "import sys; from tests.support.registries import pulls; sys.exit(pulls.child(sys.argv[1]))"
+
+# Scenarios that run beside the test that is run, one at a time, until another test asks for what came of them.
+_BESIDE = ThreadPoolExecutor(1)
+_RESULTS: dict[tuple[str, ...], Future[Any]] = {}
+
+Result = dict[str, Any]
+
+
+def isolated(
+    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
+) -> Any:
+    """Run ``scenario(lab, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk.
+
+    ``engine`` is one of ENGINES, or one of NEWER, which is unpacked over the worker's own.
+    """
+    # Beside the store: the data root of an engine needs a real filesystem, which a directory for tests may not be.
+    base = worker.store.parent / f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
+    base.mkdir()
+    told = {
+        "module": scenario.__module__,
+        "name": scenario.__qualname__,
+        "words": words,
+        "engine": family(engine),
+        "store": os.fspath(worker.store),
+        "tools": os.fspath(worker.object("tools") / "product/tree"),
+        "trees": [*_newer(engine, base), *(os.fspath(t) for t in worker.trees("container_runtime"))],
+        "base": os.fspath(base),
+    }
+    try:
+        (base / "scenario.json").write_text(json.dumps(told))
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, base / "scenario.json"],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        if done.returncode:
+            logs = [f"-- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in base.glob("*.log")]
+            raise AssertionError("\n".join([done.stdout, *logs]))
+        return json.loads((base / "result.json").read_text())
+    finally:
+        subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+
+
+def with_each_engine(
+    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
+) -> Any:
+    """Return what ``isolated`` does; the first of ENGINES lets the others begin, since a scenario mostly waits.
+
+    A test has the first one's result before another's, by the order of its parameters.
+    """
+    first, *others = ENGINES
+
+    def key(name: str) -> tuple[str, ...]:
+        return (name, scenario.__module__, scenario.__qualname__, *words)
+
+    if engine == first:
+        for other in others:
+            _RESULTS[key(other)] = _BESIDE.submit(isolated, scenario, worker, other, *words, seconds=seconds)
+    elif future := _RESULTS.pop(key(engine), None):
+        return future.result()
+    return isolated(scenario, worker, engine, *words, seconds=seconds)
+
+
+def family(engine: str) -> str:
+    """Return which of ENGINES a parameter of a test means."""
+    return engine.partition("_")[0]
+
+
+def every_engine(*, nightly: bool = False) -> list[Any]:
+    """Return the engines as parameters of a test, the newer ones too where their packages are there.
+
+    Docker 28 is for the night, and so are all newer ones where ``nightly``.
+    """
+    found: list[Any] = [pytest.param(name) for name in ENGINES]
+    for name, patterns in NEWER.items():
+        absent = not all(map(programs.find, patterns))
+        marks = [pytest.mark.skip(programs.ABSENT)] if absent else []
+        if nightly or name == "docker_28":
+            marks.append(pytest.mark.nightly)
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+def _newer(engine: str, base: Path) -> list[str]:
+    """Unpack the programs of a newer engine; return their tree, if it is one."""
+    if engine not in NEWER:
+        return []
+    tree = base / "programs"
+    for pattern in NEWER[engine]:
+        (package,) = programs.find(pattern)
+        subprocess.run(["dpkg-deb", "--extract", package, tree], check=True)
+    return [os.fspath(tree)]
+
+
+def child(path: str) -> int:
+    """Be the process of one scenario."""
+    told = json.loads(Path(path).read_text())
+    base = Path(told["base"])
+
+    def work() -> int:
+        # A call of the tests may be inside of a build's own variables: none of them is meant for this one.
+        for name in environment.PROXIES:
+            os.environ.pop(name, None)
+            os.environ.pop(name.upper(), None)
+        leave_the_network()
+        scenario = getattr(importlib.import_module(told["module"]), told["name"])
+        trees = [Path(t) for t in told["trees"]]
+        with (
+            Store(Path(told["store"])).in_use(),
+            Lab(base, Path(told["tools"]), trees, told["engine"]) as lab,
+        ):
+            result = scenario(lab, *told["words"])
+        (base / "result.json").write_text(json.dumps(result))
+        return 0
+
+    return namespace.run_isolated(work)
+
+
+def leave_the_network(*more: str) -> None:
+    """Go to a network of nothing but a loopback interface, with addresses on it that aren't loopback addresses.
+
+    ``more`` are single addresses beside those of NETWORK. Docker asks no certificate of a registry on 127.0.0.0/8, and
+    takes plain HTTP from it.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    have_addresses(*more)
+
+
+def have_addresses(*more: str) -> None:
+    """Give the loopback interface of the network that this is in NETWORK's addresses, and these single ones."""
+    places = [(f"{NETWORK}.0.1", "255.255.0.0"), *((address, "255.255.255.255") for address in more)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        # struct ifreq: a name, then flags or a sockaddr. On a loopback interface a whole network is local.
+        up = struct.pack("=h", _IFF_UP | _IFF_RUNNING)
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16s24s", b"lo", up))
+        for number, place in enumerate(places):
+            name = f"lo:{number}".encode()
+            for code, text in zip((_SIOCSIFADDR, _SIOCSIFNETMASK), place, strict=True):
+                value = struct.pack("=hH4s", socket.AF_INET, 0, socket.inet_aton(text))
+                fcntl.ioctl(control, code, struct.pack("16s24s", name, value))
+
+
+class Pictures(Monitor):
+    """Keeps what was shown of each pull: for each image its lines, without repetitions."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, list[Part]] = {}
+
+    def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:  # noqa: ARG002
+        for part in parts:
+            lines = self.shown.setdefault(part.name, [])
+            if not lines or lines[-1] != part:
+                lines.append(part)
+
+
+class Lab:
+    """A registry with storage of its own, and a proxy before it under the registry's name.
+
+    ``endpoints`` leads to the proxy, ``behind`` past it. All is random but made of the names it is given: the same
+    scenario has the same bytes.
+    """
+
+    def __init__(self, base: Path, tools: Path, trees: Sequence[Path], engine: str) -> None:
+        self.base, self.tools, self.trees, self.engine = base, tools, list(trees), engine
+        self.module = ENGINES[engine]
+        self.endpoints: dict[str, Endpoint] = {}
+        self.names: dict[str, str] = {}
+        self.log = base / f"{engine}.log"
+        self.root: Root | None = None
+        self.network = Network()
+        self._stack = ExitStack()
+        self._numbers = iter(range(1000))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            storage = self.folder("storage")
+            self.registry = stack.enter_context(
+                registry.serve(self.tools, storage, self.folder("registry"), writable=True)
+            )
+            self.upstream = Upstream(
+                self.registry.address,
+                self.registry.port,
+                HOST,
+                ssl.create_default_context(cafile=os.fspath(self.registry.ca)),
+            )
+            self._stack = stack.pop_all()
+            self.proxy = self.serve_proxy(HOST)
+            self.behind = {HOST: Endpoint(HOST, self.registry.address, PORT, self.registry.ca)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def folder(self, name: str) -> Path:
+        """Make a new directory on the filesystem of the store."""
+        path = self.base / f"{name}-{next(self._numbers)}"
+        path.mkdir()
+        return path
+
+    def serve_proxy(
+        self, host: str, *, rate: float | None = None, not_after: datetime.datetime | None = None
+    ) -> RegistryProxy:
+        """Put a proxy before the registry as ``host``, on an address of its own."""
+        folder = self.folder("certificate")
+        before = not_after - datetime.timedelta(days=2) if not_after else None
+        made = certificate.make(host, folder, not_before=before, not_after=not_after)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(made.server, made.key)
+        address = new_address()
+        proxy = RegistryProxy((address, PORT), context, self.upstream, rate=rate)
+        self._stack.enter_context(proxy)
+        self.endpoints[host] = Endpoint(host, address, PORT, made.ca)
+        return proxy
+
+    # -- images ---------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        name: str,
+        *sizes: int,
+        tag: str = "1",
+        zeros: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> LockedImage:
+        """Make and push an image: a small layer of text, a layer of random bytes for each size; lock it.
+
+        ``zeros`` is a further layer that unpacks to so many bytes.
+        """
+        work = self.folder("image")
+        files: list[tuple[str, bytes]] = [("etc/name", f"{name}:{tag}\n".encode())]
+        for number, size in enumerate(sizes):
+            files.append((f"srv/data{number}", random.Random(f"{name}:{tag}/{number}").randbytes(size)))
+        if zeros:
+            files.append(("srv/zeros", bytes(zeros)))
+        layers = []
+        for number, (path, data) in enumerate(files):
+            tree = work / f"tree{number}"
+            (tree / path).parent.mkdir(parents=True)
+            (tree / path).write_bytes(data)
+            layers.append(images.layer_from_tree(tree, work / f"{number}.tar.gz", process.run))
+        image = images.make_image(layers, {}, [path for path, _ in files])
+        if settings:
+            image = images.Image(image.layers, {**image.config, **settings})
+        images.push(self.registry, name, tag, image)
+        shutil.rmtree(work)
+        return self.locate(f"{HOST}/{name}:{tag}")
+
+    def locate(self, ref: str) -> LockedImage:
+        """Lock ``ref``, past the proxy."""
+        return locate(ref, PLATFORM, self.behind)
+
+    # -- the engine -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, state: Path, *, downloads: int = 64, network: Network | None = None) -> Iterator[Any]:
+        """Run the engine on a data root in the worker's tree, as the stage ``preload`` does."""
+        self.out = self.folder("out")
+        with open_root(
+            self.trees,
+            self.folder("root"),
+            writable_binds={self.module.DATA_ROOT: state, _OUT: self.out},
+            network=True,
+        ) as root:
+            self.name(root)
+            self.root = root
+            self.network = network or Network()
+            with self.module.running(
+                root, downloads=downloads, endpoints=self.endpoints, log=self.log, network=self.network
+            ) as engine:
+                yield engine
+
+    def name(self, root: Root) -> None:
+        """Let a root know the registries that have a name: what a resolver would do outside."""
+        write_names(root.path, self.endpoints)
+        with (root.path / "etc/hosts").open("a") as hosts:
+            hosts.writelines(f"{address} {name}\n" for name, address in self.names.items())
+
+    def pull(
+        self,
+        engine: Any,
+        wanted: Sequence[LockedImage | Request],
+        *,
+        limits: Limits | None = None,
+        attempts: int = 3,
+        longest_wait: float = 600.0,
+        parallel: int = 8,
+        stop: threading.Event | None = None,
+        monitor: Monitor | None = None,
+    ) -> Result:
+        """Pull; return ``error``, ``failed``, ``records`` and ``seconds``, or ``bug`` for what is no PullError."""
+        puller = Puller(
+            engine,
+            limits=limits or Limits(progress_seconds=30.0),
+            policy=retry.Policy(attempts=attempts, longest_wait=longest_wait),
+            parallel=parallel,
+            endpoints=self.endpoints,
+            outbound=self.network.outbound,
+            stage="preload",
+            monitor=monitor or Monitor(),
+            stop=stop,
+        )
+        result: Result = {"error": "", "failed": {}, "records": [], "bug": ""}
+        started = time.monotonic()
+        try:
+            pulled = puller.pull([w if isinstance(w, Request) else Request(w) for w in wanted])
+            result.update(failed=dict(pulled.failed), records=list(pulled.records))
+        except PullError as error:
+            result.update(error=error.message, records=list(error.records))
+        except Exception:  # the test that asked shows it, with what else this scenario found
+            result["bug"] = traceback.format_exc()
+        result["seconds"] = time.monotonic() - started
+        return result
+
+
+def new_address() -> str:
+    """Return an address of this network that nothing listens on."""
+    return f"{NETWORK}.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
+
+
+def requests_of(proxy: RegistryProxy, path: str) -> list[Result]:
+    """Return the requests for paths that begin with ``path``, as JSON."""
+    return [dataclasses.asdict(r) for r in proxy.requests if r.path.startswith(path)]
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
+    """Wait until ``what`` holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (holds := what()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds
+
+
+@contextmanager
+def when_part_is_there(proxy: RegistryProxy, layer: str, act: Callable[[], None]) -> Iterator[None]:
+    """Act once, beside the block, when a megabyte of a layer has been sent; never, where the block ends before."""
+    over = threading.Event()
+
+    def wait_and_act() -> None:
+        while not over.wait(0.05):
+            if any(layer in r.path and r.sent > MB for r in proxy.requests):
+                act()
+                return
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this PID namespace."""
+
+    pid: int
+    words: list[str]
+    environment: list[str]
+
+
+def processes() -> list[Process]:
+    """Return all processes of this PID namespace but this one."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                parts = [Path("/proc", name, file).read_bytes() for file in ("cmdline", "environ")]
+            except OSError:
+                continue
+            words, variables = (data.decode(errors="replace").split("\0") for data in parts)
+            found.append(Process(int(name), words, variables))
+    return found
+
+
+def kill(program: str) -> None:
+    """SIGKILL the processes of a program, as an OOM killer would."""
+    pids = [p.pid for p in processes() if Path(p.words[0]).name == program]
+    assert pids, f"no {program} is running"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)

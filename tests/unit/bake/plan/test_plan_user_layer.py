@@ -1,0 +1,155 @@
+"""A layer of a user's own: what Ansible reads for it is in its id, and what can't be known is said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from image_builder.definition import resolved_variables
+from image_builder.verify.runner import definition_facts
+from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, definition, edit, plan, root
+
+__all__ = ["root"]
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "expected"),
+    [
+        pytest.param("inventory/ca.pem", "old", "new", MINE, id="a file behind a lookup in the inventory"),
+        pytest.param("roles/mine/files/relative.txt", "old", "new", MINE, id="a relative lookup"),
+        pytest.param("inventory/motd.j2", "{{", "# {{", MINE, id="a template behind a lookup"),
+        pytest.param("inventory/motd.txt", "old", "new", MINE, id="a file behind such a template's lookup"),
+        pytest.param("inventory/key.asc", "old", "new", MINE, id="a file that a task sends"),
+        pytest.param("playbooks/layers/site.yml", ": a", ": b", MINE, id="vars_files"),
+        pytest.param(
+            "playbooks/tasks/included.yml", "old", "new", MINE, id="tasks included by imported ones"
+        ),
+        pytest.param(
+            "playbooks/tasks/inner.yml", "Again", "More", MINE, id="tasks imported by imported ones"
+        ),
+        pytest.param("playbooks/tasks/in_a_block.yml", "old", "new", MINE, id="an import in a block"),
+        pytest.param("roles/included/tasks/main.yml", "Task", "New", MINE, id="include_role: its tasks"),
+        pytest.param(
+            "inventory/hosts.yml", "site_of_include: a", "site_of_include: b", MINE, id="its variable"
+        ),
+        pytest.param("roles/needed/tasks/main.yml", "old", "new", MINE, id="a role that a role depends on"),
+        pytest.param(
+            "playbooks/layers/templates/beside.j2", "old", "new", EVERY_PLAY, id="a template beside layers"
+        ),
+        pytest.param(
+            "playbooks/layers/files/beside.txt", "old", "new", EVERY_PLAY, id="a file beside layers"
+        ),
+        pytest.param(
+            "playbooks/layers/filter_plugins/beside.py", "1", "2", EVERY_PLAY, id="a plugin beside layers"
+        ),
+        pytest.param(
+            "inventory/hosts.yml", "site_name: a", "site_name: b", MINE, id="a variable named at run time"
+        ),
+        pytest.param(
+            "ansible.cfg", "roles\n", "roles\nansible_managed = mine\n", EVERY_PLAY, id="ansible.cfg"
+        ),
+    ],
+)
+def test_what_an_edit_runs(root: Path, path: str, old: str, new: str, expected: set[str]) -> None:
+    before = plan(root)
+    assert before.warnings == ()
+    assert changed(before, plan(root)) == set()
+    edit(path, old, new)(root)
+    # What the suite is told holds no value of a lookup.
+    assert changed(before, plan(root)) - {"verify"} == expected - {"verify"}
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "warning"),
+    [
+        pytest.param(
+            "inventory/hosts.yml",
+            "lookup('file', inventory_dir ~ '/ca.pem')",
+            "lookup('env', 'MINE')",
+            "mine_text: made by the lookup `env`, known only to a play",
+            id="env",
+        ),
+        pytest.param(
+            "inventory/hosts.yml",
+            "lookup('file', inventory_dir ~ '/ca.pem')",
+            "lookup('pipe', 'touch ' ~ inventory_dir ~ '/ran') | default('x')",
+            "mine_text: made by the lookup `pipe`, known only to a play",
+            id="pipe",
+        ),
+        pytest.param(
+            "roles/mine/tasks/main.yml",
+            "lookup('vars', 'site_' ~ 'name')",
+            "lookup('ansible.builtin.url', 'https://a.example')",
+            "roles/mine/tasks/main.yml:2: made by the lookup `ansible.builtin.url`, known only to a play",
+            id="url, in a task",
+        ),
+        pytest.param(
+            "roles/needed/tasks/main.yml",
+            "- name: Task\n",
+            "- name: Task\n  with_lines: [id]\n",
+            "roles/needed/tasks/main.yml:1: what `with_lines` gives is known only while a play runs",
+            id="with_lines",
+        ),
+        pytest.param(
+            "roles/mine/tasks/main.yml",
+            "- name: Send a file\n",
+            "- name: Send a file\n  delegate_to: localhost\n",
+            "a task on the machine that builds reads what it likes",
+            id="a task elsewhere",
+        ),
+        pytest.param(
+            "playbooks/layers/mine.yml",
+            "{{ mine_included }}",
+            "{{ ansible_facts.kernel }}",
+            "the role `{{ ansible_facts.kernel }}` is named only while the play runs",
+            id="a role that a fact names",
+        ),
+    ],
+)
+def test_what_only_the_play_knows_runs_its_layer_in_every_build(
+    root: Path, path: str, old: str, new: str, warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    edit(path, old, new)(root)
+    first = plan(root)
+    assert changed(first, plan(root)) == MINE
+    assert [w.partition(": ")[0] for w in first.warnings] == ["stage mine runs in every build"]
+    assert first.warnings[0].endswith(warning)
+    assert not (root / "inventory/ran").exists(), "a plan runs no program"
+
+
+def test_where_repository_and_inventory_lie_does_not_matter(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    edit(
+        "inventory/hosts.yml", "site_name: a", "mine_made: \"{{ inventory_dir ~ '/x' }}\"\n    site_name: a"
+    )(root)
+    other = tmp_path_factory.mktemp("elsewhere") / "repository"
+    shutil.copytree(root, other, symlinks=True)
+    assert changed(plan(root), plan(other)) == {"verify"}, "it is told the path"
+
+
+FACTS = {"build_id": "0" * 64, "packages": [], "preload": []}
+
+
+def test_facts_hold_what_roles_and_the_builder_own_and_nothing_else(root: Path) -> None:
+    more = "    ansible_become_password: hunter2\n    site_pipe: \"{{ lookup('pipe', 'id') }}\"\n"
+    more += '    mine_made: "{{ mine_text | b64encode }}"\n'
+    # Made from what is looked up, and the same with any other answer.
+    more += "    mine_key: \"{{ 'a/key' if mine_text is defined else '' }}\"\n"
+    edit("inventory/hosts.yml", '    mine_key: "{{ inventory_dir }}/key.asc"\n', "")(root)
+    edit("inventory/hosts.yml", "    site_name: a\n", f"    site_name: a\n{more}")(root)
+    (root / "inventory/ca.pem").write_text("s3cr3t\n")
+    defined = definition(root)
+    told = definition_facts(defined, **FACTS)["variables"]  # type: ignore[arg-type]
+    assert isinstance(told, dict)
+    assert {n for n in told if not n.startswith("image_")} == {"mine_included", "mine_key"}
+    assert told["mine_key"] == "a/key"
+    assert told["image_layers"] == ["first", "mine"]
+    assert resolved_variables(defined)["mine_made"] == "czNjcjN0", "what a build itself needs"
+    text = str(plan(root).as_json())
+    assert "s3cr3t" not in text
+    assert "czNjcjN0" not in text
+    assert "hunter2" not in text

@@ -1,0 +1,455 @@
+"""What tasks of a user's layer read outside of it: an edit runs the layer, and what can't be known is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+from ansible.parsing.vault import VaultLib, VaultSecret
+
+from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, edit, plan, root
+
+__all__ = ["root"]
+
+ROLE = "roles/needed/tasks/main.yml"
+PLAY = "playbooks/tasks/included.yml"
+CERTS = "inventory/certs/a.pem"
+INVENTORY = """
+    site_certs: ["{{ inventory_dir }}/certs/a.pem", "{{ inventory_dir }}/key.asc"]
+    site_pairs: [{src: "{{ inventory_dir }}/certs/a.pem", dest: /etc/a.pem}]
+    site_file: "{{ inventory_dir }}/certs/a.pem"
+    site_vars: "{{ inventory_dir }}/more"
+    site_motd: "{{ inventory_dir }}/site.j2"
+    site_name: a
+"""
+FILES = {
+    CERTS: "old\n",
+    "inventory/certs/README.md": "old\n",
+    "inventory/more/a.yml": "mine_more: old\n",
+    "inventory/site.j2": "{% include 'part.j2' %}\n",
+    "inventory/any.j2": "{% include site_name %}\n",
+    "inventory/part.j2": "{{ lookup('file', inventory_dir ~ '/certs/a.pem') }}\n",
+    "roles/mine/files/looks.conf": "{{ lookup('file', site_file) }}\n",
+    "roles/first/vars/main.yml": '__first_src: "{{ site_file }}"\n',
+    "shared/site.txt": "old\n",
+}
+
+
+def _with_task(root: Path, place: str, task: str, more: Mapping[str, str] | None = None) -> None:
+    """Give the layer a task, in its role or its playbook, and the files that it needs."""
+    for name, text in {**FILES, **(more or {})}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    edit("inventory/hosts.yml", "    site_name: a\n", INVENTORY.lstrip("\n"))(root)
+    lines = "".join(f"  {line}\n" for line in task.strip("\n").splitlines())
+    (root / place).write_text((root / place).read_text() + f"- name: Added\n{lines}")
+
+
+def _new(path: str) -> Callable[[Path], None]:
+    def write(root: Path) -> None:
+        (root / path).write_text("new\n")
+
+    return write
+
+
+@pytest.mark.parametrize("place", [ROLE, PLAY])
+@pytest.mark.parametrize(
+    ("task", "change"),
+    [
+        pytest.param(
+            """
+copy: {src: "{{ item }}", dest: /etc/}
+loop: "{{ site_certs }}"
+""",
+            CERTS,
+            id="copy of a loop's item",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ item.src }}", dest: "{{ item.dest }}"}
+loop: "{{ site_pairs }}"
+""",
+            CERTS,
+            id="copy of a part of a loop's item",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ cert }}", dest: /etc/}
+loop: "{{ site_certs }}"
+loop_control: {loop_var: cert}
+""",
+            CERTS,
+            id="copy of a loop's own variable",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ item }}", dest: /etc/}
+with_items: "{{ site_certs }}"
+""",
+            CERTS,
+            id="with_items",
+        ),
+        pytest.param(
+            """
+copy: {content: "{{ lookup('file', item) }}", dest: "/etc/{{ item | basename }}"}
+loop: "{{ site_certs }}"
+""",
+            CERTS,
+            id="a lookup of a loop's item",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ item }}", dest: /etc/}
+with_fileglob: "{{ inventory_dir }}/certs/*.pem"
+""",
+            CERTS,
+            id="with_fileglob",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ item }}", dest: /etc/}
+with_fileglob: "{{ inventory_dir }}/certs/*.pem"
+""",
+            _new("inventory/certs/b.pem"),
+            id="with_fileglob, a file more",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ item }}", dest: /etc/}
+with_first_found: ["{{ inventory_dir }}/certs/none.pem", "{{ inventory_dir }}/certs/a.pem"]
+""",
+            CERTS,
+            id="with_first_found",
+        ),
+        pytest.param("""include_vars: "{{ site_vars }}/a.yml" """, "inventory/more/a.yml", id="include_vars"),
+        pytest.param(
+            """include_vars: {dir: "{{ site_vars }}"}""",
+            "inventory/more/a.yml",
+            id="include_vars of a directory",
+        ),
+        pytest.param(
+            """
+vars: {found: "{{ site_vars }}"}
+include_vars: {dir: "{{ found }}"}
+""",
+            _new("inventory/more/b.yml"),
+            id="include_vars of a directory, a file more",
+        ),
+        pytest.param(
+            """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""", CERTS, id="copy of a directory"
+        ),
+        pytest.param(
+            """copy: {src: "{{ inventory_dir }}/certs/", dest: /etc/}""",
+            "inventory/certs/README.md",
+            id="copy of a directory, a note in it",
+        ),
+        pytest.param(
+            """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""",
+            _new("inventory/certs/b.pem"),
+            id="copy of a directory, a file more",
+        ),
+        pytest.param(
+            """assemble: {src: "{{ inventory_dir }}/certs", dest: /etc/a, remote_src: false}""",
+            CERTS,
+            id="assemble",
+        ),
+        pytest.param(
+            """template: {src: "{{ site_motd }}", dest: /etc/a}""",
+            edit("inventory/part.j2", "{{", "# {{"),
+            id="what a template includes",
+        ),
+        pytest.param(
+            """template: {src: "{{ site_motd }}", dest: /etc/a}""",
+            CERTS,
+            id="what a template that another one includes looks up",
+        ),
+        pytest.param(
+            """copy: {content: "{{ lookup('template', site_motd) }}", dest: /etc/a}""",
+            edit("inventory/part.j2", "{{", "# {{"),
+            id="what a template behind a lookup includes",
+        ),
+        pytest.param(
+            """template: {src: ../../../roles/mine/files/looks.conf, dest: /etc/a}""",
+            CERTS,
+            id="a template in files that looks up",
+        ),
+        pytest.param("""copy: src={{ site_file }} dest=/etc/a""", CERTS, id="arguments in one line"),
+        pytest.param("""script: "{{ site_file }} --quiet" """, CERTS, id="script"),
+        pytest.param("""script: {cmd: "{{ site_file }} --quiet"}""", CERTS, id="script, its command"),
+        pytest.param(
+            """copy: {src: files/../../../shared/site.txt, dest: /etc/a}""", "shared/site.txt", id="files/.."
+        ),
+        pytest.param(
+            """
+vars: {source: "{{ site_file }}"}
+copy: {src: "{{ source }}", dest: /etc/a}
+when: site_pairs | length > 0
+""",
+            CERTS,
+            id="a variable of the task, with a condition",
+        ),
+        pytest.param(
+            """
+copy: {dest: /etc/a}
+module_defaults: {copy: {src: "{{ site_file }}"}}
+""",
+            CERTS,
+            id="module_defaults",
+        ),
+        pytest.param(
+            """
+copy: "{{ sent }}"
+vars: {sent: {src: "{{ site_file }}", dest: /etc/a}}
+""",
+            CERTS,
+            id="all arguments in one variable",
+        ),
+    ],
+)
+def test_what_a_task_sends_runs_its_layer(
+    root: Path, place: str, task: str, change: str | Callable[[Path], None]
+) -> None:
+    _with_task(root, place, task)
+    before = plan(root)
+    assert before.warnings == ()
+    assert changed(before, plan(root)) == set()
+    (_new(change) if isinstance(change, str) else change)(root)
+    assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}
+
+
+@pytest.mark.parametrize(
+    ("task", "change"),
+    [
+        pytest.param('copy: {src: "{{ __first_src }}", dest: /etc/a}', CERTS, id="copy"),
+        pytest.param('script: "{{ __first_src }}"', CERTS, id="script"),
+        pytest.param("copy: src={{ site_file }} dest=/etc/a", CERTS, id="arguments in one line"),
+        pytest.param(
+            "copy: {src: files/../../../shared/site.txt, dest: /etc/a}", "shared/site.txt", id="files/.."
+        ),
+        pytest.param(
+            "copy: {content: \"{{ lookup('file', __first_src) }}\", dest: /etc/a}", CERTS, id="a lookup"
+        ),
+    ],
+)
+def test_a_role_that_nothing_says_it_of_may_lead_out_of_its_files(root: Path, task: str, change: str) -> None:
+    (root / "roles/first/files").mkdir()
+    _with_task(root, "roles/first/tasks/main.yml", task)
+    before = plan(root)
+    assert before.warnings == ()
+    _new(change)(root)
+    assert changed(before, plan(root)) - {"verify"} == EVERY_PLAY - {"verify"}
+
+
+FACT = "{{ ansible_facts.kernel }}"
+
+
+@pytest.mark.parametrize("place", [ROLE, PLAY])
+@pytest.mark.parametrize(
+    ("task", "warning"),
+    [
+        pytest.param(
+            f"""copy: {{src: "{FACT}", dest: /etc/a}}""",
+            f"the file `{FACT}` is named only while the play runs",
+            id="a fact",
+        ),
+        pytest.param(
+            """copy: {src: "{{ ansible_facts.kernel | default('a') }}", dest: /etc/a}""",
+            "the file `{{ ansible_facts.kernel | default('a') }}` is named only while the play runs",
+            id="a fact that has a default",
+        ),
+        pytest.param(
+            """copy: {src: "{{ hostvars['worker'].site | default('a') }}", dest: /etc/a}""",
+            "the file `{{ hostvars['worker'].site | default('a') }}` is named only while the play runs",
+            id="what another host has",
+        ),
+        pytest.param(
+            """
+include_tasks: outer.yml
+when: lookup('env', 'SITE') == 'a'
+""",
+            "made by the lookup `env`, known only to a play",
+            id="a condition of an include",
+        ),
+        pytest.param(
+            f"""
+copy: {{src: "{{{{ item }}}}", dest: /etc/a}}
+loop: "{FACT}"
+""",
+            "the file `{{ item }}` is named only while the play runs",
+            id="a loop over a fact",
+        ),
+        pytest.param(
+            """
+copy: {src: "{{ site_file }}", dest: /etc/a}
+vars: {site_file: "{{ lookup('pipe', 'id') }}"}
+""",
+            "the file `{{ site_file }}` is named only while the play runs",
+            id="a lookup that is not run",
+        ),
+        pytest.param(
+            """copy: {content: "{{ lookup('file', ansible_facts.kernel) }}", dest: /etc/a}""",
+            "what `lookup('file', ansible_facts.kernel)` reads is known only while the play runs",
+            id="a lookup of a fact",
+        ),
+        pytest.param(
+            f"""include_vars: "{FACT}.yml" """,
+            f"the file `{FACT}.yml` is named only while the play runs",
+            id="include_vars",
+        ),
+        pytest.param(
+            f"""include_tasks: "{FACT}.yml" """,
+            f"the tasks `{FACT}.yml` are named only while the play runs",
+            id="include_tasks",
+        ),
+        pytest.param(
+            """
+copy: "{{ ansible_facts.sent }}"
+""",
+            "the arguments `{{ ansible_facts.sent }}` are known only while the play runs",
+            id="all arguments",
+        ),
+        pytest.param(
+            f"""action: "{{{{ 'copy' }}}} src={FACT}" """,
+            "the module `{{ 'copy' }}` is named only while the play runs",
+            id="a module that a template names",
+        ),
+        pytest.param(
+            """
+command: id
+delegate_to: "{{ groups.images | first }}"
+""",
+            "a task on the machine that builds reads what it likes",
+            id="delegate_to",
+        ),
+        pytest.param(
+            """set_fact: {"{{ site_name }}": a}""",
+            "which variables it sets is known only while the play runs",
+            id="set_fact of any name",
+        ),
+        pytest.param(
+            """template: {src: "{{ inventory_dir }}/any.j2", dest: /etc/a}""",
+            "what `any.j2` includes is known only while the play runs",
+            id="include of any name",
+        ),
+        pytest.param(
+            """own: {}""", "a task on the machine that builds reads what it likes", id="a plugin of one's own"
+        ),
+    ],
+)
+def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task: str, warning: str) -> None:
+    own = {
+        "roles/needed/tasks/outer.yml": "[]\n",
+        "roles/needed/action_plugins/own.py": "",
+        "roles/needed/library/own.py": "",
+    }
+    _with_task(root, place, task, own)
+    first = plan(root)
+    assert changed(first, plan(root)) == MINE
+    assert warning in [w.split(": ", 2)[2] for w in first.warnings]
+    assert {w.partition(": ")[0] for w in first.warnings} == {"stage mine runs in every build"}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("command: id\nregister: site_file", id="register"),
+        pytest.param("set_fact: {site_file: /etc/a}", id="set_fact"),
+        pytest.param(
+            'include_vars: {file: "{{ site_vars }}/b.yml"}\nwhen: site_registered.rc == 0',
+            id="include_vars",
+        ),
+    ],
+)
+def test_what_a_task_sets_is_not_what_the_inventory_has(root: Path, before: str) -> None:
+    _with_task(root, ROLE, before, {"inventory/more/b.yml": "site_file: /etc/a\n"})
+    with (root / ROLE).open("a") as tasks:
+        tasks.write('- name: Send\n  copy: {src: "{{ site_file }}", dest: /etc/a}\n')
+    (warning,) = plan(root).warnings
+    assert warning.endswith("the file `{{ site_file }}` is named only while the play runs")
+
+
+def test_what_include_vars_brings_is_known(root: Path) -> None:
+    more = {
+        "inventory/more/b.yml": "site_file: '{{ inventory_dir }}/more/sent'\n",
+        "inventory/more/sent": "old\n",
+    }
+    _with_task(root, ROLE, 'include_vars: "{{ site_vars }}/b.yml"', more)
+    with (root / ROLE).open("a") as tasks:
+        tasks.write('- name: Send\n  copy: {src: "{{ site_file }}", dest: /etc/a}\n')
+    before = plan(root)
+    assert before.warnings == ()
+    _new("inventory/more/sent")(root)
+    assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}
+    before = plan(root)
+    _new(CERTS)(root)
+    assert changed(before, plan(root)) == set()
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(
+            'copy: {src: "{{ site_other }}", dest: /etc/a}\nwhen: site_other is defined', id="a condition"
+        ),
+        pytest.param(
+            'include_tasks: "{{ site_other }}.yml"\nwhen: site_other is defined',
+            id="a condition of an include",
+        ),
+        pytest.param('copy: {src: "{{ site_other | default(omit) }}", content: a, dest: /etc/a}', id="omit"),
+        pytest.param(
+            'copy: {src: "{{ ansible_facts.kernel }}", dest: /etc/a, remote_src: true}', id="remote_src"
+        ),
+        pytest.param(
+            'assemble: {src: "{{ ansible_facts.kernel }}", dest: /etc/a}', id="assemble, in the image"
+        ),
+        pytest.param("script: site.sh {{ ansible_facts.kernel }}", id="an argument of a script"),
+        pytest.param('copy: {content: "{{ ansible_facts.kernel }}", dest: /etc/a}', id="content"),
+    ],
+)
+def test_what_reads_nothing_here_needs_no_warning(root: Path, task: str) -> None:
+    _with_task(root, ROLE, task)
+    first = plan(root)
+    assert first.warnings == ()
+    assert changed(first, plan(root)) == set()
+
+
+def test_tasks_are_followed_with_each_value_of_their_loop_and_variables(root: Path) -> None:
+    more = {"roles/needed/tasks/send.yml": '- name: Send\n  copy: {src: "{{ sent }}", dest: /etc/}\n'}
+    task = 'include_tasks: "{{ item }}.yml"\nloop: [send]\nvars: {sent: "{{ inventory_dir }}/key.asc"}'
+    _with_task(root, ROLE, task, more)
+    with (root / ROLE).open("a") as tasks:
+        tasks.write('- name: Again\n  include_tasks: send.yml\n  vars: {sent: "{{ site_file }}"}\n')
+        tasks.write('- name: Looped\n  include_tasks: send.yml\n  loop: ["{{ site_motd }}"]\n')
+        tasks.write("  loop_control: {loop_var: sent}\n")
+    before = plan(root)
+    assert before.warnings == ()
+    for name in ("inventory/key.asc", CERTS, "inventory/site.j2"):
+        _new(name)(root)
+        after = plan(root)
+        assert changed(before, after) - {"verify"} == MINE - {"verify"}, name
+        before = after
+
+
+def test_plugins_that_the_settings_name_count_for_all(root: Path) -> None:
+    (root / "my_filters/deeper").mkdir(parents=True)
+    (root / "my_filters/site.py").write_text("old = 1\n")
+    edit("ansible.cfg", "roles\n", "roles\nfilter_plugins = my_filters\n")(root)
+    before = plan(root)
+    _new("my_filters/site.py")(root)
+    assert changed(before, plan(root)) - {"verify"} == EVERY_PLAY - {"verify"}
+
+
+def test_a_vaulted_value_decides_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stand-in is not what the play sees."""
+    password = VaultSecret(b"swordfish")
+    secret = VaultLib([("default", password)]).encrypt("on", password).decode()
+    (root / "password").write_text("swordfish\n")
+    monkeypatch.setenv("ANSIBLE_VAULT_PASSWORD_FILE", str(root / "password"))
+    _with_task(root, ROLE, 'copy: {src: "{{ site_file }}", dest: /etc/a}\nwhen: site_secret == "on"')
+    vaulted = f"    site_secret: !vault |\n{indent(secret, ' ' * 6)}\n"
+    edit("inventory/hosts.yml", "    site_name: a\n", f"{vaulted}    site_name: a\n")(root)
+    before = plan(root)
+    _new(CERTS)(root)
+    assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}

@@ -1,0 +1,70 @@
+"""What ctr of each containerd is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.bake.pull.containerd_engine import ContainerdEngine
+from image_builder.bake.pull.model import CANT_START
+from image_builder.errors import CommandError, PullError
+from image_builder.system.process import Completed
+from image_builder.system.sandbox import Root
+from tests.unit.bake.pull.test_pull_docker import DIGEST, image
+
+REF = "registry.example/team/app:1"
+
+
+class Programs(Root):
+    """A root with a containerd that tells a version, and a ctr whose containers don't start."""
+
+    version = ""
+
+    def run(self, argv: Sequence[Any], **_: Any) -> Completed:
+        match argv:
+            case ["containerd", "--version"]:
+                out = f"containerd github.com/containerd/containerd {self.version} 1c4457e00fac\n"
+            case ["ctr", "-n", _, "content", "get", _]:
+                out = '{"config": {"Entrypoint": ["/entry"]}}'
+            case ["ctr", "-n", _, "run", *_]:
+                raise CommandError("exit status 1", tail="ctr: exec: libcuda.so.1: no such file")
+            case _:
+                out = ""
+        return Completed(tuple(argv), 0, out, "", 0.0)
+
+
+def engine(tmp_path: Path, version: str) -> ContainerdEngine:
+    root = Programs(tmp_path, {})
+    object.__setattr__(root, "version", version)
+    return ContainerdEngine(root, 7, {}, 1, lambda: True, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("version", "local"),
+    [
+        ("1.6.20~ds1", []),
+        ("v1.7.24", []),
+        ("v2.0.7", ["--local"]),
+        ("v2.1.9", ["--local"]),
+        ("v2.3.0-rc.1", ["--local"]),
+    ],
+)
+def test_from_2_0_on_ctr_pulls_itself(tmp_path: Path, version: str, local: list[str]) -> None:
+    """There it leaves pulls to the daemon's transfer service else, which refuses a limit of downloads.
+
+    ctr 1.6 doesn't know ``--local``, and 1.7 has it by default (containerd's cmd/ctr/commands/images/pull.go).
+    """
+    assert engine(tmp_path, version).pull_command(image(REF), "/hosts") == [
+        *("ctr", "-n", "k8s.io", "images", "pull", "--snapshotter", "overlayfs"),
+        *("--platform", "linux/amd64", "--max-concurrent-downloads", "7", *local),
+        *("--hosts-dir", "/hosts", f"registry.example/team/app@{DIGEST}"),
+    ]
+
+
+def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PullError, match=f"no container of {REF} starts: ctr: exec: libcuda.so.1") as error:
+        engine(tmp_path, "v1.7.24").try_out(image(REF))
+    assert error.value.hint == CANT_START

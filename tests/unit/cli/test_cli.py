@@ -1,0 +1,199 @@
+"""The commands: their help, their results, the exit codes of what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from image_builder import errors
+from image_builder.bake import build as builds
+from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.cli import failure
+from image_builder.cli.main import app
+from image_builder.settings import REPO_ROOT
+from tests.support.azure.attested import SUBSCRIPTION
+
+COMMANDS = [
+    ("images",),
+    ("validate",),
+    ("lock",),
+    ("plan",),
+    ("build",),
+    ("boot",),
+    ("verify",),
+    ("test",),
+    ("lab", "up"),
+    ("lab", "down"),
+    ("lab", "status"),
+    ("gate", "run"),
+    ("gate", "admit"),
+    ("gate", "release"),
+    ("gate", "status"),
+    ("pool", "snapshot"),
+    ("pool", "slice"),
+    ("pool", "plan"),
+    ("pool", "status"),
+    ("pool", "report"),
+    ("pool", "run"),
+    ("pool", "resume"),
+    ("pool", "abort"),
+    ("pool", "verify"),
+    ("pool", "render"),
+    ("pool", "broker"),
+    ("store", "gc"),
+    ("store", "verify"),
+]
+
+
+def _run(*argv: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, argv)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    top = get_command(app)
+    found: set[tuple[str, ...]] = set()
+    for name, command in top.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", None)
+        found |= {(name, n) for n, c in inner.items() if not c.hidden} if inner else {(name,)}
+    assert found == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_an_example_and_json(command: tuple[str, ...]) -> None:
+    status, out, _ = _run(*command, "--help")
+    assert status == 0
+    assert f"Example:\n\n      image-builder {' '.join(command)}" in out
+    assert "--json" in out
+
+
+def test_help_of_everything_has_the_exit_codes() -> None:
+    _, out, _ = _run("--help")
+    for code, name, _meaning in failure.exit_codes():
+        assert re.search(rf"^  {code}\s+{name}", out, re.MULTILINE)
+
+
+def test_images_are_listed() -> None:
+    status, out, _ = _run("images", "--json")
+    assert status == 0
+    assert {"worker", "worker_containerd", "minimal"} <= set(json.loads(out)["images"])
+    status, plain, _ = _run("images")
+    assert plain.split() == json.loads(out)["images"]
+
+
+@pytest.fixture
+def bad_inventory(tmp_path: Path) -> Path:
+    (tmp_path / "hosts.yml").write_text("images:\n  hosts:\n    broken:\n")
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars/broken.yml").write_text("image_layers: 7\nimage_formats: [floppy]\n")
+    return tmp_path
+
+
+def test_validate_names_all_problems_at_once(bad_inventory: Path) -> None:
+    status, out, err = _run("validate", "-i", str(bad_inventory))
+    assert status == errors.DefinitionError.exit_code
+    assert out == ""
+    assert "image_layers" in err and "image_formats" in err
+    assert "broken.yml:1" in err and "broken.yml:2" in err
+
+
+def test_validate_names_what_is_left_to_replace_in_the_example() -> None:
+    status, out, err = _run("validate", "-i", str(REPO_ROOT / "inventories/azure_vmss"))
+    assert (status, out) == (errors.DefinitionError.exit_code, "")
+    named = [line for line in err.splitlines() if "REPLACE" in line or "of zeros" in line]
+    assert len(named) > 5 and all(re.search(r"\.yml:\d+  [\w.]+: ", line) for line in named), named
+
+
+def test_validate_tells_programs_the_same(bad_inventory: Path) -> None:
+    status, out, _ = _run("validate", "--json", "-i", str(bad_inventory))
+    told = json.loads(out)["error"]
+    assert status == told["exit_code"] == errors.DefinitionError.exit_code
+    assert {p["path"].split("[")[0] for p in told["problems"]} >= {"image_layers", "image_formats"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plan", "wroker"], "did you mean `worker`"),
+        (["boot", "nothing-here"], "no such file, directory or built image"),
+        (["validate", "--no-such-option"], "--no-such-option"),
+        (["verify", "ssh://admin@node7?key=/k", "--facts", __file__], "known_hosts=FILE"),
+        (
+            ["verify", f"ssh://a@b?key={__file__}&known_hosts=/none", "--facts", __file__],
+            "no such file: /none",
+        ),
+        (
+            ["verify", f"ssh://a@b?key={__file__}&known_hosts={__file__}", "--facts", "/none"],
+            "no such file: /none",
+        ),
+        (["store", "gc"], "--keep"),
+        (["store", "gc", "--keep", "-1"], "--keep"),
+    ],
+)
+def test_a_wrong_command_line(argv: list[str], words: str) -> None:
+    status, _, err = _run(*argv)
+    assert status == errors.UsageError.exit_code
+    assert words in err
+
+
+def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another image's build has made it; this one was never built."""
+    groups = {
+        name: LockedGroup(suite="trixie", components=["main"], requested=[], packages=[])
+        for name in ("tools", "base", "system")
+    }
+    lock = Lock(image="minimal", source_date_epoch=1, repositories={"debian": None}, groups=groups)
+    monkeypatch.setattr(builds, "obtain_lock", lambda *_: lock)
+
+    def plan() -> dict[str, Any]:
+        status, out, err = _run("plan", "minimal", "--explain", "--json", "--store", str(tmp_path))
+        assert status == 0, err
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    first = plan()
+    assert first["stored"] == [] and first["reasons"]["base"] == ["it was never built before"]
+    stage_id = next(stage["id"] for stage in first["stages"] if stage["name"] == "base")
+    (tmp_path / "objects" / stage_id).mkdir(parents=True)
+    (tmp_path / "objects" / stage_id / "meta.json").write_text("{}")
+    second = plan()
+    assert second["stored"] == ["base"]
+    assert second["reasons"] == {name: why for name, why in first["reasons"].items() if name != "base"}
+
+
+def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+    status, _, err = _run("store", "verify", "--store", str(tmp_path / "none"))
+    assert status == errors.StoreError.exit_code
+    assert "no store at" in err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_empty_store_is_sound(tmp_path: Path) -> None:
+    for name in ("objects", "staging", "locks", "debs", "files"):
+        (tmp_path / name).mkdir()
+    status, out, _ = _run("store", "verify", "--json", "--store", str(tmp_path))
+    assert (status, json.loads(out)) == (0, {"stages": 0, "damages": []})
+    status, out, _ = _run("store", "gc", "--keep", "0", "--json", "--store", str(tmp_path))
+    assert (status, json.loads(out)) == (0, {"removed": [], "downloads": [], "bytes": 0})
+
+
+def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "broker.yml"
+    tls = "listen: {certificate: /tls/tls.crt, key: /tls/tls.key}"
+    identity = "identity: {tenant: 3d2f1b8e-7c55-4f8b-9a55-1d6a0c9e4b11, audience: api://node-broker}"
+    pool = "pools: [{name: h100, nodes: 'h100-[0-9]+', objects: [9b1f6c1e-52a3-4b55-8a0e-6f2f3d1f7a01]}]"
+    proof = f"attestation: {{authorities: /azure.pem, subscriptions: [{SUBSCRIPTION}]}}"
+    path.write_text("\n".join([tls, identity, proof, pool]))
+    status, out, _ = _run("pool", "broker", "--config", str(path), "--check", "--json")
+    assert (status, json.loads(out)) == (0, {"pools": ["h100"], "audience": "api://node-broker"})
+    path.write_text("pools: []")
+    status, _, err = _run("pool", "broker", "--config", str(path), "--check")
+    assert status == errors.DefinitionError.exit_code and "listen" in err and "identity" in err

@@ -1,0 +1,159 @@
+"""Which signing requests the gate approves: those of a node for itself, with a token that is bound to it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+
+from image_builder.cluster.gate.approver import (
+    SIGNER,
+    Bound,
+    Member,
+    UnboundError,
+    approval,
+    check,
+    member_from,
+    pending_from,
+    reason_to_wait,
+)
+from image_builder.node.join import binding
+from tests.support.nodes.joins import VM_ID
+
+NODE = "vmss-h100-a000017"
+MACHINE = binding.of_machine(VM_ID)
+GROUPS = ["system:authenticated", "system:bootstrappers", MACHINE, binding.of_node(NODE)]
+BOUND = Bound(NODE, MACHINE)
+
+
+def pem(
+    common: Sequence[str] = (f"system:node:{NODE}",),
+    groups: Sequence[str] = ("system:nodes",),
+    units: Sequence[str] = (),
+    extension: x509.ExtensionType | None = None,
+) -> bytes:
+    names = [
+        *(x509.NameAttribute(NameOID.ORGANIZATION_NAME, group) for group in groups),
+        *(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units),
+        *(x509.NameAttribute(NameOID.COMMON_NAME, name) for name in common),
+    ]
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name(names))
+    if extension:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(ec.generate_private_key(ec.SECP256R1()), SHA256()).public_bytes(Encoding.PEM)
+
+
+def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
+    """Return a request as the API server has it; ``parts`` replace keys of its spec."""
+    spec = {
+        "request": base64.b64encode(pem() if data is None else data).decode(),
+        "signerName": SIGNER,
+        "username": "system:bootstrap:abcdef",
+        "groups": GROUPS,
+        "usages": ["digital signature", "client auth"],
+        **parts,
+    }
+    return {"metadata": {"name": "node-csr-x", "resourceVersion": "7"}, "spec": spec, "status": {}}
+
+
+def test_a_node_that_asks_for_itself_is_meant() -> None:
+    pending = pending_from(request())
+    assert pending and check(pending) == BOUND
+    rsa = pending_from(request(usages=["key encipherment", "digital signature", "client auth"]))
+    assert rsa and check(rsa) == BOUND
+    patch = approval(pending, BOUND, "2026-11-23T00:00:00Z")
+    # What was looked at, and nothing that came after it.
+    assert patch["metadata"] == {"resourceVersion": "7"}
+    assert [condition["type"] for condition in patch["status"]["conditions"]] == ["Approved"]
+
+
+def test_what_is_decided_is_left_alone() -> None:
+    for status in ({"conditions": [{"type": "Denied"}]}, {"certificate": "LS0t"}):
+        assert pending_from({**request(), "status": status}) is None
+
+
+OTHER_NODE, OTHER_MACHINE = binding.of_node("vmss-h100-a000018"), binding.of_machine("0" * 36)
+SAN = x509.SubjectAlternativeName([x509.DNSName("kubernetes.default.svc")])
+PENDING: dict[str, tuple[dict[str, Any], str]] = {
+    "another signer": (request(signerName="kubernetes.io/kube-apiserver-client"), "signer"),
+    "a serving certificate": (request(signerName="kubernetes.io/kubelet-serving"), "signer"),
+    "a node that renews": (request(username=f"system:node:{NODE}"), "not a bootstrap token"),
+    "an account": (request(username="system:serviceaccount:a:b"), "not a bootstrap token"),
+    "nobody": (request(groups=GROUPS[1:]), "not a bootstrap token"),
+    "no bootstrapper": (request(groups=[GROUPS[0], *GROUPS[2:]]), "not a bootstrap token"),
+    "a token that is bound to nothing": (request(groups=GROUPS[:2]), "not bound"),
+    "a token of no machine": (request(groups=[*GROUPS[:2], GROUPS[3]]), "not bound"),
+    "a token of no node": (request(groups=GROUPS[:3]), "not bound"),
+    "a token of two nodes": (request(groups=[*GROUPS, OTHER_NODE]), "not bound"),
+    "a token of two machines": (request(groups=[*GROUPS, OTHER_MACHINE]), "not bound"),
+    "another node's token": (request(groups=[*GROUPS[:3], OTHER_NODE]), "not for the node"),
+    "the control plane": (request(pem(["system:node:control-plane-0"])), "not for the node"),
+    "a usage more": (request(usages=["digital signature", "client auth", "server auth"]), "usages"),
+    "a usage less": (request(usages=["client auth"]), "usages"),
+    "a usage twice": (request(usages=["digital signature", "client auth", "client auth"]), "usages"),
+    "no usage": (request(usages=[]), "usages"),
+    "another group": (request(pem(groups=["system:masters"])), "subject"),
+    "a group more": (request(pem(groups=["system:nodes", "system:masters"])), "subject"),
+    "no group": (request(pem(groups=[])), "subject"),
+    "no name": (request(pem([])), "subject"),
+    "two names": (request(pem([f"system:node:{NODE}", "system:node:control-plane-0"], [])), "subject"),
+    "a user": (request(pem(["kubernetes-admin"])), "subject"),
+    "a node without a name": (request(pem(["system:node:"])), "subject"),
+    "a unit": (request(pem(units=["system:masters"])), "subject"),
+    "names of a server": (request(pem(extension=SAN)), "extensions"),
+    "any extension": (request(pem(extension=x509.BasicConstraints(True, None))), "extensions"),
+    "no request": (request(b""), "not a certificate request"),
+    "text": (request(b"-----BEGIN CERTIFICATE REQUEST-----\n"), "not a certificate request"),
+    "no base64": (request(request="%"), "not a certificate request"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), PENDING.values(), ids=PENDING)
+def test_everything_else_stays_pending(changes: dict[str, Any], reason: str) -> None:
+    pending = pending_from(changes)
+    assert pending
+    with pytest.raises(UnboundError, match=reason):
+        check(pending)
+
+
+def test_a_request_that_is_not_signed_by_its_own_key_stays_pending() -> None:
+    text = pem()
+    data = bytearray(base64.b64decode(b"".join(text.splitlines()[1:-1])))
+    at = data.index(NODE.encode())
+    data[at : at + len(NODE)] = b"vmss-h100-a000018"
+    changed = b"-----BEGIN CERTIFICATE REQUEST-----\n" + base64.encodebytes(bytes(data))
+    pending = pending_from(
+        request(changed + b"-----END CERTIFICATE REQUEST-----\n", groups=[*GROUPS[:3], OTHER_NODE])
+    )
+    assert pending
+    with pytest.raises(UnboundError, match="not signed with its own key"):
+        check(pending)
+
+
+def node(name: str, ready: str = "True", uuid: str = "") -> Member:
+    conditions = [{"type": "MemoryPressure", "status": "True"}, {"type": "Ready", "status": ready}]
+    status = {"conditions": conditions, "nodeInfo": {"systemUUID": uuid}}
+    return member_from({"metadata": {"name": name}, "status": status})
+
+
+def test_a_name_that_a_ready_node_has_is_waited_for() -> None:
+    assert reason_to_wait(BOUND, []) == ""
+    assert "is Ready" in reason_to_wait(BOUND, [node("other"), node(NODE)])
+    assert reason_to_wait(BOUND, [node(NODE, "Unknown"), node("other")]) == ""
+    # A machine that was made anew has its name, and is what it was.
+    assert reason_to_wait(BOUND, [node(NODE, "False", VM_ID)]) == ""
+
+
+@pytest.mark.parametrize("uuid", [VM_ID, VM_ID.upper(), "a4b8aa02-ef74-6e47-8182-f6d2ba4166a6"])
+def test_a_machine_that_is_a_node_is_no_second_one(uuid: str) -> None:
+    for ready in ("True", "False"):
+        assert "its machine is the node other" in reason_to_wait(BOUND, [node("other", ready, uuid)])
+    assert reason_to_wait(BOUND, [node("other", uuid="11111111-2222-4333-8444-555555555555")]) == ""
+    assert node("other", uuid="no id").machines == frozenset()

@@ -1,0 +1,445 @@
+"""What the role kubelet writes for every version it knows, and what it refuses.
+
+Golden files are whole renderings (kubelet_renderings.py); ``pytest --update-golden`` writes them anew.
+tests/bake/test_kubelet_versions.py shows the same files to a real kubelet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.roles.kubelet_renderings import (
+    CRI_DOCKERD,
+    PROVIDER,
+    REPOSITORY,
+    ROLE,
+    SCENARIOS,
+    TAINT,
+    Rendered,
+    containerd,
+    docker,
+    scenario,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "kubelet"
+KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+
+
+@cache
+def table(name: str = "__kubelet_versions") -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROLE / "vars" / "versions.yml").read_text(encoding="utf-8"))
+    rows: dict[str, Any] = loaded[name]
+    return rows
+
+
+def fields_of(version: str, name: str = "__kubelet_fields") -> set[str]:
+    """Return what a table of fields by version has up to this one."""
+    minor = int(version.split(".")[1])
+    return {field for since, new in table(name).items() if int(since.split(".")[1]) <= minor for field in new}
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_rendering_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    files = {
+        str(f["src"]).removesuffix(".j2"): str(f["src"]) for f in scenario(name).value("__kubelet_files")
+    }
+    folder = GOLDEN / name
+    if request.config.getoption("--update-golden", default=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
+        for file, template in files.items():
+            (folder / file).write_text(scenario(name).file(template), encoding="utf-8")
+    assert sorted(f.name for f in folder.iterdir()) == sorted(files)
+    for file, template in files.items():
+        assert scenario(name).file(template) == (folder / file).read_text(encoding="utf-8")
+
+
+CNI_PLUGINS = {"url": "https://a.test/cni.tgz", "sha256": "0" * 64, "programs": ["azure-vnet"]}
+BAKED_NETWORK: dict[str, Any] = {"kubelet_cni": "baked", "kubelet_cni_conf": {"name": "a", "plugins": []}}
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_every_scenario_is_without_problems(name: str) -> None:
+    assert scenario(name).problems == []
+
+
+def test_every_known_version_is_in_the_table() -> None:
+    assert tuple(table()) == KNOWN
+    assert len({tuple(sorted(row)) for row in table().values()}) == 1, "a row lacks a fact"
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_flags_exist_in_their_version(version: str) -> None:
+    """A kubelet exits at a flag that it doesn't know."""
+    minor = int(version.split(".")[1])
+    flags = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).flags
+    assert "pod-infra-container-image" not in flags, (
+        "1.20 heeds it with dockershim only; later it is deprecated"
+    )
+    assert ("container-runtime" in flags) == ("container-runtime-endpoint" in flags) == (minor < 27)
+    assert ("register-with-taints" in flags) == (minor < 23)
+    assert not {"image-pull-progress-deadline", "network-plugin", "docker-endpoint", "cni-bin-dir"} & set(
+        flags
+    )
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_fields_exist_in_their_version(version: str) -> None:
+    minor = int(version.split(".")[1])
+    config = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).config
+    assert ("maxParallelImagePulls" in config) == (minor >= 27)
+    assert ("containerRuntimeEndpoint" in config) == (minor >= 27)
+    assert ("registerWithTaints" in config) == (minor >= 23)
+    assert ("streamingConnectionIdleTimeout" in config) == (minor < 34)
+
+
+EVERY_OPTION = SCENARIOS["1.36-every-option"]
+
+
+@pytest.mark.parametrize("mode", ["cluster", "standalone"])
+@pytest.mark.parametrize("version", KNOWN)
+def test_every_written_field_is_one_of_its_version(version: str, mode: str) -> None:
+    """With all options set, as far as the version has them: nothing unknown, and nothing deprecated."""
+    newer = {"kubelet_image_maximum_gc_age": 29, "kubelet_seccomp_default": 25}
+    newer |= {"kubelet_image_credential_providers": 24, "kubelet_image_credentials_policy": 33}
+    newer |= {"kubelet_image_credentials_allowlist": 33}
+    minor = int(version.split(".")[1])
+    options = {name: value for name, value in EVERY_OPTION.items() if newer.get(name, 0) <= minor}
+    rendered = Rendered({**options, **containerd(version, kubelet_mode=mode)})
+    assert rendered.problems == []
+    written = rendered.config.keys() - {"apiVersion", "kind"}
+    assert written - fields_of(version) == set()
+    assert written & fields_of(version, "__kubelet_deprecated_fields") == set()
+    assert "failCgroupV1" not in written, "nobody asked for it"
+
+
+def test_the_table_of_fields_names_each_field_once_and_knows_the_versions() -> None:
+    named = [field for new in table("__kubelet_fields").values() for field in new]
+    assert len(named) == len(set(named))
+    assert len(fields_of("1.20")) == 94 and len(fields_of("1.37")) == 125, "as the sources' structs have"
+    deprecated = {field for old in table("__kubelet_deprecated_fields").values() for field in old}
+    assert deprecated <= set(named)
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34"])
+@pytest.mark.parametrize(
+    ("runtime", "has_flag"), [("1.6", True), ("1.6.33", True), ("1.7", False), ("2.2", False)]
+)
+def test_the_deprecated_pause_flag_is_for_a_runtime_that_does_not_pin(
+    version: str, runtime: str, has_flag: bool
+) -> None:
+    rendered = Rendered(containerd(version, container_runtime_containerd_version=runtime))
+    assert rendered.problems == []
+    assert ("pod-infra-container-image" in rendered.flags) == has_flag
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.36"])
+def test_who_may_use_a_preloaded_image_is_written(version: str) -> None:
+    name = "imagePullCredentialsVerificationPolicy"
+    assert name not in Rendered(containerd(version)).config
+    policy = {"kubelet_image_credentials_policy": "NeverVerifyAllowlistedImages"}
+    images = ["registry.test/team/trainer", "registry.test:5000/base/*", "registry.test/*"]
+    rendered = Rendered(containerd(version, **policy, kubelet_image_credentials_allowlist=images))
+    assert rendered.problems == []
+    assert rendered.config[name] == "NeverVerifyAllowlistedImages"
+    assert rendered.config["preloadedImagesVerificationAllowlist"] == images
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_large_images_are_pulled_side_by_side(name: str) -> None:
+    config = scenario(name).config
+    assert config["serializeImagePulls"] is False
+    assert config.get("maxParallelImagePulls", 2) > 1
+    assert config["registryPullQPS"] >= 20
+    assert config["registryBurst"] >= config["registryPullQPS"]
+    assert config["cgroupDriver"] == "systemd"
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_status_frequencies_are_left_alone(name: str) -> None:
+    """Naming the update frequency makes thousands of kubelets report every ten seconds."""
+    assert not {
+        key for key in scenario(name).config if key.startswith("nodeStatus") and key.endswith("Frequency")
+    }
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_nobody_gets_in_without_a_name(name: str) -> None:
+    config = scenario(name).config
+    assert config["authentication"]["anonymous"]["enabled"] is False
+    assert config["readOnlyPort"] == 0
+    if config["authorization"]["mode"] == "AlwaysAllow":
+        assert "standalone" in name
+        assert config["address"] == "127.0.0.1"
+        assert config["authentication"] == {"anonymous": {"enabled": False}, "webhook": {"enabled": False}}
+    else:
+        assert config["authorization"]["mode"] == "Webhook"
+        assert config["authentication"]["x509"]["clientCAFile"]
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_unit_waits_in_a_fresh_image(name: str) -> None:
+    """Without a kubeconfig the service is skipped, so that a node nobody told how to join isn't degraded."""
+    unit = scenario(name).file("kubelet.service.j2")
+    conditions = re.findall(r"^ConditionPathExists=(.*)$", unit, re.MULTILINE)
+    flags = scenario(name).flags
+    if "standalone" in name:
+        assert conditions == []
+        assert not {"kubeconfig", "bootstrap-kubeconfig"} & set(flags)
+        assert scenario(name).value("__kubelet_units") == ["kubelet.service"]
+    else:
+        assert conditions == [f"|{flags['kubeconfig']}", f"|{flags['bootstrap-kubeconfig']}"]
+        assert scenario(name).value("__kubelet_units") == ["kubelet.service", "kubelet.path"]
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("1.20-docker", ["docker.service"]),
+        ("1.34-cri-dockerd", ["docker.service", "cri-docker.service"]),
+        ("1.34-containerd", ["containerd.service"]),
+    ],
+)
+def test_the_unit_starts_after_its_runtime(name: str, units: list[str]) -> None:
+    unit = scenario(name).file("kubelet.service.j2")
+    for key in ("After", "Wants"):
+        found = re.search(rf"^{key}=(.*)$", unit, re.MULTILINE)
+        assert found
+        assert found[1].split() == ["network-online.target", *units]
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_node_agents_arguments_come_last(name: str) -> None:
+    """Unbraced, so that systemd splits them; empty where no agent has written any."""
+    unit = scenario(name).file("kubelet.service.j2").splitlines()
+    assert scenario(name).command[-1] == "$NODE_AGENT_KUBELET_ARGS"
+    files = [line for line in unit if line.startswith("EnvironmentFile=")]
+    assert files[-1] == "EnvironmentFile=-/run/node/kubelet.env"
+    assert any(line.startswith("Environment=") and "NODE_AGENT_KUBELET_ARGS=" in line for line in unit)
+
+
+def test_the_node_agent_is_told_the_taints() -> None:
+    """Its flag replaces those of the configuration, whichever way the version is given them."""
+    for name in ("1.20-docker", "1.36-every-option"):
+        assert json.loads(scenario(name).file("kubelet.json.j2")) == {"taints": ["gpu=h100:NoSchedule"]}
+    assert json.loads(scenario("1.34-containerd").file("kubelet.json.j2")) == {"taints": []}
+
+
+def test_dockershim_has_the_long_deadline_and_the_pause_image() -> None:
+    flags = Rendered(
+        docker(
+            "1.20.2",
+            container_runtime_pause_image="registry.test/pause:3.2",
+            container_runtime_image_pull_progress_deadline="45m",
+        )
+    ).flags
+    assert flags["image-pull-progress-deadline"] == "45m"
+    assert flags["pod-infra-container-image"] == "registry.test/pause:3.2"
+    assert flags["container-runtime"] == "docker"
+
+
+def test_the_kubelet_does_not_rotate_dockers_logs() -> None:
+    """cri-dockerd can't reopen a log: a kubelet that rotates it leaves Docker writing to a file without name."""
+    assert scenario("1.34-cri-dockerd").config["containerLogMaxSize"] == "-1"
+    assert "containerLogMaxSize" not in scenario("1.20-docker").config
+    assert scenario("1.34-containerd").config["containerLogMaxSize"] == "50Mi"
+
+
+def test_the_nodes_own_values_come_from_the_first_boot() -> None:
+    flags = scenario("1.36-every-option").flags
+    assert flags["node-ip"] == "${KUBELET_NODE_IP}"
+    assert flags["provider-id"] == "${KUBELET_PROVIDER_ID}"
+    assert flags["node-labels"].split(",") == [
+        "node-image/name=${IMAGE_NAME}",
+        "node-image/build=${IMAGE_BUILD}",
+        "node.test/fabric=ib",
+        "node.test/sku=nd96",
+        "${KUBELET_NODE_LABELS}",
+    ]
+    unit = scenario("1.36-every-option").file("kubelet.service.j2")
+    used = set(re.findall(r"\$\{?([A-Z_]+)\}?", unit))
+    preset = set(
+        re.findall(r"([A-Z_]+)=(?=\s|$)", "\n".join(re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)))
+    )
+    assert used == preset, "systemd warns about a variable that is not set"
+    assert scenario("1.36-every-option").command[-2] == "$KUBELET_EXTRA_ARGS"
+
+
+def test_every_file_is_roots_alone_or_harmless() -> None:
+    for file in scenario("1.36-every-option").value("__kubelet_files"):
+        if "/etc/kubernetes" in file["dest"] or "systemd" in file["dest"]:
+            assert "mode" not in file, "0600 is the tasks' default"
+    tasks = (ROLE / "tasks" / "configure.yml").read_text(encoding="utf-8")
+    assert "default('0600')" in tasks
+
+
+def test_a_repository_brings_the_declared_version() -> None:
+    repository = {"uris": ["https://packages.test/v1.34/deb/"], "suites": ["/"], "signed_by": "/etc/k.gpg"}
+    rendered = Rendered(
+        containerd("1.34.2", kubelet_source={"type": "repository"}, kubelet_repository=repository)
+    )
+    assert rendered.problems == []
+    assert "kubelet=1.34.2-*" in rendered.value("__kubelet_packages")
+    assert "containernetworking-plugins" not in rendered.value("__kubelet_packages")
+    assert rendered.value("__kubelet_repositories") == [
+        {"name": "kubernetes", "components": [], **repository}
+    ]
+    assert rendered.command[0] == "/usr/bin/kubelet"
+    sources = rendered.file("repository.sources.j2")
+    assert "Signed-By: /etc/k.gpg" in sources
+    assert "Components" not in sources
+    assert "kubelet=1.34.*" in Rendered(
+        containerd("1.34", kubelet_source={"type": "repository"}, kubelet_repository=repository)
+    ).value("__kubelet_packages")
+
+
+def test_archives_are_in_the_lock_with_their_hashes() -> None:
+    rendered = Rendered(
+        containerd(
+            "1.34.2",
+            kubelet_source={"type": "archive", "url": "https://archive.test/kubelet", "sha256": "12" * 32},
+            kubelet_crictl={"url": "https://archive.test/crictl.tgz", "sha256": "34" * 32},
+            kubelet_image_credential_providers=[PROVIDER],
+        )
+    )
+    assert rendered.problems == []
+    assert rendered.value("__kubelet_archives") == [
+        {"url": "https://archive.test/kubelet", "sha256": "12" * 32},
+        {"url": "https://archive.test/crictl.tgz", "sha256": "34" * 32},
+        {"url": PROVIDER["url"], "sha256": PROVIDER["sha256"]},
+    ]
+    assert rendered.command[0] == "/usr/local/bin/kubelet"
+
+
+def test_what_the_playbook_assumes_of_the_runtime_is_its_default() -> None:
+    """The kubernetes play can't see the other role's defaults, so it repeats them."""
+    playbook = (REPOSITORY / "playbooks" / "layers" / "kubernetes.yml").read_text(encoding="utf-8")
+    assumed = dict(re.findall(r"(container_runtime_\w+) \| default\('([^']*)'\)", playbook))
+    assert len(assumed) >= 9
+    defaults = yaml.safe_load(
+        (REPOSITORY / "roles/container_runtime/defaults/main.yml").read_text(encoding="utf-8")
+    )
+    assert assumed == {name: str(defaults[name]) for name in assumed}
+    assert defaults["container_runtime_cri_dockerd"] == {}
+
+
+def test_argument_specs_have_the_defaults() -> None:
+    defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
+    specs = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text(encoding="utf-8"))
+    options = specs["argument_specs"]["main"]["options"]
+    assert {name: option["default"] for name, option in options.items()} == defaults
+    assert all(option["description"] for option in options.values())
+
+
+@pytest.mark.parametrize(
+    ("inventory", "told"),
+    [
+        (
+            docker("1.34"),
+            "kubelet_container_runtime: Kubernetes 1.34 only supports Docker through cri-dockerd",
+        ),
+        (
+            docker("1.20", container_runtime_cri_dockerd=CRI_DOCKERD),
+            "kubelet_cri_dockerd: Kubernetes 1.20 supports Docker itself",
+        ),
+        (
+            containerd("1.20", container_runtime_containerd_version="2.0"),
+            "does not work with containerd 2.0; it needs 1.6 or later, before 2.0",
+        ),
+        (containerd("1.36", container_runtime_containerd_version="1.7.28"), "it needs 2.0 or later"),
+        (containerd("1.34", kubelet_source={}), "kubelet_source: needs a type"),
+        (
+            containerd("1.34", kubelet_source={"type": "archive", "url": "u"}),
+            "an archive needs url and sha256",
+        ),
+        (containerd("1.34", kubelet_source={"type": "repository"}), "kubelet_repository: needs uris"),
+        (containerd("1.34", kubelet_cni="baked"), "kubelet_cni_conf: set it if kubelet_cni is baked"),
+        (containerd("1.34", kubelet_cni_conf={"name": "a"}), "only then; kubelet_cni is none"),
+        (containerd("1.34", kubelet_cni="delegated", kubelet_mode="standalone"), "no add-on comes to"),
+        (
+            containerd("1.34", kubelet_cni="delegated", kubelet_cni_plugins=CNI_PLUGINS),
+            "kubelet_cni_plugins: needs url, sha256 and programs, and kubelet_cni baked",
+        ),
+        (
+            containerd("1.34", **BAKED_NETWORK, kubelet_cni_plugins={"url": "u", "sha256": "0"}),
+            "kubelet_cni_plugins: needs url, sha256 and programs",
+        ),
+        (containerd("1.34", kubelet_crictl={"url": "u"}), "kubelet_crictl: needs url and sha256"),
+        (containerd("1.34", kubelet_image_gc_low_threshold_percent=85), "must be below"),
+        (
+            containerd("1.20", kubelet_image_maximum_gc_age="1h"),
+            "kubelet_image_maximum_gc_age: needs Kubernetes 1.29 or later, not 1.20",
+        ),
+        (
+            containerd("1.20", kubelet_seccomp_default=True),
+            "kubelet_seccomp_default: needs Kubernetes 1.25 or later, not 1.20",
+        ),
+        (
+            containerd("1.20", kubelet_image_credential_providers=[PROVIDER]),
+            "kubelet_image_credential_providers: needs Kubernetes 1.24 or later, not 1.20",
+        ),
+        (
+            containerd("1.34", kubelet_image_credential_providers=[{"name": "a"}]),
+            "needs name and match_images",
+        ),
+        (
+            containerd("1.34", kubelet_config={"maxPods": 5, "readOnlyPort": 10255}),
+            "kubelet_config: maxPods, readOnlyPort has a variable of its own",
+        ),
+        (
+            containerd("1.34", kubelet_config={"imagePullCredentialsVerificationPolicy": "AlwaysVerify"}),
+            "kubelet_config: imagePullCredentialsVerificationPolicy has a variable of its own",
+        ),
+        (
+            containerd("1.32", kubelet_config={"userNamespaces": {}, "maxPod": 5, "failCgroupV1": False}),
+            "kubelet_config: Kubernetes 1.32 has no maxPod, userNamespaces",
+        ),
+        (
+            containerd("1.34", kubelet_config={"iptablesDropBit": 15}),
+            "kubelet_config: iptablesDropBit has no effect in Kubernetes 1.34",
+        ),
+        (
+            containerd("1.32", kubelet_image_credentials_policy="AlwaysVerify"),
+            "kubelet_image_credentials_policy: needs Kubernetes 1.33 or later, not 1.32",
+        ),
+        (
+            containerd("1.36", kubelet_image_credentials_allowlist=["registry.test/a"]),
+            "kubelet_image_credentials_allowlist: only counts with",
+        ),
+        (
+            containerd("1.36", kubelet_image_credentials_policy="NeverVerifyAllowlistedImages"),
+            "NeverVerifyAllowlistedImages needs at least one image",
+        ),
+        (
+            containerd(
+                "1.36",
+                kubelet_image_credentials_policy="NeverVerifyAllowlistedImages",
+                kubelet_image_credentials_allowlist=[
+                    "registry.test/a:1",
+                    "registry.test/a@sha256:ab",
+                    "registry.test/a*",
+                    "*",
+                    "a",
+                    "registry.test/good",
+                ],
+            ),
+            "registry.test/a:1, registry.test/a@sha256:ab, registry.test/a*, *, a must be registry/repository",
+        ),
+        (
+            containerd("1.34", kubelet_config={"nodeStatusUpdateFrequency": "10s"}),
+            "set nodeStatusReportFrequency",
+        ),
+    ],
+)
+def test_a_setting_that_can_not_work_is_refused(inventory: dict[str, Any], told: str) -> None:
+    problems = Rendered(inventory).problems
+    assert len(problems) == 1
+    assert told in problems[0]
