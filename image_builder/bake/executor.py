@@ -30,6 +30,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
 from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
+from image_builder.system import process
 from image_builder.system.sandbox import Root
 from image_builder.system.trees import remove_tree
 
@@ -111,7 +112,8 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
     """Run the stages in order; those that can wait run beside the rest, at most two at a time.
 
     So the checks run while the disk is made, and programs are compiled and images pulled while layers are made; the
-    last stage waits for neither. What fails first is raised, after what runs beside it has ended.
+    last stage waits for neither. A failure beside the others is noticed before the next stage; whatever failed, what
+    still runs is ended, and then that failure is raised.
     """
     needed = {i for stage in todo for i in stage.requires}
     beside: dict[str, Future[None]] = {}
@@ -119,9 +121,12 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
         _check_ahead(work, todo, checker)
         try:
             for stage in todo:
+                for future in beside.values():
+                    if future.done():
+                        future.result()
                 awaited = [beside[i] for i in beside.keys() & stage.requires]
                 if work.kind(stage).beside or (stage.id not in needed and stage is not todo[-1]):
-                    beside[stage.id] = pool.submit(_run_after, awaited, work, stage)
+                    beside[stage.id] = pool.submit(_run_beside, awaited, work, stage)
                 else:
                     _run_after(awaited, work, stage)
             for future in beside.values():
@@ -147,6 +152,11 @@ def _require_sound(work: Build, needed: str) -> None:
         work.checks[needed].result()
     else:  # it was to be made here, and another build did so
         work.store.check(needed)
+
+
+def _run_beside(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -> None:
+    with process.stopped_by(work.stop):
+        _run_after(awaited, work, stage)
 
 
 def _run_after(awaited: Iterable[Future[None]], work: Build, stage: StagePlan) -> None:
@@ -179,7 +189,8 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
             remove_tree(work.staging / stage.name)
         except (ImageBuilderError, OSError) as error:
-            monitor.stage_failed(stage.name, time.monotonic() - started)
+            if not work.stop.is_set():  # else it was ended, since another one failed
+                monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = _cause(error, store)
             _keep_reports(work, stage)
             raise StageError(

@@ -50,9 +50,10 @@ def estimate(work: Build, todo: Sequence[StagePlan]) -> tuple[int, int]:
     in_output = 0.0
     beside: dict[str, float] = {}  # the scratch of what may still run: nothing has needed it so far
     for stage in todo:
-        for ended in beside.keys() & stage.requires:
-            del beside[ended]
         kind = work.kind(stage)
+        if not kind.beside:
+            for ended in beside.keys() & stage.requires:
+                del beside[ended]
         need = kind.space(stage, sizes)
         in_store += need.product
         peak = max(peak, in_store + sum(beside.values()) + need.scratch)

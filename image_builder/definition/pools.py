@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 from image_builder.canonical import JSON
 from image_builder.definition import engine
@@ -131,18 +132,15 @@ def _address_problems(definition: ImageDefinition, source: Source) -> list[Probl
     for pool in source.inherited_variables():
         if pool.get(IMAGE) != definition.name or SUBNET not in pool:
             continue
-        pods = (
-            evaluated(pool, PODS) if PODS in pool else resolved_variables(definition).get("kubelet_max_pods")
-        )
-        reason = address_problem(evaluated(pool, SUBNET), evaluated(pool, CAPACITY), pods)
-        if reason:
+        known = {PODS: "{{ kubelet_max_pods }}", **resolved_variables(definition), **pool}
+        if reason := address_problem(*(evaluated_variable(known, name) for name in (SUBNET, CAPACITY, PODS))):
             problems.append(Problem(str(engine.place_in(pool, [SUBNET]) or ""), SUBNET, reason))
     return list(dict.fromkeys(problems))
 
 
 def address_problem(subnet: object, hosts: object, pods: object) -> str:
     """Return why a subnet can't hold ``hosts`` machines with ``pods`` pods each; empty where it can."""
-    if not isinstance(hosts, int) or not isinstance(pods, int):
+    if not _is_count(hosts) or not _is_count(pods):
         return f"needs {CAPACITY}, the number of machines, and a number of pods: {hosts!r}, {pods!r}"
     try:
         size = ipaddress.ip_network(str(subnet)).num_addresses
@@ -155,6 +153,10 @@ def address_problem(subnet: object, hosts: object, pods: object) -> str:
         f"{subnet} has {max(0, size - _RESERVED)} addresses for {needed}: {hosts} machines, each with one and "
         f"{pods} for its pods; a larger subnet, or fewer pods (kubelet_max_pods, join_max_pods)"
     )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 def is_closed(blocked: JSON) -> bool:
@@ -173,14 +175,14 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     for pool in source.inherited_variables():
         if pool.get(IMAGE) != definition.name or SIZE not in pool:
             continue
-        size = evaluated(pool, SIZE)
+        size = evaluated_variable(pool, SIZE)
         if not is_template(size) and not fits(str(size), resolved_variables(definition).get(SIZES)):
             reason = f"{size} runs `{definition.name}`, whose {SIZES} don't list it"
             problems.append(Problem(str(engine.place_in(pool, [SIZE]) or ""), SIZE, reason))
     return list(dict.fromkeys(problems))
 
 
-def evaluated(pool: Mapping[str, object], name: str) -> JSON:
+def evaluated_variable(pool: Mapping[str, object], name: str) -> JSON:
     """Return a pool's variable, None where it has none; a template of what its groups don't set is left as it is."""
     plain = {str(key): engine.plain(value) for key, value in pool.items()}
     value = plain.get(name)

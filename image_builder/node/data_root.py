@@ -19,6 +19,16 @@ from image_builder.node.layout import LAYERS, MOUNT_POINT
 SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
 BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
 RECORDS = Path("image/overlay2/layerdb/sha256")
+# What containerd writes into its root before anybody pulls. A snapshotter's database is here only if its snapshots are
+# directories beside it.
+_FIRST_FILES = frozenset(
+    Path(f"io.containerd.{name}")
+    for name in (
+        "metadata.v1.bolt/meta.db",
+        "grpc.v1.introspection/uuid",
+        *(f"snapshotter.v1.{kind}/metadata.db" for kind in ("overlayfs", "native", "erofs", "blockfile")),
+    )
+)
 # A directory for each layer, and the name of its files in it.
 _FOLDERS: Mapping[str, tuple[Path, str]] = {
     "docker": (Path("overlay2"), "diff"),
@@ -61,16 +71,24 @@ def find_links(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[
     return [link for path, directory in places if (link := _link(path, directory, store))]
 
 
-def holds_nothing(root: Path) -> bool:
-    """Tell whether containerd's root is as its first start leaves it. Raises OSError.
+def is_new(root: Path) -> bool:
+    """Return whether containerd's root is as its first start leaves it. Raises OSError.
 
-    It has no content, no snapshot and no file of anybody else's.
+    Then it has its plugins' empty directories and databases, and nothing else: no content, snapshot, container or
+    file of anybody else's.
     """
-    places = listed(root)
-    if any(not place.name.startswith("io.containerd.") and place.name != "tmpmounts" for place in places):
+    plugins = listed(root)
+    if any(
+        not (p.is_dir() and p.name.startswith("io.containerd.")) and p.name != "tmpmounts" for p in plugins
+    ):
         return False
-    snapshots = [place / "snapshots" for place in places if ".snapshotter." in place.name]
-    return not any(listed(folder) for folder in (root / BLOBS, *snapshots))
+    return all(_is_new(place, root) for plugin in plugins for place in listed(plugin))
+
+
+def _is_new(place: Path, root: Path) -> bool:
+    if place.is_symlink() or not place.is_dir():
+        return place.relative_to(root) in _FIRST_FILES
+    return all(inner == root / BLOBS and not listed(inner) for inner in listed(place))
 
 
 def listed(folder: Path) -> list[Path]:

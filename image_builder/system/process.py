@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Child = subprocess.Popen[bytes]
 Arg = str | os.PathLike[str]
 _refusing = threading.Event()
+_stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
+_STOP_POLL_SECONDS = 0.2
 
 
 def refuse_new() -> None:
@@ -42,13 +45,47 @@ def refuse_new() -> None:
     _refusing.set()
 
 
+@contextmanager
+def stopped_by(stop: threading.Event) -> Iterator[None]:
+    """Within the block ``run``, called by this thread, ends its program once ``stop`` is set, and starts none."""
+    token = _stop.set(stop)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
+
+
+@contextmanager
+def _stoppable(child: subprocess.Popen[Any]) -> Iterator[None]:
+    """End a program with everything that it started as soon as the thread's ``stop`` is set."""
+    stop, ended = _stop.get(), threading.Event()
+    if stop is None:
+        yield
+        return
+
+    def watch() -> None:
+        while not ended.wait(_STOP_POLL_SECONDS):
+            if stop.is_set():
+                _kill_group(child)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
 def _start(
     argv: Sequence[Arg], *, env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
     """Start a program with an environment built from nothing; raises CommandError."""
     args = _strings(argv)
-    if _refusing.is_set():
-        raise CommandError(f"not started, this process is ending: {shlex.join(args)}", argv=args)
+    stop = _stop.get()
+    if _refusing.is_set() or (stop and stop.is_set()):
+        raise CommandError(f"not started, the work is ending: {shlex.join(args)}", argv=args)
     try:
         return subprocess.Popen(args, env=environment(env), **options)
     except OSError as error:
@@ -108,10 +145,11 @@ def run(
         **_TEXT,
     )
     try:
-        if streaming:
-            out, err = _stream(child, shown, input, timeout, log, on_line), ""
-        else:
-            out, err = child.communicate(input, timeout=timeout)
+        with _stoppable(child):
+            if streaming:
+                out, err = _stream(child, shown, input, timeout, log, on_line), ""
+            else:
+                out, err = child.communicate(input, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         _kill_group(child)
         if streaming:

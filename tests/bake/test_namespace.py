@@ -220,7 +220,7 @@ def test_a_signal_ends_what_a_thread_waits_for(tmp_path: Path, number: int) -> N
     """And what that started, in whatever session; what would begin then doesn't."""
     status, _, said = _beside(tmp_path, "waits", (0, number))
     assert status == 128 + number
-    assert said.splitlines() == ["not started, this process is ending: true", "ended by itself"]
+    assert said.splitlines() == ["not started, the work is ending: true", "ended by itself"]
 
 
 def test_a_signal_ends_a_thread_that_hears_of_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,19 @@ def test_a_timeout_does_not_wait_for_a_grandchild(on_line: Callable[[str], None]
     with pytest.raises(CommandError, match="timed out after 0.5 s"):
         process.run(["sh", "-c", "sleep 20 & wait"], timeout=0.5, on_line=on_line)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("on_line", [None, print])
+def test_a_program_is_ended_with_what_it_started_once_it_is_to_stop(
+    on_line: Callable[[str], None] | None,
+) -> None:
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    started = time.monotonic()
+    with process.stopped_by(stop), pytest.raises(CommandError, match="exit status -9"):
+        process.run(["sh", "-c", "sleep 20 & wait"], on_line=on_line)
+    assert time.monotonic() - started < 10
+    assert process.run(["true"]).returncode == 0
 
 
 def test_what_outlives_its_caller_has_nothing_of_its_environment(

@@ -77,7 +77,12 @@ def take_authorities_back(lab: Lab) -> Result:
             "none": (),
             "none again": (),
         }
-        return {name: converge(lab, root, pems, declared) for name, declared in steps.items()}
+        found: Result = {}
+        for name, declared in steps.items():
+            if name == "none":  # as a run leaves it that was ended before it updated the trust store
+                (root.path / _FOLDER / "container-runtime-new.crt").unlink()
+            found[name] = converge(lab, root, pems, declared)
+        return found
 
 
 def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> None:

@@ -69,8 +69,8 @@ class StageKind:
     ``needs`` is what has to be locked, ``space`` what a stage takes, ``files`` which locked files are linked into
     its directory. ``shared`` counts what a stage may take over from an earlier one, by the options of both.
 
-    A stage that runs ``beside`` the layers waits for the network or compiles, and for little that a layer makes; one
-    that ``pulls`` asks registries. One may enter an ``enterable`` one when it failed (``--shell-on-failure``).
+    A stage that runs ``beside`` the layers waits for the network or compiles, and requires none of the upper layers;
+    one that ``pulls`` asks registries. One may enter an ``enterable`` one when it failed (``--shell-on-failure``).
     ``reports`` are documents that are kept of a failed one. ``layer`` names the layer that installs what it builds.
     """
 

@@ -109,16 +109,17 @@ class Source:
 
     def _scopes(self, host: Any) -> list[Mapping[str, Any]]:
         """Return every mapping that sets variables for ``host``, weakest first."""
-        groups = sorted(host.get_groups(), key=lambda g: (g.depth, g.priority, g.name))
-        every = [g for g in groups if g.name == "all"]
-        rest = [g for g in groups if g.name != "all"]
+        return [*self._group_scopes(host.get_groups()), host.vars, self._beside(host)]
 
-        return [
-            *(g.get_vars() for g in every + rest),
-            *(self._beside(g) for g in every + rest),
-            host.vars,
-            self._beside(host),
-        ]
+    def _group_scopes(self, groups: Iterable[Any]) -> list[Mapping[str, Any]]:
+        """Return every mapping that sets variables in some of a host's groups, weakest first, as Ansible has it."""
+        ordered = sorted(groups, key=lambda g: (g.depth, g.priority, g.name))
+        return [*(g.get_vars() for g in ordered), *(self._group_files[str(g.name)] for g in ordered)]
+
+    @functools.cached_property
+    def _group_files(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what the files of each group set. They are looked for once, for all images and their checks."""
+        return {str(g.name): self._beside(g) for g in self.manager.groups.values()}
 
     def _beside(self, entity: Any) -> Mapping[str, Any]:
         """Return what the files of a group or a host set."""
@@ -133,14 +134,10 @@ class Source:
             return None
         return [str(h.name) for h in self.manager.groups[name].get_hosts()]
 
-    @functools.cached_property
-    def _by_group(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what each group sets itself. Its files are looked for once, for all images and their checks."""
-        return {str(g.name): _overlaid([g.get_vars(), self._beside(g)]) for g in self.manager.groups.values()}
-
     def own_variables(self) -> list[Mapping[str, Any]]:
         """Return what each group sets itself, beside its hosts and in its files; groups that set nothing left out."""
-        return [variables for variables in self._by_group.values() if variables]
+        own = (_overlaid(self._group_scopes([group])) for group in self.manager.groups.values())
+        return [variables for variables in own if variables]
 
     def inherited_variables(self) -> list[Mapping[str, Any]]:
         """Return what the groups of a host set together, once for all hosts of the same groups.
@@ -149,16 +146,10 @@ class Source:
         pool may have none yet.
         """
         groups = self.manager.groups.values()
-        found = [host.get_groups() for host in self.manager.hosts.values()]
-        found += [[*g.get_ancestors(), g] for g in groups if not g.child_groups and not g.hosts]
-        chains = {frozenset(str(g.name) for g in chain): chain for chain in found}
-        return [
-            _overlaid(
-                self._by_group[str(g.name)]
-                for g in sorted(chain, key=lambda g: (g.depth, g.priority, g.name))
-            )
-            for chain in chains.values()
-        ]
+        chains = [host.get_groups() for host in self.manager.hosts.values()]
+        chains += [[*g.get_ancestors(), g] for g in groups if not g.child_groups and not g.hosts]
+        different = {frozenset(str(g.name) for g in chain): chain for chain in chains}
+        return [_overlaid(self._group_scopes(chain)) for chain in different.values()]
 
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""

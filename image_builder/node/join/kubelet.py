@@ -184,7 +184,7 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
 
 
 def _remove_cloud_config(path: Path) -> bool:
-    """Remove what an earlier configuration had written; tell whether that was there.
+    """Remove what an earlier configuration had written; return whether it was there.
 
     The cloud's other programs have a file of the same name, with more in it: that is not this program's.
     """

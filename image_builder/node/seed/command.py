@@ -100,7 +100,9 @@ def seed(settings: Preload, store: Store) -> dict[str, Any]:
 def _goes_aside(settings: Preload, store: Store, marker: Mapping[str, Any]) -> bool:
     if settings.engine != "containerd":
         return False
-    return marker.get("store") not in (None, store.id) or data_root.holds_nothing(settings.data_root)
+    if marker.get("store") not in (None, store.id):
+        return True
+    return data_root.is_new(settings.data_root) and not data_root.user(settings.engine, settings.data_root)
 
 
 def leave(settings: Preload) -> dict[str, Any]:
@@ -176,6 +178,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
             layers, file_count = filled.snapshots, filled.files
         files.syncfs(staging)
         if used:
+            _require_unused(settings)  # filling takes a while, and somebody may have started the engine
             files.set_aside(settings.data_root, settings.trash, status.boot_id())
         _forget(settings)
         if os.path.lexists(settings.data_root):

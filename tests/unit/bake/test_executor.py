@@ -1,8 +1,9 @@
-"""What a stage is given: the locked files that it may use, and an earlier preload that is sound."""
+"""What a stage is given, what runs beside what, and what becomes of the others where one fails."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli.command import extensions
-from image_builder.errors import StageError, VerifyError
+from image_builder.errors import CommandError, StageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
+from image_builder.system import process
 from image_builder.verify.stage import run as verify
 
 _SOURCE: dict[str, Any] = {
@@ -153,3 +155,64 @@ def test_a_pull_runs_beside_the_layers(store: Store, monkeypatch: pytest.MonkeyP
     here = threading.current_thread().name
     assert {name for name, thread in threads.items() if thread != here} == {"preload"}
     assert len(threads) == 5
+
+
+def test_a_program_compiles_and_images_are_pulled_at_the_same_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=30)
+    waited: list[str] = []
+
+    def run(_: Build, stage: StagePlan) -> None:
+        if stage.name in ("kubelet_build", "preload"):
+            both.wait()
+            waited.append(stage.name)
+
+    monkeypatch.setattr(executor, "_run_stage", run)
+    base, compiled = StagePlan("base", "base"), StagePlan("kubelet_build", "go")
+    pull = StagePlan("preload", "preload", ground=(base.id,))
+    seal = StagePlan("seal", "seal", lowers=(pull.id, compiled.id))
+    with store.staging() as staging:
+        executor.run_all(_work(store, staging), [compiled, base, pull, seal])
+    assert sorted(waited) == ["kubelet_build", "preload"]
+
+
+def test_what_fails_beside_the_layers_ends_the_bake_before_the_next_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, ran = threading.Event(), []
+
+    def run(_: Build, stage: StagePlan) -> None:
+        ran.append(stage.name)
+        if stage.name == "kubelet_build":
+            failed.set()
+            raise StageError(stage.name, CommandError("the compiler failed"))
+        assert failed.wait(30)
+        time.sleep(0.1)  # until the pool has noted it
+
+    monkeypatch.setattr(executor, "_run_stage", run)
+    compiled, layers = StagePlan("kubelet_build", "go"), [StagePlan(n, "layer") for n in ("system", "node")]
+    seal = StagePlan("seal", "seal", lowers=(compiled.id, *(stage.id for stage in layers)))
+    with store.staging() as staging, pytest.raises(StageError, match="the compiler failed"):
+        executor.run_all(_work(store, staging), [compiled, *layers, seal])
+    assert not {"node", "seal"} & set(ran)
+
+
+def test_a_layer_that_fails_ends_what_runs_beside_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def run(work: Build, stage: StagePlan) -> None:
+        if stage.name == "kubelet_build":
+            begun.set()
+            assert work.stop.wait(30)
+            with pytest.raises(CommandError, match="the work is ending"):
+                process.run(["sleep", "600"])
+            return
+        assert begun.wait(30)
+        raise StageError(stage.name, CommandError("the play failed"))
+
+    monkeypatch.setattr(executor, "_run_stage", run)
+    compiled, system = StagePlan("kubelet_build", "go"), StagePlan("system", "layer")
+    seal = StagePlan("seal", "seal", lowers=(compiled.id, system.id))
+    with store.staging() as staging, pytest.raises(StageError, match="the play failed"):
+        executor.run_all(_work(store, staging), [compiled, system, seal])

@@ -164,6 +164,11 @@ def test_a_credential_provider_has_a_file_to_read(
         ),
         ("", "pool_capacity: '{{ nowhere }}', pool_subnet: 10.40.0.0/16", "needs pool_capacity"),
         ("pool_capacity: 2, pool_subnet: 10.40.0.0/30", "pool_image: joining", "0 addresses for 222"),
+        (
+            "join_max_pods: '{{ kubelet_max_pods }}'",
+            "pool_capacity: 600, pool_subnet: 10.40.0.0/16",
+            "for 66600: 600 machines",
+        ),
     ],
 )
 @pytest.mark.parametrize("hosts", ["", "      hosts:\n        node-1:\n        node-2:\n"])
@@ -186,11 +191,27 @@ def test_a_pools_subnet_holds_its_pods(tmp_path: Path, above: str, pool: str, to
         assert problems[0].where.endswith(f"hosts.yml:{line}")
 
 
+def test_a_file_of_a_group_above_counts_more_than_what_stands_beside_the_hosts(tmp_path: Path) -> None:
+    """As Ansible has it: the machines' groups' files come after all that the inventory says in one place."""
+    path = tmp_path / "hosts.yml"
+    groups = """    network:
+      children:
+        pool_a:
+          vars: {pool_image: joining, pool_capacity: 600, pool_subnet: 10.0.0.0/30}
+"""
+    path.write_text(JOINING.format(more="", kind="custom-data") + groups)
+    assert [problem.path for problem in load_inventory([path]).problems()] == ["pool_subnet"]
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/network.yml").write_text("pool_subnet: 10.0.0.0/8\n")
+    assert load_inventory([path]).problems() == []
+
+
 def test_addresses_are_counted_to_the_last() -> None:
     assert address_problem("10.0.0.0/24", 25, 9) == ""  # 250 of 251
     assert "for 252" in address_problem("10.0.0.0/24", 36, 6)
     assert "200000 machines" in address_problem("10.0.0.0/8", 200_000, 110)
-    assert "pool_capacity" in address_problem("10.0.0.0/24", None, 9)
+    for count in (None, True, 0, -5, "9"):
+        assert "pool_capacity" in address_problem("10.0.0.0/24", count, 9)
     assert "must be a subnet" in address_problem("10.0.0.1/24", 1, 9)
 
 

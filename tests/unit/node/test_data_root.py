@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.node import files
-from image_builder.node.data_root import BLOBS, SNAPSHOTS, Links, find_links, holds_nothing, scan
+from image_builder.node.data_root import BLOBS, SNAPSHOTS, Links, find_links, is_new, scan
 
 A, B = ("a" * 64, "b" * 64)
 
@@ -67,20 +67,50 @@ def test_there_may_be_no_data_root(tmp_path: Path) -> None:
     assert scan(tmp_path / "none", "docker") == Links(frozenset(), frozenset(), 0, frozenset())
 
 
-def test_a_root_that_only_containerds_start_has_written_to_holds_nothing(tmp_path: Path) -> None:
-    snapshots, blobs = tmp_path / SNAPSHOTS, tmp_path / BLOBS
-    for folder in (snapshots, blobs.parent.parent / "ingest", tmp_path / "tmpmounts"):
-        folder.mkdir(parents=True)
-    (tmp_path / "io.containerd.metadata.v1.bolt").mkdir()
-    (tmp_path / "io.containerd.metadata.v1.bolt/meta.db").write_bytes(b"x")
-    assert holds_nothing(tmp_path)
-    for place in (
-        blobs / "ab",
-        snapshots / "1",
-        tmp_path / "io.containerd.snapshotter.v1.native/snapshots/1",
-        tmp_path / "mine",
+def _start(root: Path) -> None:
+    """Make what containerd's first start leaves, of 1.7 and of 2.1."""
+    for folder in (
+        SNAPSHOTS,
+        BLOBS,
+        BLOBS.parents[1] / "ingest",
+        "tmpmounts/a",
+        "io.containerd.runtime.v2.task",
     ):
-        place.mkdir(parents=True)
-        assert not holds_nothing(tmp_path), place
-        place.rmdir()
-    assert holds_nothing(tmp_path)
+        (root / folder).mkdir(parents=True)
+    for file in ("io.containerd.metadata.v1.bolt/meta.db", SNAPSHOTS.with_name("metadata.db")):
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).write_bytes(b"x")
+
+
+def test_a_root_is_new_after_containerds_first_start(tmp_path: Path) -> None:
+    _start(tmp_path)
+    assert is_new(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        BLOBS / "ab",
+        BLOBS.with_name("sha512") / "ab",
+        BLOBS.parents[1] / "ingest/ab",
+        SNAPSHOTS / "1",
+        "io.containerd.snapshotter.v1.native/snapshots/1",
+        "io.containerd.snapshotter.v1.btrfs/active/1",
+        "io.containerd.snapshotter.v1.devmapper/metadata.db",
+        "io.containerd.grpc.v1.cri/containers/c",
+        "io.containerd.runtime.v2.task/default/c",
+        "tmpmounts/file",
+        "io.containerd.file",
+        "mine",
+    ],
+    ids=str,
+)
+def test_a_root_with_anything_of_value_is_not_new(tmp_path: Path, place: str | Path) -> None:
+    _start(tmp_path)
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".db" or path.name == "file" or path.suffix == ".file":
+        path.write_bytes(b"x")
+    else:
+        path.mkdir()
+    assert not is_new(tmp_path)
