@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,11 +37,15 @@ class Ended:
 
 @dataclass(frozen=True)
 class Workplace:
-    """A store and an output directory of one test, the store filled with a finished build's stages."""
+    """A store and an output directory of one test, the store filled with a finished build's stages.
+
+    ``made`` are the ids of a build that stopped early: the store remembers whole ones.
+    """
 
     store: Path
     output: Path
     image: str = IMAGE
+    made: tuple[str, ...] = ()
 
     @property
     def artefact(self) -> Path:
@@ -144,11 +148,15 @@ class Workplace:
 
     def object(self, name: str) -> Path:
         """Return the directory of the stage called ``name`` of the image's last build."""
-        builds: list[list[str]] = json.loads(self.record(".builds").read_text())
-        for path in (self.store / "objects" / stage_id for stage_id in builds[-1]):
+        for path in (self.store / "objects" / stage_id for stage_id in self.ids()):
             if path.exists() and json.loads((path / "meta.json").read_text())["name"] == name:
                 return path
         raise KeyError(name)
+
+    def ids(self) -> Sequence[str]:
+        """Return the stages of the image's last build."""
+        builds: list[list[str]] = [] if self.made else json.loads(self.record(".builds").read_text())
+        return self.made or builds[-1]
 
     def restore(self, original: Workplace, name: str) -> None:
         """Take a forgotten stage back from the store that this one was copied from."""

@@ -6,6 +6,7 @@ them there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -44,7 +45,8 @@ def _build(image: str, output: Path, *argv: str) -> Workplace:
     place = Workplace(Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE)), output, image)
     done = place.build(*argv)
     assert done.status == 0, done.stderr
-    return place
+    stopped = tuple(stage["id"] for stage in done.result["stages"]) if argv else ()
+    return dataclasses.replace(place, made=stopped)
 
 
 @pytest.fixture(scope="session")
@@ -114,8 +116,7 @@ def _copy(original: Workplace, store: Path) -> None:
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", store / folder], check=True)
     # Under the image's name: the first build there takes it over, of whatever inventory.
-    records = original.record(".builds")
-    shutil.copyfile(records, store / "locks" / f"{original.image}.builds")
+    (store / "locks" / f"{original.image}.builds").write_text(json.dumps([original.ids()]))
     shutil.copyfile(original.lock, store / "locks" / f"{original.image}.lock.json")
-    for stage_id in json.loads(records.read_text())[-1]:
+    for stage_id in original.ids():
         subprocess.run(["cp", "-al", source / "objects" / stage_id, store / "objects" / stage_id], check=True)
