@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.images.builds import Workplace
+from tests.support.images.fixtures import WHOLE
 
 pytestmark = pytest.mark.root
 
@@ -148,13 +149,15 @@ def test_layer_seal_disk_and_artefacts_are_the_same_again(
     _assert_same_products(minimal, place, "disk", "convert")
 
 
+@pytest.mark.image(WHOLE)
 def test_preload_store_and_rehearsal_are_the_same_again(
-    copies: Callable[[Workplace], Workplace], worker: Workplace
+    copies: Callable[[Workplace], Workplace], request: pytest.FixtureRequest
 ) -> None:
-    place = copies(worker)
+    built: Workplace = request.getfixturevalue(WHOLE)
+    place = copies(built)
     _make_again(place, "rehearsal", "preload_store", "rehearsal")
-    _assert_same_products(worker, place, "preload_store", "rehearsal")
-    _assert_same_rehearsals(worker, place)
+    _assert_same_products(built, place, "preload_store", "rehearsal")
+    _assert_same_rehearsals(built, place)
 
 
 @pytest.mark.nightly
