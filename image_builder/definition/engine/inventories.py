@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import sys
@@ -84,6 +83,7 @@ class Source:
     manager: Any
     variables: Any
     vaulted: VaultedFiles
+    _group_files: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def host_variables(self, name: str) -> tuple[dict[str, Any], dict[str, Place]]:
         """Return a host's inventory variables with their tags, and the place where each was set.
@@ -114,12 +114,13 @@ class Source:
     def _group_scopes(self, groups: Iterable[Any]) -> list[Mapping[str, Any]]:
         """Return every mapping that sets variables in some of a host's groups, weakest first, as Ansible has it."""
         ordered = sorted(groups, key=lambda g: (g.depth, g.priority, g.name))
-        return [*(g.get_vars() for g in ordered), *(self._group_files[str(g.name)] for g in ordered)]
+        return [*(g.get_vars() for g in ordered), *(self._files_of(g) for g in ordered)]
 
-    @functools.cached_property
-    def _group_files(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what the files of each group set. They are looked for once, for all images and their checks."""
-        return {str(g.name): self._beside(g) for g in self.manager.groups.values()}
+    def _files_of(self, group: Any) -> Mapping[str, Any]:
+        """Return what the files of a group set. They are looked for once, for all images and their checks."""
+        if group.name not in self._group_files:
+            self._group_files[group.name] = self._beside(group)
+        return self._group_files[group.name]
 
     def _beside(self, entity: Any) -> Mapping[str, Any]:
         """Return what the files of a group or a host set."""
