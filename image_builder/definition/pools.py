@@ -132,8 +132,8 @@ def _address_problems(definition: ImageDefinition, source: Source) -> list[Probl
     for pool in source.inherited_variables():
         if pool.get(IMAGE) != definition.name or SUBNET not in pool:
             continue
-        known = {PODS: "{{ kubelet_max_pods }}", **resolved_variables(definition), **pool}
-        if reason := address_problem(*(evaluated_variable(known, name) for name in (SUBNET, CAPACITY, PODS))):
+        defaults = {PODS: "{{ kubelet_max_pods }}", **resolved_variables(definition)}
+        if reason := address_problem(*evaluated_variables(pool, SUBNET, CAPACITY, PODS, defaults=defaults)):
             problems.append(Problem(str(engine.place_in(pool, [SUBNET]) or ""), SUBNET, reason))
     return list(dict.fromkeys(problems))
 
@@ -175,21 +175,29 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     for pool in source.inherited_variables():
         if pool.get(IMAGE) != definition.name or SIZE not in pool:
             continue
-        size = evaluated_variable(pool, SIZE)
+        (size,) = evaluated_variables(pool, SIZE)
         if not is_template(size) and not fits(str(size), resolved_variables(definition).get(SIZES)):
             reason = f"{size} runs `{definition.name}`, whose {SIZES} don't list it"
             problems.append(Problem(str(engine.place_in(pool, [SIZE]) or ""), SIZE, reason))
     return list(dict.fromkeys(problems))
 
 
-def evaluated_variable(pool: Mapping[str, object], name: str) -> JSON:
-    """Return a pool's variable, None where it has none; a template of what its groups don't set is left as it is."""
-    plain = {str(key): engine.plain(value) for key, value in pool.items()}
-    value = plain.get(name)
-    try:
-        return engine.Evaluator(plain).evaluate(value)
-    except engine.EvaluationError:
-        return value
+def evaluated_variables(
+    pool: Mapping[str, object], *names: str, defaults: Mapping[str, JSON] | None = None
+) -> list[JSON]:
+    """Return variables of a pool, or else of ``defaults``; None where neither has one.
+
+    A template of what neither sets is left as it is.
+    """
+    plain = {**(defaults or {}), **{str(key): engine.plain(value) for key, value in pool.items()}}
+    evaluator = engine.Evaluator(plain)
+    values = []
+    for name in names:
+        try:
+            values.append(evaluator.evaluate(plain.get(name)))
+        except engine.EvaluationError:
+            values.append(plain[name])
+    return values
 
 
 def fits(size: str, sizes: JSON) -> bool:

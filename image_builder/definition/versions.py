@@ -14,7 +14,7 @@ from image_builder.definition.engine import Source
 from image_builder.definition.evaluate import resolved_variables
 from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.pools import API_SERVERS, IMAGE, evaluated_variable
+from image_builder.definition.pools import API_SERVERS, IMAGE, evaluated_variables
 from image_builder.errors import Problem
 
 _VERSION = re.compile(r"1\.(\d+)(\.\d+)?")
@@ -36,7 +36,8 @@ def version_problems(definition: ImageDefinition, variables: HostVariables, sour
     for pool in source.inherited_variables():
         if pool.get(IMAGE) == definition.name and API_SERVERS in pool:
             where = str(engine.place_in(pool, [API_SERVERS]) or "")
-            reasons = _skew(definition.name, kubelet, minor, evaluated_variable(pool, API_SERVERS))
+            (servers,) = evaluated_variables(pool, API_SERVERS)
+            reasons = _skew(definition.name, kubelet, minor, servers)
             problems += [Problem(where, API_SERVERS, reason) for reason in reasons]
     return list(dict.fromkeys(problems))
 
