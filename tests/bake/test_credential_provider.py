@@ -17,16 +17,16 @@ import pytest
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.lab.registry import HOST
-from tests.bake.test_kubelet_runs import NEWER_ENGINE, role
 from tests.support.images.builds import REPO, Workplace
 from tests.support.images.programs import needs_programs
-from tests.support.nodes import joining_machine as join_world
-from tests.support.nodes import joins
+from tests.support.nodes import joining_machine, joins
 from tests.support.nodes.kubelets import (
+    NEWER_ENGINE,
     Kubelet,
     containerd_with_cri,
     kubelet,
     program,
+    role,
     running_images,
     trust_registry,
 )
@@ -80,7 +80,7 @@ def pull(lab: Lab, path: str, seconds: str) -> Result:
     lab.proxy.tokens = Tokens(LOGIN, 60)
     have_addresses(IMDS)
     with (
-        join_world.served(lab.folder("join")) as world,
+        joining_machine.served(lab.folder("join")) as world,
         joins.serving(joins.as_imds(world.imds), address=(IMDS, 80)) as imds,
         node(lab, baked.opt) as here,
     ):

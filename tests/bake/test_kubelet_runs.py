@@ -29,10 +29,12 @@ from tests.support.images.builds import REPO, Ended, Workplace
 from tests.support.images.programs import needs_programs
 from tests.support.nodes.kubelets import (
     EXPECTED_OF_1_7,
+    NEWER_ENGINE,
     containerd_with_cri,
     image_names,
     kubelet,
     program,
+    role,
     running_images,
     series,
     trust_registry,
@@ -41,25 +43,11 @@ from tests.support.registries.plan import Tokens
 from tests.support.registries.pulls import Lab, isolated, wait_until
 from tests.support.stores.data_roots import links_in, trees
 from tests.support.stores.seeds import Node, Result, bake, ctr, differences, listing, node, runnable
-from tests.unit.roles.kubelet_renderings import Rendered, containerd
+from tests.unit.roles.kubelet_renderings import Rendered
 
 pytestmark = [pytest.mark.root, needs_programs]
-NEWER_ENGINE = "containerd_2"
-# The disk of the machine that runs tests is its own affair.
-_LOW = {"imagefs.available": "1Mi", "nodefs.available": "1Mi", "memory.available": "1Mi"}
 _HEALTHZ = "http://127.0.0.1:10248/healthz"
 _AT_ONCE = {"reserve_percent": 0, "settle_seconds": 0, "bytes_per_second": 0, "wait_seconds": 30}
-
-
-def role(here: Node, version: str, pause: str, **more: Any) -> Rendered:
-    """Return what the role renders for a standalone kubelet of a version with the containerd in the node's root."""
-    return Rendered(
-        containerd(version)
-        | {"container_runtime_containerd_version": series(here), "container_runtime_pause_image": pause}
-        | {"kubelet_mode": "standalone", "kubelet_eviction_hard": _LOW}
-        | {"kubelet_image_gc_high_threshold_percent": 100}
-        | more
-    )
 
 
 # -- a node's life -----------------------------------------------------------------------------------------------

@@ -28,11 +28,14 @@ from image_builder.system import cgroups, namespace, process
 from tests.support.images import programs
 from tests.support.registries.pulls import wait_until
 from tests.support.stores.seeds import DATA, Node, Result, ctr
-from tests.unit.roles.kubelet_renderings import Rendered
+from tests.unit.roles.kubelet_renderings import Rendered, containerd
 
 # Those of the directory that IMAGE_BUILDER_PROGRAMS names.
 VERSIONS = ("1.31.14", "1.35.6", "1.36.2")
+NEWER_ENGINE = "containerd_2"
 GOLDEN = Path(__file__).parents[2] / "unit/golden/container_runtime"
+# The disk of the machine that runs tests is its own affair.
+_LOW = {"imagefs.available": "1Mi", "nodefs.available": "1Mi", "memory.available": "1Mi"}
 _PROGRAM = "/usr/bin/kubelet"
 # Of a root and a command: the old root lies on the new one then, and is unmounted.
 _PIVOT = 'cd "$0" && pivot_root . . && umount --lazy . && exec "$@"'
@@ -107,6 +110,17 @@ def series(node: Node) -> str:
     found = re.search(r" v?(\d+\.\d+)\.", node.root.run(["containerd", "--version"]).stdout)
     assert found
     return found[1]
+
+
+def role(node: Node, version: str, pause: str, **more: Any) -> Rendered:
+    """Return what the role renders for a standalone kubelet of a version with the containerd in the node's root."""
+    return Rendered(
+        containerd(version)
+        | {"container_runtime_containerd_version": series(node), "container_runtime_pause_image": pause}
+        | {"kubelet_mode": "standalone", "kubelet_eviction_hard": _LOW}
+        | {"kubelet_image_gc_high_threshold_percent": 100}
+        | more
+    )
 
 
 def _configuration(node: Node, pause: str) -> str:
