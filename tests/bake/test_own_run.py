@@ -124,7 +124,9 @@ def test_a_command_ends_on_signals(repo_root: Path, tmp_path: Path, number: int,
         "@command.register(app, isolated=True)\n"
         "def wait() -> int:\n"
         "    try:\n"
-        "        print('ready', flush=True); time.sleep(60)\n"
+        # Python notices a signal that comes right before a sleep after it.
+        "        print('ready', flush=True)\n"
+        "        for _ in range(600): time.sleep(0.1)\n"
         "    finally:\n"
         f"        open({os.fspath(tmp_path / 'cleared')!r}, 'w').close()\n"
         "    return 0\n"

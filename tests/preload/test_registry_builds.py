@@ -18,6 +18,7 @@ from image_builder import errors
 from image_builder.lab.registry import HOST
 from tests.support.canaries import files_with, watched_processes
 from tests.support.images.builds import REPO, Workplace, left_behind
+from tests.support.images.fixtures import WHOLE
 from tests.support.images.programs import needs_programs
 from tests.support.registries.company import REGISTRY, company
 from tests.support.registries.plan import Tokens
@@ -71,6 +72,7 @@ def build_from_a_company(lab: Lab, command: str) -> Result:
     return result
 
 
+@pytest.mark.image(WHOLE)
 @pytest.mark.parametrize(
     ("image", "words"),
     [
@@ -90,9 +92,8 @@ def test_what_fails_within_a_layer_ends_the_build(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    earlier: Workplace = request.getfixturevalue(image)
-    place = copies(earlier)
-    before = place.take_artefact(earlier)
+    place = copies(request.getfixturevalue(image))
+    before = place.take_artefact(request.getfixturevalue(WHOLE))
     inventory = tmp_path / "inventory"
     subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
     (inventory / "host_vars").mkdir(exist_ok=True)

@@ -61,9 +61,9 @@ class Workplace:
         }
 
     def take_artefact(self, original: Workplace) -> dict[str, str]:
-        """Have what another place published last, by hard links where that can be; return what is published then."""
+        """Have what another place published last under this image's name, by hard links; return what is published."""
         self.output.mkdir(parents=True)
-        subprocess.run(["cp", "-al", original.output / original.image, self.output], check=True)
+        subprocess.run(["cp", "-al", original.output / original.image, self.output / self.image], check=True)
         found = self.published()
         assert any(name.endswith("manifest.json") for name in found)
         return found
