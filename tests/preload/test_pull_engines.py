@@ -26,7 +26,7 @@ from tests.support.registries.pulls import (
     with_each_engine,
 )
 from tests.support.stores.data_roots import two_images
-from tests.support.stores.seeds import bake, node
+from tests.support.stores.seeds import bake, node, runnable
 
 pytestmark = pytest.mark.root
 
@@ -206,6 +206,22 @@ def test_another_platform_is_refused_and_named(worker: Workplace, engine: str) -
     assert found["index"] == f"{HOST}/arm:other: none for {PLATFORM}; the registry has linux/arm64"
     assert found["chosen"] == [True, True, True]
     assert not found["pulled"]["error"] and not found["pulled"]["bug"] and found["has"], found["pulled"]
+
+
+def pull_names_of_one_image(lab: Lab) -> Result:
+    """Pull the same image under eight names at once, which share all blobs and the configuration."""
+    names = [runnable(lab, "same", tag=str(number)) for number in range(8)]
+    assert len({image.config for image in names}) == 1
+    with lab.running(lab.folder("state")) as engine:
+        result = lab.pull(engine, names, attempts=1)
+        result["has"] = [engine.has(image) for image in names]
+    return result
+
+
+def test_names_of_one_image_are_pulled_at_once(worker: Workplace, engine: str) -> None:
+    found = isolated(pull_names_of_one_image, worker, engine)
+    assert not found["bug"] and not found["error"], found
+    assert all(found["has"])
 
 
 def rehearse(lab: Lab) -> Result:

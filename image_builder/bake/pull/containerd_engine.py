@@ -153,7 +153,7 @@ class ContainerdEngine:
         """Pull by digest and tag it; raises PullError with ctr's words."""
         reference = parse_reference(image.ref)
         name = reference.at(image.digest)
-        log = self.log.with_name(f"{self.log.stem}-{image.config[7:19]}.log")
+        log = self.log.with_name(f"{self.log.stem}-{_label(image)}.log")
         log.unlink(missing_ok=True)
         try:
             with self._hosts(image) as (folder, way):
@@ -233,7 +233,7 @@ class ContainerdEngine:
     def _hosts(self, image: LockedImage) -> Iterator[tuple[str, Gateway | None]]:
         """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs; yields the directory."""
         reference = parse_reference(image.ref)
-        folder = self.root.path / _RUN / f"hosts-{image.config[7:19]}"
+        folder = self.root.path / _RUN / f"hosts-{_label(image)}"
         place = folder / reference.registry
         place.mkdir(parents=True, mode=0o700, exist_ok=True)
         with ExitStack() as stack:
@@ -292,7 +292,7 @@ class ContainerdEngine:
 
         What the command then does is its own affair: without a GPU or a network it may well fail.
         """
-        name = f"rehearsal-{image.config[7:19]}"
+        name = f"rehearsal-{_label(image)}"
         config = json.loads(self._ctr("content", "get", image.config)).get("config", {})
         runs = bool(config.get("Cmd") or config.get("Entrypoint"))
         arguments = ("--snapshotter", SNAPSHOTTER, image.ref, name)
@@ -329,7 +329,7 @@ class ContainerdEngine:
         chain = ""
         for layer in image.layers:
             chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
-        view = f"layers-of-{image.config[7:19]}"
+        view = f"layers-of-{_label(image)}"
         snapshots = ("snapshots", "--snapshotter", SNAPSHOTTER)
         mounts = self._ctr(*snapshots, "view", "--mounts", view, chain)
         # Nothing refers to it, so containerd's garbage collection may have been quicker.
@@ -394,6 +394,11 @@ def _reason(log: Path, way: Gateway | None, reference: Reference) -> str:
 def _toml(text: str) -> str:
     """Return ``text`` as a TOML string: JSON's escapes are TOML's."""
     return json.dumps(text)
+
+
+def _label(image: LockedImage) -> str:
+    """Return a short name for what belongs to one image. Images of one content, under two names, have two."""
+    return hashlib.sha256(image.ref.encode()).hexdigest()[:12]
 
 
 def _digest(text: str) -> str:
