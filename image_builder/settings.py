@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_STORE = Path("/var/lib/image-builder")
 REPO_ROOT = Path(__file__).resolve().parent.parent
+SUITE = REPO_ROOT / "image_builder" / "suite"
+CONFIGURATION = "ansible.cfg"
+# The user's own checks, and what breaks each.
+CHECKS, MUTATIONS = "checks", "mutations.yml"
+PROJECT_VARIABLE = "IMAGE_BUILDER_PROJECT"
+
+
+def project_root() -> Path:
+    """Return the user's repository, with roles, layers and checks of their own; this checkout where there is none.
+
+    It is the directory that IMAGE_BUILDER_PROJECT names, else the working directory where that has an ``ansible.cfg``.
+    Like Ansible, this takes none that anybody may write to.
+    """
+    if name := os.environ.get(PROJECT_VARIABLE):
+        return Path(name).resolve()
+    here = Path.cwd()
+    is_project = (here / CONFIGURATION).is_file() and not here.stat().st_mode & stat.S_IWOTH
+    return here if is_project else REPO_ROOT
+
+
+def own_checks(project: Path) -> Path | None:
+    """Return the directory of a repository's own checks, None where it has none."""
+    return folder if (folder := project / CHECKS).is_dir() else None
+
+
+def ansible_config(roots: Iterable[Path]) -> Path | None:
+    """Return the ``ansible.cfg`` that counts: that of the first repository which has one."""
+    configs = (root / CONFIGURATION for root in roots)
+    return next((config for config in configs if config.is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -15,7 +47,8 @@ class Settings:
     """``store`` holds stages and downloads, ``output`` the published artefacts.
 
     ``mirror`` overrides where Debian packages come from (an URL, or None for the definition's own or the
-    host's source). ``python`` is the interpreter that child processes (Ansible, pytest) run under.
+    host's source). ``python`` is the interpreter that child processes (Ansible, pytest) run under, ``checks`` the
+    directory of the user's own checks.
     """
 
     store: Path = DEFAULT_STORE
@@ -24,3 +57,4 @@ class Settings:
     mirror: str | None = None
     python: Path = field(default_factory=lambda: Path(sys.executable))
     vault_password_file: Path | None = None
+    checks: Path | None = field(default_factory=lambda: own_checks(project_root()))

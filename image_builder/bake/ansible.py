@@ -43,15 +43,17 @@ def play(
     variables: Mapping[str, JSON],
     work: Path,
     log: Path,
-    roles: Path,
+    roles: Sequence[Path],
+    config: Path | None,
     doing: Callable[[str], None],
     vault_password_file: Path | None = None,
     python: Path,
 ) -> PlayResult:
     """Run ``playbook`` with ``host`` of the inventories being the sandbox whose merged root is ``root``.
 
-    ``variables`` are extra variables and must not be secret: the runner writes them to a file in ``work``.
-    The whole output goes to ``log``. Raises CommandError with the failed task and its message.
+    ``roles`` are the directories of roles, ``config`` is an ``ansible.cfg``. ``variables`` are extra variables and
+    must not be secret: the runner writes them to a file in ``work``. The whole output goes to ``log``. Raises
+    CommandError with the failed task and its message.
     """
     private = work / "ansible"
     (private / "env").mkdir(parents=True)
@@ -68,7 +70,8 @@ def play(
         failures: list[str] = []
         counts: dict[str, int] = {}
         handle = _listener(sink, doing, failures, counts)
-        status, code = _run(playbook, arguments, private, roles, python, handle)
+        environment_of_play = _environment(private, roles, config, python)
+        status, code = _run(playbook, arguments, private, environment_of_play, python, handle)
     if status != "successful":
         raise CommandError(
             f"the play {playbook.name} {status} (exit status {code}) on {host}",
@@ -114,7 +117,7 @@ def _run(
     playbook: Path,
     arguments: Sequence[str],
     private: Path,
-    roles: Path,
+    environment_of_play: Mapping[str, str],
     python: Path,
     handle: Callable[[dict[str, Any]], bool],
 ) -> tuple[str, int]:
@@ -124,7 +127,7 @@ def _run(
         project_dir=os.fspath(playbook.parent),
         playbook=os.fspath(playbook),
         cmdline=shlex.join(arguments),
-        envvars=_environment(private, roles, python),
+        envvars=dict(environment_of_play),
         quiet=True,
         rotate_artifacts=0,
     )
@@ -152,13 +155,13 @@ def _failure(data: Mapping[str, Any]) -> str:
     return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
 
 
-def _environment(private: Path, roles: Path, python: Path) -> dict[str, str]:
+def _environment(private: Path, roles: Sequence[Path], config: Path | None, python: Path) -> dict[str, str]:
     return {
         **environment(),
         "PATH": f"{python.parent}:{environment()['PATH']}",
         "HOME": os.fspath(private),
-        "ANSIBLE_CONFIG": os.fspath(roles.parent / "ansible.cfg"),
-        "ANSIBLE_ROLES_PATH": os.fspath(roles),
+        "ANSIBLE_CONFIG": os.fspath(config or os.devnull),
+        "ANSIBLE_ROLES_PATH": ":".join(map(os.fspath, roles)),
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
         "ANSIBLE_PIPELINING": "true",
         "ANSIBLE_HOME": os.fspath(private / "home"),

@@ -22,25 +22,19 @@ from image_builder.cli.command import (
     VaultFile,
     extensions,
     host_settings,
+    read_inventory,
     register,
     show,
 )
-from image_builder.settings import DEFAULT_STORE, REPO_ROOT
+from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_seconds
 
 if TYPE_CHECKING:
     from image_builder.bake.lock.model import Lock
-    from image_builder.definition import Inventory
     from image_builder.system.sandbox import Root
 
 
 app = typer.Typer()
-
-
-def _load(inventories: list[Path] | None, vault_password_file: Path | None) -> Inventory:
-    from image_builder.definition import load_inventory
-
-    return load_inventory(inventories or [REPO_ROOT / "inventories/lab"], vault_password_file)
 
 
 @register(app)
@@ -53,7 +47,7 @@ def images(
 
         image-builder images -i inventories/azure_vmss
     """
-    loaded_inventory = _load(inventory, vault_password_file)
+    loaded_inventory = read_inventory(inventory, vault_password_file)
     show({"images": list(loaded_inventory.images)}, "\n".join(loaded_inventory.images), as_json=as_json)
     return 0
 
@@ -76,7 +70,7 @@ def validate(
     """
     from image_builder.errors import DefinitionError
 
-    loaded_inventory = _load(inventory, vault_password_file)
+    loaded_inventory = read_inventory(inventory, vault_password_file)
     chosen = loaded_inventory.select(names or ())
     if problems := loaded_inventory.problems(chosen):
         raise DefinitionError(problems)
@@ -115,7 +109,7 @@ def lock(
     from image_builder.errors import UsageError
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
-    definition = _load(inventory, vault_password_file).define(image)
+    definition = read_inventory(inventory, vault_password_file).define(image)
     path = output or Path(f"{image}.lock.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")
@@ -180,7 +174,7 @@ def plan(
     from image_builder.bake.store import Store
 
     settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
-    definition = _load(inventory, vault_password_file).define(image)
+    definition = read_inventory(inventory, vault_password_file).define(image)
     with render.monitor(f"plan {image}") as monitor:
         used_lock = obtain_lock(definition, settings, monitor, extensions(), locked)
         resolved = make_plan(definition, used_lock, settings, extensions())
@@ -241,7 +235,7 @@ def build(
     settings = host_settings(
         store, output=output.absolute(), mirror=mirror, vault_password_file=vault_password_file
     )
-    definition = _load(inventory, vault_password_file).define(image)
+    definition = read_inventory(inventory, vault_password_file).define(image)
     with render.monitor(f"build {image}") as monitor:
 
         def shell(root: Root) -> None:

@@ -6,17 +6,19 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 from image_builder.cli import failure
-from image_builder.settings import REPO_ROOT, Settings
+from image_builder.errors import UsageError
+from image_builder.settings import Settings, ansible_config, project_root
 
 if TYPE_CHECKING:
     from image_builder.bake.stages.kind import Extensions
+    from image_builder.definition import Inventory
     from image_builder.node.net.kube import Client
 
 P = ParamSpec("P")
@@ -97,6 +99,17 @@ def host_settings(store: Path, **more: Any) -> Settings:
     return Settings(store=store.absolute(), **given)
 
 
+def read_inventory(paths: Sequence[Path] | None, vault_password_file: Path | None = None) -> Inventory:
+    """Return an inventory; by default that of the ``ansible.cfg`` which counts."""
+    from image_builder.definition import configured_inventories, load_inventory
+
+    project = project_root()
+    if not (paths or (paths := configured_inventories())):
+        reason = f"no inventory was given, and {ansible_config([project])} names none"
+        raise UsageError(reason, hint="give one with -i")
+    return load_inventory(paths, vault_password_file, project=project)
+
+
 def extensions() -> Extensions:
     """Return what is handed in to every bake: the stage that verifies an image, and the lab's images."""
     from image_builder.bake.stages.kind import Extensions
@@ -118,9 +131,7 @@ def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Clien
 def _complete_images(incomplete: str) -> list[str]:
     """Complete names of images, of the default inventory; nothing when that can't be read."""
     try:
-        from image_builder.definition import load_inventory
-
-        return [i for i in load_inventory([REPO_ROOT / "inventories/lab"]).images if i.startswith(incomplete)]
+        return [name for name in read_inventory(None).images if name.startswith(incomplete)]
     except Exception:  # a completion can't show an error: the command itself will
         return []
 
@@ -134,7 +145,7 @@ Inventories = Annotated[
         "-i",
         "--inventory",
         metavar="PATH",
-        help="an inventory, as in Ansible; repeatable  [default: inventories/lab]",
+        help="an inventory, as in Ansible; repeatable  [default: that of ansible.cfg]",
     ),
 ]
 VaultFile = Annotated[

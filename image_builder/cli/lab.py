@@ -15,11 +15,12 @@ from image_builder.cli.command import (
     StoreDir,
     extensions,
     host_settings,
+    read_inventory,
     register,
     show,
 )
 from image_builder.errors import DefinitionError, Problem
-from image_builder.settings import DEFAULT_STORE, REPO_ROOT
+from image_builder.settings import DEFAULT_STORE
 
 app = typer.Typer(
     help="Keep the lab's registry running.\n\nExample:\n\n\b\n  image-builder lab up",
@@ -72,11 +73,10 @@ def up(
 @register(app, hidden=True, isolated=True)
 def serve(inventory: Inventories = None, store: StoreDir = DEFAULT_STORE, mirror: Mirror = None) -> int:
     """Serve in the foreground; what `lab up` starts."""
-    from image_builder.definition import load_inventory
     from image_builder.lab import service as lab_service
 
     handed_in = extensions()
-    lab_inventory = load_inventory(inventory or [REPO_ROOT / "inventories/lab"])
+    lab_inventory = read_inventory(inventory)
     definitions = (lab_inventory.define(name) for name in lab_inventory.images)
     definition = next((d for d in definitions if handed_in.supplier.serves(d)), None)
     if definition is None:

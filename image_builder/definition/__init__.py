@@ -8,6 +8,7 @@ layer_needs(worker, "system").packages
 
 from __future__ import annotations
 
+from image_builder.definition.engine import configured_inventories
 from image_builder.definition.evaluate import published_variables, resolved_variables
 from image_builder.definition.inventory import Inventory, load_inventory
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
@@ -25,6 +26,7 @@ __all__ = [
     "PlaybookReading",
     "PreloadedImage",
     "Repository",
+    "configured_inventories",
     "layer_needs",
     "layer_reading",
     "load_inventory",

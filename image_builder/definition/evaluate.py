@@ -49,6 +49,11 @@ def role_variables(
     }
 
 
+def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]:
+    """Return the inventory's and Ansible's own variables of an image's host in a layer's play."""
+    return {**definition.variables, **definition.magic, "playbook_dir": str(layer.playbook.parent)}
+
+
 @dataclass(frozen=True)
 class EvaluatedRole:
     """A role of an image: its variables as written, the values they come to, and why others have none.
@@ -74,12 +79,12 @@ def evaluated_roles(definition: ImageDefinition) -> list[EvaluatedRole]:
 
 def evaluated_layer(definition: ImageDefinition, layer: str) -> tuple[EvaluatedRole, ...]:
     """Evaluate a layer's roles; once for a definition, as long as the roles' files are unchanged."""
-    return evaluated_playbook(definition, RoleBook(definition.repo_root).layer(layer))
+    return evaluated_playbook(definition, RoleBook(definition.roots).layer(layer))
 
 
 def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[EvaluatedRole, ...]:
     """Evaluate the roles of a playbook that is like a layer's; once, as ``evaluated_layer``."""
-    book = RoleBook(definition.repo_root)
+    book = RoleBook(definition.roots)
     files = [layer.playbook, *(file for use in layer.uses for file in book.role(use.name).declarations)]
     stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     cached = definition.evaluated.get(layer.playbook)
@@ -93,7 +98,7 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
 def _evaluate(
     definition: ImageDefinition, book: RoleBook, layer: Layer, use: RoleUse, owners: Collection[str]
 ) -> EvaluatedRole:
-    raw = role_variables(book, layer, use, {**definition.variables, **definition.magic})
+    raw = role_variables(book, layer, use, play_variables(definition, layer))
     texts = [text for value in raw.values() for text in strings(value) if "vars" in text]
     if any("hostvars" in text for text in texts):
         raw["hostvars"] = definition.hostvars()
@@ -147,7 +152,7 @@ def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
 def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
     """Return the part of ``resolved_variables`` that may be published: declared ones that depend on no lookup."""
     published: dict[str, JSON] = {}
-    book = RoleBook(definition.repo_root)
+    book = RoleBook(definition.roots)
     for role in evaluated_roles(definition):
         declared = (
             BUILDER_NAMES

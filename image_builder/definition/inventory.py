@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from image_builder.canonical import JSON
 from image_builder.definition import engine
+from image_builder.definition.checks import check_problems
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
 from image_builder.definition.model import NOT_FOR_ROLES, PREFIX, ImageBase, ImageDefinition
 from image_builder.definition.placeholders import placeholders
@@ -21,6 +22,7 @@ from image_builder.definition.problems import (
     unpredictable_layers,
     variable_problems,
 )
+from image_builder.definition.roles import LAYERS
 from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.definition.versions import version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
@@ -37,7 +39,7 @@ class Inventory:
 
     paths: tuple[Path, ...]
     images: tuple[str, ...]
-    repo_root: Path
+    roots: tuple[Path, ...]
     _source: engine.Source = field(repr=False, compare=False)
     _hosts: dict[str, HostVariables] = field(default_factory=dict, repr=False, compare=False)
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
@@ -104,7 +106,8 @@ class Inventory:
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         variables = self.variables(name)
         builder, problems = builder_variables(name, variables, self._source.host_place(name))
-        problems += variable_problems(variables, self.repo_root)
+        problems += variable_problems(variables, self.roots)
+        problems += check_problems(self.roots[0])
         if not _NAME.fullmatch(name):
             rule = "names directories and files: letters, digits, `.`, `_` and `-`, a letter or digit first"
             problems.append(Problem(str(self._source.host_place(name)), name, rule))
@@ -122,8 +125,8 @@ class Inventory:
                 {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES} | builder.for_roles()
             ),
             inventory_paths=self.paths,
-            repo_root=self.repo_root,
-            magic=MappingProxyType(self._source.magic(name, self.repo_root / "playbooks" / "layers")),
+            roots=self.roots,
+            magic=MappingProxyType(self._source.magic(name)),
             hostvars=self._hostvars,
             place_of=variables.place_of,
         )
@@ -148,9 +151,15 @@ class Inventory:
 
 
 def load_inventory(
-    paths: Sequence[Path], vault_password_file: Path | None = None, *, repo_root: Path = REPO_ROOT
+    paths: Sequence[Path],
+    vault_password_file: Path | None = None,
+    *,
+    repo_root: Path = REPO_ROOT,
+    project: Path | None = None,
 ) -> Inventory:
     """Read inventories as Ansible does, with ``group_vars`` and ``host_vars`` beside them.
+
+    ``project`` is the user's repository; by default it is ``repo_root``, this program's.
 
     The vault password comes from the given file, else from ANSIBLE_VAULT_PASSWORD_FILE. Raises
     DefinitionError for what can't be read or has no group ``images``, VaultError for a vaulted file that
@@ -161,8 +170,9 @@ def load_inventory(
         reason = "no such file or directory"
         raise DefinitionError([Problem(str(Place(str(p))), "inventory", reason) for p in missing])
     here = Place(str(paths[0]))
+    roots = tuple(dict.fromkeys((project or repo_root, repo_root)))
     try:
-        source = engine.read_inventory(paths, vault_password_file, repo_root / "playbooks" / "layers")
+        source = engine.read_inventory(paths, vault_password_file, roots[0] / LAYERS)
         images = source.group(GROUP)
         if images is None:
             groups = [str(g) for g in source.manager.groups]
@@ -177,4 +187,4 @@ def load_inventory(
     if failures := source.vaulted.failures:
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
-    return Inventory(paths, tuple(images), repo_root, source)
+    return Inventory(paths, tuple(images), roots, source)

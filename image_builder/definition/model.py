@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from image_builder.canonical import JSON
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, ansible_config, own_checks
 from image_builder.strict_yaml import Strict
 from image_builder.text import did_you_mean
 
@@ -259,12 +259,12 @@ BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
 NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_pull"})
 
 
-def record_name(image: str, inventories: Sequence[Path], repo_root: Path) -> str:
+def record_name(image: str, inventories: Sequence[Path], project: Path) -> str:
     """Return the name of what a store remembers of an image, its lock and its builds: ``worker@lab-1b9d6bcd``.
 
     Other inventories may have an image of the same name. Those of the project have the same name in every checkout.
     """
-    root = repo_root.resolve()
+    root = project.resolve()
     places = [path.resolve() for path in inventories]
     named = [path.relative_to(root) if path.is_relative_to(root) else path for path in places]
     digest = hashlib.sha256(b"\0".join(os.fsencode(path) for path in named)).hexdigest()
@@ -281,7 +281,8 @@ class ImageDefinition:
     ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
     the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
-    variables), without those that roles never see. ``repo_root`` holds ``roles/`` and ``playbooks/``.
+    variables), without those that roles never see. ``roots`` hold ``roles/`` and ``playbooks/``: the
+    user's repository, if there is one, and this program's, the last.
 
     ``magic`` are variables that Ansible makes: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns those of
     all hosts. ``place_of`` returns where the inventory has a value: its ``file:line``, or nothing.
@@ -296,7 +297,7 @@ class ImageDefinition:
     secure_boot: bool
     variables: Mapping[str, JSON]
     inventory_paths: tuple[Path, ...]
-    repo_root: Path = field(default=REPO_ROOT)
+    roots: tuple[Path, ...] = (REPO_ROOT,)
     preload: tuple[PreloadedImage, ...] = ()
     preload_mode: PreloadMode = "reference"
     preload_verity: bool = True
@@ -313,7 +314,22 @@ class ImageDefinition:
     @property
     def record_name(self) -> str:
         """Return the name under which the store remembers the image's lock and builds."""
-        return record_name(self.name, self.inventory_paths, self.repo_root)
+        return record_name(self.name, self.inventory_paths, self.roots[0])
+
+    @property
+    def repo_root(self) -> Path:
+        """Return the directory of this program."""
+        return self.roots[-1]
+
+    @property
+    def checks(self) -> Path | None:
+        """Return the directory of the user's own checks."""
+        return own_checks(self.roots[0])
+
+    @property
+    def ansible_config(self) -> Path | None:
+        """Return the ``ansible.cfg`` that counts for an image's plays."""
+        return ansible_config(self.roots)
 
     @property
     def play_variables(self) -> dict[str, JSON]:

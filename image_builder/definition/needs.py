@@ -49,7 +49,7 @@ class LayerNeeds:
 
 def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
     """Evaluate what a layer installs and fetches; raises DefinitionError for what can't be evaluated."""
-    book = RoleBook(definition.repo_root)
+    book = RoleBook(definition.roots)
     evaluated = evaluated_layer(definition, layer)
     problems: list[Problem] = []
     lists: dict[str, list[JSON]] = {"packages": [], "repositories": [], "archives": []}

@@ -16,7 +16,7 @@ from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinitio
 from image_builder.definition.needs import layer_needs
 from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
 from image_builder.definition.reading import layer_reading
-from image_builder.definition.roles import Role, RoleBook, unknown_roles
+from image_builder.definition.roles import LAYERS, Role, RoleBook, unknown_roles
 from image_builder.definition.values import is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
 from image_builder.text import did_you_mean
@@ -25,9 +25,9 @@ from image_builder.text import did_you_mean
 _NEARLY = 0.85
 
 
-def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem]:
+def variable_problems(variables: HostVariables, roots: tuple[Path, ...]) -> list[Problem]:
     """Return variables that nothing can read: a builder's or a role's prefix, and no such name."""
-    book = RoleBook(repo_root)
+    book = RoleBook(roots)
     options_of = {role.name: role.options for role in book.roles()}
     every = [*BUILDER_NAMES, *(name for options in options_of.values() for name in options)]
     problems = []
@@ -45,8 +45,8 @@ def variable_problems(variables: HostVariables, repo_root: Path) -> list[Problem
 
 def role_problems(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
     """Return what is wrong with an image's layers, roles and their variables' values."""
-    problems: list[Problem] = []
-    book = RoleBook(definition.repo_root)
+    book = RoleBook(definition.roots)
+    problems = book.clashes()
     for n, name in enumerate(definition.layers):
         if name not in book.layer_names:
             reason = f"unknown layer `{name}`{did_you_mean(name, book.layer_names)}"
@@ -87,7 +87,7 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
 
 def closely_named(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
     """Return variables that nothing reads, and whose names are nearly a known one's: typing errors, it seems."""
-    roles = RoleBook(definition.repo_root).roles()
+    roles = RoleBook(definition.roots).roles()
     known_names = [
         *BUILDER_NAMES,
         *POOL_NAMES,
@@ -124,8 +124,8 @@ def argument_problems(
     definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables
 ) -> list[Problem]:
     """Check the values of a role's public variables against its argument specs, as Ansible will."""
-    role = RoleBook(definition.repo_root).role(evaluated.use.name)
-    playbook = evaluated.layer.playbook.relative_to(definition.repo_root)
+    role = RoleBook(definition.roots).role(evaluated.use.name)
+    playbook = LAYERS / evaluated.layer.playbook.name
     problems = [
         Problem(variables.where([name]), name, f"has no effect: {playbook} sets it")
         for name in evaluated.use.vars
@@ -152,7 +152,7 @@ def judged_problems(
 
     When some of those have a wrong type already, the role is ``excused`` from being able to tell.
     """
-    role = RoleBook(definition.repo_root).role(evaluated.use.name)
+    role = RoleBook(definition.roots).role(evaluated.use.name)
     name = f"__{role.name}_problems"
     if name in evaluated.failures and excused:
         return []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from image_builder.canonical import JSON, digest
 from image_builder.definition import engine
-from image_builder.definition.evaluate import evaluated_playbook, role_variables
+from image_builder.definition.evaluate import evaluated_playbook, play_variables, role_variables
 from image_builder.definition.model import ImageDefinition
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
 from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
@@ -60,7 +60,7 @@ def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
     """Return what a layer reads, asked once; raises UnreadableError for a playbook or role that Ansible can't load."""
     reading: PlaybookReading | None = definition.readings.get(name)
     if reading is None:
-        reading = playbook_reading(definition, RoleBook(definition.repo_root).layer(name))
+        reading = playbook_reading(definition, RoleBook(definition.roots).layer(name))
         definition.readings[name] = reading
     return reading
 
@@ -90,30 +90,29 @@ def _uncommented(text: str) -> str:
 class _Reader:
     def __init__(self, definition: ImageDefinition, layer: Layer) -> None:
         self.definition, self.layer = definition, layer
-        self.book = RoleBook(definition.repo_root)
-        self.inventory = {**definition.variables, **definition.magic}
+        self.book = RoleBook(definition.roots)
+        self.inventory = play_variables(definition, layer)
         self.texts: dict[Path, str] = {}
         self.unknown: set[str] = set()
         self.opened: set[Path] = set()
 
     def reading(self) -> PlaybookReading:
-        root, playbook = self.definition.repo_root, self.layer.playbook
+        playbook = self.layer.playbook
         roles = {use.name: self._role_files(use.name) for use in self.layer.uses}
-        play = engine.read_play(playbook, root / "roles", self.inventory, frozenset(_OWN_LOOKUPS))
+        play = engine.read_play(playbook, self.book.role_folders, self.inventory, frozenset(_OWN_LOOKUPS))
         self.unknown |= play.unknown
         roles |= {name: self._role_files(name) for name in sorted(play.roles - roles.keys())}
         in_roles = {file for files in roles.values() for file in files}
         files = {f for f in play.files - in_roles if f.is_file() and not self._of_a_role(f)}
         around = {playbook, *_beside(playbook), *files}
-        if (config := root / "ansible.cfg").is_file():
+        if config := self.definition.ansible_config:
             around.add(config)
             around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
         for name in play.lookups:
-            self.opened.update(files_in(root / _OWN_LOOKUPS[name]))
+            self.opened.update(files_in(self.definition.repo_root / _OWN_LOOKUPS[name]))
         spoken = self._variables([*around, *in_roles])
         for name, of_role in roles.items():
-            folders = [root / "roles" / name / part for part in _DECLARED]
-            declared = [f for f in of_role if any(f.is_relative_to(folder) for folder in folders)]
+            declared = [f for f in of_role if self._is_declaration(f, name)]
             self._lookups(declared, functools.partial(self._scope, name))
         variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
         self._lookups(files - play.followed, lambda: variables)
@@ -134,9 +133,13 @@ class _Reader:
             return []
         return [file for part in parts for file in files_in(part)]
 
+    def _is_declaration(self, file: Path, role: str) -> bool:
+        """Tell whether a role's file is one of those that hold variables."""
+        return any(file.is_relative_to(self.book.role(role).path / part) for part in _DECLARED)
+
     def _of_a_role(self, file: Path) -> bool:
         """Tell whether a file is a part of a role that never reaches an image."""
-        return file.is_relative_to(self.definition.repo_root / "roles")
+        return any(file.is_relative_to(folder) for folder in self.book.role_folders)
 
     def _text(self, file: Path) -> str:
         if file not in self.texts:
@@ -235,4 +238,5 @@ class _Reader:
     def _roots(self) -> list[tuple[Path, str]]:
         paths = self.definition.inventory_paths
         inventories = [(path if path.is_dir() else path.parent, "inventory/") for path in paths]
-        return [(self.definition.repo_root, ""), *inventories]
+        *projects, own = self.definition.roots
+        return [*((root, "project/") for root in projects), (own, ""), *inventories]

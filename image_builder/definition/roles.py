@@ -1,11 +1,11 @@
-"""Roles and layers of the repository: what they declare, not what they mean for one image.
+"""Roles and layers of the repositories: what they declare, not what they mean for one image.
 
 Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 from image_builder.definition import engine
 from image_builder.definition.values import Place, is_template
 from image_builder.errors import Problem
+from image_builder.settings import CONFIGURATION
 from image_builder.text import did_you_mean
 
+LAYERS = Path("playbooks/layers")
 # Parts of a role that never reach an image.
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
 
@@ -83,36 +85,76 @@ class Layer:
 
 @dataclass(frozen=True)
 class RoleBook:
-    """All roles and layers of one repository, read when asked for and then kept."""
+    """All roles and layers, read when asked for and then kept.
 
-    root: Path
+    ``roots`` are the user's repository, if there is one, and this program's, the last.
+    """
+
+    roots: tuple[Path, ...]
     _roles: dict[str, Role] = field(default_factory=dict, compare=False)
     _layers: dict[str, Layer] = field(default_factory=dict, compare=False)
 
     @cached_property
-    def role_names(self) -> tuple[str, ...]:
-        return tuple(sorted(p.name for p in (self.root / "roles").glob("*") if p.is_dir()))
+    def role_folders(self) -> tuple[Path, ...]:
+        """Return the directories of roles, in Ansible's order: those that an ``ansible.cfg`` names come first."""
+        folders = [folder for root in self.roots for folder in (*_configured_roles(root), root / "roles")]
+        return tuple(folder for folder in dict.fromkeys(folders) if folder.is_dir())
 
     @cached_property
+    def _role_paths(self) -> Mapping[str, Sequence[Path]]:
+        return _by_name(path for folder in self.role_folders for path in folder.iterdir() if path.is_dir())
+
+    @cached_property
+    def _layer_paths(self) -> Mapping[str, Sequence[Path]]:
+        return _by_name(path for root in self.roots for path in (root / LAYERS).glob("*.yml"))
+
+    @property
+    def role_names(self) -> tuple[str, ...]:
+        return tuple(self._role_paths)
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
-        return tuple(sorted(p.stem for p in (self.root / "playbooks" / "layers").glob("*.yml")))
+        return tuple(self._layer_paths)
+
+    def clashes(self) -> list[Problem]:
+        """Return the roles and layers that there are twice: one would hide the other."""
+        kinds = {"role": self._role_paths, "layer": self._layer_paths}
+        return [
+            Problem(str(Place(str(paths[0]))), name, f"{kind} of the same name as {paths[1]}: rename it")
+            for kind, by_name in kinds.items()
+            for name, paths in by_name.items()
+            if len(paths) > 1
+        ]
 
     def role(self, name: str) -> Role:
         """Return a role; raises KeyError."""
-        if name not in self.role_names:
+        if name not in self._role_paths:
             raise KeyError(name)
-        return self._roles.setdefault(name, Role(name, self.root / "roles" / name))
+        return self._roles.setdefault(name, Role(name, self._role_paths[name][0]))
 
     def roles(self) -> Iterator[Role]:
         return (self.role(name) for name in self.role_names)
 
     def layer(self, name: str) -> Layer:
         """Return a layer; raises KeyError, UnreadableError for a playbook that isn't one play with roles."""
-        if name not in self.layer_names:
+        if name not in self._layer_paths:
             raise KeyError(name)
         if name not in self._layers:
-            self._layers[name] = read_layer(name, self.root / "playbooks" / "layers" / f"{name}.yml")
+            self._layers[name] = read_layer(name, self._layer_paths[name][0])
         return self._layers[name]
+
+
+def _configured_roles(root: Path) -> list[Path]:
+    config = root / CONFIGURATION
+    return engine.configured_roles(config) if config.is_file() else []
+
+
+def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Group paths by their names without suffix, sorted by name; of one name in their order."""
+    by_name: dict[str, list[Path]] = {}
+    for path in paths:
+        by_name.setdefault(path.stem if path.suffix == ".yml" else path.name, []).append(path)
+    return dict(sorted(by_name.items()))
 
 
 def read_layer(name: str, playbook: Path) -> Layer:

@@ -223,7 +223,8 @@ def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | N
             "--facts",
             f"no facts for hosts of {named(missing)}: give IMAGE=facts.json of a build{others}",
         )
-    return Suite(facts, options.reports, Settings().python) if images else None
+    settings = Settings()
+    return Suite(facts, options.reports, settings.python, checks=settings.checks) if images else None
 
 
 def _built_image(path: Path) -> str:

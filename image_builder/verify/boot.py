@@ -317,6 +317,7 @@ def _run_suite(
         marker="booted",
         python=settings.python,
         log=out_dir / "suite.log",
+        checks=settings.checks,
         timeout=SUITE_SECONDS,
         on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
     )

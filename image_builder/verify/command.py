@@ -87,6 +87,7 @@ def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Moni
             marker="booted" if is_remote(url) else "offline",
             python=settings.python,
             log=out_dir / "suite.log",
+            checks=settings.checks,
             on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
         )
 

@@ -32,9 +32,9 @@ Outcomes = Mapping[tuple[str, str], str]
 class Check:
     """One check that ran.
 
-    ``name`` is its node id below ``image_builder/suite`` (``test_kernel.py::test_held``), ``title`` the first line of
-    its docstring, ``message`` why it isn't green, ``exception`` the class of what it raised, ``seconds`` its
-    wall time with setup and teardown.
+    ``name`` is its node id below ``image_builder/suite`` (``test_kernel.py::test_held``) or the user's ``checks``,
+    which ``is_own`` tells; ``title`` the first line of its docstring, ``message`` why it isn't green, ``exception`` the
+    class of what it raised, ``seconds`` its wall time with setup and teardown.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Check:
     title: str = ""
     message: str = ""
     exception: str = ""
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class SuiteResult:
             number = sum(check.outcome == outcome for check in self.checks)
             if number:
                 counts.append(f"{number} {outcome}")
-        text = f"{len(self.checks)} checks: {', '.join(counts)}"
+        own = sum(check.is_own for check in self.checks)
+        of_which = f", {own} of your own" if own else ""
+        text = f"{len(self.checks)} checks{of_which}: {', '.join(counts)}"
         return f"{text}; {len(self.not_applicable)} not applicable" if self.not_applicable else text
 
     def as_json(self) -> dict[str, JSON]:
@@ -91,6 +94,7 @@ class SuiteResult:
             "counts": {
                 **{outcome: sum(c.outcome == outcome for c in self.checks) for outcome in _OUTCOMES},
                 "not_applicable": len(self.not_applicable),
+                "own": sum(check.is_own for check in self.checks),
             },
             "checks": [{**asdict(check), "seconds": round(check.seconds, 3)} for check in self.checks],
             "not_applicable": [asdict(check) for check in self.not_applicable],
@@ -176,6 +180,7 @@ def _check(event: dict[str, Any]) -> Check:
         title=event.get("title", ""),
         message=event.get("message", ""),
         exception=event.get("exception", ""),
+        is_own=event.get("is_own", False),
     )
 
 
@@ -262,6 +267,18 @@ def require_passed(result: SuiteResult) -> None:
     if len(bad) > _NAMED_FAILURES:
         lines.append(f"  and {len(bad) - _NAMED_FAILURES} more")
     raise VerifyError("\n".join(lines))
+
+
+def blind(mutants: SuiteResult) -> dict[str, str]:
+    """Return the checks that did not turn red by their own assertion, with what they said instead.
+
+    An error in a mutation, or a check that trips over it, proves nothing.
+    """
+    return {
+        check.name: f"{check.outcome} {check.exception}: {check.message}"
+        for check in mutants.checks
+        if (check.outcome, check.exception) != ("failed", "AssertionError")
+    }
 
 
 def table(result: SuiteResult) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from image_builder.bake import identity
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, VerifyError
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, SUITE
 from image_builder.system import process
 from image_builder.text import json_lines
 from image_builder.verify.result import SuiteResult, junit_outcomes, read_run
@@ -21,7 +20,6 @@ from image_builder.verify.result import SuiteResult, junit_outcomes, read_run
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
-SUITE = REPO_ROOT / "image_builder" / "suite"
 _JUNIT, _REPORT = "junit.xml", "suite.jsonl"
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Any end of pytest is judged here, also by a signal.
@@ -66,7 +64,8 @@ ENVIRONMENT = {
     # No plugin but pytest's own: what else is installed must not change a verdict.
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONPATH": os.fspath(REPO_ROOT),
+    # The plugin is imported before pytest adds the suite's folder.
+    "PYTHONPATH": f"{REPO_ROOT}:{SUITE}",
     # Commands in the tree get it too, and there is no staging area in there.
     "TMPDIR": "/tmp",
 }
@@ -81,6 +80,8 @@ def observe_suite(
     python: Path,
     log: Path,
     suite: Path = SUITE,
+    checks: Path | None = None,
+    mutations: str | Path | None = None,
     select: tuple[str, ...] = (),
     timeout: float | None = None,
     niceness: int = 0,
@@ -88,17 +89,19 @@ def observe_suite(
 ) -> SuiteResult:
     """Run the suite in a child process and return what it found, failed checks included.
 
-    ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra,
-    ``select`` limits the run to checks by name, ``timeout`` is in seconds for the whole run, ``niceness`` says
-    how far other programs come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises
-    VerifyError for a run that proves nothing.
+    ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra. ``checks`` is the
+    folder of the user's own checks, ``mutations`` what breaks the checks of a mutant (suite/mutant_fixtures.py),
+    ``select`` limits the run to checks by name. ``timeout`` is in seconds for the whole run, ``niceness`` says how far
+    other programs come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for
+    a run that proves nothing.
     """
     out_dir = out_dir.resolve()
     clear_records(out_dir)
     argv: list[process.Arg] = [
         *("nice", "-n", str(niceness)),
         *(python, "-m", "pytest", *suite_arguments(suite, facts, target, marker), *record_options(out_dir)),
-        *([suite / name for name in select] or [suite]),
+        *(("--mutations", mutations) if mutations else ()),
+        *([suite / name for name in select] or [suite, *([checks] if checks else [])]),
     ]
     started = time.monotonic()
     done = _run_pytest(argv, out_dir, log, timeout, on_progress)
@@ -124,7 +127,8 @@ def suite_arguments(
 ) -> list[process.Arg]:
     """Return pytest's arguments for the suite; the checks' files are to follow."""
     return [
-        *("-v", "--tb=short", "-m", marker, *options, f"--target={target}"),
+        *("-p", "image_builder.suite.plugin", "-v", "--tb=short", "-m", marker, *options),
+        f"--target={target}",
         *(f"--facts={facts.resolve()}", f"--rootdir={suite}", "-c", suite / "pytest.ini"),
     ]
 

@@ -12,9 +12,9 @@ import pytest
 import testinfra
 from testinfra.host import Host
 
+from image_builder.settings import SUITE
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import open_root
-from image_builder.verify.runner import SUITE
 from tests.support.images.builds import Workplace
 
 pytestmark = pytest.mark.root

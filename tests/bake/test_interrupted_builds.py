@@ -152,10 +152,10 @@ def test_in_the_stages_that_compile(
 
 
 def test_while_an_archive_is_packed(
-    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+    copies: Callable[[Workplace], Workplace], pulled_worker: Workplace, tmp_path: Path
 ) -> None:
     """What was pulled is taken over, so that packing begins at once. Docker's takes a while."""
-    workplace = copies(worker)
+    workplace = copies(pulled_worker)
     inventory = tmp_path / "inventory.yml"
     refs = ("registry.lab.internal/software:1.0", "registry.lab.internal/pause:1.0")
     preload = "".join(f"        - {{ref: '{ref}', pin: false}}\n" for ref in refs)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.verify.runner import SUITE
+from image_builder.settings import SUITE
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

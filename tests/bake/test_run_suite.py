@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import VerifyError
+from image_builder.settings import SUITE
 from image_builder.verify.result import SuiteResult, require_passed
-from image_builder.verify.runner import SUITE, observe_suite
+from image_builder.verify.runner import observe_suite
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

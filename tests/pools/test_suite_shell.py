@@ -17,7 +17,7 @@ from testinfra.backend.base import BaseBackend
 from image_builder.machine.ssh import SshAddress
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import serve
-from image_builder.verify.runner import SUITE
+from image_builder.settings import SUITE
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import USER, Fleet, fleet
 

@@ -50,9 +50,9 @@ def _pulls(workplace: Workplace, inventory: Path) -> dict[str, str]:
 
 
 def test_a_change_of_the_list_pulls_what_is_new(
-    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+    copies: Callable[[Workplace], Workplace], pulled_worker: Workplace, tmp_path: Path
 ) -> None:
-    workplace = copies(worker)
+    workplace = copies(pulled_worker)
     original = workplace.object("preload")
     before = _state(original)
     # One less: taken over from the build that has both, nothing is pulled.
@@ -66,9 +66,9 @@ def test_a_change_of_the_list_pulls_what_is_new(
 
 
 def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
-    copies: Callable[[Workplace], Workplace], worker: Workplace, tmp_path: Path
+    copies: Callable[[Workplace], Workplace], pulled_worker: Workplace, tmp_path: Path
 ) -> None:
-    workplace = copies(worker)
+    workplace = copies(pulled_worker)
     none = "registry.lab.internal/none:1"
     done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, none]))
     assert done.status == PullError.exit_code
@@ -89,9 +89,11 @@ def _state(stage: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def test_the_manifest_tells_which_program_pulled(worker: Workplace) -> None:
-    facts = json.loads((worker.object("preload") / "meta.json").read_text())["facts"]
+def test_the_manifest_tells_which_program_pulled(pulled_worker: Workplace) -> None:
+    facts = json.loads((pulled_worker.object("preload") / "meta.json").read_text())["facts"]
     assert facts["engine"]["name"] == "docker"
     assert facts["engine"]["version"].startswith("26.1")
-    binary = worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
+    binary = (
+        pulled_worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
+    )
     assert hashlib.sha256(binary.read_bytes()).hexdigest() == facts["engine"]["binary_sha256"]

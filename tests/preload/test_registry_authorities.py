@@ -47,7 +47,8 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
         },
         work=work,
         log=lab.base / "play.log",
-        roles=REPO / "roles",
+        roles=[REPO / "roles"],
+        config=REPO / "ansible.cfg",
         doing=lambda _: None,
         python=Settings().python,
     )

@@ -20,7 +20,8 @@ from tests.selftest.file_queue import BOOT, HOSTS, UNKNOWN_SECONDS, Lane, Queue,
 # What is baked once: the images of the session's fixtures, and the programs of the lab's control plane.
 IMAGES = frozenset(
     {
-        *("minimal", "worker", "whole_worker", "worker_current", "worker_current_docker", "worker_gpu"),
+        *("minimal", "worker", "pulled_worker", "whole_worker"),
+        *("worker_current", "worker_current_docker", "worker_gpu"),
         "control_plane",
     }
 )

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from image_builder.definition.engine import caller  # noqa: F401 (takes the caller's settings away)
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, ansible_config, project_root
 
 # Ansible reads its settings when it is first imported, which the modules below this package do. Children get an
 # environment of their own, plays this one with their own settings on top.
-os.environ["ANSIBLE_CONFIG"] = str(REPO_ROOT / "ansible.cfg")
+os.environ["ANSIBLE_CONFIG"] = str(ansible_config((project_root(), REPO_ROOT)))
 os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
 os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
 os.environ["ANSIBLE_LOCAL_TEMP"] = tempfile.gettempdir()
@@ -33,7 +33,13 @@ from image_builder.definition.engine.origins import (
     read_untagged_yaml,
     read_yaml,
 )
-from image_builder.definition.engine.plays import PlayReading, configured_plugins, read_play
+from image_builder.definition.engine.plays import (
+    PlayReading,
+    configured_inventories,
+    configured_plugins,
+    configured_roles,
+    read_play,
+)
 from image_builder.definition.engine.reads import Reads, is_predictable
 from image_builder.definition.engine.templates import (
     Evaluation,
@@ -54,7 +60,9 @@ __all__ = [
     "UnpredictableValueError",
     "UnreadableError",
     "argument_faults",
+    "configured_inventories",
     "configured_plugins",
+    "configured_roles",
     "evaluate_all",
     "is_predictable",
     "place_in",

@@ -156,14 +156,13 @@ class Source:
         """Return the groups of a host as Ansible's ``group_names`` has them."""
         return sorted(str(g.name) for g in self.manager.get_host(host).get_groups() if g.name != "all")
 
-    def magic(self, host: str, playbook_dir: Path) -> dict[str, Any]:
-        """Return the variables that Ansible makes for a host of a play in ``playbook_dir``."""
+    def magic(self, host: str) -> dict[str, Any]:
+        """Return the variables that Ansible makes for a host, whatever the play."""
         own = self.manager.get_host(host).vars
         version = [int(part) for part in __version__.split(".")[:3]]
         return {
             "inventory_dir": own.get("inventory_dir"),
             "inventory_file": own.get("inventory_file"),
-            "playbook_dir": str(playbook_dir),
             "groups": {str(n): [str(h.name) for h in g.get_hosts()] for n, g in self.manager.groups.items()},
             "ansible_version": {
                 "full": __version__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ class PlayReading:
 
 
 def read_play(
-    playbook: Path, roles: Path, variables: Mapping[str, JSON], own_lookups: frozenset[str]
+    playbook: Path, roles: Sequence[Path], variables: Mapping[str, JSON], own_lookups: frozenset[str]
 ) -> PlayReading:
     """Load the one play of a playbook and follow all that it includes; raises UnreadableError.
 
-    ``roles`` is the directory of roles, ``variables`` those of the host. What ``own_lookups`` give is known elsewhere.
+    ``roles`` are the directories of roles, ``variables`` those of the host. What ``own_lookups`` give is known
+    elsewhere.
     """
     reads = Reads()
     loader = NotingLoader(playbook.parent, reads)
@@ -67,20 +68,51 @@ def read_play(
 
 def configured_plugins(config: Path) -> list[Path]:
     """Return the directories of plugins and modules that an ``ansible.cfg`` names."""
-    settings.config._parsers.pop(str(config), None)  # it may have changed since
-    directories = []
-    for name, definition in settings.config.get_configuration_definitions().items():
-        if definition.get("type") == "pathspec" and name not in _SET_FOR_PLAYS:
-            folders, origin = settings.config.get_config_value_and_origin(name, cfile=str(config))
-            directories += [Path(folder) for folder in folders or []] if str(origin) == str(config) else []
-    return [folder for folder in directories if folder.is_dir()]
+    definitions = settings.config.get_configuration_definitions().items()
+    names = [name for name, definition in definitions if definition.get("type") == "pathspec"]
+    return [folder for name in names if name not in _SET_FOR_PLAYS for folder in _folders(name, config)]
+
+
+def configured_roles(config: Path) -> list[Path]:
+    """Return the directories of roles that an ``ansible.cfg`` names."""
+    return _folders("DEFAULT_ROLES_PATH", config)
+
+
+def configured_inventories() -> list[Path]:
+    """Return the inventories that the ``ansible.cfg`` names which counts."""
+    config = Path(settings.CONFIG_FILE)
+    return _named("DEFAULT_HOST_LIST", config)
+
+
+def _folders(name: str, config: Path) -> list[Path]:
+    return [folder for folder in _named(name, config) if folder.is_dir()]
+
+
+def _named(name: str, config: Path) -> list[Path]:
+    """Return the paths of a setting in an ``ansible.cfg``."""
+    _forget_changed(config)
+    paths, origin = settings.config.get_config_value_and_origin(name, cfile=str(config))
+    return [Path(path) for path in paths or []] if str(origin) == str(config) else []
+
+
+_configs: dict[Path, tuple[int, int]] = {}
+
+
+def _forget_changed(config: Path) -> None:
+    """Have Ansible read a configuration again that has changed since."""
+    stat = config.stat()
+    state = (stat.st_mtime_ns, stat.st_size)
+    if _configs.setdefault(config, state) != state:
+        _configs[config] = state
+        settings.config._parsers.pop(str(config), None)
+        settings.config._get_ini_config_value.cache_clear()
 
 
 @contextlib.contextmanager
-def _roles_in(folder: Path) -> Iterator[None]:
-    """Have Ansible look for roles in ``folder``, as a bake's plays do."""
+def _roles_in(folders: Sequence[Path]) -> Iterator[None]:
+    """Have Ansible look for roles in ``folders``, as a bake's plays do."""
     before = settings.DEFAULT_ROLES_PATH
-    settings.DEFAULT_ROLES_PATH = [str(folder)]
+    settings.DEFAULT_ROLES_PATH = [str(folder) for folder in folders]
     try:
         yield
     finally:
@@ -107,7 +139,9 @@ def _load(
 class _Walk:
     """Follows the tasks of a loaded play."""
 
-    def __init__(self, play: Any, loader: NotingLoader, roles: Path, own_lookups: frozenset[str]) -> None:
+    def __init__(
+        self, play: Any, loader: NotingLoader, roles: Sequence[Path], own_lookups: frozenset[str]
+    ) -> None:
         self.play, self.loader, self.roles = play, loader, roles
         self.result = PlayReading()
         self.rounds = Rounds(play, loader, own_lookups)
@@ -126,8 +160,9 @@ class _Walk:
         self.result.files |= self.loader.reads.files
         self.result.lookups |= self.rounds.own_lookups
         for file in self.result.files | self.result.sent:
-            with contextlib.suppress(ValueError):
-                self.result.roles.add(file.relative_to(self.roles).parts[0])
+            for folder in self.roles:
+                if file.is_relative_to(folder):
+                    self.result.roles.add(file.relative_to(folder).parts[0])
         return self.result
 
     def blocks(self, items: Iterable[Any]) -> None:

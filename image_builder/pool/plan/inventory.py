@@ -27,7 +27,6 @@ from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.pool.plan.plan import PlannedFrom, doubles, named
 from image_builder.pool.plan.source import opened, values_of, where
-from image_builder.settings import REPO_ROOT
 from image_builder.text import did_you_mean
 
 _TEXTS = (
@@ -86,8 +85,6 @@ def read_fleet(
     paths: Sequence[Path],
     pools: Sequence[str],
     vault_password_file: Path | None = None,
-    *,
-    repo_root: Path = REPO_ROOT,
 ) -> Fleet:
     """Return the hosts of these pools.
 
@@ -99,7 +96,7 @@ def read_fleet(
     if not pools:
         raise UsageError("no pool was given", hint="name groups of the inventory, or `pools` for all")
     absolute = [path.absolute() for path in paths]
-    with opened(absolute, vault_password_file, repo_root) as source:
+    with opened(absolute, vault_password_file) as source:
         reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
         counted_pools = _pools(reading, dict.fromkeys(pools))

@@ -26,13 +26,13 @@ from image_builder.machine.ssh import SshAddress
 from image_builder.pool.plan.model import OK, Host, Outcome, failed
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.reach.session import NotReachedError, Session
+from image_builder.settings import SUITE
 from image_builder.system import process
 from image_builder.system.process import Arg
 from image_builder.system.trees import remove_tree
 from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import (
     ENVIRONMENT,
-    SUITE,
     clear_records,
     read_results,
     record_options,
@@ -60,12 +60,16 @@ _ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "P
 
 @dataclass(frozen=True)
 class Suite:
-    """What hosts are held to. ``facts`` are facts.json by image, ``reports`` gets a directory for each host."""
+    """What hosts are held to. ``facts`` are facts.json by image, ``reports`` gets a directory for each host.
+
+    ``checks`` is the directory of the user's own checks.
+    """
 
     facts: Mapping[str, Path]
     reports: Path
     python: Path
     folder: Path = SUITE
+    checks: Path | None = None
 
 
 class Runs:
@@ -128,8 +132,9 @@ class Runs:
         )
 
     def _arguments(self, facts: Path) -> list[Arg]:
-        folder = self._suite.folder
-        return [*suite_arguments(folder, facts, "stdin:", "booted", *_TERSE), folder]
+        folder, checks = self._suite.folder, self._suite.checks
+        arguments = suite_arguments(folder, facts, "stdin:", "booted", *_TERSE)
+        return [*arguments, folder, *([checks] if checks else [])]
 
     def _run(self, argv: Sequence[Arg], log: Path, session: Session, seconds: float) -> int:
         """Run pytest on a host; return its status, below 0 for a signal.

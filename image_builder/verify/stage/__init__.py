@@ -9,7 +9,8 @@ from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.seal import SEAL
 from image_builder.canonical import JSON, digest
-from image_builder.definition import published_variables
+from image_builder.definition import ImageDefinition, published_variables
+from image_builder.system.trees import file_digests
 
 _SUITE = "image_builder/suite"
 
@@ -24,10 +25,17 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             for image in draft.definition.preload
             if draft.lock.locked_image(image.ref)
         ],
+        "checks": _own_checks(draft.definition),
         "pytest": importlib.metadata.version("pytest"),
         "testinfra": importlib.metadata.version("pytest-testinfra"),
     }
     yield StagePlan(KIND.name, KIND.name, options, draft.code(KIND), draft.tree_ids)
+
+
+def _own_checks(definition: ImageDefinition) -> dict[str, JSON]:
+    """Return the digests of the user's own checks and mutations, by file."""
+    folder = definition.checks
+    return {**file_digests(folder, [folder])} if folder else {}
 
 
 def _packages(draft: Draft) -> list[dict[str, JSON]]:

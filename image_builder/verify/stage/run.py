@@ -6,13 +6,17 @@ publishing reads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from image_builder.bake.stages import StageContext
 from image_builder.bake.verification import Verdict
 from image_builder.canonical import JSON
+from image_builder.errors import VerifyError
+from image_builder.settings import MUTATIONS
 from image_builder.system.sandbox import open_root
-from image_builder.verify.result import require_passed
+from image_builder.verify.result import blind, require_passed
 from image_builder.verify.runner import definition_facts, observe_suite, write_facts
 
 _TIMEOUT = 600.0
@@ -36,11 +40,14 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             log=ctx.log,
             timeout=_TIMEOUT,
             niceness=_NICENESS,
+            checks=ctx.definition.checks,
             on_progress=lambda _name, done, total: ctx.monitor.stage_progress(
                 ctx.plan.name, done, total, "checks"
             ),
         )
     require_passed(result)
+    if ctx.definition.checks and any(check.is_own for check in result.checks):
+        _prove(ctx, ctx.definition.checks)
     verdict = Verdict(
         marker=result.marker,
         checks=len(result.checks),
@@ -50,3 +57,29 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     )
     verdict.write(ctx.product)
     return {"checks": verdict.checks, "not_applicable": verdict.not_applicable}
+
+
+def _prove(ctx: StageContext, checks: Path) -> None:
+    """Break the image in each way that is recorded for the user's own checks; raises VerifyError if one stays green."""
+    ctx.doing("showing that the checks of your own can fail")
+    work = ctx.work / "mutants"
+    work.mkdir()
+    lowers = ":".join(map(os.fspath, ctx.lowers))
+    result = observe_suite(
+        f"mutant:{lowers}?work={work}",
+        ctx.product / "facts.json",
+        work,
+        marker="offline",
+        python=ctx.settings.python,
+        log=ctx.log,
+        select=(os.fspath(checks),),
+        mutations=checks / MUTATIONS,
+        timeout=_TIMEOUT,
+        niceness=_NICENESS,
+    )
+    if unproven := blind(result):
+        lines = [f"{name}: {seen}" for name, seen in unproven.items()]
+        raise VerifyError(
+            "\n  ".join(["checks of your own stay green on a broken image:", *lines]),
+            hint=f"each command in {checks / MUTATIONS} must turn its check red",
+        )

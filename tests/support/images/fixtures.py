@@ -62,6 +62,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
+def pulled_worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The same worker as far as its images are pulled, which its layers don't wait for."""
+    return _build("worker", tmp_path_factory.mktemp("pulled_worker"), "--stop-after", "preload")
+
+
+@pytest.fixture(scope="session")
 def whole_worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """The same worker to its end."""
     return _build("worker", tmp_path_factory.mktemp("whole_worker"))

@@ -47,7 +47,7 @@ def variables_page(root: Path) -> str:
         "",
         *_builder_lines(),
     ]
-    for role in RoleBook(root).roles():
+    for role in RoleBook((root,)).roles():
         specs = role.specs
         main = specs.get("main", {})
         lines += ["", f"## Role `{role.name}`", ""]

@@ -26,6 +26,7 @@ COMMANDS = [
     ("plan",),
     ("build",),
     ("boot",),
+    ("init",),
     ("verify",),
     ("test",),
     ("lab", "up"),

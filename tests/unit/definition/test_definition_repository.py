@@ -28,7 +28,7 @@ from image_builder.settings import REPO_ROOT
 
 INVENTORIES = REPO_ROOT / "inventories"
 VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"
-ROLES = list(RoleBook(REPO_ROOT).roles())
+ROLES = list(RoleBook((REPO_ROOT,)).roles())
 
 
 @cache

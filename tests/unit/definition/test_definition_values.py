@@ -73,7 +73,7 @@ def included_roles(content: object) -> set[str]:
     return found
 
 
-BOOK = RoleBook(REPO_ROOT)
+BOOK = RoleBook((REPO_ROOT,))
 
 
 @pytest.mark.parametrize("name", BOOK.layer_names)

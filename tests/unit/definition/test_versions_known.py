@@ -11,7 +11,7 @@ from image_builder.definition import engine
 from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
 
-BOOK = RoleBook(Path(__file__).resolve().parents[3])
+BOOK = RoleBook((Path(__file__).resolve().parents[3],))
 
 KUBERNETES = ["1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37"]
 DOCKER = ["20.10", "23", "24", "25", "26", "27", "28", "29"]

@@ -16,8 +16,8 @@ import pytest
 from image_builder.errors import BootError, HostError, UsageError
 from image_builder.machine import monitor, qemu, ssh
 from image_builder.machine.vm import write_seed
+from image_builder.settings import SUITE
 from image_builder.verify.boot import find_disk, import_command, local_disks, static_pod
-from image_builder.verify.runner import SUITE
 
 FIRMWARE = qemu.Firmware(Path("/fw/code.fd"), Path("/vm/vars.fd"))
 MACHINE = qemu.Machine(

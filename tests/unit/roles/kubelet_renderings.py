@@ -89,7 +89,7 @@ class Rendered:
     """The role's variables for one inventory."""
 
     def __init__(self, inventory: dict[str, Any]) -> None:
-        book = RoleBook(REPOSITORY)
+        book = RoleBook((REPOSITORY,))
         layer = book.layer("kubernetes")
         use = next(use for use in layer.uses if use.name == "kubelet")
         self.variables = role_variables(book, layer, use, inventory)

@@ -21,7 +21,7 @@ INVENTORY: dict[str, JSON] = {
 
 
 def _value(name: str) -> Any:
-    book = RoleBook(REPO)
+    book = RoleBook((REPO,))
     layer = book.layer("system")
     use = next(use for use in layer.uses if use.name == "azure_guest")
     return engine.Evaluator(role_variables(book, layer, use, INVENTORY)).evaluate(f"{{{{ {name} }}}}")

@@ -20,7 +20,7 @@ from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
 
 REPO = Path(__file__).resolve().parents[3]
-BOOK = RoleBook(REPO)
+BOOK = RoleBook((REPO,))
 DEBIAN = {
     "distribution": "debian",
     "suite": "bookworm",

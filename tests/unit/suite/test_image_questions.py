@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 import testinfra
 
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import SUITE
 
-SUITE = REPO_ROOT / "image_builder" / "suite"
 # As systemd 257 prints them; 252 has the line about a file that isn't there.
 PRINTED = """\
 # /usr/lib/systemd/journald.conf

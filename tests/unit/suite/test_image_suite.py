@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, SUITE
 
-SUITE = REPO_ROOT / "image_builder" / "suite"
 MUTATIONS = REPO_ROOT / "tests" / "suite"
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import SUITE
 
-SUITE = REPO_ROOT / "image_builder" / "suite"
 # What a right clock says when it is asked, which is long after this was read.
 NOW = "now"
 Answer = str | tuple[int, str] | tuple[int, str, str]

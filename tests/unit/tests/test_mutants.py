@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from image_builder.verify.result import Check, Outcome, SuiteResult
+from image_builder.verify.result import Check, Outcome, SuiteResult, blind
 from tests.support.images import mutants
 
 SEEN: tuple[Outcome, str] = ("failed", "AssertionError")
@@ -26,8 +26,8 @@ def result(**outcomes: tuple[Outcome, str]) -> SuiteResult:
 
 @pytest.mark.parametrize(("outcome", "exception"), PROVES_NOTHING)
 def test_only_its_own_assertion_shows_that_a_check_sees(outcome: Outcome, exception: str) -> None:
-    assert mutants.blind(result(mutant=SEEN)) == {}
-    assert list(mutants.blind(result(mutant=(outcome, exception)))) == ["test_x.py::test_y[mutant]"]
+    assert blind(result(mutant=SEEN)) == {}
+    assert list(blind(result(mutant=(outcome, exception)))) == ["test_x.py::test_y[mutant]"]
     assert mutants.unproven(result(sound=("passed", ""), broken=SEEN)) == {}
     seen = mutants.unproven(result(sound=("passed", ""), broken=(outcome, exception)))
     assert list(seen) == ["test_x.py::test_y[broken]"]

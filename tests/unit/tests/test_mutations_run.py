@@ -1,6 +1,6 @@
 """Every check of the suite is seen red in some run of the tests: computed from definitions and what the runs select.
 
-The runs themselves hold that each selected check is mutated (``mutants.blind``, ``mutants.unproven``).
+The runs themselves hold that each selected check is mutated (``blind``, ``mutants.unproven``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.settings import REPO_ROOT
-from image_builder.verify.runner import SUITE, definition_facts
+from image_builder.settings import REPO_ROOT, SUITE
+from image_builder.verify.runner import definition_facts
 from tests.bake import test_declared_mutations, test_mutations
 from tests.disk import test_boot_worker
 from tests.gpu import test_boot_worker_gpu, test_gpu_mutations, test_gpu_signing, test_gpu_toolkit

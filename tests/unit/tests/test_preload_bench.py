@@ -37,7 +37,14 @@ def test_loading_has_a_goal_for_each_engine_from_three_gigabytes_on() -> None:
 
 
 def test_an_engine_and_a_size_have_their_parts() -> None:
-    assert parts_of(PARTS, "docker_28", 3.3) == ["seed", "first_run", "peers", "cold_read", "promote", "reader"]
+    assert parts_of(PARTS, "docker_28", 3.3) == [
+        "seed",
+        "first_run",
+        "peers",
+        "cold_read",
+        "promote",
+        "reader",
+    ]
     assert parts_of(PARTS, "docker", 0.3) == ["seed", "first_run", "peers", "cold_read", "promote"]
     assert parts_of(PARTS, "containerd", 10.0) == ["seed", "first_run", "peers"]
     assert parts_of(["promote", "many"], "containerd", 3.3) == []

@@ -11,6 +11,7 @@ from image_builder.bake import ansible
 from image_builder.bake.lock import repository
 from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
+from image_builder.definition.roles import RoleBook
 from image_builder.errors import CommandError
 from image_builder.system.sandbox import Root, open_root
 
@@ -32,7 +33,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
         if ctx.repo:
             _offer_packages(root, ctx)
-        result = play(ctx, root, ctx.settings.repo_root / ctx.plan.options["playbook"])
+        result = play(ctx, root, RoleBook(ctx.definition.roots).layer(ctx.plan.name).playbook)
     return {"tasks_ok": result.ok, "tasks_changed": result.changed}
 
 
@@ -57,7 +58,8 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             },
             work=ctx.work,
             log=ctx.log,
-            roles=ctx.settings.repo_root / "roles",
+            roles=RoleBook(ctx.definition.roots).role_folders,
+            config=ctx.definition.ansible_config,
             doing=ctx.doing,
             vault_password_file=ctx.settings.vault_password_file,
             python=ctx.settings.python,

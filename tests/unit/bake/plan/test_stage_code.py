@@ -94,7 +94,7 @@ def test_which_stages_a_file_reaches(file: str, reached: set[str]) -> None:
 
 def test_the_suite_and_what_it_imports_decide_the_verdict() -> None:
     code = _code(KINDS["verify"])
-    assert {"image_builder/suite/conftest.py", "image_builder/bake/formats/pe.py"} <= code.keys()
+    assert {"image_builder/suite/plugin.py", "image_builder/bake/formats/pe.py"} <= code.keys()
 
 
 def test_a_comment_changes_no_digest_and_a_statement_does(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ def _words(store: str, *refs: str) -> dict[str, str]:
     context: Any = SimpleNamespace(
         settings=Settings(store=Path(store), repo_root=Path("/srv/checkout"), mirror=MIRROR),
         work=Path(store, "staging/0123456789ab/seal/work"),
-        definition=SimpleNamespace(preload=[SimpleNamespace(ref=ref) for ref in refs]),
+        definition=SimpleNamespace(
+            preload=[SimpleNamespace(ref=ref) for ref in refs],
+            roots=(Path("/srv/project"), Path("/srv/checkout")),
+        ),
     )
     return _traces(context)
 

@@ -1,8 +1,9 @@
 """Options, fixtures and the report of the verification suite.
 
-    pytest image_builder/suite --facts facts.json --target sandbox:/path/of/a/mounted/root
-    pytest image_builder/suite --facts facts.json --target 'ssh://user@host:22?key=/path&known_hosts=/path'
-    pytest image_builder/suite --facts facts.json --target stdin: -s   # a pool's: see targets.py
+    pytest -p image_builder.suite.plugin image_builder/suite --facts facts.json --target TARGET
+
+TARGET is sandbox:/path/of/a/mounted/root, ssh://user@host:22?key=/path&known_hosts=/path, or stdin: for a host of a
+pool (targets.py). Below the suite's own folder a check is this program's; one from elsewhere is the user's.
 
 Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
 ``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
@@ -31,12 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--target", metavar="URL", help="sandbox:/path, ssh://user@host:port?key=…&known_hosts=… or stdin:"
     )
     group.addoption("--facts", metavar="FILE", help="facts.json: what the image is meant to be")
+    group.addoption("--mutations", metavar="NAME", help="what breaks each check: a file, or a module")
     group.addoption("--report", metavar="FILE", help="write one JSON line per check to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config.option, "facts"):
-        return  # some other pytest run came across this directory; see pytest_ignore_collect
     if not config.option.target or not config.option.facts:
         raise pytest.UsageError("the suite verifies an image: give --target and --facts")
     try:
@@ -44,25 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
-    # The fixtures ``host`` and ``tree``: the tests of the suite itself have others.
-    kind = config.stash[TARGET].kind
-    config.pluginmanager.import_plugin(
-        f"tests.suite.{kind}_fixtures" if kind in ("mutant", "broken") else "target_fixtures"
-    )
+    # The fixtures ``host`` and ``tree``: whoever tests the checks has others.
+    fixtures = {"mutant": "mutant_fixtures", "broken": "tests.suite.broken_fixtures"}
+    config.pluginmanager.import_plugin(fixtures.get(config.stash[TARGET].kind, "target_fixtures"))
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
         config.stash[_REPORT] = _Report(Path(config.option.report))
 
 
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Keep out of runs that are not about an image."""
-    return None if TARGET in config.stash else True
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select what the target and the definition call for; the rest is deselected, with its reason."""
-    if TARGET not in config.stash:
-        return
     side = "booted" if config.stash[TARGET].booted else "offline"
     selected, deselected = [], []
     not_applicable = config.stash[_NOT_APPLICABLE]
@@ -135,6 +126,7 @@ class _Report:
         if report.when == "setup":
             self.running = {
                 "name": check_name(item.nodeid),
+                "is_own": not item.path.is_relative_to(item.config.rootpath),
                 "outcome": "passed",
                 "seconds": 0.0,
                 "title": title(item),

@@ -1,0 +1,61 @@
+"""The command ``init``: a repository of the user's own, with one image that builds, boots and is verified at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from image_builder.cli.command import AsJson, register, show
+from image_builder.errors import UsageError
+from image_builder.settings import REPO_ROOT
+
+TEMPLATE = Path(__file__).parent / "project"
+
+app = typer.Typer()
+
+
+@register(app)
+def init(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="a directory that is empty or doesn't exist")
+    ],
+    as_json: AsJson = False,
+) -> int:
+    """Start a repository of your own: an inventory with an image, a layer, a role and a check.
+
+    Example:
+
+        image-builder init images && cd images && image-builder build node
+    """
+    target = directory.absolute()
+    if target.resolve().is_relative_to(REPO_ROOT):
+        raise UsageError(
+            f"{target} is in image-builder's own checkout", hint="give a directory outside of it"
+        )
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target} is not an empty directory")
+    try:
+        shutil.copytree(TEMPLATE, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    except shutil.Error as error:
+        raise UsageError(f"can't write {target}: {error.args[0][0][2]}") from error
+    except OSError as error:
+        raise UsageError(f"can't write {target}: {error.strerror}") from error
+    files = sorted(os.fspath(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    lines = [
+        f"{target}:",
+        *(f"  {name}" for name in files),
+        "",
+        "Next:",
+        f"  cd {shlex.quote(os.fspath(directory))}",
+        *_NEXT,
+    ]
+    show({"directory": target, "files": files}, "\n".join(lines), as_json=as_json)
+    return 0
+
+
+_NEXT = ("  image-builder build node", "  image-builder boot node --verify")

@@ -1,0 +1,78 @@
+"""The user's own checks: files of tests beside the suite's, and what must turn each of them red.
+
+``checks/test_*.py`` hold the checks, ``checks/mutations.yml`` maps each to commands of a shell that break what it is
+about, one at a time. A check that nothing turns red proves nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from image_builder.definition import engine
+from image_builder.definition.values import Place
+from image_builder.errors import Problem
+from image_builder.settings import CHECKS, MUTATIONS, SUITE
+from image_builder.text import did_you_mean
+
+_PREFIX = "test_"
+
+
+def check_problems(project: Path) -> list[Problem]:
+    """Return what is wrong with a repository's checks and their mutations."""
+    folder = project / CHECKS
+    if not folder.is_dir():
+        return []
+    problems: list[Problem] = []
+    checks: dict[str, Place] = {}
+    suite = {name for file in SUITE.glob(f"{_PREFIX}*.py") for name, _ in _checks(file)}
+    for file in sorted(folder.glob("*.py")):
+        if (SUITE / file.name).exists():
+            problems.append(
+                Problem(str(Place(str(file))), file.name, "the suite has a file of this name: rename it")
+            )
+        try:
+            found = list(_checks(file))
+        except SyntaxError as error:
+            problems.append(Problem(str(Place(str(file), error.lineno or 1)), file.name, error.msg))
+            continue
+        for name, place in found if file.name.startswith(_PREFIX) else ():
+            if name in suite or name in checks:
+                problems.append(Problem(str(place), name, "there is another check of this name: rename it"))
+            checks[name] = place
+    return problems + _mutation_problems(folder / MUTATIONS, checks)
+
+
+def _checks(file: Path) -> Iterator[tuple[str, Place]]:
+    """Yield the name and the place of each check in a file."""
+    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(_PREFIX):
+            yield node.name, Place(str(file), node.lineno)
+
+
+def _mutation_problems(file: Path, checks: Mapping[str, Place]) -> list[Problem]:
+    recorded = (engine.read_yaml(file) if file.is_file() else None) or {}
+    if not isinstance(recorded, Mapping):
+        return [Problem(str(Place(str(file), 1)), file.name, "must map each check to a list of commands")]
+    problems = [
+        Problem(
+            str(engine.place_of(name) or Place(str(file))),
+            str(name),
+            f"no such check{did_you_mean(name, checks)}",
+        )
+        for name in recorded.keys() - checks.keys()
+    ]
+    for name, place in checks.items():
+        if name not in recorded:
+            reason = f"nothing shows that it can fail: put what breaks it into {CHECKS}/{MUTATIONS}"
+            problems.append(Problem(str(place), name, reason))
+        elif not _is_commands(recorded[name]):
+            where = str(engine.place_in(recorded, [name]) or Place(str(file)))
+            problems.append(Problem(where, name, "must be a list of commands"))
+    return problems
+
+
+def _is_commands(value: object) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and bool(value) and all(isinstance(item, str) and item.strip() for item in value)  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""The fixtures of a run that tests the checks themselves: each gets a target of its own, damaged by a mutation.
+
+Where the mutations are, the option ``--mutations`` says: a module with ``MUTATIONS``, or a user's file of commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from suite import Facts
+from targets import TARGET, enter
+from testinfra.host import Host
+from tree import Tree
+
+from image_builder.system.sandbox import open_root
+
+Mutation = Callable[[Path, dict[str, Any]], None]
+"""Called with the mounted root and the image's variables."""
+
+_MUTATIONS = pytest.StashKey[Mapping[str, Sequence[Mutation]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = str(config.option.mutations)
+    if name.endswith(".yml"):
+        recorded: Mapping[str, Sequence[str]] = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        config.stash[_MUTATIONS] = {
+            check: [by_command(command) for command in commands] for check, commands in recorded.items()
+        }
+    else:
+        config.stash[_MUTATIONS] = importlib.import_module(name).MUTATIONS
+
+
+def by_command(command: str) -> Mutation:
+    """Return the mutation that a command of a shell makes; RuntimeError, which is no red check, where it fails."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        done = enter(root).run("sh -euc %s", command)
+        if done.rc != 0:
+            raise RuntimeError(f"{command}: ended with {done.rc}: {(done.stdout + done.stderr)[-500:]}")
+
+    return mutate
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a check once for each of its mutations."""
+    number = len(metafunc.config.stash[_MUTATIONS].get(metafunc.function.__name__, ()))
+    metafunc.parametrize("mutation", range(max(number, 1)), indirect=True)
+
+
+@pytest.fixture
+def mutation(request: pytest.FixtureRequest) -> int:
+    """The number of the mutation to apply."""
+    number: int = request.param
+    return number
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, facts: Facts, mutation: int) -> Iterator[Host]:
+    """A throw-away root, damaged as the check's mutation says."""
+    target, check = request.config.stash[TARGET], request.function.__name__
+    lowers = [Path(path) for path in target.path.split(":")]
+    with open_root(lowers, Path(target.work, f"{check}.{mutation}")) as root:
+        request.config.stash[_MUTATIONS][check][mutation](root.path, facts.variables)
+        yield enter(root.path)
+
+
+@pytest.fixture
+def tree(host: Host) -> Tree:
+    """Everything on its root filesystem."""
+    return Tree.read(host)

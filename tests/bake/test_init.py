@@ -1,0 +1,56 @@
+"""A repository of the user's own is started where there is nothing yet, and nothing is written elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from image_builder.errors import UsageError
+from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT
+
+pytestmark = pytest.mark.root
+
+
+def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != PROJECT_VARIABLE}
+    argv = [REPO_ROOT / "image-builder", *words]
+    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_new_repository_is_valid_and_is_found_from_its_directory(tmp_path: Path) -> None:
+    made = run("init", "images of ours", cwd=tmp_path)
+    assert made.returncode == 0 and "cd 'images of ours'" in made.stdout, made.stderr
+    place = tmp_path / "images of ours"
+    assert run("images", cwd=place).stdout == "node\n"
+    checked = run("validate", cwd=place)
+    assert (checked.returncode, checked.stdout) == (0, "node: no problems\n"), checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("full", "is not an empty directory"),
+        ("file", "is not an empty directory"),
+        ("file/below", "Not a directory"),
+        (os.fspath(REPO_ROOT / "mine"), "is in image-builder's own checkout"),
+    ],
+)
+def test_where_something_is_already_nothing_is_written(tmp_path: Path, target: str, reason: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/one").touch()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    done = run("init", target, cwd=tmp_path)
+    assert done.returncode == UsageError.exit_code and reason in done.stderr, done
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not (REPO_ROOT / "mine").exists()
+
+
+def test_a_configuration_without_an_inventory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "ansible.cfg").write_text("[defaults]\n")
+    done = run("images", cwd=tmp_path)
+    assert done.returncode == UsageError.exit_code
+    assert f"{tmp_path}/ansible.cfg names none" in done.stderr and "-i" in done.stderr

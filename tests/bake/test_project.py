@@ -1,0 +1,91 @@
+"""An image of a user's own repository: baked with its role, held to its check, which is shown to be able to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.cli import init
+from image_builder.errors import VerifyError
+from image_builder.settings import REPO_ROOT
+from tests.support.images.builds import Workplace
+
+pytestmark = pytest.mark.root
+CHECK = "test_site_banner.py::test_banner_names_the_owner"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A repository as `init` makes it, and where it is built. What it bakes is found by all of them in the store."""
+
+    path: Path
+    store: Path
+    output: Path
+
+    def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [REPO_ROOT / "image-builder", *words]
+        environment = {**os.environ, "CI": "true", "IMAGE_BUILDER_STORE": os.fspath(self.store)}
+        return subprocess.run(
+            argv, cwd=self.path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    def build(self) -> subprocess.CompletedProcess[str]:
+        return self.run("build", "node", "--output", self.output, "--json")
+
+    def change(self, file: str, text: str) -> None:
+        (self.path / file).write_text(text)
+
+
+@pytest.fixture
+def project(minimal: Workplace, tmp_path: Path) -> Project:
+    path = tmp_path / "images of the büro"
+    shutil.copytree(init.TEMPLATE, path)
+    return Project(path, minimal.store, tmp_path / "output")
+
+
+def test_an_image_of_ones_own_is_baked_and_verified(project: Project) -> None:
+    built = project.build()
+    assert built.returncode == 0, built.stderr
+    artefact = (project.output / "node/latest").resolve()
+    verdict = _verdict(artefact)
+    assert [(check["name"], check["outcome"]) for check in verdict["checks"] if check["is_own"]] == [
+        (CHECK, "passed")
+    ]
+    assert verdict["counts"]["own"] == 1 and verdict["counts"]["passed"] > 50
+    assert "test_site_banner" in (artefact / "junit.xml").read_text()
+    assert json.loads((artefact / "facts.json").read_text())["variables"]["site_banner_owner"]
+
+    # What it is held to and what is in it are two things: the check sees that they differ.
+    role = "roles/site_banner/templates/motd.j2"
+    project.change(role, "Nobody's machine\n")
+    broken = project.build()
+    assert broken.returncode == VerifyError.exit_code and CHECK in broken.stderr, broken.stderr
+    assert (project.output / "node/latest").resolve() == artefact, "what was there stays"
+
+
+def test_a_check_that_stays_green_on_a_broken_image_ends_the_bake(project: Project) -> None:
+    project.change("checks/mutations.yml", "test_banner_names_the_owner: [rm /etc/motd, touch /etc/other]\n")
+    built = project.build()
+    assert built.returncode == VerifyError.exit_code, built.stderr
+    assert "stay green on a broken image" in built.stderr and f"{CHECK}[1]: passed" in built.stderr
+    assert f"{CHECK}[0]" not in built.stderr, "it saw that one"
+    assert not (project.output / "node").exists()
+
+
+def test_a_mutation_that_fails_proves_nothing(project: Project) -> None:
+    project.change("checks/mutations.yml", "test_banner_names_the_owner: [rm /etc/nothing]\n")
+    built = project.build()
+    assert built.returncode == VerifyError.exit_code
+    assert "rm /etc/nothing: ended with 1" in built.stderr, built.stderr
+
+
+def _verdict(artefact: Path) -> dict[str, Any]:
+    verdict: dict[str, Any] = json.loads((artefact / "verify.json").read_text())
+    return verdict

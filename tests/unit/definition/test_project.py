@@ -1,0 +1,203 @@
+"""A repository of the user's: its roles, layers and checks count beside this program's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from image_builder import settings
+from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.bake.plan.resolve import requirements, resolve
+from image_builder.cli import init
+from image_builder.cli.command import extensions
+from image_builder.definition import Inventory, layer_reading, load_inventory, published_variables
+from image_builder.errors import DefinitionError
+from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, project_root
+
+ROLE = "roles/site_banner"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository as `init` makes it, in a place whose name needs quotes."""
+    place = tmp_path / "images of the büro"
+    shutil.copytree(init.TEMPLATE, place)
+    return place
+
+
+def read(project: Path) -> Inventory:
+    return load_inventory([project / "inventories/site"], project=project)
+
+
+def problems(project: Path) -> list[str]:
+    found = read(project).problems()
+    assert all(not p.where or p.where.startswith(os.fspath(project)) for p in found), found
+    return [f"{p.where.removeprefix(f'{project}/')} {p.path}: {p.reason}" for p in found]
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_own_roles_and_layers_stand_beside_ours(project: Path) -> None:
+    definition = read(project).define("node")
+    assert published_variables(definition)["site_banner_owner"] == "the platform team"
+    files = layer_reading(definition, "site").files
+    assert files[f"project/{ROLE}/templates/motd.j2"] == project / ROLE / "templates/motd.j2"
+    assert files["project/playbooks/layers/site.yml"] == project / "playbooks/layers/site.yml"
+    assert files["project/ansible.cfg"] == project / "ansible.cfg"
+    assert "roles/system/tasks/main.yml" in layer_reading(definition, "system").files
+
+
+def test_a_layer_of_ours_is_the_same_wherever_the_repository_is(project: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    shutil.copytree(project, other)
+    before, after = (stage_ids(place) for place in (project, other))
+    assert before == after
+
+
+def stage_ids(project: Path) -> dict[str, str]:
+    definition = read(project).define("node")
+    groups = requirements(definition, extensions()).groups
+    lock = Lock(
+        image="node",
+        source_date_epoch=1,
+        repositories={"debian": None},
+        groups={
+            name: LockedGroup(suite="trixie", components=["main"], requested=sorted(group.names), packages=[])
+            for name, group in groups.items()
+        },
+    )
+    plan = resolve(definition, lock, REPO_ROOT, extensions())
+    return {stage.name: stage.id for stage in plan.stages}
+
+
+@pytest.mark.parametrize(
+    ("file", "first"),
+    [
+        (f"{ROLE}/templates/motd.j2", "site"),
+        (f"{ROLE}/tasks/main.yml", "site"),
+        ("playbooks/layers/site.yml", "site"),
+        ("ansible.cfg", "system"),
+        ("checks/test_site_banner.py", "verify"),
+        ("checks/mutations.yml", "verify"),
+    ],
+)
+def test_what_changes_in_the_repository_changes_the_stages_that_read_it(
+    project: Path, file: str, first: str
+) -> None:
+    before = stage_ids(project)
+    with (project / file).open("a") as stream:
+        stream.write("# more\n")
+    changed = [name for name, stage_id in stage_ids(project).items() if stage_id != before[name]]
+    assert changed[0] == first
+
+
+def test_directories_of_roles_are_those_of_the_configuration(project: Path) -> None:
+    (project / "shared").mkdir()
+    (project / ROLE).rename(project / "shared/site_banner")
+    assert problems(project) == [
+        "playbooks/layers/site.yml:7 roles[0]: unknown role `site_banner`",
+    ]
+    change(project / "ansible.cfg", "roles_path = roles", "roles_path = roles:shared")
+    assert problems(project) == []
+
+
+def test_names_that_clash_are_refused(project: Path) -> None:
+    shutil.copytree(project / ROLE, project / "roles/hardening")
+    shutil.copyfile(project / "playbooks/layers/site.yml", project / "playbooks/layers/node.yml")
+    assert problems(project) == [
+        f"playbooks/layers/node.yml node: layer of the same name as {REPO_ROOT}/playbooks/layers/node.yml: rename it",
+        f"roles/hardening hardening: role of the same name as {REPO_ROOT}/roles/hardening: rename it",
+    ]
+
+
+CHECK = "checks/test_site_banner.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        (
+            CHECK,
+            "def test_other(): ...\n",
+            [
+                "checks/test_site_banner.py:1 test_other: nothing shows that it can fail: put what breaks it into "
+                "checks/mutations.yml",
+                "checks/mutations.yml:3 test_banner_names_the_owner: no such check",
+            ],
+        ),
+        (
+            CHECK,
+            "def test_kubelet_is_enabled(): ...\n",
+            None,
+        ),
+        (CHECK, "def test_banner_names_the_owner(:\n", None),
+        (
+            "checks/mutations.yml",
+            "- a\n",
+            ["checks/mutations.yml:1 mutations.yml: must map each check to a list of commands"],
+        ),
+        (
+            "checks/mutations.yml",
+            "test_banner_names_the_owner: rm /etc/motd\n",
+            ["checks/mutations.yml:1 test_banner_names_the_owner: must be a list of commands"],
+        ),
+        (
+            "checks/mutations.yml",
+            "test_banner_names_the_owner: []\n",
+            ["checks/mutations.yml:1 test_banner_names_the_owner: must be a list of commands"],
+        ),
+        (
+            "checks/mutations.yml",
+            "",
+            [
+                "checks/test_site_banner.py:13 test_banner_names_the_owner: nothing shows that it can fail: "
+                "put what breaks it into checks/mutations.yml"
+            ],
+        ),
+    ],
+)
+def test_checks_that_prove_nothing_are_refused(
+    project: Path, file: str, text: str, expected: list[str] | None
+) -> None:
+    (project / file).write_text(text)
+    found = problems(project)
+    assert found and (expected is None or sorted(found) == sorted(expected))
+
+
+def test_a_check_may_not_have_the_name_of_one_of_ours(project: Path) -> None:
+    (project / CHECK).rename(project / "checks/test_kubelet.py")
+    assert problems(project) == [
+        "checks/test_kubelet.py test_kubelet.py: the suite has a file of this name: rename it"
+    ]
+
+
+def test_the_repository_is_where_ansible_would_read_its_configuration(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PROJECT_VARIABLE, raising=False)
+    monkeypatch.chdir(project)
+    assert project_root() == project
+    assert settings.Settings().checks == project / "checks"
+    project.chmod(0o777)
+    assert project_root() == REPO_ROOT
+    monkeypatch.chdir(tmp_path)
+    assert project_root() == REPO_ROOT and settings.Settings().checks is None
+    monkeypatch.setenv(PROJECT_VARIABLE, os.fspath(project))
+    assert project_root() == project
+
+
+def test_a_variable_with_a_roles_prefix_is_known_or_refused(project: Path) -> None:
+    change(project / "inventories/site/group_vars/images.yml", "site_banner_owner", "site_banner_onwer")
+    assert problems(project) == [
+        "inventories/site/group_vars/images.yml:21 site_banner_onwer: unknown variable, "
+        "did you mean `site_banner_owner`?"
+    ]
+    with pytest.raises(DefinitionError):
+        read(project).define("node")
