@@ -43,6 +43,26 @@ def ansible_config(roots: Iterable[Path]) -> Path | None:
 
 
 @dataclass(frozen=True)
+class VaultId:
+    """Where the password of vaulted values is: Ansible's label, and a file, or a program that prints it."""
+
+    label: str
+    file: Path
+
+    @classmethod
+    def parse(cls, text: str) -> VaultId:
+        """Read ``LABEL@FILE``, or a file alone."""
+        label, at, file = text.partition("@")
+        if not at or Path(text).expanduser().exists():
+            label, file = "default", text
+        # Ansible runs in another directory, and the shell expands no `~` of an environment variable.
+        return cls(label or "default", Path(file).expanduser().absolute())
+
+    def __str__(self) -> str:
+        return f"{self.label}@{self.file}"
+
+
+@dataclass(frozen=True)
 class Settings:
     """``store`` holds stages and downloads, ``output`` the published artefacts.
 
@@ -56,5 +76,5 @@ class Settings:
     repo_root: Path = REPO_ROOT
     mirror: str | None = None
     python: Path = field(default_factory=lambda: Path(sys.executable))
-    vault_password_file: Path | None = None
+    vault: tuple[VaultId, ...] = ()
     checks: Path | None = field(default_factory=lambda: own_checks(project_root()))

@@ -15,9 +15,12 @@ import ansible_runner
 
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError
+from image_builder.settings import VaultId
 from image_builder.system.environment import environment
 from image_builder.system.sandbox import BOUNDED
 
+# Of the caller's settings this alone counts in plays, as it does where the inventory is read.
+_VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 _PLUGINS = Path(__file__).parent / "plugins"
 
 
@@ -46,24 +49,27 @@ def play(
     roles: Sequence[Path],
     config: Path | None,
     doing: Callable[[str], None],
-    vault_password_file: Path | None = None,
+    vault: Sequence[VaultId] = (),
+    extra: Sequence[str] = (),
     python: Path,
 ) -> PlayResult:
     """Run ``playbook`` with ``host`` of the inventories being the sandbox whose merged root is ``root``.
 
-    ``roles`` are the directories of roles, ``config`` is an ``ansible.cfg``. ``variables`` are extra variables and
-    must not be secret: the runner writes them to a file in ``work``. The whole output goes to ``log``. Raises
-    CommandError with the failed task and its message.
+    ``roles`` are the directories of roles, ``config`` is an ``ansible.cfg``, ``extra`` what ``-e`` gave. ``variables``
+    win over that, and must not be secret: the runner writes them to a file in ``work``. The whole output goes to
+    ``log``. Raises CommandError with the failed task and its message.
     """
     private = work / "ansible"
     (private / "env").mkdir(parents=True)
     arguments = ["--limit", host]
     for inventory in inventories:
         arguments += ["-i", os.fspath(inventory)]
-    if vault_password_file:
-        arguments += ["--vault-password-file", os.fspath(vault_password_file)]
-    extra = {**variables, **_connection(root, environment_in_root)}
-    (private / "extra.json").write_text(json.dumps(extra), encoding="utf-8")
+    for vault_id in vault:
+        arguments += ["--vault-id", str(vault_id)]
+    for text in extra:
+        arguments += ["--extra-vars", text]
+    own = {**variables, **_connection(root, environment_in_root)}
+    (private / "extra.json").write_text(json.dumps(own), encoding="utf-8")
     arguments += ["--extra-vars", f"@{private / 'extra.json'}"]
     with log.open("a", encoding="utf-8") as sink:
         sink.write(f"+ ansible-playbook {playbook} --limit {host}\n")
@@ -158,6 +164,7 @@ def _failure(data: Mapping[str, Any]) -> str:
 def _environment(private: Path, roles: Sequence[Path], config: Path | None, python: Path) -> dict[str, str]:
     return {
         **environment(),
+        **{name: os.environ[name] for name in (_VAULT,) if name in os.environ},
         "PATH": f"{python.parent}:{environment()['PATH']}",
         "HOME": os.fspath(private),
         "ANSIBLE_CONFIG": os.fspath(config or os.devnull),

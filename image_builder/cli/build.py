@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli import render
+from image_builder.cli import ci, render
 from image_builder.cli.command import (
     AsJson,
+    ExtraVars,
     Image,
     Inventories,
     Locked,
     Mirror,
     Output,
     StoreDir,
-    VaultFile,
+    VaultIds,
     extensions,
     host_settings,
     read_inventory,
@@ -39,7 +40,10 @@ app = typer.Typer()
 
 @register(app)
 def images(
-    inventory: Inventories = None, vault_password_file: VaultFile = None, as_json: AsJson = False
+    inventory: Inventories = None,
+    vault: VaultIds = None,
+    extra_vars: ExtraVars = None,
+    as_json: AsJson = False,
 ) -> int:
     """List the images of an inventory.
 
@@ -47,7 +51,7 @@ def images(
 
         image-builder images -i inventories/azure_vmss
     """
-    loaded_inventory = read_inventory(inventory, vault_password_file)
+    loaded_inventory = read_inventory(inventory, vault, extra_vars)
     show({"images": list(loaded_inventory.images)}, "\n".join(loaded_inventory.images), as_json=as_json)
     return 0
 
@@ -59,7 +63,8 @@ def validate(
         typer.Argument(metavar="[IMAGES]...", help="images or patterns  [default: all]"),
     ] = None,
     inventory: Inventories = None,
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
+    extra_vars: ExtraVars = None,
     as_json: AsJson = False,
 ) -> int:
     """Check definitions and report all problems at once.
@@ -70,7 +75,7 @@ def validate(
     """
     from image_builder.errors import DefinitionError
 
-    loaded_inventory = read_inventory(inventory, vault_password_file)
+    loaded_inventory = read_inventory(inventory, vault, extra_vars)
     chosen = loaded_inventory.select(names or ())
     if problems := loaded_inventory.problems(chosen):
         raise DefinitionError(problems)
@@ -90,7 +95,8 @@ def lock(
     image: Image,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: IMAGE.lock.json]")] = None,
     inventory: Inventories = None,
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
+    extra_vars: ExtraVars = None,
     store: StoreDir = DEFAULT_STORE,
     mirror: Mirror = None,
     as_json: AsJson = False,
@@ -108,8 +114,8 @@ def lock(
     from image_builder.bake.lock.resolve import remembered_lock
     from image_builder.errors import UsageError
 
-    settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
-    definition = read_inventory(inventory, vault_password_file).define(image)
+    settings = host_settings(store, mirror=mirror, vault=vault)
+    definition = read_inventory(inventory, vault, extra_vars).define(image)
     path = output or Path(f"{image}.lock.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")
@@ -158,7 +164,8 @@ def plan(
     ] = False,
     locked: Locked = None,
     inventory: Inventories = None,
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
+    extra_vars: ExtraVars = None,
     store: StoreDir = DEFAULT_STORE,
     mirror: Mirror = None,
     as_json: AsJson = False,
@@ -173,8 +180,8 @@ def plan(
     from image_builder.bake.plan.explain import explain as reasons
     from image_builder.bake.store import Store
 
-    settings = host_settings(store, mirror=mirror, vault_password_file=vault_password_file)
-    definition = read_inventory(inventory, vault_password_file).define(image)
+    settings = host_settings(store, mirror=mirror, vault=vault)
+    definition = read_inventory(inventory, vault, extra_vars).define(image)
     with render.monitor(f"plan {image}") as monitor:
         used_lock = obtain_lock(definition, settings, monitor, extensions(), locked)
         resolved = make_plan(definition, used_lock, settings, extensions())
@@ -215,9 +222,11 @@ def build(
         typer.Option("--shell-on-failure", help="open a shell in the sandbox of a failed stage"),
     ] = False,
     inventory: Inventories = None,
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
+    extra_vars: ExtraVars = None,
     store: StoreDir = DEFAULT_STORE,
     mirror: Mirror = None,
+    summary: ci.Summary = None,
     as_json: AsJson = False,
 ) -> int:
     """Bake an image, verify it and publish its artifacts.
@@ -232,26 +241,26 @@ def build(
     from image_builder.system import host
 
     host.check_host(store)
-    settings = host_settings(
-        store, output=output.absolute(), mirror=mirror, vault_password_file=vault_password_file
-    )
-    definition = read_inventory(inventory, vault_password_file).define(image)
-    with render.monitor(f"build {image}") as monitor:
+    settings = host_settings(store, output=output.absolute(), mirror=mirror, vault=vault)
+    with ci.summary(summary, f"build {image}") as page:
+        definition = read_inventory(inventory, vault, extra_vars).define(image)
+        with render.monitor(f"build {image}") as monitor:
 
-        def shell(root: Root) -> None:
-            with render.paused(monitor):
-                print(f"a shell in {root.path}; exit it to continue", file=sys.stderr)
-                building.open_shell(root)
+            def shell(root: Root) -> None:
+                with render.paused(monitor):
+                    print(f"a shell in {root.path}; exit it to continue", file=sys.stderr)
+                    building.open_shell(root)
 
-        result = building.build(
-            definition,
-            settings,
-            monitor,
-            extensions(),
-            locked=locked,
-            stop_after=stop_after,
-            shell=shell if shell_on_failure else None,
-        )
+            result = building.build(
+                definition,
+                settings,
+                monitor,
+                extensions(),
+                locked=locked,
+                stop_after=stop_after,
+                shell=shell if shell_on_failure else None,
+            )
+        page.stages(result)
     ran = sum(not stage["cached"] for stage in result.stages)
     text = (
         f"{result.artefact or result.image}  {ran} of {len(result.stages)} stages run, "

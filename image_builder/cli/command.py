@@ -14,7 +14,7 @@ import typer
 
 from image_builder.cli import failure
 from image_builder.errors import UsageError
-from image_builder.settings import Settings, ansible_config, project_root
+from image_builder.settings import Settings, VaultId, ansible_config, project_root
 
 if TYPE_CHECKING:
     from image_builder.bake.stages.kind import Extensions
@@ -93,13 +93,16 @@ def show(result: Any, text: str, *, as_json: bool) -> None:
 def host_settings(store: Path, **more: Any) -> Settings:
     """Return this host's settings; options that were not given keep their defaults."""
     given = {name: value for name, value in more.items() if value is not None}
-    if password_file := given.get("vault_password_file"):
-        # Ansible runs in another directory, and the shell expands no `~` of an environment variable.
-        given["vault_password_file"] = password_file.expanduser().absolute()
+    if "vault" in given:
+        given["vault"] = tuple(given["vault"])
     return Settings(store=store.absolute(), **given)
 
 
-def read_inventory(paths: Sequence[Path] | None, vault_password_file: Path | None = None) -> Inventory:
+def read_inventory(
+    paths: Sequence[Path] | None,
+    vault: Sequence[VaultId] | None = None,
+    extra: Sequence[str] | None = None,
+) -> Inventory:
     """Return an inventory; by default that of the ``ansible.cfg`` which counts."""
     from image_builder.definition import configured_inventories, load_inventory
 
@@ -107,7 +110,7 @@ def read_inventory(paths: Sequence[Path] | None, vault_password_file: Path | Non
     if not (paths or (paths := configured_inventories())):
         reason = f"no inventory was given, and {ansible_config([project])} names none"
         raise UsageError(reason, hint="give one with -i")
-    return load_inventory(paths, vault_password_file, project=project)
+    return load_inventory(paths, vault or (), project=project, extra=extra or ())
 
 
 def extensions() -> Extensions:
@@ -148,13 +151,30 @@ Inventories = Annotated[
         help="an inventory, as in Ansible; repeatable  [default: that of ansible.cfg]",
     ),
 ]
-VaultFile = Annotated[
-    Path | None,
+VaultIds = Annotated[
+    list[VaultId] | None,
     typer.Option(
+        "--vault-id",
         "--vault-password-file",
-        metavar="FILE",
-        envvar="ANSIBLE_VAULT_PASSWORD_FILE",
-        help="the file with the password for vaulted values",
+        metavar="[LABEL@]FILE",
+        parser=VaultId.parse,
+        help="a file with the password of vaulted values, as in Ansible; repeatable",
+    ),
+]
+
+
+def _with_absolute_file(text: str) -> str:
+    return f"@{Path(text[1:]).absolute()}" if text.startswith("@") else text
+
+
+ExtraVars = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-e",
+        "--extra-vars",
+        metavar="VARS",
+        parser=_with_absolute_file,
+        help="variables that win over all others, as in Ansible: NAME=VALUE, JSON or @FILE; repeatable",
     ),
 ]
 Kubeconfig = Annotated[

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from image_builder.cli import ci
 from image_builder.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -23,6 +24,9 @@ from image_builder.errors import (
     SpaceError,
     StageError,
 )
+
+# The CI service that errors are shown to, beside who reads the log.
+service: ci.Service | None = None
 
 
 def exit_codes() -> list[tuple[int, str, str]]:
@@ -115,6 +119,9 @@ def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> i
 def _show(error: ImageBuilderError, json_wanted: bool, command: str) -> int:
     sys.stdout.flush()
     print(text(error, command), file=sys.stderr, flush=True)
+    for line in ci.annotate(error, service) if service else ():
+        # Both services read it there; a result of JSON stays the only document.
+        print(line, file=sys.stderr if json_wanted else sys.stdout, flush=True)
     if json_wanted:
         print(json.dumps(as_json(error), indent=1))
     return error.exit_code

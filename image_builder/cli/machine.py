@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli import failure, render
+from image_builder.cli import ci, failure, render
 from image_builder.cli.command import AsJson, Facts, Output, StoreDir, host_settings, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.settings import DEFAULT_STORE
@@ -48,6 +48,7 @@ def boot(
     facts: Facts = None,
     output: Output = Path("output"),
     store: StoreDir = DEFAULT_STORE,
+    summary: ci.Summary = None,
     as_json: AsJson = False,
 ) -> int:
     """Boot an artifact in QEMU. The machine's writes are discarded, and reports go to OUTPUT/boot/NAME.
@@ -65,7 +66,7 @@ def boot(
     host.check_store(store)
     path = _artefact(artefact, output)
     out_dir = output.absolute() / "boot" / path.stem
-    with render.monitor(f"boot {path.name}") as monitor:
+    with ci.summary(summary, f"boot {path.name}") as page, render.monitor(f"boot {path.name}") as monitor:
         result = booting.boot(
             path,
             verify=verify,
@@ -78,6 +79,8 @@ def boot(
             secure_boot=secure_boot,
             extra_disks=extra_disks,
         )
+        if result.suite:
+            page.checks(result.suite)
     if result.suite:
         render.stderr_console().print(verification.table(result.suite))
     text = f"{result.image}: {result.system_state}, ssh after {human_seconds(result.ssh_seconds)}; reports in {out_dir}"
@@ -127,6 +130,7 @@ def verify(
         "output/verify"
     ),
     store: StoreDir = DEFAULT_STORE,
+    summary: ci.Summary = None,
     as_json: AsJson = False,
 ) -> int:
     """Run the checks on an unpacked image (DIR), a build (DIR with a manifest.json) or a live machine.
@@ -138,10 +142,11 @@ def verify(
     from image_builder.verify import command as verifying
     from image_builder.verify import result as verification
 
-    with render.monitor(f"verify {target}") as monitor:
+    with ci.summary(summary, f"verify {target}") as page, render.monitor(f"verify {target}") as monitor:
         result = verifying.verify(
             target, facts, output.absolute(), settings=host_settings(store), monitor=monitor
         )
+        page.checks(result)
     if as_json:
         print(json.dumps(result.as_json(), indent=1))
     else:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from image_builder import __version__, text
-from image_builder.cli import build, failure, gate, init, lab, machine, pool, store
+from image_builder.cli import build, ci, failure, gate, init, lab, machine, pool, store
 from image_builder.cli.command import AsJson, StoreDir, register
 from image_builder.errors import UsageError
 from image_builder.settings import DEFAULT_STORE
@@ -41,7 +41,19 @@ def _main(
     install_deps: Annotated[  # noqa: ARG001  # handled by the launcher; listed here for --help
         bool, typer.Option("--install-deps", help="first install the Debian packages that the command needs")
     ] = False,
+    annotations: Annotated[
+        str | None,
+        typer.Option(
+            "--annotations",
+            metavar="SERVICE",
+            envvar="IMAGE_BUILDER_ANNOTATIONS",
+            help="also show errors to a CI service, at file and line: github or azure",
+        ),
+    ] = None,
 ) -> None:
+    if annotations not in (None, "", *get_args(ci.Service)):
+        raise typer.BadParameter(f"{annotations}: must be {' or '.join(get_args(ci.Service))}")
+    failure.service = annotations or None  # type: ignore[assignment]  # one of them, as was checked
     if version:
         print(__version__)
         raise typer.Exit

@@ -1,7 +1,7 @@
 """The values of the variables of an image's roles.
 
 Precedence is Ansible's: role defaults < inventory < play vars < vars/ of all the play's roles < the
-role's own vars/ < the ``vars:`` that the play hands to this role (``Role.get_vars`` of ansible-core 2.19).
+role's own vars/ < the ``vars:`` that the play hands to this role < ``-e`` (``Role.get_vars`` of ansible-core 2.19).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from image_builder.canonical import JSON
@@ -23,7 +24,11 @@ _VARS = re.compile(r"\bvars\s*\[")
 
 
 def role_variables(
-    book: RoleBook, layer: Layer, use: RoleUse, inventory: Mapping[str, JSON]
+    book: RoleBook,
+    layer: Layer,
+    use: RoleUse,
+    inventory: Mapping[str, JSON],
+    extra: Mapping[str, JSON] = MappingProxyType({}),
 ) -> dict[str, JSON]:
     """Return the variables that a role's tasks see, untemplated."""
     others = [book.role(u.name) for u in layer.uses]
@@ -36,6 +41,7 @@ def role_variables(
         *(role.constants for role in others),
         own.constants,
         use.vars,
+        extra,
         {
             "role_path": str(own.path),
             "role_name": own.name,
@@ -45,7 +51,9 @@ def role_variables(
     ]
     # The inventory's values are plain already; the rest still carry tags.
     return {
-        str(k): v if scope is inventory else engine.plain(v) for scope in scopes for k, v in scope.items()
+        str(k): v if scope is inventory or scope is extra else engine.plain(v)
+        for scope in scopes
+        for k, v in scope.items()
     }
 
 
@@ -98,7 +106,7 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
 def _evaluate(
     definition: ImageDefinition, book: RoleBook, layer: Layer, use: RoleUse, owners: Collection[str]
 ) -> EvaluatedRole:
-    raw = role_variables(book, layer, use, play_variables(definition, layer))
+    raw = role_variables(book, layer, use, play_variables(definition, layer), definition.extra_variables)
     texts = [text for value in raw.values() for text in strings(value) if "vars" in text]
     if any("hostvars" in text for text in texts):
         raw["hostvars"] = definition.hostvars()

@@ -26,7 +26,7 @@ from image_builder.definition.roles import LAYERS
 from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.definition.versions import version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, VaultId
 from image_builder.text import did_you_mean
 
 GROUP = "images"
@@ -40,6 +40,7 @@ class Inventory:
     paths: tuple[Path, ...]
     images: tuple[str, ...]
     roots: tuple[Path, ...]
+    extra: tuple[str, ...]
     _source: engine.Source = field(repr=False, compare=False)
     _hosts: dict[str, HostVariables] = field(default_factory=dict, repr=False, compare=False)
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
@@ -126,6 +127,10 @@ class Inventory:
             ),
             inventory_paths=self.paths,
             roots=self.roots,
+            extra=self.extra,
+            extra_variables=MappingProxyType(
+                {k: v for k, v in variables.plain.items() if k in self._source.extra}
+            ),
             magic=MappingProxyType(self._source.magic(name)),
             hostvars=self._hostvars,
             place_of=variables.place_of,
@@ -152,16 +157,18 @@ class Inventory:
 
 def load_inventory(
     paths: Sequence[Path],
-    vault_password_file: Path | None = None,
+    vault: Sequence[VaultId] = (),
     *,
     repo_root: Path = REPO_ROOT,
     project: Path | None = None,
+    extra: Sequence[str] = (),
 ) -> Inventory:
     """Read inventories as Ansible does, with ``group_vars`` and ``host_vars`` beside them.
 
-    ``project`` is the user's repository; by default it is ``repo_root``, this program's.
+    ``project`` is the user's repository; by default it is ``repo_root``, this program's. ``extra`` are variables as
+    Ansible's ``-e`` takes them, files with absolute paths.
 
-    The vault password comes from the given file, else from ANSIBLE_VAULT_PASSWORD_FILE. Raises
+    The passwords of vaulted values come from ``vault``, the ``ansible.cfg`` and ANSIBLE_VAULT_PASSWORD_FILE. Raises
     DefinitionError for what can't be read or has no group ``images``, VaultError for a vaulted file that
     can't be decrypted.
     """
@@ -172,7 +179,7 @@ def load_inventory(
     here = Place(str(paths[0]))
     roots = tuple(dict.fromkeys((project or repo_root, repo_root)))
     try:
-        source = engine.read_inventory(paths, vault_password_file, roots[0] / LAYERS)
+        source = engine.read_inventory(paths, vault, roots[0] / LAYERS, extra)
         images = source.group(GROUP)
         if images is None:
             groups = [str(g) for g in source.manager.groups]
@@ -187,4 +194,4 @@ def load_inventory(
     if failures := source.vaulted.failures:
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
-    return Inventory(paths, tuple(images), roots, source)
+    return Inventory(paths, tuple(images), roots, tuple(extra), source)

@@ -284,6 +284,8 @@ class ImageDefinition:
     variables), without those that roles never see. ``roots`` hold ``roles/`` and ``playbooks/``: the
     user's repository, if there is one, and this program's, the last.
 
+    ``extra`` is what ``-e`` gave, as plays get it, and ``extra_variables`` what that comes to: it wins over all others.
+
     ``magic`` are variables that Ansible makes: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns those of
     all hosts. ``place_of`` returns where the inventory has a value: its ``file:line``, or nothing.
     """
@@ -298,6 +300,8 @@ class ImageDefinition:
     variables: Mapping[str, JSON]
     inventory_paths: tuple[Path, ...]
     roots: tuple[Path, ...] = (REPO_ROOT,)
+    extra: tuple[str, ...] = ()
+    extra_variables: Mapping[str, JSON] = field(default_factory=dict)
     preload: tuple[PreloadedImage, ...] = ()
     preload_mode: PreloadMode = "reference"
     preload_verity: bool = True

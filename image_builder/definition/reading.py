@@ -99,7 +99,13 @@ class _Reader:
     def reading(self) -> PlaybookReading:
         playbook = self.layer.playbook
         roles = {use.name: self._role_files(use.name) for use in self.layer.uses}
-        play = engine.read_play(playbook, self.book.role_folders, self.inventory, frozenset(_OWN_LOOKUPS))
+        play = engine.read_play(
+            playbook,
+            self.book.role_folders,
+            self.inventory,
+            self.definition.extra_variables,
+            frozenset(_OWN_LOOKUPS),
+        )
         self.unknown |= play.unknown
         roles |= {name: self._role_files(name) for name in sorted(play.roles - roles.keys())}
         in_roles = {file for files in roles.values() for file in files}
@@ -115,6 +121,7 @@ class _Reader:
             declared = [f for f in of_role if self._is_declaration(f, name)]
             self._lookups(declared, functools.partial(self._scope, name))
         variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
+        variables |= self.definition.extra_variables
         self._lookups(files - play.followed, lambda: variables)
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.definition.variables if any_variable else spoken, variables)
@@ -170,7 +177,9 @@ class _Reader:
         own = next(
             (evaluated_role.raw for evaluated_role in evaluated if evaluated_role.use.name == role), None
         )
-        return own or role_variables(self.book, self.layer, RoleUse(role), self.inventory)
+        return own or role_variables(
+            self.book, self.layer, RoleUse(role), self.inventory, self.definition.extra_variables
+        )
 
     def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:
         """Run the lookups in files of variables."""

@@ -37,7 +37,7 @@ from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unw
 from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite
-from image_builder.settings import Settings
+from image_builder.settings import Settings, VaultId
 from image_builder.system.signals import waking
 
 UNWATCHED = "no --kubeconfig: the control plane is not watched, and its gate passes everything"
@@ -57,7 +57,7 @@ class Options(NamedTuple):
     facts: tuple[str, ...] = ()
     node_configs: Path | None = None
     kubeconfig: Path | None = None
-    vault_password_file: Path | None = None
+    vault: tuple[VaultId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str
     """Return a plan of the hosts that are to be verified, and who is left out."""
     if plan_file:
         return plans.load(plan_file), ()
-    fleet = read_fleet(options.inventories, options.pools, options.vault_password_file)
+    fleet = read_fleet(options.inventories, options.pools, options.vault)
     return make_plan(fleet.inventory, fleet.pools, fleet.hosts, Policy()), tuple(fleet.warnings)
 
 
 def _inventory(options: Options, plan: Plan) -> InventoryFleet:
     paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
     try:
-        return read_fleet(paths, [pool.name for pool in plan.pools], options.vault_password_file)
+        return read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
     except DefinitionError as error:
         # What goes on takes the inventory as it is; no plan is made of one with a fault.
         if options.is_resumed:

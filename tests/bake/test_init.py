@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.errors import UsageError
+from image_builder.errors import DefinitionError, UsageError
 from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT
 
 pytestmark = pytest.mark.root
@@ -54,3 +54,14 @@ def test_a_configuration_without_an_inventory_is_told(tmp_path: Path) -> None:
     done = run("images", cwd=tmp_path)
     assert done.returncode == UsageError.exit_code
     assert f"{tmp_path}/ansible.cfg names none" in done.stderr and "-i" in done.stderr
+
+
+def test_a_ci_is_shown_the_file_and_the_line(tmp_path: Path) -> None:
+    run("init", "images", cwd=tmp_path)
+    done = run("--annotations", "github", "validate", "-e", "site_banner_onwer=x", cwd=tmp_path / "images")
+    assert done.returncode == DefinitionError.exit_code
+    assert "::error file=-e::site_banner_onwer: unknown variable" in done.stdout, done
+    assert (
+        run("--annotations", "jenkins", "validate", cwd=tmp_path / "images").returncode
+        == UsageError.exit_code
+    )

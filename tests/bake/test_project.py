@@ -70,6 +70,50 @@ def test_an_image_of_ones_own_is_baked_and_verified(project: Project) -> None:
     assert (project.output / "node/latest").resolve() == artefact, "what was there stays"
 
 
+TUTORIAL = REPO_ROOT / "docs/tutorial/your-own-image.md"
+
+
+def follow(tmp_path: Path, minimal: Workplace, *, boots: bool) -> None:
+    """Do what the tutorial's first block says, word by word; ``plan --explain`` then says what a change costs."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/image-builder").symlink_to(REPO_ROOT / "image-builder")
+    environment = {
+        **os.environ,
+        "CI": "true",
+        "IMAGE_BUILDER_STORE": os.fspath(minimal.store),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    }
+
+    def run(script: str, place: Path) -> str:
+        done = subprocess.run(
+            ["sh", "-euc", script], cwd=place, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    block = TUTORIAL.read_text().partition("```sh\n")[2].partition("```")[0]
+    commands = [line for line in block.splitlines() if boots or " boot " not in line]
+    assert len(commands) == 4 + boots and len(block.splitlines()) <= 6
+    run("\n".join(commands), tmp_path)
+    place = tmp_path / "images"
+    variables = place / "inventories/site/group_vars/images.yml"
+    variables.write_text(variables.read_text().replace("the platform team", "somebody else"))
+    explained = run("image-builder plan node --explain", place)
+    assert "site_banner_owner" in explained, explained
+    verdict = _verdict((place / "output/node/latest").resolve())
+    assert verdict["counts"]["own"] == 1
+
+
+def test_the_tutorial_holds_as_far_as_the_bake(minimal: Workplace, tmp_path: Path) -> None:
+    follow(tmp_path, minimal, boots=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.boot
+def test_the_tutorial_holds(minimal: Workplace, tmp_path: Path) -> None:
+    follow(tmp_path, minimal, boots=True)
+
+
 def test_a_check_that_stays_green_on_a_broken_image_ends_the_bake(project: Project) -> None:
     project.change("checks/mutations.yml", "test_banner_names_the_owner: [rm /etc/motd, touch /etc/other]\n")
     built = project.build()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import AsJson, VaultFile, register, show
+from image_builder.cli.command import AsJson, VaultIds, register, show
 from image_builder.cli.pool.plan import Inventory, PlanFile, writing
 from image_builder.errors import UsageError
 from image_builder.text import columns, did_you_mean
@@ -30,7 +30,7 @@ def render(
     ],
     inventory: Inventory,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where to write HOST.json")],
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
     """Write the node configuration of each host, to be its user data. Secrets are refused.
@@ -42,7 +42,7 @@ def render(
     from image_builder.pool.plan.render import render as render_hosts
     from image_builder.pool.plan.render import write
 
-    rendered = render_hosts(inventory, names, vault_password_file)
+    rendered = render_hosts(inventory, names, vault or ())
     with writing(out):
         write(rendered, out)
     sizes = {configuration.host: configuration.user_data_bytes for configuration in rendered}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import AsJson, VaultFile, register, show
+from image_builder.cli.command import AsJson, VaultIds, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.text import columns, human_seconds
 
@@ -40,7 +40,7 @@ def plan(
         Path | None,
         typer.Option("--policy", metavar="FILE", help="sizes of waves, rates, budgets, deadlines, as YAML"),
     ] = None,
-    vault_password_file: VaultFile = None,
+    vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
     """Plan which hosts come up in which wave, and what stops the run. No host is touched.
@@ -55,9 +55,9 @@ def plan(
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
-        faults.collect("inventory", lambda: read_fleet(inventory, pools, vault_password_file))
+        faults.collect("inventory", lambda: read_fleet(inventory, pools, vault or ()))
         raise faults.all()
-    fleet = read_fleet(inventory, pools, vault_password_file)
+    fleet = read_fleet(inventory, pools, vault or ())
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
     _keep_begun(out, rollout_plan)
     with writing(out):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from image_builder.cli.command import AsJson, VaultFile, register, show
+from image_builder.cli.command import AsJson, VaultIds, register, show
 from image_builder.cli.pool import plan as plan_commands
 from image_builder.cli.pool.plan import Inventory, PlanFile
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
@@ -63,7 +63,7 @@ class HostOptions:
             help="facts.json of a build that hosts of its image, or of IMAGE, must match; repeatable",
         ),
     ] = None
-    vault_password_file: VaultFile = None
+    vault: VaultIds = None
 
     def request(self, plan: Path, reports: Path, **more: Any) -> Options:
         """Return the options of a rollout; raises UsageError for a choice that is missing or double."""
@@ -74,7 +74,7 @@ class HostOptions:
             access=self._access(),
             reports=reports.absolute(),
             facts=tuple(self.facts or ()),
-            vault_password_file=self.vault_password_file,
+            vault=tuple(self.vault or ()),
             **more,
         )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 
-# The password of vaulted values is not a setting.
-_PASSED_ON = frozenset({"ANSIBLE_VAULT_PASSWORD_FILE"})
+# Where the password of vaulted values is, is not a setting.
+_VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 
-for _name in [name for name in os.environ if name.startswith("ANSIBLE_")]:
-    if _name not in _PASSED_ON:
-        del os.environ[_name]
+for _name in [name for name in os.environ if name.startswith("ANSIBLE_") and name != _VAULT]:
+    del os.environ[_name]
+if _VAULT in os.environ:
+    # Plays run in another directory, and the shell expands no `~` there.
+    os.environ[_VAULT] = os.path.abspath(os.path.expanduser(os.environ[_VAULT]))

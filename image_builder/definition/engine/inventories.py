@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ansible import constants as settings
-from ansible._internal._datatag._tags import Origin
+from ansible import context
+from ansible._internal._datatag._tags import Origin, TrustedAsTemplate
 from ansible.errors import AnsibleError
 from ansible.inventory.manager import InventoryManager
 from ansible.module_utils.ansible_release import __version__
+from ansible.module_utils.common.collections import ImmutableDict
 from ansible.parsing.dataloader import DataLoader
 from ansible.parsing.vault import (
     AnsibleVaultError,
@@ -23,12 +25,14 @@ from ansible.parsing.vault import (
     VaultLib,
     get_file_vault_secret,
 )
+from ansible.utils.vars import load_extra_vars
 from ansible.vars.manager import VariableManager
 from ansible.vars.plugins import get_vars_from_inventory_sources
 
 from image_builder.definition.engine.origins import UnreadableError, place_of, unreadable
 from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.errors import VaultError
+from image_builder.settings import VaultId
 
 
 @dataclass
@@ -85,6 +89,12 @@ class Source:
     vaulted: VaultedFiles
     _group_files: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Return the extra variables, which win over all others."""
+        extra: Mapping[str, Any] = self.variables.extra_vars
+        return extra
+
     def host_variables(self, name: str) -> tuple[dict[str, Any], dict[str, Place]]:
         """Return a host's inventory variables with their tags, and the place where each was set.
 
@@ -100,6 +110,8 @@ class Source:
         for scope in scopes:
             for key, value in scope.items():
                 keys[str(key)] = place_of(key) or place_of(value) or self.host_place(name)
+        for key, value in self.extra.items():
+            keys[str(key)] = place_of(key) or place_of(value) or Place("-e")
         ours = {k: merged[k] for k in keys if k in merged and k not in ("inventory_file", "inventory_dir")}
         for key, value in ours.items():
             # Two files of one group's directory are merged before we see them; then the value knows better.
@@ -184,20 +196,24 @@ class Source:
         return Place(str(file), next(lines, 0))
 
 
-def read_inventory(paths: Sequence[Path], password_file: Path | None, playbooks: Path) -> Source:
-    """Read inventories; raises UnreadableError, and VaultError for a password file that can't be read.
+def read_inventory(
+    paths: Sequence[Path], vault: Sequence[VaultId], playbooks: Path, extra: Sequence[str] = ()
+) -> Source:
+    """Read inventories. ``extra`` are variables as Ansible's ``-e`` takes them.
 
-    Files that can't be decrypted are noted in the result's ``vaulted``.
+    Raises UnreadableError, and VaultError for a password file that can't be read. Files that can't be decrypted are
+    noted in the result's ``vaulted``.
     """
     _forget_directories()
     vaulted = VaultedFiles()
     loader = _Loader(vaulted)
     # group_vars beside the playbooks count in a play, so they count here.
     loader.set_basedir(str(playbooks))
-    loader.set_vault_secrets(_secrets(loader, password_file))
+    loader.set_vault_secrets(_secrets(loader, vault))
     try:
         manager = InventoryManager(loader=loader, sources=[str(p) for p in paths])
         variables = VariableManager(loader=loader, inventory=manager)
+        variables._extra_vars = _extra_variables(loader, extra)
     except AnsibleError as error:
         raise _parse_failure(paths, loader) or unreadable(error) from error
     return Source(loader, manager, variables, vaulted)
@@ -215,16 +231,39 @@ def _parse_failure(paths: Sequence[Path], loader: Any) -> UnreadableError | None
     return None
 
 
-def _secrets(loader: Any, password_file: Path | None) -> list[tuple[str, Any]]:
-    file = password_file or settings.config.get_config_value("DEFAULT_VAULT_PASSWORD_FILE")
-    if not file:
-        return []
+def _secrets(loader: Any, vault: Sequence[VaultId]) -> list[tuple[str, Any]]:
+    """Read the passwords: those of the ``ansible.cfg`` first, as Ansible has it, then those that were given."""
+    secrets = []
+    for vault_id in (*_configured_vault(), *vault):
+        try:
+            secret = get_file_vault_secret(
+                filename=str(vault_id.file), vault_id=vault_id.label, loader=loader
+            )
+            secret.load()
+        except AnsibleError as error:
+            raise VaultError(f"{Place(str(vault_id.file))}: {error.message}", hint=VAULT_HINT) from error
+        secrets.append((vault_id.label, secret))
+    return secrets
+
+
+def _extra_variables(loader: Any, texts: Sequence[str]) -> dict[str, Any]:
+    """Return what ``-e`` gives, read by Ansible's own function, which takes it from the command line."""
+    before = context.CLIARGS
+    context.CLIARGS = ImmutableDict(extra_vars=tuple(map(TrustedAsTemplate().tag, texts)))
+    load_extra_vars.extra_vars = None
     try:
-        secret = get_file_vault_secret(filename=str(file), vault_id="default", loader=loader)
-        secret.load()
-    except AnsibleError as error:
-        raise VaultError(f"{Place(str(file))}: {error.message}", hint=VAULT_HINT) from error
-    return [("default", secret)]
+        extra: dict[str, Any] = load_extra_vars(loader)
+        return extra
+    finally:
+        context.CLIARGS = before
+        load_extra_vars.extra_vars = None
+
+
+def _configured_vault() -> list[VaultId]:
+    read = settings.config.get_config_value
+    listed = (VaultId.parse(text) for text in read("DEFAULT_VAULT_IDENTITY_LIST") or ())
+    file = read("DEFAULT_VAULT_PASSWORD_FILE")
+    return [*listed, *([VaultId("default", Path(file))] if file else [])]
 
 
 def _forget_directories() -> None:

@@ -49,18 +49,22 @@ class PlayReading:
 
 
 def read_play(
-    playbook: Path, roles: Sequence[Path], variables: Mapping[str, JSON], own_lookups: frozenset[str]
+    playbook: Path,
+    roles: Sequence[Path],
+    variables: Mapping[str, JSON],
+    extra: Mapping[str, JSON],
+    own_lookups: frozenset[str],
 ) -> PlayReading:
     """Load the one play of a playbook and follow all that it includes; raises UnreadableError.
 
-    ``roles`` are the directories of roles, ``variables`` those of the host. What ``own_lookups`` give is known
-    elsewhere.
+    ``roles`` are the directories of roles, ``variables`` those of the host, ``extra`` those that win over all others.
+    What ``own_lookups`` give is known elsewhere.
     """
     reads = Reads()
     loader = NotingLoader(playbook.parent, reads)
     try:
         with _roles_in(roles), noting(reads):
-            play, written = _load(playbook, loader, variables)
+            play, written = _load(playbook, loader, variables, extra)
             return _Walk(play, loader, roles, own_lookups).reading(playbook, written)
     except AnsibleError as error:
         raise unreadable(error) from error
@@ -120,10 +124,11 @@ def _roles_in(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _load(
-    playbook: Path, loader: NotingLoader, variables: Mapping[str, JSON]
+    playbook: Path, loader: NotingLoader, variables: Mapping[str, JSON], extra: Mapping[str, JSON]
 ) -> tuple[Any, Mapping[str, Any]]:
     written = loader.load_from_file(str(playbook), trusted_as_template=True)[0]
     manager = VariableManager(loader=loader)
+    manager._extra_vars = {name: concealed(value) for name, value in extra.items()}
     # Above the defaults of roles and below all that the play has, as those of an inventory are.
     of_host = {name: concealed(value) for name, value in variables.items()}
     play = Play.load(

@@ -27,6 +27,7 @@ from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.pool.plan.plan import PlannedFrom, doubles, named
 from image_builder.pool.plan.source import opened, values_of, where
+from image_builder.settings import VaultId
 from image_builder.text import did_you_mean
 
 _TEXTS = (
@@ -84,7 +85,7 @@ class _Reading:
 def read_fleet(
     paths: Sequence[Path],
     pools: Sequence[str],
-    vault_password_file: Path | None = None,
+    vault: Sequence[VaultId] = (),
 ) -> Fleet:
     """Return the hosts of these pools.
 
@@ -96,7 +97,7 @@ def read_fleet(
     if not pools:
         raise UsageError("no pool was given", hint="name groups of the inventory, or `pools` for all")
     absolute = [path.absolute() for path in paths]
-    with opened(absolute, vault_password_file) as source:
+    with opened(absolute, vault) as source:
         reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
         counted_pools = _pools(reading, dict.fromkeys(pools))

@@ -20,6 +20,7 @@ from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
 from image_builder.pool.plan.plan import doubles, named
 from image_builder.pool.plan.source import opened, values_of, where
+from image_builder.settings import VaultId
 from image_builder.text import did_you_mean
 
 PREFIX = "join_"
@@ -72,7 +73,7 @@ class _Reading:
 def render(
     paths: Sequence[Path],
     names: Sequence[str],
-    vault_password_file: Path | None = None,
+    vault: Sequence[VaultId] = (),
 ) -> list[Rendered]:
     """Return the configuration of each host of these groups and hosts, each once.
 
@@ -82,7 +83,7 @@ def render(
     if not paths or not names:
         raise UsageError("no inventory, or no host or group of it", hint="-i INVENTORY GROUP")
     absolute = [path.absolute() for path in paths]
-    with opened(absolute, vault_password_file) as source:
+    with opened(absolute, vault) as source:
         reading = _Reading(source)
         problems, hosts = _hosts(source, names, str(Place(str(absolute[0]))))
         rendered = [_render(reading, host) for host in hosts]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from image_builder.canonical import JSON
 from image_builder.definition.values import VAULT_HINT, Place, is_template
 from image_builder.errors import DefinitionError, Problem, VaultError
-from image_builder.settings import project_root
+from image_builder.settings import VaultId, project_root
 
 
 class Values(NamedTuple):
@@ -24,7 +24,7 @@ class Values(NamedTuple):
 
 
 @contextmanager
-def opened(paths: Sequence[Path], vault_password_file: Path | None) -> Iterator[Any]:
+def opened(paths: Sequence[Path], vault: Sequence[VaultId]) -> Iterator[Any]:
     """Yield an inventory, as ``engine.Source``; ``paths`` are absolute.
 
     Raises DefinitionError for what can't be read, here or in the block, and after it VaultError for a file that
@@ -37,7 +37,7 @@ def opened(paths: Sequence[Path], vault_password_file: Path | None) -> Iterator[
         reason = "no such file or directory"
         raise DefinitionError([Problem(str(Place(str(path))), "inventory", reason) for path in missing])
     try:
-        source = engine.read_inventory(paths, vault_password_file, project_root() / LAYERS)
+        source = engine.read_inventory(paths, vault, project_root() / LAYERS)
         yield source
     except engine.UnreadableError as error:
         raise DefinitionError([Problem(str(error.place or paths[0]), "inventory", error.reason)]) from error

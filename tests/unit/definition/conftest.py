@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 
 from image_builder.definition import Inventory, load_inventory
+from image_builder.settings import VaultId
 
 REPOSITORY = {
     "playbooks/layers/system.yml": """
@@ -127,10 +128,11 @@ def load(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     root.mkdir()
     monkeypatch.chdir(root)
 
-    def go(password_file: Path | None = None, **files: str) -> Inventory:
+    def go(*passwords: Path | VaultId, **files: str) -> Inventory:
         named = {name.replace("__", "/") + ".yml": text for name, text in files.items()}
         write(root, {"hosts.yml": HOSTS, "group_vars/images.yml": IMAGES, **named})
-        return load_inventory([root], password_file, repo_root=repo)
+        vault = [one if isinstance(one, VaultId) else VaultId("default", one) for one in passwords]
+        return load_inventory([root], vault, repo_root=repo)
 
     return go
 

@@ -24,7 +24,7 @@ from image_builder.definition import (
 from image_builder.definition.placeholders import placeholders
 from image_builder.definition.roles import Role, RoleBook
 from image_builder.definition.values import Place
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, VaultId
 
 INVENTORIES = REPO_ROOT / "inventories"
 VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"
@@ -125,7 +125,7 @@ def test_origins_are_where_ansible_says(tmp_path: Path) -> None:
 
 def test_demo_secret_can_be_read_with_the_demo_password() -> None:
     source = engine.read_inventory(
-        [INVENTORIES / "azure_vmss"], VAULT_PASSWORD, REPO_ROOT / "playbooks/layers"
+        [INVENTORIES / "azure_vmss"], [VaultId("default", VAULT_PASSWORD)], REPO_ROOT / "playbooks/layers"
     )
     values, _ = source.host_variables("h100-a-000000")
     assert engine.undecryptable(values, source) == []

@@ -14,6 +14,7 @@ from ansible.parsing.vault import VaultLib, VaultSecret
 
 from image_builder.definition import Inventory, layer_needs, resolved_variables
 from image_builder.errors import DefinitionError, VaultError
+from image_builder.settings import VaultId
 
 Load = Callable[..., Inventory]
 SECRET = "correct horse battery staple"
@@ -117,6 +118,25 @@ def test_wrong_password_names_every_line(load: Load, wrong: Path) -> None:
 def test_missing_password(load: Load) -> None:
     with pytest.raises(VaultError, match=r"workers.yml:1  one: is vaulted, and no vault password was given"):
         load(group_vars__workers=inline("one", encrypt(SECRET))).problems()
+
+
+def test_passwords_with_labels_open_what_each_of_them_closed(load: Load, password: Path, wrong: Path) -> None:
+    """As Ansible has it: each password is tried, whatever its label."""
+    text = inline("runtime_token", encrypt(SECRET))
+    for vault in (
+        [VaultId("dev", wrong), VaultId("prod", password)],
+        [VaultId("prod", password), VaultId("dev", wrong)],
+    ):
+        token: Any = load(*vault, group_vars__workers=text).define("worker").variables["runtime_token"]
+        assert set(token) == {"__vault__"}
+
+
+def test_passwords_of_the_configuration_count(
+    load: Load, password: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = inline("runtime_token", encrypt(SECRET))
+    monkeypatch.setenv("ANSIBLE_VAULT_IDENTITY_LIST", f"prod@{password}")
+    assert load(group_vars__workers=text).define("worker")
 
 
 def test_vaulted_file_with_wrong_or_missing_password(load: Load, wrong: Path) -> None:

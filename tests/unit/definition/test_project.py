@@ -28,8 +28,8 @@ def project(tmp_path: Path) -> Path:
     return place
 
 
-def read(project: Path) -> Inventory:
-    return load_inventory([project / "inventories/site"], project=project)
+def read(project: Path, *extra: str) -> Inventory:
+    return load_inventory([project / "inventories/site"], project=project, extra=extra)
 
 
 def problems(project: Path) -> list[str]:
@@ -61,8 +61,8 @@ def test_a_layer_of_ours_is_the_same_wherever_the_repository_is(project: Path, t
     assert before == after
 
 
-def stage_ids(project: Path) -> dict[str, str]:
-    definition = read(project).define("node")
+def stage_ids(project: Path, *extra: str) -> dict[str, str]:
+    definition = read(project, *extra).define("node")
     groups = requirements(definition, extensions()).groups
     lock = Lock(
         image="node",
@@ -201,3 +201,36 @@ def test_a_variable_with_a_roles_prefix_is_known_or_refused(project: Path) -> No
     ]
     with pytest.raises(DefinitionError):
         read(project).define("node")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "site_banner_owner=us",
+        '{"site_banner_owner": "{{ who }}", "who": "us"}',
+        "site_banner_owner={{image_formats[0]}} image_formats=[]",
+    ],
+)
+def test_extra_variables_win_over_all_others(project: Path, extra: str) -> None:
+    (project / ROLE / "vars").mkdir()
+    (project / ROLE / "vars/main.yml").write_text("site_banner_owner: the role's own\n")
+    assert published_variables(read(project).define("node"))["site_banner_owner"] == "the role's own"
+    if "image_formats" in extra:
+        assert [p.path for p in read(project, extra).problems()] == ["image_formats"]
+        return
+    definition = read(project, extra).define("node")
+    assert published_variables(definition)["site_banner_owner"] == "us"
+    assert definition.extra == (extra,)
+
+
+def test_extra_variables_of_a_file_are_in_the_ids_and_have_places(project: Path) -> None:
+    file = project / "extra.yml"
+    file.write_text("---\nsite_banner_owner: us\n")
+    before = stage_ids(project)
+    after = stage_ids(project, f"@{file}")
+    assert next(name for name in before if before[name] != after[name]) == "site"
+    file.write_text("---\n\nsite_banner_onwer: us\n")
+    (problem,) = read(project, f"@{file}").problems()
+    assert problem.where.endswith("extra.yml:3") and "did you mean `site_banner_owner`" in problem.reason
+    (problem,) = read(project, "site_banner_onwer=us").problems()
+    assert problem.where == "-e"

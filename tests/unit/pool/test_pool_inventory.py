@@ -255,7 +255,7 @@ def test_variables_are_those_that_ansible_gives_a_host(write: Write) -> None:
 
     folder = write(GOOD)
     fleet = read_fleet([folder], ["pools"])
-    source = engine.read_inventory([folder], None, REPO_ROOT / "playbooks/layers")
+    source = engine.read_inventory([folder], (), REPO_ROOT / "playbooks/layers")
     for host in fleet.hosts:
         slow, _ = source.host_variables(host.name)
         assert engine.plain(slow["pool_image"]) == host.image

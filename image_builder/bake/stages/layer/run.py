@@ -61,7 +61,8 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             roles=RoleBook(ctx.definition.roots).role_folders,
             config=ctx.definition.ansible_config,
             doing=ctx.doing,
-            vault_password_file=ctx.settings.vault_password_file,
+            vault=ctx.settings.vault,
+            extra=ctx.definition.extra,
             python=ctx.settings.python,
         )
     except CommandError:
