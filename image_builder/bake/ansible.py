@@ -47,7 +47,7 @@ def play(
     work: Path,
     log: Path,
     roles: Sequence[Path],
-    config: Path | None,
+    config: Path,
     doing: Callable[[str], None],
     vault: Sequence[VaultId] = (),
     extra: Sequence[str] = (),
@@ -161,13 +161,13 @@ def _failure(data: Mapping[str, Any]) -> str:
     return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
 
 
-def _environment(private: Path, roles: Sequence[Path], config: Path | None, python: Path) -> dict[str, str]:
+def _environment(private: Path, roles: Sequence[Path], config: Path, python: Path) -> dict[str, str]:
     return {
         **environment(),
         **{name: os.environ[name] for name in (_VAULT,) if name in os.environ},
         "PATH": f"{python.parent}:{environment()['PATH']}",
         "HOME": os.fspath(private),
-        "ANSIBLE_CONFIG": os.fspath(config or os.devnull),
+        "ANSIBLE_CONFIG": os.fspath(config),
         "ANSIBLE_ROLES_PATH": ":".join(map(os.fspath, roles)),
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
         "ANSIBLE_PIPELINING": "true",

@@ -275,7 +275,8 @@ def test_the_end_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET")
         assert wait_until(lambda: threading.active_count() == before + 3)
-    assert threading.active_count() == before
+    # Each was told to end; how soon it does is the scheduler's affair.
+    assert wait_until(lambda: threading.active_count() == before)
     with pytest.raises(ConnectionRefusedError):
         echo(server)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,30 @@ def wait_until_it_hangs(pool: Fleet, before: set[str]) -> None:
     while hanging(pool) <= before:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+OWN = """\
+import pytest
+from suite import booted
+
+@booted
+def test_own(host):
+    '''A check of the user's, by the suite's own words.'''
+    assert host.check_output("hostname") != "host-0"
+"""
+
+
+def test_checks_of_the_users_own_are_made_on_each_host(pool: Fleet, tmp_path: Path) -> None:
+    suite = replace(suite_of(tmp_path, test_fate=FATE), checks=tmp_path / "checks")
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks/test_own.py").write_text(OWN)
+    with runs_of(pool, suite) as runs:
+        assert run(runs, pool, 0).detail == "test_own.py::test_own"
+        assert run(runs, pool, 4).ok
+    verdict = json.loads((tmp_path / "reports/host-0/verify.json").read_text())
+    assert verdict["counts"]["own"] == 1
+    (own,) = (check for check in verdict["checks"] if check["is_own"])
+    assert own["name"] == "test_own.py::test_own" and own["outcome"] == "failed"
 
 
 def test_a_run_that_hangs_or_crashes_is_no_other_hosts_business(pool: Fleet, tmp_path: Path) -> None:

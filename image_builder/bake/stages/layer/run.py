@@ -13,6 +13,7 @@ from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
 from image_builder.definition.roles import RoleBook
 from image_builder.errors import CommandError
+from image_builder.settings import CONFIGURATION
 from image_builder.system.sandbox import Root, open_root
 
 ARCHIVES = "/run/image-builder/archives"
@@ -33,8 +34,15 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     with open_root(ctx.lowers, ctx.work / "root", upper=tree, binds=binds) as root, _no_services(root.path):
         if ctx.repo:
             _offer_packages(root, ctx)
-        result = play(ctx, root, RoleBook(ctx.definition.roots).layer(ctx.plan.name).playbook)
+        result = play(ctx, root, _playbook(ctx))
     return {"tasks_ok": result.ok, "tasks_changed": result.changed}
+
+
+def _playbook(ctx: StageContext) -> Path:
+    """Return the layer's playbook: in the user's repository, or in this one. No two have one of the same name."""
+    name: str = ctx.plan.options["playbook"]
+    places = (root / name for root in ctx.definition.roots)
+    return next(place for place in places if place.is_file())
 
 
 def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
@@ -59,7 +67,7 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             work=ctx.work,
             log=ctx.log,
             roles=RoleBook(ctx.definition.roots).role_folders,
-            config=ctx.definition.ansible_config,
+            config=ctx.definition.ansible_config or ctx.settings.repo_root / CONFIGURATION,
             doing=ctx.doing,
             vault=ctx.settings.vault,
             extra=ctx.definition.extra,
