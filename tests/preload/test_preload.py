@@ -89,11 +89,10 @@ def _state(stage: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def test_the_manifest_tells_which_program_pulled(pulled_worker: Workplace) -> None:
+def test_the_manifest_tells_which_program_pulled(worker: Workplace, pulled_worker: Workplace) -> None:
     facts = json.loads((pulled_worker.object("preload") / "meta.json").read_text())["facts"]
     assert facts["engine"]["name"] == "docker"
     assert facts["engine"]["version"].startswith("26.1")
-    binary = (
-        pulled_worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
-    )
+    # A pull that is there already doesn't need the layer, which may be another one by now with the same program.
+    binary = worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
     assert hashlib.sha256(binary.read_bytes()).hexdigest() == facts["engine"]["binary_sha256"]
