@@ -164,7 +164,7 @@ def _failure(data: Mapping[str, Any]) -> str:
 def _environment(private: Path, roles: Sequence[Path], config: Path, python: Path) -> dict[str, str]:
     return {
         **environment(),
-        **{name: os.environ[name] for name in (_VAULT,) if name in os.environ},
+        **({_VAULT: os.environ[_VAULT]} if _VAULT in os.environ else {}),
         "PATH": f"{python.parent}:{environment()['PATH']}",
         "HOME": os.fspath(private),
         "ANSIBLE_CONFIG": os.fspath(config),

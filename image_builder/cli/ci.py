@@ -43,7 +43,8 @@ def annotate(error: ImageBuilderError, service: Service) -> list[str]:
 
 
 def _parts(where: str) -> dict[str, str]:
-    match = _PLACE.fullmatch(where)
+    """Return the file and the line of a place; nothing for an option of the command line."""
+    match = None if where.startswith("-") else _PLACE.fullmatch(where)
     return {name: value for name, value in match.groupdict().items() if value} if match else {}
 
 

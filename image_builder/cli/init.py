@@ -15,6 +15,7 @@ from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
 
 TEMPLATE = Path(__file__).parent / "project"
+_NEXT = ("  image-builder build node", "  image-builder boot node --verify")
 
 app = typer.Typer()
 
@@ -56,6 +57,3 @@ def init(
     ]
     show({"directory": target, "files": files}, "\n".join(lines), as_json=as_json)
     return 0
-
-
-_NEXT = ("  image-builder build node", "  image-builder boot node --verify")

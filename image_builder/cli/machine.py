@@ -18,6 +18,7 @@ from image_builder.text import human_seconds
 
 if TYPE_CHECKING:
     from image_builder.machine.vm import ExtraDisk
+    from image_builder.verify.boot import BootResult
 
 app = typer.Typer()
 
@@ -60,7 +61,6 @@ def boot(
     from image_builder.lab import pause
     from image_builder.system import host
     from image_builder.verify import boot as booting
-    from image_builder.verify import result as verification
 
     extra_disks = _local_disks(local_disk, none=no_local_disk)
     host.check_store(store)
@@ -81,11 +81,18 @@ def boot(
         )
         if result.suite:
             page.checks(result.suite)
+    _show(result, out_dir, as_json=as_json)
+    return _judge(result.require_passed) if verify else 0
+
+
+def _show(result: BootResult, out_dir: Path, *, as_json: bool) -> None:
+    """Print how a boot ended, and what the checks came to."""
+    from image_builder.verify import result as verification
+
     if result.suite:
         render.stderr_console().print(verification.table(result.suite))
     text = f"{result.image}: {result.system_state}, ssh after {human_seconds(result.ssh_seconds)}; reports in {out_dir}"
     show({**result.as_json(), "reports": out_dir}, text, as_json=as_json)
-    return _judge(result.require_passed) if verify else 0
 
 
 def _local_disks(sizes: list[str] | None, *, none: bool) -> tuple[ExtraDisk, ...] | None:

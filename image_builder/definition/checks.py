@@ -7,7 +7,8 @@ about, one at a time. A check that nothing turns red proves nothing.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from image_builder.definition import engine
@@ -26,7 +27,7 @@ def check_problems(project: Path) -> list[Problem]:
         return []
     problems: list[Problem] = []
     checks: dict[str, Place] = {}
-    suite = {name for file in SUITE.glob(f"{_PREFIX}*.py") for name, _ in _checks(file)}
+    suite = _names_of_suite()
     for file in sorted(folder.glob("*.py")):
         if (SUITE / file.name).exists():
             problems.append(
@@ -42,6 +43,11 @@ def check_problems(project: Path) -> list[Problem]:
                 problems.append(Problem(str(place), name, "there is another check of this name: rename it"))
             checks[name] = place
     return problems + _mutation_problems(folder / MUTATIONS, checks)
+
+
+@functools.cache
+def _names_of_suite() -> frozenset[str]:
+    return frozenset(name for file in SUITE.glob(f"{_PREFIX}*.py") for name, _ in _checks(file))
 
 
 def _checks(file: Path) -> Iterator[tuple[str, Place]]:
@@ -74,5 +80,4 @@ def _mutation_problems(file: Path, checks: Mapping[str, Place]) -> list[Problem]
 
 
 def _is_commands(value: object) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and bool(value) and all(isinstance(item, str) and item.strip() for item in value)  # type: ignore[attr-defined]
+    return isinstance(value, list) and value != [] and all(isinstance(v, str) and v.strip() for v in value)

@@ -72,6 +72,10 @@ class SuiteResult:
     def not_passed(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.outcome != "passed")
 
+    @property
+    def own(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.is_own)
+
     def summary(self) -> str:
         """Return one line: ``98 checks: 97 passed, 1 failed; 12 not applicable``."""
         counts = [f"{len(self.passed)} passed"]
@@ -79,8 +83,7 @@ class SuiteResult:
             number = sum(check.outcome == outcome for check in self.checks)
             if number:
                 counts.append(f"{number} {outcome}")
-        own = sum(check.is_own for check in self.checks)
-        of_which = f", {own} of your own" if own else ""
+        of_which = f", {len(self.own)} of your own" if self.own else ""
         text = f"{len(self.checks)} checks{of_which}: {', '.join(counts)}"
         return f"{text}; {len(self.not_applicable)} not applicable" if self.not_applicable else text
 
@@ -94,7 +97,7 @@ class SuiteResult:
             "counts": {
                 **{outcome: sum(c.outcome == outcome for c in self.checks) for outcome in _OUTCOMES},
                 "not_applicable": len(self.not_applicable),
-                "own": sum(check.is_own for check in self.checks),
+                "own": len(self.own),
             },
             "checks": [{**asdict(check), "seconds": round(check.seconds, 3)} for check in self.checks],
             "not_applicable": [asdict(check) for check in self.not_applicable],

@@ -60,7 +60,7 @@ def test_a_ci_is_shown_the_file_and_the_line(tmp_path: Path) -> None:
     run("init", "images", cwd=tmp_path)
     done = run("--annotations", "github", "validate", "-e", "site_banner_onwer=x", cwd=tmp_path / "images")
     assert done.returncode == DefinitionError.exit_code
-    assert "::error file=-e::site_banner_onwer: unknown variable" in done.stdout, done
+    assert "::error::site_banner_onwer: unknown variable" in done.stdout, done
     assert (
         run("--annotations", "jenkins", "validate", cwd=tmp_path / "images").returncode
         == UsageError.exit_code

@@ -46,7 +46,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             ),
         )
     require_passed(result)
-    if ctx.definition.checks and any(check.is_own for check in result.checks):
+    if ctx.definition.checks and result.own:
         _prove(ctx, ctx.definition.checks)
     verdict = Verdict(
         marker=result.marker,

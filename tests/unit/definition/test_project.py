@@ -157,7 +157,7 @@ CHECK = "checks/test_site_banner.py"
             "checks/mutations.yml",
             "",
             [
-                "checks/test_site_banner.py:13 test_banner_names_the_owner: nothing shows that it can fail: "
+                "checks/test_site_banner.py:14 test_banner_names_the_owner: nothing shows that it can fail: "
                 "put what breaks it into checks/mutations.yml"
             ],
         ),

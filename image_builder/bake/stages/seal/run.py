@@ -82,7 +82,7 @@ def _traces(ctx: StageContext) -> dict[str, str]:
     """Return the words that only this host's bake could have put into a file, and how each is shown."""
     texts = {
         _unmistakable(ctx.settings.store, "staging"),
-        *(_unmistakable(root, "roles") for root in (*ctx.definition.roots, ctx.settings.repo_root)),
+        *(_unmistakable(root, "roles") for root in ctx.definition.roots),
         os.fspath(ctx.work.parent.parent.name),
         ctx.settings.mirror or "",
     }
