@@ -31,14 +31,18 @@ def role_variables(
     extra: Mapping[str, JSON] = MappingProxyType({}),
 ) -> dict[str, JSON]:
     """Return the variables that a role's tasks see, untemplated."""
-    others = [book.role(u.name) for u in layer.uses]
-    own = book.role(use.name)
+    others = [book.role(other.name) for other in book.uses(layer)]
+    *needed, own = (book.role(other.name) for other in book.with_dependencies(use))
+    parents = [(parent, book.role(parent.name)) for parent in use.parents]
     scopes: list[Mapping[str, Any]] = [
-        *(role.defaults for role in others),
+        *(role.defaults for role in (*others, *needed)),
+        *(role.defaults for _, role in parents),
         own.defaults,
         inventory,
         layer.play_vars,
         *(role.constants for role in others),
+        *(scope for parent, role in parents for scope in (parent.vars, role.constants)),
+        *(role.constants for role in needed),
         own.constants,
         use.vars,
         extra,
@@ -93,12 +97,14 @@ def evaluated_layer(definition: ImageDefinition, layer: str) -> tuple[EvaluatedR
 def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[EvaluatedRole, ...]:
     """Evaluate the roles of a playbook that is like a layer's; once, as ``evaluated_layer``."""
     book = RoleBook(definition.roots)
-    files = [layer.playbook, *(file for use in layer.uses for file in book.role(use.name).declarations)]
+    uses = book.uses(layer)
+    files = [layer.playbook, *(file for use in uses for file in book.role(use.name).declarations)]
     stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     cached = definition.evaluated.get(layer.playbook)
     if cached is None or cached[0] != stamp:
-        owners = {use.name for lay in (layer, *map(book.layer, definition.layers)) for use in lay.uses}
-        cached = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in layer.uses))
+        layers = (layer, *map(book.layer, definition.layers))
+        owners = {use.name for other in layers for use in book.uses(other)}
+        cached = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in uses))
         definition.evaluated[layer.playbook] = cached
     return cached[1]
 

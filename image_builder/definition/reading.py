@@ -98,7 +98,7 @@ class _Reader:
 
     def reading(self) -> PlaybookReading:
         playbook = self.layer.playbook
-        roles = {use.name: self._role_files(use.name) for use in self.layer.uses}
+        roles = {use.name: self._role_files(use.name) for use in self.book.uses(self.layer)}
         play = engine.read_play(
             playbook,
             self.book.role_folders,
@@ -189,7 +189,7 @@ class _Reader:
 
     def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
         """Run the lookups in values of the inventory, which any role's files may be meant by."""
-        roles = [str(self.book.role(use.name).path) for use in self.layer.uses]
+        roles = [str(self.book.role(use.name).path) for use in self.book.uses(self.layer)]
         scope = {**scope, "ansible_search_path": [*roles, str(self.layer.playbook.parent)]}
         for name, value in spoken.items():
             for text in strings(value):

@@ -6,7 +6,7 @@ Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,20 @@ class Role:
         """Return the public variables: the options of entry point ``main``."""
         return {str(k): v for k, v in (self.specs.get("main", {}).get("options") or {}).items()}
 
+    @cached_property
+    def dependencies(self) -> tuple[RoleUse, ...]:
+        """Return the roles that run before this one, as ``meta/main.yml`` lists them; raises UnreadableError."""
+        file = self.path / "meta" / "main.yml"
+        content = engine.read_yaml(file) if file.is_file() else None
+        return _uses((content or {}).get("dependencies"), ("role", "name"))
+
     @property
     def declarations(self) -> list[Path]:
         """Return the files that hold the role's variables and their specs."""
         specs = self.path / "meta" / "argument_specs.yml"
         files = [*self.path.glob("defaults/*.yml"), *self.path.glob("vars/*.yml")]
-        return sorted([*files, specs] if specs.is_file() else files)
+        files += [file for file in (specs, self.path / "meta" / "main.yml") if file.is_file()]
+        return sorted(files)
 
     @property
     def parts(self) -> list[Path]:
@@ -66,11 +74,15 @@ class Role:
 
 @dataclass(frozen=True)
 class RoleUse:
-    """A role in a layer's play. ``vars`` are what the play hands over to it."""
+    """A role in a layer's play. ``vars`` are what the play hands over to it.
+
+    ``parents`` are the uses of roles that it is there for, the outermost first, none where the play lists it.
+    """
 
     name: str
     vars: Mapping[str, Any] = field(default_factory=dict)
     place: Place | None = None
+    parents: tuple[RoleUse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,26 @@ class RoleBook:
             raise KeyError(name)
         return self._roles.setdefault(name, Role(name, self._role_paths[name][0]))
 
+    def uses(self, layer: Layer) -> list[RoleUse]:
+        """Return the roles that a layer's play runs, in their order: each after those that it depends on, and once.
+
+        Raises KeyError, UnreadableError.
+        """
+        uses: list[RoleUse] = []
+        for use in layer.uses:
+            for role in self.with_dependencies(use):
+                if (role.name, role.vars) not in [(other.name, other.vars) for other in uses]:
+                    uses.append(role)
+        return uses
+
+    def with_dependencies(self, use: RoleUse) -> Iterator[RoleUse]:
+        """Yield the roles that one depends on, in the order in which they run, and it."""
+        chain = (*use.parents, use)
+        for dependency in self.role(use.name).dependencies:
+            if all(dependency.name != parent.name for parent in chain):  # a circle is Ansible's to refuse
+                yield from self.with_dependencies(replace(dependency, parents=chain))
+        yield use
+
     def roles(self) -> Iterator[Role]:
         return (self.role(name) for name in self.role_names)
 
@@ -162,16 +194,20 @@ def read_layer(name: str, playbook: Path) -> Layer:
     plays = engine.read_yaml(playbook)
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
         raise engine.UnreadableError(Place(str(playbook), 1), "a layer must be exactly one play")
+    return Layer(name, playbook, _uses(plays[0].get("roles"), ("role",)), _play_vars(playbook, plays[0]))
+
+
+def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
+    """Return a list of roles; one of ``keys`` names each that is a mapping."""
     uses = []
-    for entry in plays[0].get("roles") or []:
+    for entry in entries or []:
         place = engine.place_of(entry)
-        if isinstance(entry, str):
-            uses.append(RoleUse(str(entry), {}, place))
-        elif isinstance(entry, Mapping) and isinstance(entry.get("role"), str):
-            uses.append(RoleUse(str(entry["role"]), entry.get("vars") or {}, place))
-        else:
+        fields = {"role": entry} if isinstance(entry, str) else entry if isinstance(entry, Mapping) else {}
+        name = next((fields[key] for key in keys if isinstance(fields.get(key), str)), None)
+        if name is None:
             raise engine.UnreadableError(place, "a role must be a name or a mapping with `role`")
-    return Layer(name, playbook, tuple(uses), _play_vars(playbook, plays[0]))
+        uses.append(RoleUse(str(name), fields.get("vars") or {}, place))
+    return tuple(uses)
 
 
 def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,16 +222,22 @@ def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
-    """Return the roles of a layer that don't exist."""
-    return [
-        Problem(
-            str(use.place or Place(str(layer.playbook))),
-            f"roles[{n}]",
-            f"unknown role `{use.name}`{did_you_mean(use.name, book.role_names)}",
-        )
-        for n, use in enumerate(layer.uses)
-        if use.name not in book.role_names
-    ]
+    """Return the roles of a layer, and those that they depend on, which don't exist."""
+    lists: list[tuple[str, tuple[RoleUse, ...], Path]] = [("roles", layer.uses, layer.playbook)]
+    problems = []
+    visited: set[str] = set()
+    while lists:
+        path, uses, file = lists.pop()
+        for n, use in enumerate(uses):
+            if use.name not in book.role_names:
+                where = str(use.place or Place(str(file)))
+                reason = f"unknown role `{use.name}`{did_you_mean(use.name, book.role_names)}"
+                problems.append(Problem(where, f"{path}[{n}]", reason))
+            elif use.name not in visited:
+                visited.add(use.name)
+                role = book.role(use.name)
+                lists.append(("dependencies", role.dependencies, role.path / "meta" / "main.yml"))
+    return problems
 
 
 def _merged(directory: Path) -> dict[str, Any]:

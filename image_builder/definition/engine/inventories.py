@@ -27,7 +27,7 @@ from ansible.parsing.vault import (
 )
 from ansible.utils.vars import load_extra_vars
 from ansible.vars.manager import VariableManager
-from ansible.vars.plugins import get_vars_from_inventory_sources
+from ansible.vars.plugins import get_vars_from_inventory_sources, get_vars_from_path
 
 from image_builder.definition.engine.origins import UnreadableError, place_of, unreadable
 from image_builder.definition.values import VAULT_HINT, Place
@@ -135,11 +135,10 @@ class Source:
         return self._group_files[group.name]
 
     def _beside(self, entity: Any) -> Mapping[str, Any]:
-        """Return what the files of a group or a host set."""
-        variables: Mapping[str, Any] = get_vars_from_inventory_sources(
-            self.loader, self.manager._sources, [entity], "task"
-        )
-        return variables
+        """Return what the files of a group or a host set: beside the inventories, and beside the playbooks."""
+        variables = get_vars_from_inventory_sources(self.loader, self.manager._sources, [entity], "task")
+        beside = get_vars_from_path(self.loader, self.loader.get_basedir(), [entity], "task")
+        return {**variables, **beside}
 
     def group(self, name: str) -> list[str] | None:
         """Return the hosts of a group, in the inventory's order, or None where there is no such group."""
@@ -170,9 +169,11 @@ class Source:
 
     def magic(self, host: str) -> dict[str, Any]:
         """Return the variables that Ansible makes for a host, whatever the play."""
-        own = self.manager.get_host(host).vars
+        of_host = self.manager.get_host(host)
+        own = of_host.vars
         version = [int(part) for part in __version__.split(".")[:3]]
         return {
+            **of_host.get_magic_vars(),
             "inventory_dir": own.get("inventory_dir"),
             "inventory_file": own.get("inventory_file"),
             "groups": {str(n): [str(h.name) for h in g.get_hosts()] for n, g in self.manager.groups.items()},
